@@ -1,4 +1,4 @@
-"""The words of protobuf's enums without the prefix that all of an enum's names have: LIGHT of ROUTE_CLASS_LIGHT. Pure.
+"""Names of protobuf enum values without the prefix that all names of the enum share: LIGHT for ROUTE_CLASS_LIGHT. Pure.
 
 `kind` is an enum of a generated module, such as fleet_pb2.RouteClass.
 """
@@ -11,13 +11,13 @@ from typing import Any
 
 @cache
 def values(kind: Any) -> dict[str, Any]:
-    """Word -> value; "" is the unspecified one."""
+    """Return a map from word to value; "" is the word of the unspecified value."""
     prefix = str(kind.Name(0)).removesuffix("UNSPECIFIED")
     return {name.removeprefix(prefix) if value else "": value for name, value in kind.items()}
 
 
 def word(kind: Any, value: int) -> str:
-    """The word of `value`: "" for the unspecified one, the number for one that only a newer peer knows."""
+    """Return the word of `value`: "" for the unspecified value, the number itself for a value that only a newer peer defines."""
     return _words(kind).get(value, str(value))
 
 

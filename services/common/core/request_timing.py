@@ -1,4 +1,4 @@
-"""When a request came to what: the moments that a gateway's log of breakdowns tells, and readers of it look for. Pure."""
+"""Timestamps of a request: fields that a gateway writes to its breakdown file and that readers of the file parse. Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import msgspec
 
 
 class RequestTiming(msgspec.Struct, kw_only=True):
-    """A request's moments in their order, in unix s; None where it did not come to that, or nobody told. `prefill_*` are of steps
-    before the SERVE, the first's beginning and the last's end."""
+    """Timestamps of one request in their order, unix s; None for an event that did not happen or was not reported.
+
+    `t_prefill_sent` is the start of the first step before the SERVE step, `t_prefill_done` the end of the last one.
+    """
 
     t_recv: float | None = None
     t_placed: float | None = None

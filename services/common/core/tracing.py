@@ -1,4 +1,4 @@
-"""Spans as plain values, and the place in a trace that a request was sent from (W3C Trace Context). Pure."""
+"""Spans as plain values, and span contexts from and for `traceparent` headers (W3C Trace Context). Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Value = str | bool | int | float | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class SpanContext:
-    """A span's place in its trace: what is sent on, as `traceparent`, to whoever goes on from there."""
+    """A span's place in its trace. It is sent as `traceparent` to the callee that continues the trace."""
 
     trace_id: int
     span_id: int
@@ -26,17 +26,19 @@ class SpanContext:
 
     @property
     def traceparent(self) -> str:
-        """The header's value, version 00."""
+        """Value of the `traceparent` header, version 00."""
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.sampled:02x}"
 
     def child(self, name: str) -> SpanContext:
-        """The place of what happens below it under that name, which must be another one for each: so a span's place is known
-        before it begins and after it ended, and is kept nowhere."""
+        """Return the context of a child span. Each child needs a different `name`.
+
+        The span id is a hash of the parent's id and `name`, so the context need not be stored while the span is open.
+        """
         return SpanContext(self.trace_id, xxh3_64_intdigest(name.encode(), self.span_id) or 1, self.sampled)
 
 
 def parse_traceparent(traceparent: str) -> SpanContext | None:
-    """The place that a header names; None for one that says nothing. Source: W3C Trace Context, section 3.2."""
+    """Return the span context in a header; None if the header is invalid. Source: W3C Trace Context, section 3.2."""
     found = _TRACEPARENT.fullmatch(traceparent)
     if found is None:
         return None
@@ -47,7 +49,7 @@ def parse_traceparent(traceparent: str) -> SpanContext | None:
 
 
 class SpanKind(enum.Enum):
-    """Which side of a call a span shows."""
+    """The side of a call that a span describes."""
 
     SERVER = "server"
     CLIENT = "client"
@@ -55,7 +57,7 @@ class SpanKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SpanEvent:
-    """Something that happened inside a span, at unix ns."""
+    """An event inside a span; `at_ns` is unix ns."""
 
     name: str
     at_ns: int
@@ -63,7 +65,7 @@ class SpanEvent:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One finished span. Times are unix ns; `parent_id` is 0 for the first of a trace; `error` is empty when all went well."""
+    """One finished span. Times are unix ns; `parent_id` is 0 for a trace's first span; `error` is empty if the call succeeded."""
 
     name: str
     context: SpanContext
@@ -77,8 +79,10 @@ class Span:
 
 
 def start_trace(traceparent: str, sample_ratio: float, rng: random.Random) -> tuple[SpanContext, int]:
-    """A place for a request that came with that header, and the id of the span it came from (0: from none). It is sampled as
-    the header says; of requests without one that can be read, `share` are."""
+    """Return a span context for a request with the header `traceparent`, and the id of the client's span (0: none).
+
+    The header decides whether the request is sampled. Of the requests without a valid header, the share `sample_ratio` is.
+    """
     parent = parse_traceparent(traceparent)
     span_id = rng.getrandbits(64) or 1
     if parent is not None:
@@ -87,7 +91,7 @@ def start_trace(traceparent: str, sample_ratio: float, rng: random.Random) -> tu
 
 
 def known_attributes(values: Mapping[str, Value | None]) -> dict[str, Value]:
-    """Attributes: of `values` those that say something, texts cut to MAX_TEXT characters."""
+    """Return `values` without None and empty texts; texts are cut to MAX_TEXT characters."""
     return {
         name: value[:MAX_TEXT] if isinstance(value, str) else value
         for name, value in values.items()

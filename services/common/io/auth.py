@@ -1,4 +1,4 @@
-"""Who may call what: bearer tokens with a role, checked on every gRPC method."""
+"""Authorization of gRPC calls: bearer tokens prove a role, and every method lists the roles that may call it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from pointsman.common.io.settings import Tokens
 
 ROLES = ("agent", "gateway", "operator", "observer")
 
-# Methods whose full name begins so -> the roles that may call them. The first match counts; none means nobody.
+# Prefix of a method's full name -> roles that may call the method; "" stands for every caller. The first match counts; a
+# method that matches no rule is closed to all.
 RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("/grpc.health.v1.Health/", ("",)),
     ("/grpc.reflection.", ("",)),
@@ -34,21 +35,21 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("/pointsman.router.v1.FleetService/", ("gateway", "operator", "observer")),
 )
 
-# How long a refused stream waits for its caller's first message.
+# Timeout for the first message of a stream that will be refused, s.
 FIRST_MESSAGE_S = 5.0
 
-# Begins the words of a file of bound tokens that name certificates.
+# Prefix of the words in a file of bound tokens that name certificates.
 CERTIFICATE = "cert="
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]"
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
-# What a caller shows with a call that begins now.
+# Returns the metadata for a call that starts now.
 CallMetadata: TypeAlias = Callable[[], Metadata]
 
 
 def may_call(method: str, role: str | None) -> bool:
-    """Whether a caller with `role` (None: no valid token) may call `method`. Health and reflection are open to all."""
+    """Return whether a caller with `role` (None: no valid token) may call `method`. Health and reflection are open to all."""
     for prefix, roles in RULES:
         if method.startswith(prefix):
             return "" in roles or role in roles
@@ -56,7 +57,7 @@ def may_call(method: str, role: str | None) -> bool:
 
 
 def role_of(tokens: Mapping[str, tuple[str, ...]], authorization: str) -> str | None:
-    """The role one of whose `tokens` `authorization` ("Bearer ...") carries, or None, in a time that tells nothing of them."""
+    """Return the role whose token is in `authorization` ("Bearer ..."), or None. Tokens are compared in constant time."""
     scheme, _, presented = authorization.partition(" ")
     found = None
     for role, accepted in tokens.items():
@@ -68,16 +69,18 @@ def role_of(tokens: Mapping[str, tuple[str, ...]], authorization: str) -> str | 
 
 @dataclass(frozen=True, slots=True)
 class BoundToken:
-    """A token of an agent or a gateway that is good for the ids that match one of `patterns` (shell style) only: those of
-    instances, or of gateways; with `names`, only together with a client's certificate that has one of these names (shell style,
-    too)."""
+    """A token of an agent or a gateway that is valid only for some ids of instances or of gateways.
+
+    A valid id matches one of `patterns` (shell style). If `names` is not empty, the token is valid only with a client
+    certificate that has a name which matches one of `names` (shell style).
+    """
 
     token: str
     patterns: tuple[str, ...]
     names: tuple[str, ...] = ()
 
     def covers(self, name: str, shown: Sequence[str]) -> bool:
-        """Whether who shows it, with a certificate that has the names `shown`, may speak for `name`."""
+        """Return whether a caller with this token, and a certificate with the names `shown`, may use the id `name`."""
         return _matches([name], self.patterns) and (not self.names or _matches(shown, self.names))
 
 
@@ -86,22 +89,24 @@ def _matches(texts: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def read_bound_tokens(file: Path) -> tuple[BoundToken, ...]:
-    """Lines `TOKEN PATTERN [PATTERN ...] [cert=NAME ...]`, # begins a comment. Raises OSError, and ValueError that names the line
-    only."""
+    """Read lines `TOKEN PATTERN [PATTERN ...] [cert=NAME ...]`; # begins a comment. Raises OSError, and ValueError with the
+    number of the line but not its text."""
     bound = []
     for number, line in enumerate(file.read_text().splitlines(), 1):
         if words := line.partition("#")[0].split():
             names = tuple(word.removeprefix(CERTIFICATE) for word in words[1:] if word.startswith(CERTIFICATE))
             patterns = tuple(word for word in words[1:] if not word.startswith(CERTIFICATE))
             if not patterns or not all(names):
-                raise ValueError(f"{file}, line {number}: a token and the ids that it is good for are needed")
+                raise ValueError(f"{file}, line {number}: a token and the ids that it is valid for are needed")
             bound.append(BoundToken(words[0], patterns, names))
     return tuple(bound)
 
 
 def certificate_names(context: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
-    """The names in the certificate that a peer has shown and that was checked (subject alternative names; without any the common
-    name), from gRPC's auth context; none without one."""
+    """Return the names in a peer's verified certificate, from gRPC's auth context; empty without a certificate.
+
+    The names are the subject alternative names or, if there are none, the common name.
+    """
     for kind in ("x509_subject_alternative_name", "x509_common_name"):
         if names := tuple(name.decode(errors="replace") for name in context.get(kind, ())):
             return names
@@ -109,44 +114,52 @@ def certificate_names(context: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]
 
 
 def credentials(context: grpc.aio.ServicerContext[Any, Any]) -> tuple[str, tuple[str, ...]]:
-    """What a caller has shown: its `authorization` ("Bearer ..."), empty for none, and its certificate's names."""
+    """Return a caller's `authorization` ("Bearer ...", empty if missing) and the names in its certificate."""
     authorization = str(dict(context.invocation_metadata() or ()).get("authorization", ""))
     return authorization, certificate_names(context.auth_context())
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses calls without the right role: UNAUTHENTICATED without a valid token, PERMISSION_DENIED with another role's. Ends
-    streams (UNAUTHENTICATED) whose token is not valid any more."""
+    """Refuses calls without a role that may make them: UNAUTHENTICATED without a valid token, PERMISSION_DENIED for a wrong role.
+
+    Ends a stream with UNAUTHENTICATED when its token is no longer valid.
+    """
 
     def __init__(self, tokens: Tokens, bound: Mapping[str, Path] | None = None) -> None:
-        """`bound`: by role, the file of its tokens that are good for some ids only, besides those for all of the role. All files
-        are read again when they have changed. Raises OSError and ValueError for files that cannot be used."""
+        """`bound`: role -> file of tokens that are valid for some ids only, in addition to the tokens of the whole role.
+
+        Files are read again when they change. Raises OSError and ValueError for files that cannot be used.
+        """
         self._tokens = {role: tokens.reader(role) for role in ROLES}
         self._bound = {
             role: ReloadingFile([file], functools.partial(read_bound_tokens, file))
             for role, file in (bound or {}).items()
         }
-        # Once and for all: no change of a file lets everybody in.
+        # Fixed at start, so that no later change of a file opens the server to everybody.
         self.open = not self._bound and not any(reader.accepted for reader in self._tokens.values())
-        """True when no token is configured, so that every caller passes."""
+        """True if no token is configured: every caller is accepted."""
         self._streams = ProvenStreams(self._accepted)
 
     def role(self, authorization: str) -> str | None:
-        """The role that `authorization` ("Bearer ...") proves; None without a valid token."""
+        """Return the role that `authorization` ("Bearer ...") proves; None without a valid token."""
         role = role_of({role: reader.accepted for role, reader in self._tokens.items()}, authorization)
         if role is None:
             role = next((one for one in self._bound if self._bound_of(one, authorization) is not None), None)
         return role
 
     def may_speak_for(self, role: str, authorization: str, names: Sequence[str], name: str) -> bool:
-        """Whether who shows `authorization` and a certificate with `names` may, in `role`, use the id `name`: an agent an
-        instance's, a gateway its own. Any, but for a bound token."""
+        """Return whether a caller with `authorization` and a certificate with `names` may use the id `name` in `role`.
+
+        An agent uses ids of instances, a gateway its own id. Only bound tokens restrict the ids.
+        """
         bound = self._bound_of(role, authorization)
         return bound is None or bound.covers(name, names)
 
     def while_allowed(self, authorization: str, method: str, end: Callable[[], object]) -> Callable[[], None]:
-        """Call `end` once `authorization` does not allow `method`, a gRPC method's full name, any more; until what is returned is
-        called, which must be done."""
+        """Call `end` when `authorization` no longer allows `method` (a gRPC method's full name).
+
+        Return a function that stops the watch; the caller must call it.
+        """
         return self._streams.follow(self._still_may(authorization, method), end)
 
     def _still_may(self, authorization: str, method: str) -> Callable[[], bool]:
@@ -189,7 +202,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 def _refusing(handler: Handler, code: grpc.StatusCode, message: str) -> Handler:
     async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         if handler.request_streaming:
-            # A client of grpc.aio whose first write fails because its call is over reports INTERNAL in place of this answer
+            # If the call ends before the first write of a grpc.aio client, the client reports INTERNAL instead of this status
             # (https://github.com/grpc/grpc/issues/36066).
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_MESSAGE_S):
@@ -204,24 +217,26 @@ def _refusing(handler: Handler, code: grpc.StatusCode, message: str) -> Handler:
         make = grpc.unary_stream_rpc_method_handler
     else:
         make = grpc.unary_unary_rpc_method_handler
-    # Without a deserializer: nothing of a refused caller's is parsed.
+    # No deserializer: messages of a refused caller are not parsed.
     return make(refuse, None, handler.response_serializer)
 
 
 def bearer(token: str) -> Metadata:
-    """Call metadata that shows `token`; empty when there is none."""
+    """Return call metadata that carries `token`; empty if there is no token."""
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
 def showing(tokens: Tokens, role: str) -> CallMetadata:
-    """What a process that lives long shows as `role`, with each call the token that is in its file then. Raises OSError and
-    ValueError when that cannot be used now."""
+    """Return a function that returns the call metadata of `role`, each time with the token that is in the file then.
+
+    Raises OSError and ValueError if the file cannot be used now.
+    """
     reader = tokens.reader(role)
     return lambda: bearer(reader.shown)
 
 
 def is_loopback(listen: str) -> bool:
-    """Whether "HOST:PORT" listens on the loopback interface only."""
+    """Return whether "HOST:PORT" is an address of the loopback interface."""
     host = listen.rpartition(":")[0].strip("[]")
     if host == "localhost":
         return True

@@ -1,5 +1,5 @@
-"""Messages that wait for a stream's writer. A gRPC message costs about 50 us at either end, whatever is in it: those that are
-ready together are sent as one."""
+"""A queue of messages for a stream's writer. A gRPC message costs about 50 us at either end whatever its content, so messages
+that are ready together are sent as one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Generic, TypeVar
 
 M = TypeVar("M")
 
-# A batch of prompts' keys stays far below what a message may weigh.
+# Maximum number of messages in a batch. A batch of prompts' keys is then far smaller than the maximum size of a gRPC message.
 MAX_BATCH = 32
 
 
 class BatchQueue(Generic[M]):
-    """A queue with one reader, which takes all that is there. Belongs to the event loop that it is used on."""
+    """A queue with one reader, which takes a batch at a time. All calls must come from one event loop."""
 
     def __init__(self) -> None:
         self._queued: list[M] = []
@@ -23,8 +23,8 @@ class BatchQueue(Generic[M]):
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, message: M, max_delay_s: float = 0.0) -> None:
-        """Queue a message. The reader gets it at once, or, where it need not hurry, with the next that does, after `within_s` (s)
-        at the latest."""
+        """Queue a message. With `max_delay_s`, the reader receives the message with the next one that is queued without a delay,
+        or after `max_delay_s` at the latest; else at once."""
         self._queued.append(message)
         if not max_delay_s:
             self._wake()
@@ -32,12 +32,12 @@ class BatchQueue(Generic[M]):
             self._timer = asyncio.get_running_loop().call_later(max_delay_s, self._wake)
 
     def end(self) -> None:
-        """Nothing follows."""
+        """Mark the end of the queue: no message follows."""
         self._ended = True
         self._wake()
 
     async def take(self) -> list[M]:
-        """The messages that are there, MAX_BATCH at most, in order; waits for one. Empty at the end."""
+        """Wait until messages are due, and return up to MAX_BATCH of them in order. An empty list means the end of the queue."""
         while not self._due:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader

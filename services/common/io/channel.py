@@ -1,4 +1,4 @@
-"""How every service dials a router: keepalive that notices a dead peer within seconds, and room for long prompts' keys."""
+"""gRPC channels to a router: keepalive detects a dead peer within seconds, and the message limit fits long prompts' keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import grpc.aio
 from pointsman.common.io.reloading_file import ReloadingFile
 from pointsman.common.io.tls import TlsSettings
 
-# 64 MiB: a snapshot chunk or a prompt's keys stay far below, a mistake does not take the process down.
+# Maximum size of a received message, bytes. A snapshot chunk or a prompt's keys are far smaller. The limit keeps one oversized
+# message from exhausting the memory of the process.
 MAX_MESSAGE_BYTES = 64 << 20
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
@@ -19,11 +20,11 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Despite its name how long a connection attempt may take; a call that does not wait for the connection fails with it. On a
-    # busy machine or across zones a handshake takes seconds. When to try again is up to the other two alone.
+    # Despite its name, the timeout of a connection attempt; a call that does not wait for the connection fails with it. On a
+    # busy machine or across zones a handshake takes seconds. Only the other two options set the time of the next attempt.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # A proxy that the environment names is for what is outside, like the hub; gRPC would dial routers through it.
+    # A proxy in the environment is meant for outside addresses such as the hub; gRPC would also dial routers through it.
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 ]
@@ -35,18 +36,20 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A restarted router must get its port; two routers on one port must not share it by accident.
+    # A restarted router must be able to bind its port, and two routers must not share a port by accident.
     ("grpc.so_reuseport", 0),
 ]
 
-# What `read()` of a stream returns when the peer has ended it; the stubs of grpc do not know it.
+# Value that a stream's `read()` returns after the peer has ended the stream. The type stubs of grpc lack it.
 END_OF_STREAM: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 def open_channel(address: str, *, own_connection: bool = False) -> grpc.aio.Channel:
-    """A channel to "HOST:PORT", by TLS where the environment says so. Dialling happens on first use and again whenever the
-    connection is lost. Channels of one process to one address share a connection, but for those with an `own_connection`. Raises
-    ValueError and OSError for TLS settings that cannot be used."""
+    """Return a channel to "HOST:PORT", with TLS if the environment sets it (TlsSettings).
+
+    The channel dials on first use and again after each loss of the connection. Channels of one process to one address share a
+    connection unless `own_connection` is set. Raises ValueError and OSError for TLS settings that cannot be used.
+    """
     options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", int(own_connection))]
     if (credentials := TlsSettings().for_channel()) is not None:
         return grpc.aio.secure_channel(address, credentials, options=options)
@@ -54,8 +57,10 @@ def open_channel(address: str, *, own_connection: bool = False) -> grpc.aio.Chan
 
 
 class ReloadingChannel:
-    """Where streams to one router begin, for as long as the process lives: each with the certificates that are in their files
-    then. Stands for a grpc.aio.Channel of a service that has streams only. To be closed."""
+    """Starts streams to one router, each with the certificates that are in the files at its start.
+
+    Replaces a grpc.aio.Channel for services that have stream_stream methods only. Must be closed.
+    """
 
     def __init__(self, address: str) -> None:
         """Raises as open_channel."""
@@ -63,7 +68,7 @@ class ReloadingChannel:
         self._opened = [self._channel.value]
 
     def stream_stream(self, *method: Any, **how: Any) -> Any:
-        """As a channel's; the streams begin on whatever is newest."""
+        """As grpc.aio.Channel.stream_stream; each stream starts on the newest channel."""
         return lambda *request, **call: self._newest().stream_stream(*method, **how)(*request, **call)
 
     async def close(self) -> None:
@@ -73,7 +78,7 @@ class ReloadingChannel:
 
     def _newest(self) -> grpc.aio.Channel:
         if (renewed := self._channel.reload_if_changed()) is not None:
-            # What runs on the older one goes on there until it ends.
+            # Streams on the older channel continue there until they end.
             self._opened.append(renewed)
         return self._channel.value
 

@@ -1,6 +1,6 @@
-"""Files that a service appends lines to. A disk that is full, slow or stuck costs lines, and never the work that they tell of.
+"""Files that a service appends lines to. A disk that is full, slow or stuck loses lines, but never blocks or fails the service.
 
-Whoever rotates a file renames or removes it: within a second it is opened anew by its name.
+Another program may rotate a file by a rename or a removal: the service opens the name again within a second.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from prometheus_client.registry import Collector
 
 log = structlog.get_logger()
 
+# Minimum interval between two checks whether another program has rotated the file, s.
 LOOK_AGAIN_S = 1.0
-# Older files that stay beside one that is rotated: FILE.1 is the newest of them.
+# Number of rotated files that are kept; FILE.1 is the newest.
 KEPT_FILES = 4
-# What may wait for the disk. More than a second's lines of the busiest service.
+# Maximum size of all lines that wait for the disk, bytes. More than the busiest service writes in a second.
 MAX_WAITING_BYTES = 64 << 20
-# How long what still waits may take at the end.
+# Maximum time that close() waits until the waiting lines are written, s.
 CLOSE_S = 5.0
 
 
 class LineFile:
-    """Appends whole lines. `lost` counts those that the disk did not take. Processes may share a file."""
+    """Appends whole lines to a file. `lost` counts the lines that could not be written. Several processes may share a file."""
 
     def __init__(self, path: Path, max_bytes: int = 0) -> None:
-        """`max_bytes`: a file that a line would make larger is renamed, and KEPT_FILES of these stay; 0: never. Raises OSError
-        for a file that cannot be opened."""
+        """`max_bytes`: maximum size of the file; it is rotated before a line that would exceed it (0: never). KEPT_FILES rotated
+        files are kept. Raises OSError if the file cannot be opened."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.lost = 0
         self._losing = 0
@@ -45,7 +46,7 @@ class LineFile:
         self._look()
 
     def append(self, line: bytes) -> None:
-        """Append one line, or lose it."""
+        """Append one line, or count it as lost."""
         line += b"\n"
         try:
             if time.monotonic() - self._looked_at >= LOOK_AGAIN_S:
@@ -55,17 +56,17 @@ class LineFile:
             written = self._file.write(line)
             if written < len(line):
                 self._take_back(written)
-                raise OSError("only a part of it was taken")
+                raise OSError("only a part of the line was written")
         except OSError as error:
             self.lose(str(error))
             return
         self._size += written
         if self._losing:
-            log.warning("lines are kept again", path=str(self._path), lost=self._losing)
+            log.warning("lines are written again", path=str(self._path), lost=self._losing)
             self._losing = 0
 
     def lose(self, reason: str) -> None:
-        """Count a line that is lost; the first of several is told."""
+        """Count a lost line. Log the first of several in a row."""
         self.lost += 1
         self._losing += 1
         if self._losing == 1:
@@ -76,13 +77,13 @@ class LineFile:
         self._file.close()
 
     def _look(self) -> None:
-        """What the open file is: another process may append to it, too."""
+        """Read the open file's size and type. Another process may have appended to the file."""
         self._looked_at = time.monotonic()
         own = os.fstat(self._file.fileno())
         self._size, self._rotatable = own.st_size, self._max_bytes > 0 and stat.S_ISREG(own.st_mode)
 
     def _is_named(self) -> bool:
-        """Whether the file's name still means the file that is open. Raises OSError."""
+        """Return whether the path still refers to the open file. Raises OSError."""
         own = os.fstat(self._file.fileno())
         try:
             named = self._path.stat()
@@ -91,7 +92,7 @@ class LineFile:
         return (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino)
 
     def _follow_rotation(self) -> None:
-        """Open the file anew where its name means another one, or none. Raises OSError, and then the old one is kept."""
+        """Open the path again if it refers to another file or to none. Raises OSError; the old file then stays open."""
         self._looked_at = time.monotonic()
         if not self._is_named():
             opened = self._path.open("ab", buffering=0)
@@ -100,9 +101,9 @@ class LineFile:
         self._look()
 
     def _rotate(self) -> None:
-        """Rename the file, and those renamed before, unless another process has done so. Raises OSError."""
-        # Processes that share the file have it open: one of them renames at a time, and the next one sees it. A lock ends with
-        # its file.
+        """Rename the file and the earlier rotated files, unless another process has done so. Raises OSError."""
+        # The lock lets one of the processes that share the file rename at a time; the next one then sees the new file. Closing
+        # the file releases the lock.
         fcntl.flock(self._file, fcntl.LOCK_EX)
         if self._is_named():
             names = [
@@ -115,7 +116,8 @@ class LineFile:
         self._follow_rotation()
 
     def _take_back(self, written: int) -> None:
-        """Remove a torn line, which would spoil the next one, too, unless another process has written behind it."""
+        """Remove a partly written line, so that the next line does not continue it. Keep it if another process has written
+        after it."""
         fd = self._file.fileno()
         end = os.lseek(fd, 0, os.SEEK_CUR)
         if os.fstat(fd).st_size == end:
@@ -123,27 +125,30 @@ class LineFile:
 
 
 class LineWriter:
-    """Appends lines to a LineFile by a thread of its own, which makes them, too: the caller's event loop waits for no disk. Lines
-    that wait hold MAX_WAITING_BYTES together; those beyond are lost."""
+    """Formats lines and appends them to a LineFile in a thread, so that the caller's event loop does not wait for the disk.
+
+    Waiting lines hold up to MAX_WAITING_BYTES together; further lines are lost.
+    """
 
     def __init__(self, path: Path, max_bytes: int = 0) -> None:
         """As LineFile."""
         self._file = LineFile(path, max_bytes)
         self._waiting: queue.SimpleQueue[tuple[Callable[[], bytes], int] | None] = queue.SimpleQueue()
-        self._put_bytes = self._taken_bytes = 0  # one thread writes each
+        self._put_bytes = self._taken_bytes = 0  # each is written by one thread only
         self._refused = 0
         self._refusing = False
         self._closed = False
-        # Begun with the first line, after a service has forked.
+        # Started with the first line, so after a service has forked.
         self._thread: threading.Thread | None = None
 
     @property
     def lost(self) -> int:
-        """Lines that were not written, or not in full."""
+        """Number of lines that were not written, or not in full."""
         return self._file.lost + self._refused
 
     def append(self, make: Callable[[], bytes], size: int) -> None:
-        """Write the line that `make` gives, which must not change meanwhile. `size`: about the bytes that it holds until then."""
+        """Queue the line that `make` returns when the thread calls it. The data that `make` reads must not change until then.
+        `size`: approximate memory that `make` holds until then, bytes."""
         if self._closed or self._put_bytes - self._taken_bytes + size > MAX_WAITING_BYTES:
             self._refused += 1
             if not self._refusing:
@@ -158,7 +163,7 @@ class LineWriter:
             self._thread.start()
 
     def close(self) -> None:
-        """Write what waits, for CLOSE_S at most, and close the file."""
+        """Write the waiting lines, for CLOSE_S at most, and close the file."""
         self._closed = True
         if self._thread is not None:
             self._waiting.put(None)
@@ -174,16 +179,16 @@ class LineWriter:
             make, size = taken
             try:
                 line = make()
-            except Exception as error:  # one line that cannot be made must not cost all that follow
+            except Exception as error:  # one line that cannot be formatted must not end the thread
                 self._file.lose(repr(error))
             else:
                 self._file.append(line)
             self._taken_bytes += size
-            del taken, make  # what the line was made of is not kept until the next one
+            del taken, make  # free the line's data now, not when the next line arrives
 
 
 class LostLines(Collector):
-    """Tells Prometheus how many lines of a service's file are `lost`."""
+    """Prometheus collector of the number of lines that a service has lost."""
 
     def __init__(self, service: str, lost: Callable[[], int]) -> None:
         self._name = f"pointsman_{service}_lost_lines"
@@ -191,4 +196,4 @@ class LostLines(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The counter."""
-        yield CounterMetricFamily(self._name, "Lines of its file that the disk did not take", self._lost())
+        yield CounterMetricFamily(self._name, "Lines that could not be written to the service's files", self._lost())

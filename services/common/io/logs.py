@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object per line for machines, or colours for a terminal. Never log prompts, tokens or secrets."""
+"""Structured logs: one JSON object per line, or coloured text on a terminal. Never log prompts, tokens or secrets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import structlog
 
 
 def configure_logs(service: str, level: str = "info") -> None:
-    """Send logs of this process to stderr, each line carrying `service`. Coloured when stderr is a terminal."""
+    """Send logs of this process to stderr; each line has the field `service`. Lines are coloured if stderr is a terminal."""
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
     )
@@ -24,7 +24,7 @@ def configure_logs(service: str, level: str = "info") -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        # Each line in one write: processes that share a file would tear each other's.
+        # Writes each line by one call, so that lines of processes that share a file do not mix.
         logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Losing(sys.stderr))),
         cache_logger_on_first_use=True,
     )
@@ -32,7 +32,7 @@ def configure_logs(service: str, level: str = "info") -> None:
 
 
 class _Losing:
-    """A file whose disk may be full, or whose reader gone: what it does not take is lost. A service never fails for its log."""
+    """A text file whose write errors are ignored: a full disk or a closed pipe loses log lines but does not fail the service."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""A Prometheus page that is written in pieces, so that nothing else waits for the whole of it."""
+"""A Prometheus page that is written in pieces, so that it does not block the event loop."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class _One(Collector):
 
 
 async def metrics_page(registry: CollectorRegistry) -> bytes:
-    """The page of `registry`, of which others' turns come between any two families: a line takes about 30 us, and a family of
-    500 instances 10 ms."""
+    """Return the page of `registry`. The event loop runs other tasks between two metric families: a line takes about 30 us, and
+    a family of 500 instances 10 ms."""
     pieces = []
     for family in registry.collect():
         one = CollectorRegistry(auto_describe=False)

@@ -1,7 +1,7 @@
-"""Spans on their way to a collector, over OTLP/gRPC. Imports the SDK: to be imported itself only where an endpoint is set.
+"""Export of spans to a collector over OTLP/gRPC. Imports the SDK, so import this module only if an endpoint is set.
 
-Batches, their sizes and delays, headers and certificates are as the standard variables OTEL_BSP_*, OTEL_EXPORTER_OTLP_* and
-OTEL_RESOURCE_ATTRIBUTES say. Nothing here waits for the collector: what does not fit into the queue is dropped and logged.
+The standard variables OTEL_BSP_*, OTEL_EXPORTER_OTLP_* and OTEL_RESOURCE_ATTRIBUTES set batches, their sizes and delays, headers
+and certificates. Sending does not wait for the collector: spans that do not fit into the queue are dropped and logged.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pointsman.common.core.tracing import Span, SpanKind
 
 log = structlog.get_logger()
 
-# What is queued may take this long when the process ends.
+# Maximum time to send the queued spans when the process ends, s.
 FLUSH_S = 3.0
 _KINDS = {SpanKind.SERVER: OtelKind.SERVER, SpanKind.CLIENT: OtelKind.CLIENT}
 
 
 class Tracer:
-    """Sends the spans of one process, which `service` and `instance` name to whoever looks at them. To be closed."""
+    """Sends the spans of one process. `service` and `instance` identify the process in the trace viewer. Must be closed."""
 
     def __init__(self, endpoint: str, service: str, instance: str) -> None:
         self._resource = Resource.create({"service.name": f"pointsman-{service}", "service.instance.id": instance})
@@ -38,7 +38,7 @@ class Tracer:
         _tell_in_our_log()
 
     def send(self, spans: Iterable[Span]) -> None:
-        """Queue finished spans. Those of a trace that is not sampled go nowhere."""
+        """Queue finished spans. Spans of a trace that is not sampled are dropped."""
         for span in spans:
             self._processor.on_end(
                 ReadableSpan(
@@ -56,11 +56,11 @@ class Tracer:
             )
 
     async def close(self) -> None:
-        """Send what is queued, for FLUSH_S at most."""
+        """Send the queued spans, for FLUSH_S at most."""
         flushing = asyncio.ensure_future(asyncio.to_thread(self._processor.shutdown))
         await asyncio.wait({flushing}, timeout=FLUSH_S)
         if not flushing.done():
-            # Ends the wait for a collector that is not there, and with it the thread.
+            # Ends the wait for an unreachable collector, and so the thread.
             self._exporter.shutdown()
         await flushing
 
@@ -71,11 +71,11 @@ def _context(trace_id: int, span_id: int, sampled: bool) -> OtelContext:
 
 class _OurLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        log.warning("traces", said=record.getMessage())
+        log.warning("message of the trace exporter", said=record.getMessage())
 
 
 def _tell_in_our_log() -> None:
-    """What the SDK has to say goes where all else is said, in its form."""
+    """Send the SDK's log records to the service's structured log."""
     theirs = logging.getLogger("opentelemetry")
     if not any(isinstance(handler, _OurLog) for handler in theirs.handlers):
         theirs.addHandler(_OurLog())

@@ -1,4 +1,4 @@
-"""Lists that a router tells in pages, read to their end."""
+"""Paged list calls to a router, read to the last page."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ A = TypeVar("A")
 
 
 def whole(ask: Callable[[Any], A], request: Any, entries: str) -> A:
-    """The first page's answer with the field `entries` of all pages. `ask` gives the answer to a request; raises as it does.
-    Mutates `request`."""
+    """Return the first page's response with the entries of all pages in its field `entries`.
+
+    `ask` sends a request and returns the response; its errors are passed on. Mutates `request`.
+    """
     first: Any = ask(request)
     while first.next_page_token:
         request.page_token = first.next_page_token

@@ -1,4 +1,4 @@
-"""Streams that stay open only while what their callers have shown proves a right: a token that is taken away ends them."""
+"""Streams that stay open only while their callers' credentials are valid: the removal of a token ends its streams."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 
-# A stream outlives its token by so long at most, and the time that looking at all streams takes.
+# Interval between two checks, s. A stream outlives its token by at most this interval and the duration of a check.
 CHECK_S = 5.0
-# Streams looked at in one turn: where each has a token of its own, a look takes up to a millisecond.
+# Number of streams that are checked in one iteration of the event loop. If each stream has its own token, checking one takes up
+# to a millisecond.
 AT_ONCE = 4
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -26,7 +27,8 @@ class _Stream:
 
 
 class ProvenStreams:
-    """The open streams of one server. `accepted` tells all that is accepted now: streams are looked at when it has changed."""
+    """The open streams of one server. `accepted` returns all credentials that are valid now; a change starts a check of all
+    streams."""
 
     def __init__(self, accepted: Callable[[], object]) -> None:
         self._accepted = accepted
@@ -38,7 +40,7 @@ class ProvenStreams:
         return len(self._streams)
 
     def follow(self, still_may: Callable[[], bool], end: Callable[[], object]) -> Callable[[], None]:
-        """Call `end`, once, when `still_may` is not true any more; until what is returned is called, which must be done."""
+        """Call `end` once when `still_may` returns false. Return a function that stops the watch; the caller must call it."""
         stream = _Stream(still_may, end)
         self._streams[stream] = None
         if self._checking is None:
@@ -67,7 +69,7 @@ class ProvenStreams:
                     await asyncio.sleep(0)
 
     def handler(self, handler: Handler, still_may: Callable[[], bool]) -> Handler:
-        """`handler`, of streams, whose calls end with UNAUTHENTICATED when `still_may` is not true any more."""
+        """Return a copy of the stream handler `handler` whose calls end with UNAUTHENTICATED when `still_may` returns false."""
 
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             async def serve() -> None:
@@ -94,7 +96,7 @@ class ProvenStreams:
                 serving.cancel()
                 await asyncio.gather(serving, return_exceptions=True)
             if ended:
-                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token of this call is not valid any more")
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token of this call is no longer valid")
             serving.result()
 
         make = (

@@ -1,4 +1,4 @@
-"""Files that are written anew while a process runs: certificates, keys, tokens."""
+"""Files that may change while a process runs: certificates, keys, tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ log = structlog.get_logger()
 
 
 def stamps(files: Sequence[Path]) -> Stamps:
-    """Changes when a file is written, replaced, or its link points elsewhere (as a mounted secret's does). Raises OSError."""
+    """Return a value that changes when a file is written or replaced, or its link is moved (as in a mounted secret). Raises
+    OSError."""
     found = [file.stat() for file in files]
     return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
 
 
 class ReloadingFile(Generic[T]):
-    """What `make` made of `files`, made again when they have changed. Files that cannot be used then change nothing, and are
-    said once. Raises what `make` raises when they cannot be used at first: OSError and ValueError."""
+    """The result of `make`, which reads `files`; `make` is called again after a change of the files.
+
+    Changed files that cannot be used leave the value as it is and are logged once. If the files cannot be used at first, the
+    constructor raises the errors of `make`: OSError and ValueError.
+    """
 
     def __init__(self, files: Sequence[Path], make: Callable[[], T]) -> None:
         self._files = files
@@ -31,18 +35,18 @@ class ReloadingFile(Generic[T]):
         self.value = make()
 
     def reload_if_changed(self) -> T | None:
-        """What is new; None when nothing is. May be called by any thread."""
+        """Read changed files and return the new value; None if the value did not change. May be called from any thread."""
         try:
             found = stamps(self._files)
         except OSError:
-            found = ()  # one is gone, which `make` says better; callers ask often
+            found = ()  # a file is missing: `make` raises a better error, and this value logs it only once
         if found == self._seen:
             return None
         self._seen = found
         try:
             self.value = self._make()
         except (OSError, ValueError) as error:
-            log.error("renewed files cannot be used; what was made of those before stays", error=str(error))
+            log.error("changed files cannot be used; the previous content stays in use", error=str(error))
             return None
-        log.info("files read again", files=[str(file) for file in self._files])
+        log.info("changed files read", files=[str(file) for file in self._files])
         return self.value

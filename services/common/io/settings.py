@@ -1,4 +1,5 @@
-"""Typed settings from flags, environment (`POINTSMAN_*`) and secret files; the models' fields are the one source."""
+"""Typed settings from flags, environment (`POINTSMAN_*`) and secret files. The fields of the settings models define all flags
+and variables."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, Settin
 from pointsman.common.io.reloading_file import ReloadingFile
 
 S = TypeVar("S", bound=BaseSettings)
-# json_schema_extra of a field that is given by its place on the command line.
+# json_schema_extra of a field that is a positional argument on the command line.
 ARGUMENT: dict[str, Any] = {"argument": True}
-# As rich.markup.escape has it, whose import would cost each service memory that only --help needs.
+# Copy of the pattern in rich.markup.escape. Importing rich would cost each service memory that only --help needs.
 _MARKUP = re.compile(r"(\\*)(\[[a-zA-Z#/@][^[]*?\])")
 
 
@@ -50,59 +51,66 @@ def _host_port(value: str) -> str:
     return value
 
 
-# The one way to write a list: entries with blanks between them, in the environment as in a flag, which may also come several
-# times. (Commas are parts of URLs.)
+# A list is written as entries separated by blanks, in a variable and in a flag; a flag may also be repeated. Commas do not
+# separate, because URLs contain them.
 Entries = Annotated[list[str], NoDecode, BeforeValidator(_entries)]
 Numbers = Annotated[list[float], NoDecode, BeforeValidator(_entries)]
 # Entries of NAME=VALUE, for `by_name`.
 Pairs = Annotated[Entries, AfterValidator(_pairs)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
-# Where spans go; empty: nowhere.
+# URL that spans are sent to; empty: tracing is off.
 OtlpEndpoint = Annotated[str, AfterValidator(_url)]
 
 
 class Tokens(BaseSettings):
-    """Shared secrets of the gRPC doors. All empty: the doors are open, which is refused off the loopback interface."""
+    """Shared secrets of the gRPC servers. Without any token every caller is accepted; a server then refuses to listen off the
+    loopback interface."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_")
 
-    agent_token: SecretStr = Field(SecretStr(""), description="what agents show to routers")
-    gateway_token: SecretStr = Field(SecretStr(""), description="what gateways show to routers")
-    operator_token: SecretStr = Field(SecretStr(""), description="what people show to routers")
+    agent_token: SecretStr = Field(SecretStr(""), description="token that agents send to routers")
+    gateway_token: SecretStr = Field(SecretStr(""), description="token that gateways send to routers")
+    operator_token: SecretStr = Field(SecretStr(""), description="token that operators send to routers")
     observer_token: SecretStr = Field(
         SecretStr(""),
-        description="what shadows show to routers, and commands where there is no operator's: they look and ask, no more",
+        description="token that shadows, and commands without an operator token, send to routers; allows queries only",
     )
     token_dir: Path | None = Field(
         None,
-        description="folder with files agent, gateway, operator and observer: one token each, or two while it is rotated, one a "
-        "line: both are taken, the first is shown; read again when they change",
+        description="folder with files agent, gateway, operator and observer: one token each, or during a rotation two, one a "
+        "line: both are accepted, the first is sent; read again when they change",
     )
 
     def reader(self, role: str) -> RoleTokens:
-        """The tokens of `role` (agent, gateway, operator or observer) for as long as the process lives; a file in token_dir wins
-        over the environment. Raises OSError and ValueError, which name the file, when it cannot be used."""
+        """Return a reader of the tokens of `role` (agent, gateway, operator or observer), which follows changes of the file.
+
+        A file in token_dir takes precedence over the environment. Raises OSError and ValueError, with the file's name, if the
+        file cannot be used.
+        """
         secret: SecretStr = getattr(self, f"{role}_token")
         file = None if self.token_dir is None else self.token_dir / role
         return RoleTokens(file if file is not None and file.is_file() else None, secret.get_secret_value())
 
     def of(self, role: str) -> str:
-        """The token that `role` shows now; empty where it has none. Raises as `reader`."""
+        """Return the token that `role` sends now; empty if it has none. Raises as `reader`."""
         return self.reader(role).shown
 
 
 class RoleTokens:
-    """The tokens of one role: those of `file`, as it is whenever they are asked for, or without one `otherwise`, which stays. A
-    file that becomes unusable (gone, empty) changes nothing: whoever writes it anew opens no door meanwhile."""
+    """The tokens of one role: the current content of `file` or, without a file, the fixed token `otherwise`.
+
+    A file that becomes unusable (missing, empty) leaves the tokens as they are, so that writing a file anew does not open a
+    server for a moment.
+    """
 
     def __init__(self, file: Path | None, otherwise: str) -> None:
-        """Raises OSError, and ValueError that names the file."""
+        """Raises OSError, and ValueError with the file's name."""
         self._fixed = (otherwise,) if otherwise else ()
         self._file = None if file is None else ReloadingFile([file], lambda: _read_tokens(file))
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        """Those that prove the role, two at most; none where the role has none."""
+        """Tokens that prove the role, at most two; empty if the role has none."""
         if self._file is None:
             return self._fixed
         self._file.reload_if_changed()
@@ -110,22 +118,22 @@ class RoleTokens:
 
     @property
     def shown(self) -> str:
-        """The one to show, the first; empty where the role has none."""
+        """The token to send: the first one; empty if the role has none."""
         return next(iter(self.accepted), "")
 
 
 def _read_tokens(file: Path) -> tuple[str, ...]:
     found = tuple(filter(None, map(str.strip, file.read_text().splitlines())))
     if len(found) not in (1, 2):
-        # More would be some other file.
+        # A file with more lines is probably no token file.
         raise ValueError(
-            f"{file}: one token is needed, or two while it is rotated, one a line; it has {len(found)} lines"
+            f"{file}: one token is needed, or during a rotation two, one a line; it has {len(found)} lines"
         )
     return found
 
 
 def by_name(pairs: list[str]) -> dict[str, str]:
-    """Name -> value of a field of Pairs; a value may hold "=" itself."""
+    """Return a map from name to value of a field of type Pairs. A value may contain "="."""
     return dict(entry.split("=", 1) for entry in pairs)
 
 
@@ -135,10 +143,10 @@ _METAVARS = {int: "INT", float: "FLOAT", Path: "PATH"}
 def add_settings_command(
     app: typer.Typer, name: str, settings: type[S], run: Callable[[S], None], *, help_: str
 ) -> None:
-    """Register a command whose flags are the fields of `settings`; what is not given comes from the environment.
+    """Register a command whose flags are the fields of `settings`. A field without its flag is read from the environment.
 
-    Fields of type list take the flag several times; one with `json_schema_extra=ARGUMENT` is given without a flag. An invalid
-    value ends the command with status 2 and the field's name.
+    The flag of a list may be repeated. A field with `json_schema_extra=ARGUMENT` is a positional argument. An invalid value ends
+    the command with status 2 and a message with the field's name.
     """
 
     def command(**given: Any) -> None:
@@ -161,7 +169,7 @@ def add_settings_command(
 
 
 def _invalid(settings: type[BaseSettings], error: ErrorDetails) -> str:
-    """What is wrong with a value; of one that is not given, how to give it."""
+    """Return the message for an invalid value, or, for a missing value, how to give it."""
     name = ".".join(map(str, error["loc"]))
     if error["type"] != "missing":
         return f"{name}: {error['msg']}"
@@ -186,7 +194,7 @@ def _flag_type(field: FieldInfo) -> Any:
 
 
 def _metavar(annotation: Any) -> str:
-    """What a flag takes, in help: the choices where there are some, else the kind of value."""
+    """Return the placeholder of a flag's value in the help text: the choices if the type has any, else the kind of value."""
     inner = [one for one in get_args(annotation) if one is not type(None)]
     if get_origin(annotation) is Literal:
         return "|".join(map(str, inner))
@@ -196,7 +204,7 @@ def _metavar(annotation: Any) -> str:
 
 
 def _as_it_is(text: str) -> str:
-    """A text that typer's help shows so: it takes words in square brackets for rich's markup, and leaves them out."""
+    """Escape `text` for typer's help, which would treat words in square brackets as rich markup and omit them."""
     return _MARKUP.sub(r"\1\1\\\2", text)
 
 

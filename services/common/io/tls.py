@@ -1,5 +1,5 @@
-"""TLS on the services' doors, from files: what is shown and asked for, and how others dial. Certificates are taken when they
-are renewed: whoever opens a connection, or accepts one, looks whether the files have changed."""
+"""TLS of servers and clients, from certificate files. Renewed certificates need no restart: each new connection, on either side,
+checks whether the files have changed."""
 
 from __future__ import annotations
 
@@ -16,50 +16,55 @@ from pointsman.common.io.reloading_file import ReloadingFile
 
 
 class TlsSettings(BaseSettings):
-    """Environment POINTSMAN_TLS_*. Nothing set: plain text. Files are PEM, read again when they have changed."""
+    """Environment POINTSMAN_TLS_*. If nothing is set, connections are plain text. Files are PEM, read again when they change."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_TLS_", env_ignore_empty=True)
 
     cert: Path | None = Field(
-        None, description="certificate chain of this process: a router's for its door; what others show to routers"
+        None,
+        description="certificate chain of this process (PEM): a router's server certificate, another service's client "
+        "certificate",
     )
-    key: Path | None = Field(None, description="private key of `cert`")
+    key: Path | None = Field(None, description="private key of `cert` (PEM)")
     ca: Path | None = Field(
         None,
-        description="certificates that peers are checked against: whoever dials a router does so by TLS, and a router refuses "
-        "clients without a certificate",
+        description="CA certificates (PEM) that peers' certificates are verified with; set: clients dial routers by TLS, and a "
+        "router refuses clients without a certificate",
     )
 
     def files(self) -> list[Path]:
-        """Those that are set, which may be renewed."""
+        """Return the files that are set."""
         return [file for file in (self.cert, self.key, self.ca) if file is not None]
 
     def for_server(self) -> grpc.ServerCredentials | None:
-        """A router's credentials; None for plain text. Raises ValueError for half of what is needed and for files that are
-        no certificates or keys, OSError for those that cannot be read."""
+        """Return a router's credentials; None for plain text. Raises ValueError for incomplete settings and for files that are
+        no certificates or keys, OSError for files that cannot be read."""
         if self._pair() is None:
             if self.ca is not None:
                 raise ValueError("POINTSMAN_TLS_CA without POINTSMAN_TLS_CERT: a router needs a certificate of its own")
             return None
         renewed = ReloadingFile(self.files(), self._server_certificates)
-        # None from `changed` is gRPC's word for "as before", which its stubs do not know.
+        # gRPC keeps the certificates when this function returns None; the type stubs do not allow None.
         reload_if_changed: Callable[[], Any] = renewed.reload_if_changed
         return grpc.dynamic_ssl_server_credentials(
             renewed.value, reload_if_changed, require_client_authentication=bool(self.ca)
         )
 
     def for_console(self) -> ssl.SSLContext | None:
-        """The same for a router's console: clients show certificates where gRPC asks for them. Raises as `for_server`."""
+        """Return the context for a router's console; None for plain text. Clients need a certificate if gRPC clients need one.
+        Raises as `for_server`."""
         if self._pair() is None or self.cert is None:
             return None
         return server_context(self.cert, self.key, self.ca)
 
     def for_channel(self) -> grpc.ChannelCredentials | None:
-        """What to dial a router with; None for plain text. Raises as `for_server`."""
+        """Return the credentials to dial a router with; None for plain text. Raises as `for_server`."""
         pair = self._pair()
         if self.ca is None:
             if pair is not None:
-                raise ValueError("POINTSMAN_TLS_CERT without POINTSMAN_TLS_CA: whom to trust is not said")
+                raise ValueError(
+                    "POINTSMAN_TLS_CERT without POINTSMAN_TLS_CA: a client needs CA certificates to verify routers"
+                )
             return None
         _context(ssl.Purpose.SERVER_AUTH, ca=self.ca)
         key, cert = pair or (None, None)
@@ -84,8 +89,8 @@ class TlsSettings(BaseSettings):
 
 
 def server_context(cert: Path, key: Path | None, ca: Path | None, protocols: Sequence[str] = ()) -> ssl.SSLContext:
-    """What a listener meets clients with: `cert`, and with `ca` clients must show a certificate. Each handshake looks whether
-    the files have changed. Raises OSError and ValueError for files that cannot be used."""
+    """Return a listener's context with the certificate `cert`; with `ca`, clients must send a certificate. Each handshake checks
+    whether the files have changed. Raises OSError and ValueError for files that cannot be used."""
 
     def make() -> ssl.SSLContext:
         context = _context(ssl.Purpose.CLIENT_AUTH, cert, key, ca)
@@ -106,15 +111,16 @@ def server_context(cert: Path, key: Path | None, ca: Path | None, protocols: Seq
 
 
 def client_context(ca: Path) -> ssl.SSLContext:
-    """What to dial an HTTPS server with whose certificate `ca` has signed. Raises OSError and ValueError that name a file that
-    cannot be used."""
+    """Return the context for clients of an HTTPS server whose certificate `ca` has signed. Raises OSError and ValueError, with
+    the file's name, if the file cannot be used."""
     return _context(ssl.Purpose.SERVER_AUTH, ca=ca)
 
 
 def _context(
     purpose: ssl.Purpose, cert: Path | None = None, key: Path | None = None, ca: Path | None = None
 ) -> ssl.SSLContext:
-    """A context of these files. Raises OSError and ValueError that name them: gRPC says nothing of what it cannot use."""
+    """Return a context of these files. Raises OSError and ValueError with their names; gRPC reports no error for files that it
+    cannot use."""
     files = [file for file in (cert, key, ca) if file is not None]
     for file in files:
         file.read_bytes()

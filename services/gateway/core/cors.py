@@ -1,4 +1,4 @@
-"""Cross-origin requests of browsers: what the answers to listed origins say (CORS, https://fetch.spec.whatwg.org/#http-cors-protocol)."""
+"""CORS response header fields for requests from configured origins (https://fetch.spec.whatwg.org/#http-cors-protocol)."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ EXPOSED = (
     "request-id",
     *(f"anthropic-ratelimit-{of}-{kind}" for of in ("requests", "tokens") for kind in ("limit", "remaining", "reset")),
 )
-# For which clients may ask again, a browser asks once.
+# How long a browser may cache the response to a preflight, s.
 MAX_AGE_S = 600
 _NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2000}")
 
 
 class CorsPolicy:
-    """The origins whose pages may read answers. Credentials that a browser adds by itself (cookies) are never allowed: keys are
-    shown by headers that a page sets."""
+    """The origins whose pages may read responses. Credentials that a browser adds by itself (cookies) are never allowed: a page
+    sends its API key in a header that the page sets."""
 
     def __init__(self, origins: Iterable[str]) -> None:
         self._origins = frozenset(origins)
 
     def answer_fields(self, origin: str) -> dict[str, str]:
-        """What every answer to a request of `origin` says; an empty one is no browser's."""
+        """Return the CORS fields of every response to a request from `origin` ("": not a cross-origin request of a browser)."""
         if not self._origins:
             return {}
         if origin not in self._origins:
@@ -43,8 +43,11 @@ class CorsPolicy:
         }
 
     def preflight_fields(self, headers: Headers, methods: str) -> dict[str, str]:
-        """What the answer to a preflight says besides. The fields that the page wants to send are allowed as they are named:
-        those of official clients change with their versions (X-Stainless-*), and those that are not known here go no further."""
+        """Return the further fields of the response to a preflight; empty if the preflight is not allowed.
+
+        All header fields that the page requests are allowed: the fields of official clients change with their versions
+        (X-Stainless-*), and the gateway does not forward fields that it does not know.
+        """
         if headers.get("Origin") not in self._origins or "Access-Control-Request-Method" not in headers:
             return {}
         allowed = {"Access-Control-Allow-Methods": methods, "Access-Control-Max-Age": str(MAX_AGE_S)}

@@ -1,10 +1,11 @@
-"""Detects dead upstream connections: what is known of the peers of silent ones, and which to probe now.
+"""Detects dead upstream connections: records the probes of silent peers, and selects the peers to probe now.
 
-An answer that does not go on is most often one that takes long: a prefill, or a queue before one. It may also be one that nobody
-computes any more. A vLLM that is told to end may lose its core before its server; the server closes its port then, and leaves
-its connections open without a word. So while connections are silent it is asked now and then whether their peer still accepts
-new ones. That it refuses them is the only definite answer, and counts when it is given twice, with no other between: a server
-that is busy, stopped or far away does not answer at all, and a vLLM that still computes has its port open, when it drains, too.
+A silent response is usually a slow one: a prefill, or a queue before it. It may also be a response that no process computes any
+more. A vLLM that is told to stop may lose its engine core before its server. The server then closes its port, but leaves its
+connections open and sends nothing on them. So while connections are silent, the gateway probes whether their peer still accepts
+new connections. A refused connection is the only definite sign, and it counts when two probes in a row are refused. A server
+that is busy, stopped or far away does not answer the probe at all. A vLLM that still computes has its port open, also while it
+drains.
 """
 
 from __future__ import annotations
@@ -13,30 +14,32 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-SILENT_S = 3.0  # longer than a busy engine takes between two tokens, so that most streams are never asked about
-PROBE_EVERY_S = 2.0  # from an answer that leaves all open to the next question
-REPROBE_S = 1.0  # from a refusal to the next question
-REFUSALS = 2  # in a row
+# Silence after which a peer is probed, s. It is longer than a busy engine takes between two tokens, so that most streams
+# are never probed.
+SILENT_S = 3.0
+PROBE_EVERY_S = 2.0  # from a probe that was not refused to the next probe
+REPROBE_S = 1.0  # from a refused probe to the next probe
+REFUSALS = 2  # refused probes in a row after which a peer is dead
 
-# A socket's address: host and port, for IPv6 with flow and scope.
+# A socket's address: host and port; for IPv6 also flow info and scope id.
 Peer = tuple[str, int] | tuple[str, int, int, int]
 
 
 @dataclass(slots=True)
 class _Known:
     refusals: int = 0
-    due: float = -math.inf  # when to ask next; infinite while an answer is awaited
+    due: float = -math.inf  # time of the next probe; infinite while a probe is under way
 
 
 class DeadConnectionDetector:
-    """What is known of the peers of silent connections, one question at a time for each."""
+    """Probe results of the peers of silent connections. Each peer has at most one probe under way."""
 
     def __init__(self) -> None:
         self._known: dict[Peer, _Known] = {}
 
     def due(self, silent: Collection[Peer], now: float) -> list[Peer]:
-        """Which peers to ask now; `silent` are those with a connection that has been silent for SILENT_S, the others are
-        forgotten. Mutates."""
+        """Return the peers to probe now. `silent`: all peers with a connection that has been silent for SILENT_S; the other peers
+        are removed when their next probe is due. Mutates."""
         for peer, known in list(self._known.items()):
             if peer not in silent:
                 known.refusals = 0
@@ -51,11 +54,11 @@ class DeadConnectionDetector:
         return asked
 
     def probed(self, peer: Peer, *, refused: bool, now: float) -> None:
-        """A peer that was due has been asked. Mutates."""
+        """Record the result of a probe of `peer`, which due() returned. Mutates."""
         known = self._known[peer]
         known.refusals = known.refusals + 1 if refused else 0
         known.due = now + (REPROBE_S if refused else PROBE_EVERY_S)
 
     def is_dead(self, peer: Peer) -> bool:
-        """Whether nobody is left there."""
+        """Whether `peer` has refused REFUSALS probes in a row."""
         return peer in self._known and self._known[peer].refusals >= REFUSALS

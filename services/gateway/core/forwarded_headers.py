@@ -1,4 +1,4 @@
-"""The headers that pass between clients and instances: an allow-list in each direction."""
+"""The allow-lists of headers that the gateway forwards between clients and instances, one for each direction."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ RESPONSE_HEADERS = ("Content-Type", "Content-Encoding", "Cache-Control", "Retry-
 
 
 def upstream_headers(headers: Headers) -> dict[str, str]:
-    """What of a client's headers reaches an instance."""
+    """Return the headers of a client that are forwarded to an instance."""
     return {name: headers[name] for name in REQUEST_HEADERS if name in headers}
 
 
 def client_headers(headers: Headers) -> dict[str, str]:
-    """What of an instance's headers reaches the client."""
+    """Return the headers of an instance that are forwarded to the client."""
     return {name: headers[name] for name in RESPONSE_HEADERS if name in headers}

@@ -1,4 +1,4 @@
-"""HTTP requests and answers as plain values, and the bytes of their heads."""
+"""HTTP requests and responses as plain values, and the bytes of their heads."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pointsman.gateway.core.request_usage import RequestUsage
 
 _REASONS = {status.value: status.phrase for status in http.HTTPStatus}
 _NO_CONTROLS = dict.fromkeys((*range(32), 127), " ")
-# RFC 3986 3.2.2 and 3.2.3, without user information; no comma either, which joins two hosts in one.
+# RFC 3986 3.2.2 and 3.2.3, without user information, and without a comma, which would join two Host fields.
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+;=%-]*)(:[0-9]*)?")
 
 
 class Headers:
-    """Header fields by name, whatever its case. Fields that came several times are joined by ", "."""
+    """Header fields by case-insensitive name. Several fields of one name are joined by ", "."""
 
     __slots__ = ("_fields",)
 
@@ -29,13 +29,13 @@ class Headers:
             self.add(name, value)
 
     def add(self, name: str, value: str) -> None:
-        """One more field. Mutates."""
+        """Add a field; append to its value if the name is present. Mutates."""
         name = name.lower()
         before = self._fields.get(name)
         self._fields[name] = value if before is None else f"{before}, {value}"
 
     def get(self, name: str, default: str = "") -> str:
-        """The field's value, `default` without one."""
+        """Return the field's value, or `default` if the field is absent."""
         return self._fields.get(name.lower(), default)
 
     def __getitem__(self, name: str) -> str:
@@ -49,57 +49,57 @@ class Headers:
 
 
 class Source(Protocol):
-    """Where a stream's bytes come from, told to wait while the client does not read."""
+    """The producer of a stream's bytes. The writer pauses it while the client does not read."""
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
 
 
 class ResponseWriter(Protocol):
-    """What one streamed answer is written to, piece by piece: begin, write, end. After the client left nothing is written."""
+    """Writes one streamed response: begin, then write for each piece, then end. Ignores writes after the client disconnected."""
 
     @property
     def chunked(self) -> bool:
-        """Whether the client takes chunks."""
+        """Whether the response may use chunked transfer coding."""
 
     @property
     def begun(self) -> bool:
-        """Whether the head is set."""
+        """Whether begin() has set the response head."""
 
     @property
     def ended(self) -> bool:
-        """Whether the body is whole."""
+        """Whether the body is complete."""
 
     @property
     def lost(self) -> bool:
-        """Whether the client has left."""
+        """Whether the client has disconnected."""
 
     @property
     def send(self) -> Callable[[bytes], None]:
-        """Takes bytes of the answer as they are, with the framing that they need."""
+        """A function that sends bytes of the response unchanged; they must already have their chunk framing."""
 
     def begin(self, status: int, headers: dict[str, str], source: Source) -> None:
-        """Set the head, which leaves with the first piece."""
+        """Set the response head. It is sent with the first piece."""
 
     def write(self, piece: bytes) -> None:
-        """One non-empty piece of the body."""
+        """Write one non-empty piece of the body."""
 
     def end(self) -> None:
-        """The body is whole."""
+        """End the body."""
 
     def abort(self) -> None:
-        """Close the connection in the middle: the client sees that the answer is not whole."""
+        """Close the connection before the body ends, so that the client sees that the response is incomplete."""
 
 
 @dataclass(slots=True)
 class Request:
-    """One request. `body` is whole when the request is to be answered; `held_answer` counts what is held of a whole answer. The
-    handler notes the others: `id` is ours alone, `client_id` what the request is called towards its client and its engine,
-    `answer_fields` the header fields that every answer to it carries, `holder` the client whose share of the memory for bodies
-    and answers it takes (empty: nobody's in particular)."""
+    """One request. `body` is complete before the request is handled. `held_answer` counts the buffered bytes of a response that
+    is not streamed. The handler sets the other fields: `id` is internal to the gateway; `client_id` is the request's id for its
+    client and its engine; `answer_fields` are header fields of every response to the request; `holder` is the client whose share
+    of the memory for bodies and responses the request uses (empty: no client)."""
 
     method: str
-    path: str  # as the client wrote it, without the query
+    path: str  # as the client sent it, without the query
     query: str
     headers: Headers
     writer: ResponseWriter
@@ -115,13 +115,13 @@ class Request:
 
     @property
     def media_type(self) -> str:
-        """The body's type in lower case, without parameters."""
+        """The media type of the body in lower case, without parameters."""
         return self.headers.get("content-type").partition(";")[0].strip().lower()
 
 
 @dataclass(slots=True)
 class Response:
-    """A whole answer."""
+    """A response with its complete body."""
 
     status: int
     body: bytes = b""
@@ -129,12 +129,12 @@ class Response:
 
 
 def _clean(value: str) -> str:
-    # Most values need no look at each of their letters.
+    # Most values have no control characters, and isprintable() is faster than translate().
     return value if value.isprintable() else value.translate(_NO_CONTROLS)
 
 
 def head_bytes(status: int, headers: Mapping[str, str], *framing: str) -> bytes:
-    """Status line and fields of an answer. Control characters become blanks: no value can begin a field of its own."""
+    """Return the status line and fields of a response. Control characters become spaces: no value can start another field."""
     lines = [f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}"]
     lines += [f"{name}: {_clean(value)}" for name, value in headers.items()]
     lines += framing
@@ -142,7 +142,7 @@ def head_bytes(status: int, headers: Mapping[str, str], *framing: str) -> bytes:
 
 
 def request_bytes(method: str, path: str, host: str, headers: Mapping[str, str], body: bytes) -> list[bytes]:
-    """A request, as pieces to write. Control characters in fields become blanks."""
+    """Return a request as pieces to write. Control characters in fields become spaces."""
     lines = [f"{method} {path} HTTP/1.1", f"Host: {host}"]
     lines += [f"{name}: {_clean(value)}" for name, value in headers.items()]
     if body or method == "POST":
@@ -152,7 +152,7 @@ def request_bytes(method: str, path: str, host: str, headers: Mapping[str, str],
 
 
 def path_of(target: str) -> str:
-    """The path of a request target, in origin or absolute form."""
+    """Return the path of a request target in origin form or absolute form."""
     if target.startswith("/"):
         return target
     scheme, found, rest = target.partition("://")
@@ -160,19 +160,19 @@ def path_of(target: str) -> str:
 
 
 def fault_of(method: str, version: str, url: bytes, headers: Headers, hosts: int) -> tuple[int, str, str] | None:
-    """Status, message and code where a head must be refused; what llhttp refuses by itself never comes here. `hosts`: how many
-    Host fields it has."""
+    """Return status, message and code of the error if a request head must be refused, else None. Heads that llhttp rejects do not
+    get here. `hosts`: number of Host fields."""
     if version not in ("1.1", "1.0"):
-        return 505, "Only HTTP/1.1 and HTTP/1.0 are spoken here.", "version_unsupported"
+        return 505, "Only HTTP/1.1 and HTTP/1.0 are supported.", "version_unsupported"
     if not url.isascii():
         return 400, "The request target is not ASCII.", "bad_request"
     if b"#" in url or (url == b"*" and method != "OPTIONS"):
-        return 400, "The request target is none of this method.", "bad_request"
+        return 400, "The request target is not valid for this method.", "bad_request"
     if hosts > 1 or (version == "1.1" and not hosts) or not _HOST.fullmatch(headers.get("host")):
-        return 400, "One Host header is needed.", "bad_request"
+        return 400, "Exactly one valid Host header is required.", "bad_request"
     coding = headers.get("transfer-encoding", "chunked").lower()
     if coding != "chunked" or ("transfer-encoding" in headers and version == "1.0"):
-        return 400, "The only transfer coding is chunked, in HTTP/1.1.", "bad_request"
+        return 400, "The only supported transfer coding is chunked, in HTTP/1.1.", "bad_request"
     if headers.get("expect", "100-continue").lower() != "100-continue":
-        return 417, "The only expectation is 100-continue.", "expectation_failed"
+        return 417, "The only supported expectation is 100-continue.", "expectation_failed"
     return None

@@ -1,13 +1,14 @@
-"""A budget of bytes that all requests of a process share, and what one request holds of it."""
+"""A budget of bytes that all requests of a process share, and the part of it that one request holds."""
 
 from __future__ import annotations
 
-SHARE = 3  # alone, a client gets three quarters
+# A client that holds bytes may hold at most SHARE times the free bytes: alone, three quarters of the budget.
+SHARE = 3
 
 
 class MemoryBudget:
-    """`limit` bytes for all clients together. A client that holds some already may hold SHARE times what stays free, so that none
-    keeps the others out (dynamic thresholds: Choudhury and Hahne, 1998)."""
+    """`limit` bytes for all clients together. A client that already holds bytes may hold at most SHARE times the bytes that
+    remain free, so that no client can lock out the others (dynamic thresholds: Choudhury and Hahne, 1998)."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -15,13 +16,13 @@ class MemoryBudget:
         self._by_holder: dict[bytes, int] = {}
 
     def has_room(self, holder: bytes, more: int) -> bool:
-        """Whether `holder` may hold `more` bytes than it does; an empty name is nobody's in particular."""
+        """Whether `holder` may hold `more` additional bytes. An empty `holder` is limited only by the budget."""
         free = self.limit - self.used - more
         held = self._by_holder.get(holder, 0)
         return free >= 0 and (not held or held + more <= SHARE * free)
 
     def count(self, holder: bytes, more: int) -> None:
-        """`holder` holds `more` bytes; fewer than none were let go. Mutates."""
+        """Add `more` bytes to what `holder` holds; a negative number releases bytes. Mutates."""
         self.used += more
         if holder:
             held = self._by_holder.pop(holder, 0) + more
@@ -30,7 +31,7 @@ class MemoryBudget:
 
 
 class Holding:
-    """What one request holds of a budget, for the client `holder`."""
+    """The bytes of a budget that one request holds for the client `holder`."""
 
     __slots__ = ("_budget", "holder", "size")
 
@@ -41,11 +42,11 @@ class Holding:
 
     @property
     def limit(self) -> int:
-        """How much there is for all."""
+        """Size of the whole budget, bytes."""
         return self._budget.limit
 
     def take(self, more: int) -> bool:
-        """Hold `more` bytes; False, and as many as before, where there is no room. Mutates."""
+        """Hold `more` additional bytes; return False, without a change, if the budget has no room. Mutates."""
         if not self._budget.has_room(self.holder, more):
             return False
         self._budget.count(self.holder, more)
@@ -53,6 +54,6 @@ class Holding:
         return True
 
     def let_go(self) -> None:
-        """Hold nothing. Mutates."""
+        """Release all held bytes. Mutates."""
         self._budget.count(self.holder, -self.size)
         self.size = 0

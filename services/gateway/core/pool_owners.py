@@ -1,16 +1,16 @@
-"""The fleet as all routers together describe it: its pools, and which router places for each."""
+"""Merges the fleet descriptions of all routers: the pools, and the router that owns each."""
 
 from __future__ import annotations
 
 from pointsman.gateway.core.told_fleet import OutOfStep, ToldFleet
 from pointsman.router.v1 import placement_pb2
 
-# Until a router has said how long a pool may have no owner.
+# Ownerless timeout until a router has sent one, s.
 DEFAULT_OWNER_TIMEOUT_S = 5.0
 
 
 class PoolOwners:
-    """The fleet as told by every router that a session stands with, by the session's address."""
+    """The fleet as described by every router with which a session is open, by the session's address."""
 
     def __init__(self) -> None:
         self._fleets: dict[str, tuple[str, ToldFleet]] = {}
@@ -18,48 +18,49 @@ class PoolOwners:
         self._pool_of: dict[str, str] = {}
 
     def pools(self) -> list[placement_pb2.Pool]:
-        """The pools of all routers by name: each as its owner describes it, or else as the first router that knows it does. What
-        changes is another object."""
+        """Return the pools of all routers, sorted by name. Each is as its owner describes it; without its owner's description, as
+        the first router with the pool does. A pool that changes becomes a new object."""
         return [self._pools[model] for model in sorted(self._pools)]
 
     def pool_of(self, model: str) -> str:
-        """The pool that a name means, or the name itself."""
+        """Return the pool that serves the model name or LoRA adapter `model`, or `model` itself if no pool does."""
         return self._pool_of.get(model, model)
 
     def owner(self, pool: str) -> placement_pb2.Owner | None:
-        """Who places the pool's requests; None while nobody is known to."""
+        """Return the owner of the pool; None while no owner is known."""
         known = self._pools.get(pool)
         return known.owner if known is not None and known.HasField("owner") else None
 
     def first_owner(self) -> placement_pb2.Owner | None:
-        """The owner of the first pool by name that has one, which all gateways that know the same fleet agree on."""
+        """Return the owner of the first pool by name that has one. All gateways with the same view of the fleet agree on it."""
         return next((pool.owner for _, pool in sorted(self._pools.items()) if pool.HasField("owner")), None)
 
     @property
     def timeout_s(self) -> float:
-        """How long to wait for a pool to have an owner that answers, in s: as the most patient of the routers says."""
+        """How long to wait for a pool to have an owner that answers, s: the longest ownerless timeout of all routers."""
         told = [fleet.ownerless_timeout_s for _, fleet in self._fleets.values()]
         return max((one for one in told if one is not None), default=DEFAULT_OWNER_TIMEOUT_S)
 
     def addresses(self) -> set[str]:
-        """The addresses of all owners."""
+        """Return the addresses of all owners."""
         return {pool.owner.address for pool in self._pools.values() if pool.HasField("owner")}
 
     def begin(self, address: str, router_id: str, fleet: placement_pb2.Fleet) -> None:
-        """Take over all that the router at `address` says. Mutates."""
+        """Replace the description from the router at `address` by `fleet`. Mutates."""
         self._fleets[address] = (router_id, ToldFleet(fleet))
         self._merge()
 
     def update(self, address: str, update: placement_pb2.FleetUpdate) -> None:
-        """Take over what the router at `address` says has changed. Raises OutOfStep where that does not fit what it said before:
-        the session is to be opened again. Mutates."""
+        """Apply changes that the router at `address` sent. Raises OutOfStep if they do not fit the router's earlier description;
+        the session must then be opened again. Mutates."""
         if address not in self._fleets:
-            raise OutOfStep("the router tells what has changed of a fleet that it never told")
+            raise OutOfStep("the router sent a change of the fleet before a full description of it")
         self._fleets[address][1].apply(update)
         self._merge()
 
     def forget(self, address: str) -> None:
-        """The session with the router at `address` ended. Mutates; the last one's word stays until there is another."""
+        """Remove the description from `address`, whose session ended. The last description of all stays in use until another
+        arrives. Mutates."""
         if self._fleets.pop(address, None) is not None and self._fleets:
             self._merge()
 
@@ -69,7 +70,8 @@ class PoolOwners:
         for _, fleet in self._fleets.values():
             for model, pool in fleet.pools.items():
                 pools.setdefault(model, pool)
-                # The higher epoch is right where two disagree: an owner that Redis cannot reach does not know its successor.
+                # If two routers disagree, the higher epoch is right: an owner that cannot reach Redis is not aware of its
+                # successor.
                 if pool.HasField("owner") and pool.owner.epoch > self._epoch(owners, model):
                     owners[model] = pool.owner
         for router_id, fleet in self._fleets.values():
@@ -91,7 +93,7 @@ class PoolOwners:
 
 
 def _owned_by(owner: placement_pb2.Owner | None, pool: placement_pb2.Pool) -> placement_pb2.Pool:
-    """The pool with that owner; itself where it says so already."""
+    """Return `pool` with `owner` as its owner: `pool` itself if it already has that owner, else a copy."""
     if owner == (pool.owner if pool.HasField("owner") else None):
         return pool
     owned = placement_pb2.Pool()

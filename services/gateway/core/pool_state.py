@@ -1,4 +1,4 @@
-"""What is known of one model: its instances, its tokenizer, and whether that tokenizer equals the engines'."""
+"""State of one model: its instances, its tokenizer, and whether that tokenizer equals the engines' tokenizer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pointsman.gateway.core.api import Endpoint
 from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman.router.v1 import placement_pb2
 
+# Minimum interval between two rechecks of a tokenizer that token counts of engines cause, s.
 RECHECK_PAUSE_S = 60.0
 Incarnation = tuple[str, str]  # an instance's URL and incarnation
 
 
 class TokenizerStatus(enum.Enum):
-    """How far our tokens of a model can be trusted."""
+    """Whether the gateway's tokens of a model equal the engines'."""
 
     CHECKING = "checking"
     EXACT = "exact"
@@ -25,7 +26,7 @@ class TokenizerStatus(enum.Enum):
 
 @dataclass
 class PoolState:
-    """One model. `tokenizer` is used only while `exactness` is EXACT; `reason` says why it is not."""
+    """State of one model. `tokenizer` is used only while `tokenizer_status` is EXACT; `reason` says why it is not EXACT."""
 
     pool: placement_pb2.Pool
     tokenizer: ModelTokenizer | None = None
@@ -33,20 +34,20 @@ class PoolState:
     tokenizer_status: TokenizerStatus = TokenizerStatus.CHECKING
     reason: str = "not checked yet"
     verified: set[Incarnation] = field(default_factory=set)
-    differed: set[Incarnation] = field(default_factory=set)  # when they were last compared with the tokenizer
-    hub_asked_for: set[Incarnation] = field(default_factory=set)  # that differed: for whom its newest was asked for
-    mismatches: Counter[Endpoint] = field(default_factory=Counter)  # in a row
+    differed: set[Incarnation] = field(default_factory=set)  # at the last comparison with the tokenizer
+    hub_asked_for: set[Incarnation] = field(default_factory=set)  # differed, and the hub was queried for them
+    mismatches: Counter[Endpoint] = field(default_factory=Counter)  # differing token counts in a row
     inexact_endpoints: set[Endpoint] = field(
         default_factory=set
-    )  # APIs whose prompts we were seen to convert otherwise
+    )  # APIs whose prompts the gateway converts differently from the engine
     rechecked_at: float = -RECHECK_PAUSE_S
 
     def incarnations(self) -> frozenset[Incarnation]:
-        """Those of the instances that are there."""
+        """Return the incarnations of the pool's instances."""
         return frozenset((one.url, one.incarnation) for one in self.pool.instances)
 
     def tokenizer_for(self, endpoint: Endpoint) -> ModelTokenizer | None:
-        """The tokenizer, where its tokens are known to be the engine's for an API's prompts."""
+        """Return the tokenizer if its tokens of the API's prompts equal the engine's, else None."""
         return (
             self.tokenizer
             if self.tokenizer_status is TokenizerStatus.EXACT and endpoint not in self.inexact_endpoints
@@ -55,9 +56,11 @@ class PoolState:
 
 
 def names_of(pools: Iterable[placement_pb2.Pool]) -> dict[str, tuple[str, str]]:
-    """Any name that a client may ask for -> the pool it means, and the LoRA adapter it names ("" for none). As routers have it
-    (`InstanceRegistry`): a name that several pools answer to means the pool of that name, or the first by name; within a pool a
-    served name goes before an adapter's."""
+    """Return, for each name that a client may request, its pool and the LoRA adapter that it names ("": none).
+
+    The rules are those of routers (`InstanceRegistry`). A name that several pools serve means the pool of that name, or else the
+    first pool by name. Within a pool a served name takes precedence over an adapter's name.
+    """
     ordered = sorted(pools, key=lambda pool: pool.model)
     names = {pool.model: (pool.model, "") for pool in ordered}
     for pool in ordered:

@@ -1,4 +1,4 @@
-"""What is left of a key's limits, as header fields of OpenAI's and Anthropic's APIs."""
+"""The remainders of an API key's limits as header fields of OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pointsman.gateway.core.rate_limits import LimitStatus
 
 
 def openai_fields(status: LimitStatus) -> dict[str, str]:
-    """The fields of https://platform.openai.com/docs/guides/rate-limits for the limits that the key has."""
+    """Return the fields of https://platform.openai.com/docs/guides/rate-limits for the limits that the key has."""
     fields = {}
     for name, one in (("requests", status.requests), ("tokens", status.tokens)):
         if one is not None:
@@ -20,7 +20,7 @@ def openai_fields(status: LimitStatus) -> dict[str, str]:
 
 
 def anthropic_fields(status: LimitStatus, now: datetime) -> dict[str, str]:
-    """The fields of https://docs.anthropic.com/en/api/rate-limits, with moments as of RFC 3339; `now` is in UTC."""
+    """Return the fields of https://docs.anthropic.com/en/api/rate-limits, with times in RFC 3339 format; `now` is in UTC."""
     fields = {}
     for name, one in (("requests", status.requests), ("tokens", status.tokens)):
         if one is not None:
@@ -32,7 +32,7 @@ def anthropic_fields(status: LimitStatus, now: datetime) -> dict[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """A time as OpenAI writes it: 120ms, 1s, 6m0s, 1h0m0s; never too short."""
+    """Return a duration in OpenAI's format (120ms, 1s, 6m0s, 1h0m0s), rounded up."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1_000 - 1e-6)}ms"
     whole = math.ceil(seconds - 1e-6)

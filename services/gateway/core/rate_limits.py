@@ -1,7 +1,8 @@
-"""Rate limits of API keys: requests and tokens a minute as token buckets, and requests in flight.
+"""Rate limits of API keys: requests and tokens per minute as token buckets, and requests in flight.
 
-While a router accounts for them, a gateway admits by leases: a part of what is left of a key's limits that the router has granted
-it, so that all gateways together keep to them. While none does, it admits an equal share of each limit.
+While a router accounts for the limits, a gateway admits requests by leases. A lease is a part of what is left of a key's limits
+that the router has granted to the gateway, so that all gateways together stay within the limits. While no router accounts for
+them, the gateway admits an equal share of each limit.
 """
 
 from __future__ import annotations
@@ -15,23 +16,25 @@ from typing import Protocol
 
 from pointsman.router.v1 import placement_pb2
 
-# A lease is used for so long after the last answer about its key; the router counts on twice that.
+# How long a lease is valid after the last answer of the router about its key, s. The router assumes twice that.
 LEASE_S = 5.0
-# How soon a lease that got nothing more may ask again; at most after so long.
+# EMPTY_S: minimum pause, s, before the gateway requests more for a lease that is still used up after a grant. MAX_EMPTY_S:
+# maximum of that pause, s.
 EMPTY_S, MAX_EMPTY_S = 0.2, 1.0
 _NAME_BYTES = 16
+# How long the router must report fewer gateways before the lower number is used, s.
 _FEWER_AFTER_S = 30.0
 _MINUTE_S = 60.0
 _IN_FLIGHT_RETRY_S = 1.0
-_ALMOST = 1e-6  # what rounding may take from a level that is exactly enough
+_ALMOST = 1e-6  # tolerance for rounding, for a level that is exactly enough
 
 
 @dataclass(frozen=True)
 class RateLimits:
-    """What one key may use; 0 means as much as it likes. A minute's worth may come at once."""
+    """Limits of one key; 0: unlimited. The allowance of a whole minute may be used at once."""
 
     requests_per_minute: int = 0
-    tokens_per_minute: int = 0  # of prompts (cached ones too) and answers
+    tokens_per_minute: int = 0  # prompt tokens (cached ones too) and output tokens
     in_flight: int = 0
 
 
@@ -40,7 +43,7 @@ UNLIMITED = RateLimits()
 
 @dataclass(frozen=True)
 class Remaining:
-    """What is left of one limit: `remaining` of `limit`, all of it again after `reset_s`."""
+    """What is left of one limit: `remaining` of `limit`. `reset_s`: seconds until all of it is available again."""
 
     limit: int
     remaining: int
@@ -49,7 +52,7 @@ class Remaining:
 
 @dataclass(frozen=True)
 class LimitStatus:
-    """What is left of a key's limits by the minute; None for a limit that it does not have."""
+    """What is left of a key's limits per minute; None for a limit that the key does not have."""
 
     requests: Remaining | None = None
     tokens: Remaining | None = None
@@ -59,7 +62,8 @@ NO_LIMITS = LimitStatus()
 
 
 class RateLimited(Exception):
-    """Too much. `what` names the limit; the same request may pass after `retry_after_s`, never 0."""
+    """A request exceeds a limit of its key. `what` names the limit. `retry_after_s`: seconds after which the same request may
+    pass, never 0."""
 
     def __init__(self, what: str, retry_after_s: float, status: LimitStatus) -> None:
         super().__init__(what)
@@ -69,7 +73,7 @@ class RateLimited(Exception):
 
 
 class LeaseNeeded(Exception):
-    """The key's lease does not cover the request: the router is to be asked for more of `name`."""
+    """The key's lease does not cover the request. More must be requested from the router for the key `name`."""
 
     def __init__(self, name: bytes = b"") -> None:
         super().__init__()
@@ -78,42 +82,43 @@ class LeaseNeeded(Exception):
 
 @dataclass
 class TokenBucket:
-    """A level, as it was `at` a moment (s, any clock that does not go back), that fills with so much a minute up to a minute's
-    worth. It may be drawn below zero: an answer's length is known only afterwards, and a prompt longer than a whole minute's
-    worth must pass at some time."""
+    """A token bucket: `level` at the time `at` (s, any monotonic clock). The bucket fills at a rate per minute, up to the amount
+    of one minute. The level may become negative: the length of an answer is known only afterwards, and a prompt longer than the
+    amount of a whole minute must be able to pass."""
 
     level: float = math.inf
     at: float = -math.inf
 
     def left(self, per_minute: float, now: float) -> float:
-        """What is there at `now`. Does not mutate."""
+        """Return the level at `now`. Does not mutate."""
         if self.level == math.inf:
             return float(per_minute)
         return min(self.level + max(0.0, now - self.at) * per_minute / _MINUTE_S, float(per_minute))
 
     def take(self, amount: float, per_minute: float, now: float) -> None:
-        """Draw `amount`; a negative one gives back. Mutates."""
+        """Subtract `amount` from the level; a negative amount is added. Mutates."""
         self.level = min(self.left(per_minute, now) - amount, float(per_minute))
         self.at = max(now, self.at)
 
     def set(self, level: float, now: float) -> None:
-        """It holds `level` now. Mutates."""
+        """Set the level at `now`. Mutates."""
         self.level, self.at = level, now
 
     def wait_s(self, amount: float, per_minute: float, now: float) -> float:
-        """Until `amount` is there; 0 when it is."""
+        """Return the seconds until the level reaches `amount`; 0 if it already does."""
         missing = amount - self.left(per_minute, now)
         return missing * _MINUTE_S / per_minute if missing > _ALMOST else 0.0
 
 
 @dataclass
 class KeyUsage:
-    """What one key has used, and may still use here. Limits that change meet it as it is: what was drawn stays drawn, what is
-    open stays open.
+    """What one key has used, and may still use in this gateway. A change of the key's limits does not reset it: levels and open
+    requests are kept.
 
-    `shares` is N while the gateway admits an Nth of each limit: `requests` and `tokens` fill with an Nth of the rate. It is 0
-    while a router accounts: then they are what is left of the lease, and do not fill. `fleet_*` is what no gateway held when a
-    router last said so, filled since. `used_*` has not been reported.
+    `shares` is N while the gateway admits an Nth of each limit: `requests` and `tokens` then fill at an Nth of the rate. `shares`
+    is 0 while a router accounts for the limits: `requests` and `tokens` are then what is left of the lease, and do not fill.
+    `fleet_*` is the amount that no gateway held at the router's last grant, filled since then. `used_*` is what was used and not
+    reported yet.
     """
 
     requests: TokenBucket = field(default_factory=TokenBucket)
@@ -121,10 +126,10 @@ class KeyUsage:
     fleet_requests: TokenBucket = field(default_factory=TokenBucket)
     fleet_tokens: TokenBucket = field(default_factory=TokenBucket)
     shares: int = 1
-    slots: int = 0  # of the lease, for requests in flight
+    slots: int = 0  # slots for requests in flight that the lease has left
     leased_until: float = 0.0
     peak: int = 0  # most requests in flight since the last report
-    empty_until: float = 0.0  # no use in asking for more before
+    empty_until: float = 0.0  # earliest time to request more from the router
     used_requests: float = 0.0
     used_tokens: float = 0.0
     in_flight: int = 0
@@ -132,11 +137,11 @@ class KeyUsage:
 
     @property
     def unused(self) -> bool:
-        """Whether nothing was ever drawn from it."""
+        """Whether neither bucket has ever been used."""
         return self.requests.level == self.tokens.level == math.inf
 
     def admit_alone(self, limits: RateLimits, gateways: int, now: float) -> None:
-        """Count a request against this gateway's share of the limits. Raises RateLimited, and then nothing is used. Mutates."""
+        """Count a request against this gateway's share of the limits. Raises RateLimited, without counting it. Mutates."""
         if not self.shares or self.unused:
             self._begin_share(limits, gateways, now)
         requests, tokens = (
@@ -155,8 +160,11 @@ class KeyUsage:
         self.in_flight += 1
 
     def admit_leased(self, limits: RateLimits, now: float, *, final: bool) -> None:
-        """Count a request against the lease. Raises RateLimited where it is empty and asking has just been of no use, or this is
-        the `final` try; LeaseNeeded where it is empty else, or there is none. Mutates."""
+        """Count a request against the lease. Mutates.
+
+        Raises LeaseNeeded if there is no valid lease, or if the lease is used up. Raises RateLimited instead of the latter if the
+        router has just granted too little, or on the `final` try.
+        """
         if self.shares or now >= self.leased_until:
             raise LeaseNeeded
         if (missing := self._missing(limits)) is not None:
@@ -172,7 +180,7 @@ class KeyUsage:
         self.peak = max(self.peak, self.in_flight + self.in_flight_elsewhere)
 
     def charge(self, tokens: float, limits: RateLimits, now: float) -> None:
-        """Draw so many tokens. Mutates."""
+        """Count `tokens` as used; a negative number corrects an earlier estimate. Mutates."""
         if self.shares:
             self.tokens.take(tokens, _share(limits.tokens_per_minute, self.shares), now)
         else:
@@ -180,13 +188,16 @@ class KeyUsage:
             self.used_tokens += tokens
 
     def close(self, limits: RateLimits) -> None:
-        """A request is no longer in flight. Mutates."""
+        """Count one request less in flight. Mutates."""
         self.in_flight -= 1
         if not self.shares and limits.in_flight:
             self.slots += 1
 
     def report(self, limits: RateLimits, asked: bool, now: float) -> placement_pb2.KeyReport:
-        """What was used since the last report, and what is given back of the lease; from now on there is a lease. Mutates."""
+        """Return a report of what was used since the last one and what the lease returns. `asked`: a request waits for more.
+
+        Mutates: a gateway that admitted its share changes to leases.
+        """
         if self.shares:
             return self._end_share(limits, asked, now)
         report = placement_pb2.KeyReport(
@@ -197,7 +208,7 @@ class KeyUsage:
             held_requests=max(0.0, self.requests.level + self.used_requests),
             held_tokens=max(0.0, self.tokens.level + self.used_tokens),
         )
-        # A debt is the router's from here on: it is in what was used.
+        # A negative level is part of the reported use. The router accounts for it from now on.
         self.requests.level, self.tokens.level = max(0.0, self.requests.level), max(0.0, self.tokens.level)
         if asked:
             report.wanted, report.held_slots = True, self.slots
@@ -207,8 +218,8 @@ class KeyUsage:
         return report
 
     def grant(self, grant: placement_pb2.KeyGrant, limits: RateLimits, now: float) -> None:
-        """Add to the lease what the router granted. One that comes after the gateway has turned to its share is not used: the
-        router counts it as used. Mutates."""
+        """Add the router's grant to the lease. A grant that arrives after the gateway changed to its share is ignored; the router
+        counts it as used. Mutates."""
         if self.shares:
             return
         self.requests.level += grant.requests
@@ -221,7 +232,7 @@ class KeyUsage:
         self.empty_until = now + min(max(EMPTY_S, self._wait_s(limits, now)), MAX_EMPTY_S) if empty else 0.0
 
     def status(self, limits: RateLimits, now: float) -> LimitStatus:
-        """What is left of the limits, as far as this gateway knows."""
+        """Return what is left of the limits, by this gateway's own use and the router's last grant."""
         return LimitStatus(
             self._remaining(limits.requests_per_minute, self.requests, self.fleet_requests, now),
             self._remaining(limits.tokens_per_minute, self.tokens, self.fleet_tokens, now),
@@ -241,7 +252,7 @@ class KeyUsage:
         return RateLimited(what, wait_s, self.status(limits, now))
 
     def _missing(self, limits: RateLimits) -> str | None:
-        """The limit by which the lease does not cover one more request."""
+        """Return the first limit of which the lease does not cover one more request; None if it covers all."""
         if limits.in_flight and self.slots < 1:
             return _flights(limits)
         if limits.requests_per_minute and self.requests.level < 1 - _ALMOST:
@@ -251,7 +262,7 @@ class KeyUsage:
         return None
 
     def _wait_s(self, limits: RateLimits, now: float) -> float:
-        """Until all gateways together may admit a request again, by the minute's limits."""
+        """Return the seconds until all gateways together may admit a request again, by the limits per minute."""
         waits = [0.0]
         if limits.requests_per_minute and self.requests.level < 1 - _ALMOST:
             waits.append(self.fleet_requests.wait_s(1.0, limits.requests_per_minute, now))
@@ -260,8 +271,11 @@ class KeyUsage:
         return max(waits)
 
     def _give_back(self, report: placement_pb2.KeyReport, limits: RateLimits) -> None:
-        """Keep twice what the time since the last report has used, and slots for one more request than were open at once; want
-        more where there is not even as much. Mutates."""
+        """Write to `report` what the lease returns, and whether the key wants more. Mutates.
+
+        The lease keeps twice what was used since the last report, and one slot more than the peak of requests in flight. A key
+        whose lease has less than was used since the last report wants more.
+        """
         requests = math.floor(max(0.0, self.requests.level - 2 * self.used_requests))
         tokens = math.floor(max(0.0, self.tokens.level - 2 * max(0.0, self.used_tokens)))
         now_open = self.in_flight + self.in_flight_elsewhere
@@ -278,7 +292,7 @@ class KeyUsage:
         )
 
     def _begin_share(self, limits: RateLimits, gateways: int, now: float) -> None:
-        """From the lease to an equal share of what was left. Mutates."""
+        """Change from the lease to an equal share of what was left. Mutates."""
         for own, fleet, per_minute in (
             (self.requests, self.fleet_requests, limits.requests_per_minute),
             (self.tokens, self.fleet_tokens, limits.tokens_per_minute),
@@ -292,7 +306,10 @@ class KeyUsage:
         self.used_requests = self.used_tokens = 0.0
 
     def _end_share(self, limits: RateLimits, asked: bool, now: float) -> placement_pb2.KeyReport:
-        """What was used of the share: what it would hold now without, less what it holds. Mutates."""
+        """Change from the share to a lease; return a report of what was used of the share. Mutates.
+
+        Used is the level that the share would have now without any use, minus its level.
+        """
         report = placement_pb2.KeyReport(wanted=asked, lease_ended=True)
         for name, own, fleet, per_minute in (
             ("requests", self.requests, self.fleet_requests, limits.requests_per_minute),
@@ -310,7 +327,7 @@ class KeyUsage:
 
 
 def _share(limit: int, shares: int) -> float:
-    """An equal share of a limit, at least 1; 0 for no limit."""
+    """Return an equal share of a limit, at least 1; 0 if `limit` is 0 (unlimited)."""
     return max(limit / shares, 1.0) if limit else 0.0
 
 
@@ -327,77 +344,77 @@ def _tokens(limits: RateLimits) -> str:
 
 
 class UsageStore(Protocol):
-    """Where one key's account is kept."""
+    """Storage of one key's usage."""
 
     def open(self) -> AbstractContextManager[KeyUsage]:
-        """The account, which nobody else changes until it is closed."""
+        """Return a context manager that locks the key's usage until it is closed."""
 
 
 class LocalUsage:
-    """An account of this process alone."""
+    """Storage of a key's usage in this process only."""
 
     def __init__(self) -> None:
         self._usage = KeyUsage()
 
     def open(self) -> AbstractContextManager[KeyUsage]:
-        """The account."""
+        """Return the usage, without a lock."""
         return nullcontext(self._usage)
 
 
 @dataclass
 class _Account:
-    """One key as this process knows it."""
+    """State of one key in this process."""
 
     name: bytes
     store: UsageStore
     limits: RateLimits
-    open_here: int = 0  # in flight at this process
+    open_here: int = 0  # number of requests in flight at this process
 
 
 class Admission:
-    """One admitted request. Closed exactly once in effect, however often close() is called."""
+    """One admitted request. Only the first close() has an effect."""
 
     def __init__(
         self, limiter: RateLimiter | None = None, account: _Account | None = None, status: LimitStatus = NO_LIMITS
     ) -> None:
-        """Without arguments: nothing is counted. `status`: what is left of the limits."""
+        """Without arguments nothing is counted. `status`: what is left of the limits."""
         self.status = status
         self._limiter = limiter
         self._account = account
         self._charged = 0
 
     def charge(self, tokens: int, now: float) -> None:
-        """Say how many tokens the request has used so far, in all; a later and better figure replaces the one before. Mutates."""
+        """Set the total number of tokens that the request has used so far; it replaces the earlier total. Mutates."""
         if self._limiter is not None and self._account is not None and self._account.limits.tokens_per_minute:
             self.status = self._limiter.charge(self._account, tokens - self._charged, now)
         self._charged = tokens
 
     def close(self) -> None:
-        """It is no longer in flight, and not charged any more. Mutates."""
+        """Count the request as no longer in flight, and stop charging it. Mutates."""
         limiter, self._limiter = self._limiter, None
         if limiter is not None and self._account is not None:
             limiter.end(self._account)
 
 
 class RateLimiter:
-    """Admits requests by their keys' accounts. Keys without any limit have none.
+    """Admits requests by their keys' accounts. Keys without any limit have no account.
 
-    `accounted`: a router accounts for the keys. `gateways`: how many gateways share the limits while none does.
+    `accounted`: a router accounts for the keys. `gateways`: number of gateways that share the limits while no router does.
     """
 
     def __init__(self, store_for: Callable[[bytes], UsageStore] = lambda _: LocalUsage()) -> None:
-        """`store_for`: a key's usage store, asked for once as long as the key is known."""
+        """`store_for`: returns the usage store of a key; called once while the key is known."""
         self.accounted = False
         self.gateways = 1
         self._store_for = store_for
         self._accounts: dict[bytes, _Account] = {}
         self._by_name: dict[bytes, _Account] = {}
         self._fewer_since: float | None = None
-        self._touched: dict[bytes, None] = {}  # the names of keys that the next report is about
+        self._touched: dict[bytes, None] = {}  # names of the keys in the next report
 
     def admit(self, key: bytes, limits: RateLimits, now: float, *, final: bool = False) -> Admission:
-        """Admit one request of `key` (any name for it). Raises RateLimited, and then nothing is used up; and LeaseNeeded, unless
-        this is the `final` try: without any lease that counts against the gateway's share. Mutates."""
+        """Admit one request of `key` (any name for it). Raises RateLimited, without using any limit. Raises LeaseNeeded, except
+        on the `final` try: without a valid lease the `final` try counts against the gateway's share. Mutates."""
         if limits == UNLIMITED:
             return Admission()
         account = self._accounts.get(key)
@@ -421,7 +438,7 @@ class RateLimiter:
         return Admission(self, account, status)
 
     def charge(self, account: _Account, tokens: float, now: float) -> LimitStatus:
-        """Draw so many tokens of the account; what is left then. Mutates."""
+        """Count `tokens` as used by the account; return what is left. Mutates."""
         with account.store.open() as usage:
             usage.charge(tokens, account.limits, now)
             status = usage.status(account.limits, now)
@@ -429,35 +446,35 @@ class RateLimiter:
         return status
 
     def end(self, account: _Account) -> None:
-        """A request of the account is no longer in flight. Mutates."""
+        """Count one request of the account less in flight. Mutates."""
         with account.store.open() as usage:
             usage.close(account.limits)
         account.open_here -= 1
         self._touch(account)
 
     def in_flight(self, key: bytes) -> int:
-        """How many requests of `key` are open in this process."""
+        """Return the number of open requests of `key` in this process."""
         account = self._accounts.get(key)
         return account.open_here if account is not None else 0
 
     def keep(self, keys: set[bytes]) -> None:
-        """Forget the books of all other keys; their open requests end as ever. Mutates."""
+        """Remove the accounts of all other keys. Their open requests are not affected. Mutates."""
         self._accounts = {key: account for key, account in self._accounts.items() if key in keys}
         self._by_name = {account.name: account for account in self._accounts.values()}
         self._touched = {name: None for name in self._touched if name in self._by_name}
 
-    # What is told to the router that accounts.
+    # Reports to the router that accounts for the limits.
 
     def touched(self) -> list[bytes]:
-        """The names of the keys that a report is due of."""
+        """Return the names of the keys that the next report must contain."""
         return list(self._touched)
 
     def open_names(self) -> list[bytes]:
-        """The names of the keys that have requests in flight at this process."""
+        """Return the names of the keys that have requests in flight at this process."""
         return [name for name, account in self._by_name.items() if account.open_here]
 
     def reports(self, names: Iterable[bytes], now: float, *, asked: bool) -> list[placement_pb2.KeyReport]:
-        """What to report of these keys; `asked`: a request waits for more of each. Mutates."""
+        """Return the reports of these keys. `asked`: a request waits for more of each key. Mutates."""
         found = []
         for name in names:
             account = self._by_name.get(name)
@@ -473,14 +490,17 @@ class RateLimiter:
             report.tokens_per_minute = limits.tokens_per_minute
             report.max_in_flight = limits.in_flight
             found.append(report)
-            # As long as there is something to give back, there is something to report.
+            # A key whose lease has something left to return must be in the next report too.
             self._touched.pop(name, None)
             if asked or holds:
                 self._touched[name] = None
         return found
 
     def count_gateways(self, gateways: int, now: float) -> None:
-        """How many gateways report to the router, as it says: one that has just started does not know all yet. Mutates."""
+        """Record how many gateways report to the router. Mutates.
+
+        A lower number is used only after _FEWER_AFTER_S, since a router that has just started has not heard from all gateways.
+        """
         if gateways >= self.gateways:
             self.gateways, self._fewer_since = gateways, None
         elif self._fewer_since is None:
@@ -489,7 +509,7 @@ class RateLimiter:
             self.gateways, self._fewer_since = max(1, gateways), None
 
     def granted(self, grants: Iterable[placement_pb2.KeyGrant], now: float) -> None:
-        """What a router granted. Mutates."""
+        """Add a router's grants to the leases. Mutates."""
         for grant in grants:
             account = self._by_name.get(grant.key)
             if account is not None:
@@ -503,5 +523,6 @@ class RateLimiter:
 
 
 def name_of(key: bytes) -> bytes:
-    """What a key is called towards routers: a digest of its digest, which finds nobody's account in a gateway."""
+    """Return the name of a key towards routers: a digest of the key's digest. Gateways find a client by the key's digest, so this
+    name gives access to nothing."""
     return hashlib.sha256(b"pointsman usage " + key).digest()[:_NAME_BYTES]

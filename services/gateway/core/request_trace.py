@@ -1,4 +1,4 @@
-"""The record of one request in its trace: its place there, when it came, and what is told of it."""
+"""The trace record of one request: its span context, its arrival time and its attributes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ Send = Callable[[Iterable[Span]], None]
 
 
 def placement_context(request: SpanContext, attempt_id: str) -> SpanContext:
-    """Where the router goes on from."""
+    """Return the span context that the router continues for an attempt."""
     return request.child(f"{attempt_id} place")
 
 
 def step_context(request: SpanContext, attempt_id: str, index: int) -> SpanContext:
-    """Where the engine that does a step goes on from."""
+    """Return the span context that the engine of step `index` continues."""
     return request.child(f"{attempt_id} {index}")
 
 
 class RequestTrace:
-    """One request in its trace. What is not sampled is only sent on, for whoever comes next not to decide anew.
+    """One request in its trace. The context of a request that is not sampled is only forwarded, so that later services do not
+    make the sampling decision again.
 
-    `received_at` is monotonic seconds; `offset_ns` makes such moments unix ns. It is one for all spans of the request: a clock
-    that is set meanwhile does not make their parts negative. `known` are attributes of the request's own span, `asked` those of
-    each step that answers it.
+    `received_at` is monotonic seconds; `offset_ns` converts such times to Unix ns. All spans of the request use the same offset,
+    so that a change of the system clock does not make durations negative. `known` are attributes of the request's own span,
+    `asked` those of each step that answers the request.
     """
 
     def __init__(self, context: SpanContext, parent_id: int, send: Send, received_at: float, offset_ns: int) -> None:
@@ -38,22 +39,22 @@ class RequestTrace:
 
     @property
     def sampled(self) -> bool:
-        """Whether its spans are sent."""
+        """Whether the request's spans are sent."""
         return self.context.sampled
 
     def placement_context(self, attempt_id: str) -> SpanContext:
-        """Where the router goes on from."""
+        """Return the span context that the router continues for an attempt."""
         return placement_context(self.context, attempt_id)
 
     def step_context(self, attempt_id: str, index: int) -> SpanContext:
-        """Where the engine that does a step goes on from."""
+        """Return the span context that the engine of step `index` continues."""
         return step_context(self.context, attempt_id, index)
 
     def prepared(self, request_id: str, asked: Mapping[str, Value], now: float) -> None:
-        """Its prompt is tokenised; `asked`: attributes of what the client asks for. Mutates."""
+        """Record that the prompt is tokenised. `asked`: attributes of the request's parameters. Mutates."""
         self.tokenised, self.asked = now, asked
         self.known["pointsman.request_id"] = request_id
 
     def clock(self, moment: float) -> int:
-        """A moment on the monotonic clock as unix ns."""
+        """Convert a time on the monotonic clock to Unix ns."""
         return self._offset_ns + int(moment * 1e9)

@@ -1,4 +1,4 @@
-"""What one request has used, for metrics by tenant and for the usage log."""
+"""The usage of one request, for metrics by tenant and for the usage log."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-CLIENT_LEFT = 499  # the status that stands for no answer, because the client had left
+CLIENT_LEFT = 499  # status of a request without a response because the client disconnected
 
 
 @dataclass(slots=True)
 class RequestUsage:
-    """Tokens of the attempt that was answered, as its engine counted them, or else as seen here. `tenant` is empty for a request
-    that is nobody's (a health check), `outcome` for one that was not placed; `received_at`: monotonic s."""
+    """Token counts of the attempt that was answered: the engine's, or else the gateway's own. `tenant` is empty for a request
+    without a tenant (a health check). `outcome` is empty for a request that was not placed. `received_at`: monotonic s."""
 
     tenant: str = ""
     api: str = ""
@@ -25,8 +25,8 @@ class RequestUsage:
 
 
 class UsageLine(msgspec.Struct):
-    """One request in the usage log. No prompts, no keys, no sessions. `time` is unix s of its arrival; `request_id` is what the
-    client was told as X-Request-ID; `model` is empty where the request named none that is served."""
+    """One request in the usage log, without prompts, keys and sessions. `time` is the arrival time in Unix s. `request_id` is the
+    client's X-Request-ID response header. `model` is empty if the request named no served model."""
 
     time: float
     tenant: str
@@ -43,5 +43,5 @@ class UsageLine(msgspec.Struct):
 
 
 def outcome_of(status: int) -> str:
-    """How a request ended that was not placed, in the words of placed ones."""
+    """Return the outcome of a request that was not placed, in the terms used for placed requests."""
     return "ok" if status < 400 else "cancelled" if status == CLIENT_LEFT else "rejected" if status < 500 else "failed"

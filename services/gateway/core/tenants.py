@@ -1,4 +1,4 @@
-"""The clients that API keys stand for: tenant, limits, cache salt and priority, parsed from lines of a keys file."""
+"""The clients of API keys (tenant, limits, cache salt, priority, weight), parsed from the lines of a keys file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _OPTIONS = (*_LIMITS, "cache_salt", "priority", "weight")
 
 @dataclass(frozen=True)
 class Client:
-    """Whoever shows one key. `key` is its digest; `cache_salt` keeps its tenant's cached prefixes apart ("": shared). `priority`
-    (placement_pb2.Priority) and `weight` count while its requests wait in a router."""
+    """The client of one API key. `key` is the key's digest. `cache_salt` separates the tenant's cached prefixes from those of
+    other tenants ("": shared). `priority` (placement_pb2.Priority) and `weight` apply while the client's requests wait in a
+    router."""
 
     tenant: str
     key: bytes = b""
@@ -34,9 +35,11 @@ ANYONE = Client(DEFAULT_TENANT)
 
 
 def parse_keys(lines: Iterable[str], source: str) -> dict[bytes, Client]:
-    """Digest -> client, from lines `TENANT:KEY [NAME=VALUE ...]` with requests_per_minute, tokens_per_minute, in_flight,
-    cache_salt, priority (batch, standard, interactive) and weight (1 to 1,000) as names. Blank lines and lines that begin with
-    # do not count. Raises ValueError with the line's number."""
+    """Parse lines `TENANT:KEY [NAME=VALUE ...]`; return the clients by the digests of their keys.
+
+    The names are requests_per_minute, tokens_per_minute, in_flight, cache_salt, priority (batch, standard, interactive) and
+    weight (1 to 1,000). Blank lines and lines that begin with # are ignored. Raises ValueError with the line's number.
+    """
     clients: dict[bytes, Client] = {}
     for number, line in enumerate(lines, 1):
         text = line.strip()
@@ -45,10 +48,10 @@ def parse_keys(lines: Iterable[str], source: str) -> dict[bytes, Client]:
         shown, *options = text.split()
         tenant, colon, key = shown.partition(":")
         if not (colon and tenant and key):
-            raise ValueError(f"{source}:{number}: TENANT:KEY is needed")
+            raise ValueError(f"{source}:{number}: expected TENANT:KEY")
         digest = digest_of(key)
         if digest in clients:
-            raise ValueError(f"{source}:{number}: this key was given before")
+            raise ValueError(f"{source}:{number}: duplicate key")
         try:
             clients[digest] = _client(tenant, digest, options)
         except ValueError as error:
@@ -61,20 +64,22 @@ def _client(tenant: str, digest: bytes, options: list[str]) -> Client:
     for option in options:
         name, equals, value = option.partition("=")
         if not (equals and value) or name not in _OPTIONS or name in given:
-            raise ValueError(f"options are {', '.join(_OPTIONS[:-1])} and {_OPTIONS[-1]}, each once and as NAME=VALUE")
+            raise ValueError(
+                f"options must be {', '.join(_OPTIONS[:-1])} and {_OPTIONS[-1]}, each at most once, as NAME=VALUE"
+            )
         given[name] = value
     salt, priority = given.pop("cache_salt", ""), given.pop("priority", "standard")
     if priority not in _PRIORITIES:
-        raise ValueError(f"priority is one of {', '.join(_PRIORITIES)}")
+        raise ValueError(f"priority must be one of {', '.join(_PRIORITIES)}")
     if not all(value.isascii() and value.isdigit() and len(value) < 12 for value in given.values()):
-        raise ValueError("limits and weights are whole numbers")
+        raise ValueError("limits and weights must be whole numbers of at most 11 digits")
     weight = int(given.pop("weight", "1"))
     if not 1 <= weight <= MAX_WEIGHT:
-        raise ValueError(f"weight is from 1 to {MAX_WEIGHT:,}")
+        raise ValueError(f"weight must be from 1 to {MAX_WEIGHT:,}")
     limits = RateLimits(**{name: int(value) for name, value in given.items()})
     return Client(tenant, digest, limits, salt, _PRIORITIES[priority], weight)
 
 
 def digest_of(key: str) -> bytes:
-    """What a key is known by here."""
+    """Return the digest by which the gateway identifies a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

@@ -1,4 +1,4 @@
-"""The fleet as one router tells it: all of it first, then what changes. Pure."""
+"""The fleet as one router describes it: a full description first, then changes. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pointsman.router.v1 import placement_pb2
 
 
 class OutOfStep(Exception):
-    """An update that does not fit what its router has told before. What the fleet is from there on is known only when the stream
-    is opened again, which begins with all of it."""
+    """An update does not fit the router's earlier description. The stream must be opened again, since a new stream starts with a
+    full description."""
 
 
 class ToldFleet:
-    """What one stream has told. `pools` by model: a pool that was given out stays as it is, one that changes is another object.
-    `ownerless_timeout_s` is in s, None where the router does not say."""
+    """The fleet as received on one stream. `pools` is by model; its messages are never changed: a pool that changes becomes a new
+    object. `ownerless_timeout_s` is None if the router did not send it."""
 
     def __init__(self, fleet: placement_pb2.Fleet) -> None:
         self.starting = fleet.starting
@@ -22,7 +22,7 @@ class ToldFleet:
             fleet.ownerless_timeout.ToNanoseconds() / 1e9 if fleet.HasField("ownerless_timeout") else None
         )
         self.pools: dict[str, placement_pb2.Pool] = {}
-        # The ids of each pool's instances, in the order that they have there: sorted, to be found in a thousand.
+        # Ids of each pool's instances, in the order of the instances: sorted, for a binary search among a thousand.
         self._ids: dict[str, list[str]] = {}
         for pool in fleet.pools:
             self._ids[pool.model] = ids = [one.instance_id for one in pool.instances]
@@ -32,7 +32,7 @@ class ToldFleet:
             self.pools[pool.model] = pool
 
     def apply(self, update: placement_pb2.FleetUpdate) -> None:
-        """Take over what has changed. To remove what is not there has no effect. Raises OutOfStep. Mutates."""
+        """Apply an update. Removals of unknown pools and instances are ignored. Raises OutOfStep. Mutates."""
         self.starting = update.starting
         for model in update.removed_models:
             self.pools.pop(model, None)
@@ -44,10 +44,8 @@ class ToldFleet:
         before, pool = self.pools.get(changed.model), placement_pb2.Pool()
         if not changed.HasField("description"):
             if before is None:
-                raise OutOfStep(
-                    f"the router tells what changed of the pool {changed.model!r}, which it has not told of"
-                )
-            # A copy takes a fifth of the time that as many instances take to be added one by one.
+                raise OutOfStep(f"the router sent a change of the pool {changed.model!r}, which it has not described")
+            # A copy takes a fifth of the time of adding the same instances one by one.
             pool.CopyFrom(before)
         else:
             pool.CopyFrom(changed.description)

@@ -1,4 +1,4 @@
-"""The API keys in force, from the environment and from a file that is read again when it changes."""
+"""Valid API keys, from the environment and from a file that is read again when it changes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pointsman.gateway.core.tenants import ANYONE, Client, digest_of, parse_keys
 
 log = structlog.get_logger()
 
+# Minimum interval between two checks of the file, s.
 LOOK_AGAIN_S = 1.0
 
 
@@ -24,19 +25,21 @@ class KeysFromEnvironment(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_GATEWAY_")
 
     api_keys: SecretStr | None = Field(
-        None, description="lines as in api_keys_file, separated by line ends or semicolons; no flag: all can see flags"
+        None,
+        description="lines as in api_keys_file, separated by line ends or semicolons; without a flag, because other users of "
+        "the machine can read flags",
     )
 
     def lines(self) -> list[str] | None:
-        """The lines, None when the variable is not set."""
+        """Return the lines; None if the variable is not set."""
         return None if self.api_keys is None else self.api_keys.get_secret_value().replace(";", "\n").splitlines()
 
 
 class ApiKeys:
-    """All keys. Without any source every client is the tenant "default"; a source without keys lets nobody in."""
+    """All API keys. Without any source every client is the tenant "default"; a source without keys admits no client."""
 
     def __init__(self, file: Path | None = None, lines: Iterable[str] | None = None) -> None:
-        """Raises ValueError for a bad line, OSError when `file` cannot be read."""
+        """Raises ValueError for an invalid line, OSError if `file` cannot be read."""
         self._file = file
         self._fixed = None if lines is None else parse_keys(lines, "POINTSMAN_GATEWAY_API_KEYS")
         self._seen: Stamps | None = None
@@ -48,12 +51,12 @@ class ApiKeys:
 
     @property
     def needed(self) -> bool:
-        """Whether a key must be shown."""
+        """Whether clients must send a key."""
         return self._file is not None or self._fixed is not None
 
     @property
     def digests(self) -> set[bytes]:
-        """The names of all keys."""
+        """The digests of all keys."""
         return set(self._clients)
 
     @property
@@ -62,8 +65,11 @@ class ApiKeys:
         return any(client.limits != UNLIMITED for client in self._clients.values())
 
     def refresh(self, now: float) -> bool:
-        """Read the file again if it has changed, looking at most once in LOOK_AGAIN_S; whether other keys are valid now. A file
-        that cannot be used changes nothing, and is said once. `now` is monotonic seconds. Mutates."""
+        """Read the file again if it has changed; return whether the keys were replaced. Mutates.
+
+        The file is checked at most once in LOOK_AGAIN_S. A file that cannot be used leaves the keys as they are and is logged
+        once. `now` is monotonic s.
+        """
         if self._file is None or (self._looked_at is not None and now - self._looked_at < LOOK_AGAIN_S):
             return False
         self._looked_at = now
@@ -74,14 +80,17 @@ class ApiKeys:
             self._seen = stamp
             self._clients = self._read(self._file)
         except (OSError, ValueError) as error:
-            log.error("the keys file cannot be used; the keys from before stay", error=str(error))
+            log.error("the API keys file cannot be used; the previous keys stay valid", error=str(error))
             return False
-        log.info("keys read again", keys=len(self._clients))
+        log.info("changed API keys read", keys=len(self._clients))
         return True
 
     def client_of(self, authorization: str, x_api_key: str = "") -> Client | None:
-        """The client whose key "Bearer KEY" or `x_api_key` shows, or None. A look-up by digest, whose time tells nothing: who
-        guesses keys cannot choose their digests."""
+        """Return the client whose key is in "Bearer KEY" or in `x_api_key`, or None.
+
+        The key is looked up by its digest. The time of the lookup reveals nothing about keys, because a client cannot choose
+        digests.
+        """
         if not self.needed:
             return ANYONE
         scheme, _, token = authorization.partition(" ")

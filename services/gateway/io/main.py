@@ -1,4 +1,4 @@
-"""The entry point of a gateway process: it serves until SIGTERM, lets open requests end, and leaves; at a second one at once."""
+"""Entry point of a gateway process, which serves until SIGTERM and then waits for open requests. A second SIGTERM ends it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ from pointsman.gateway.io.settings import GatewaySettings
 
 log = structlog.get_logger()
 
+# Maximum time that a sibling process waits for a usable model before it listens, s.
 JOIN_S = 5.0
-# A signal to a whole group reaches a process from its parent, too.
+# Interval in which a repeated signal counts as the first one, s. A signal to a process group also reaches a process from its
+# parent.
 SAME_SIGNAL_S = 1.0
-# While a large body is parsed or rendered in its thread, each event waits so long for the interpreter (Python's own: 5 ms).
+# Interval after which a thread must release the interpreter, s (Python's default: 5 ms). While a thread parses or renders a large
+# body, each event of the loop waits this long.
 SWITCH_S = 0.0005
 
 
@@ -41,8 +44,11 @@ SWITCH_S = 0.0005
 async def serving(
     settings: GatewaySettings, siblings: SiblingProcesses | None = None, hurry: asyncio.Event | None = None
 ) -> AsyncIterator[tuple[Gateway, str]]:
-    """A gateway that serves inside the block, and its base URL. Leaving the block stops accepting, waits for open requests until
-    drain_timeout_s is over or `hurry` is set, cancels the rest and tells the router. Raises OSError when the address is taken."""
+    """Yield a gateway that serves inside the block, and its base URL. Raises OSError if the address is in use.
+
+    At the end of the block the gateway stops accepting and waits for open requests until drain_timeout_s has passed or `hurry`
+    is set. It then cancels the remaining requests and reports to the router.
+    """
     gateway = Gateway(settings, siblings)
     await gateway.start()
     limits = ServerLimits(
@@ -57,8 +63,8 @@ async def serving(
     server = Server(gateway, limits)
     try:
         if siblings is not None:
-            # Clients cannot choose among processes of one address: one that knows no fleet yet would refuse what its siblings
-            # place. Where nobody learns of a fleet they all answer, and say so.
+            # Clients cannot choose among processes of one address. A process that has not received the fleet yet would refuse
+            # requests that its siblings place. If no process receives a fleet, all serve after JOIN_S and report the reason.
             with suppress(TimeoutError):
                 async with asyncio.timeout(JOIN_S):
                     while not gateway.usable:  # noqa: ASYNC110
@@ -83,7 +89,7 @@ async def serving(
 
 
 def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:
-    """What clients are met with; None for plain HTTP. Raises OSError and ValueError for files that cannot be used."""
+    """Return the TLS context for clients; None for plain HTTP. Raises OSError and ValueError for files that cannot be used."""
     if settings.tls_cert is None:
         return None
     return server_context(settings.tls_cert, settings.tls_key, settings.tls_client_ca, ["http/1.1"])
@@ -112,15 +118,16 @@ async def _serve(
         try:
             gateway, url = await stack.enter_async_context(serving(settings, siblings, hurry))
         except (OSError, ValueError) as error:
-            # An address that is taken, a keys file that cannot be used: for the operator to read, not to debug.
+            # An address in use or an unusable keys file is the operator's to mend: a message, not a traceback.
             raise SystemExit(f"pointsman gateway: {error}") from None
         keys = gateway.keys_needed
         log.info("gateway serves", url=url, gateway_id=settings.gateway_id, keys=keys)
         if not keys and not is_loopback(settings.listen):
-            log.warning("everyone who reaches this address may call; give it API keys to change that")
+            log.warning("no API keys are set: everyone who reaches this address may send requests")
         if ready is not None:
             ready.send(None)
-        # What is there now stays: no collection need look at it again, nor come for every few hundred objects of a request.
+        # Present objects stay for the life of the process, so collections skip them. A higher threshold makes collections rarer
+        # than every few hundred objects of a request.
         sys.setswitchinterval(SWITCH_S)
         gc.collect()
         gc.freeze()

@@ -1,4 +1,4 @@
-"""The gateway's HTTP handler: its routes, who may call them, and the way from a body to an answer."""
+"""The gateway's HTTP handler: routes, access checks, and the processing of a request from its body to its answer."""
 
 from __future__ import annotations
 
@@ -68,13 +68,14 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+# Timeout of the router's answer to a dry run, s.
 EXPLAIN_S = 10.0
 Handler = Callable[[Request], Awaitable[Response | None]]
 
 
 @dataclass(frozen=True)
 class Route:
-    """One path, or all paths of a shape; `name` is its label. `open`: needs no key; `body`: a JSON body must come."""
+    """One path, or all paths of a pattern; `name` is the label in metrics. `open`: needs no key; `body`: needs a JSON body."""
 
     name: str
     method: str
@@ -84,16 +85,16 @@ class Route:
 
     @property
     def allowed(self) -> str:
-        """Its methods, as Allow lists them."""
+        """The route's methods, as the value of the header Allow."""
         return "GET, HEAD" if self.method == "GET" else self.method
 
 
 class Gateway:
-    """Everything one gateway holds, and what its HTTP server serves. start() and close() bracket its life."""
+    """One gateway: all of its components, and the handler of its HTTP server. Call start() first and close() at the end."""
 
     def __init__(self, settings: GatewaySettings, siblings: SiblingProcesses | None = None) -> None:
-        """`siblings`: the other processes that share the address. Raises ValueError or OSError for an unusable
-        api_keys_file, breakdown_file or usage_file, and for TLS settings by which no router can be dialled."""
+        """`siblings`: this process and the others that share the address. Raises ValueError or OSError for an unusable
+        api_keys_file, breakdown_file or usage_file, and for invalid TLS settings of connections to routers."""
         TlsSettings().for_channel()
         self._siblings = siblings
         self._settings = settings
@@ -174,14 +175,14 @@ class Gateway:
 
     @property
     def usable(self) -> bool:
-        """Whether some model has instances, and its tokenizer has been looked at."""
+        """Whether at least one model has instances and a tokenizer whose first check has ended."""
         return any(
             state.pool.instances and state.tokenizer_status is not TokenizerStatus.CHECKING
             for state in self.pools.states()
         )
 
     async def start(self) -> None:
-        """Open the pool of connections and begin to dial routers."""
+        """Open the connection pool and start to dial routers."""
         if self._siblings is not None:
             await self._siblings.start(self.telemetry.registry)
         await self._upstream.start()
@@ -189,7 +190,7 @@ class Gateway:
         await self._leases.start()
 
     async def close(self) -> None:
-        """End background work; open requests should be over."""
+        """End all background work. Open requests should have ended before."""
         self._preparer.close()
         await self.pools.close()
         await self._leases.close()
@@ -205,16 +206,16 @@ class Gateway:
         if self._shared_usage is not None:
             self._shared_usage.close()
 
-    # What the server asks.
+    # Calls from the server (HttpHandler).
 
     def admit(self, request: Request) -> Response | None:
-        """Refuse by the head alone what needs no body to be refused."""
+        """Return a refusal if the request's head is enough for one, else None. Sets the request's ids and the answer's fields."""
         request.id = secrets.token_hex(16)
         request.client_id = bounded_id(request.headers.get("X-Request-ID") or request.id)
-        # A prompt's answer is nobody else's, and what is told of the fleet is old a second later.
+        # no-store: an answer to a prompt is private to its client, and answers about the fleet are outdated after a second.
         request.answer_fields = {"X-Request-ID": request.client_id, "Cache-Control": "no-store"}
         if error_format_of(request.path) is ErrorFormat.ANTHROPIC:
-            request.answer_fields["request-id"] = request.client_id  # where Anthropic's clients look
+            request.answer_fields["request-id"] = request.client_id  # the header that Anthropic's clients read
         request.answer_fields |= self._cors.answer_fields(request.headers.get("Origin"))
         refusal = self._refusal(request)
         if refusal is not None:
@@ -222,7 +223,7 @@ class Gateway:
         return refusal
 
     async def answer(self, request: Request) -> Response | None:
-        """The answer of the request's route; every error in the form of its API."""
+        """Return the answer of the request's route, or None if the answer was streamed. Errors have the format of the API."""
         route = self._route(request.path)
         assert route is not None, "admit() refuses unknown paths"
         error_format = error_format_of(request.path)
@@ -251,7 +252,7 @@ class Gateway:
         return answer
 
     def error(self, status: int, message: str, code: str, path: str) -> Response:
-        """The form of errors that the server itself answers."""
+        """Return the answer for an error that the HTTP server itself found, in the format of the path's API."""
         self.telemetry.answered("", "other", status)
         type_ = "server_error" if status >= 500 else "invalid_request_error"
         wait = RETRY_S if status == 503 else None
@@ -277,7 +278,7 @@ class Gateway:
             return Response(204, headers={"Allow": f"{route.allowed}, OPTIONS"} | preflight)
         if request.method not in route.allowed.split(", "):
             wrong = _error(
-                ApiRequestError(405, "This path does not take that method.", code="method_not_allowed"), error_format
+                ApiRequestError(405, "This path does not allow that method.", code="method_not_allowed"), error_format
             )
             wrong.headers["Allow"] = route.allowed
             return wrong
@@ -287,16 +288,16 @@ class Gateway:
             if route.body and request.media_type != "application/json":
                 raise ApiRequestError(415, "Content-Type must be application/json.", code="unsupported_media_type")
             if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-                raise ApiRequestError(415, "The body must come as it is, not encoded.", code="unsupported_encoding")
+                raise ApiRequestError(415, "The body must not have a content encoding.", code="unsupported_encoding")
         except ApiRequestError as error:
             answer = _error(error, error_format)
             if error.code == "unsupported_encoding":
-                answer.headers["Accept-Encoding"] = "identity"  # RFC 9110 12.5.3: what would do
+                answer.headers["Accept-Encoding"] = "identity"  # RFC 9110 12.5.3: the encodings that are accepted
             return answer
         return None
 
     def _count(self, request: Request, status: int) -> None:
-        # Only a route of ours as a label: a client must not be able to invent label values.
+        # Only names of routes become label values, so that a client cannot create new ones.
         route = self._route(request.path)
         self.telemetry.answered(request.model, route.name if route else "other", status)
 
@@ -308,7 +309,7 @@ class Gateway:
         return Response(200, page, {"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _livez(self, request: Request) -> Response:
-        """That the process answers at all, whoever is or is not behind it."""
+        """Return 200 whenever the process answers, whether or not routers and instances are reachable."""
         return Response(200, b"ok\n", {"Content-Type": "text/plain"})
 
     async def _health(self, request: Request) -> Response:
@@ -341,7 +342,7 @@ class Gateway:
 
     async def _models(self, request: Request) -> Response:
         cards = [self._card(name, pool) for name, pool in self.pools.names(self._aliases)]
-        # Both vendors' clients read this: Anthropic's pages by the last three.
+        # Clients of OpenAI and of Anthropic read this list; Anthropic's use the last three fields for paging.
         ends = {"first_id": cards[0]["id"] if cards else None, "last_id": cards[-1]["id"] if cards else None}
         return _json({"object": "list", "data": cards, "has_more": False, **ends})
 
@@ -353,8 +354,10 @@ class Gateway:
         raise _unknown_model(asked)
 
     def _card(self, name: str, pool: str) -> dict[str, Any]:
-        """A model as OpenAI's clients read it, and as Anthropic's do; its context's length, where it is known, as vLLM tells it:
-        agents plan by it."""
+        """Return a model's entry with the fields of OpenAI's API and of Anthropic's.
+
+        If the context length is known it is in `max_model_len`, as in vLLM's answers; coding agents plan with it.
+        """
         found = self.pools.resolve(pool)
         context = found[0].pool.max_model_len if found is not None else 0
         openai = {"id": name, "object": "model", "created": 0, "owned_by": "pointsman", "root": pool}
@@ -384,7 +387,7 @@ class Gateway:
         try:
             return await self._admitted(endpoint, request, client, admission, now)
         except ContextExceeded as refused:
-            # It was read and counted like any other, and may not be had for nothing again and again.
+            # The prompt was parsed and counted, so it is charged: repeated refusals must not be free of cost.
             admission.charge(refused.tokens, now)
             raise
         finally:
@@ -415,7 +418,7 @@ class Gateway:
             )
         dry = request.headers.get("X-Pointsman-Dry-Run", "") == "1"
         if dry and not self._settings.expose_placement:
-            raise ApiRequestError(403, "Placements are not told here.", code="dry_run_disabled")
+            raise ApiRequestError(403, "Dry runs are disabled on this gateway.", code="dry_run_disabled")
         incoming = IncomingCall(
             call,
             state,
@@ -439,7 +442,7 @@ class Gateway:
         return await RequestRunner(self._shared, context, request).run()
 
     def _note_usage(self, request: Request, status: int) -> None:
-        """Count one request of a tenant, however it ended, and write its line."""
+        """Count one request of a tenant, whatever its outcome, and write its line to the usage file."""
         usage = request.usage
         if not usage.tenant:
             return
@@ -452,7 +455,7 @@ class Gateway:
                 model=request.model,
                 api=usage.api,
                 status=status,
-                # An engine's 5xx that counts as the request's own fault is a failure to whom it is told.
+                # The router counts some 5xx of engines as the request's own fault; for the client every 5xx is a failure.
                 outcome=outcome_of(status) if status >= 500 else usage.outcome or outcome_of(status),
                 stream=usage.streamed,
                 prompt_tokens=usage.prompt_tokens,
@@ -466,11 +469,11 @@ class Gateway:
         try:
             decision = await self.router.explain(context.placement, EXPLAIN_S)
         except NoRouter:
-            message = "No router is there to explain."
+            message = "No router is available for the dry run."
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 raise ApiRequestError(404, error.details() or "unknown", code="model_not_found") from None
-            message = f"The router cannot explain: {error.code().name}"
+            message = f"The router could not do the dry run: {error.code().name}"
         else:
             return _json({"decision": MessageToDict(decision, preserving_proto_field_name=True)})
         raise ApiRequestError(503, message, type_="server_error", code="unavailable", retry_after_s=1.0)
@@ -485,7 +488,7 @@ class Gateway:
 
 
 def _tell_limits(request: Request, endpoint: Endpoint, status: LimitStatus) -> None:
-    """Note for the answer what is left of its key's limits, as its API tells it."""
+    """Add the header fields with the key's remaining limits to the request's answer, in the format of its API."""
     if endpoint.error_format is ErrorFormat.ANTHROPIC:
         request.answer_fields |= anthropic_fields(status, datetime.now(UTC))
     else:

@@ -1,4 +1,4 @@
-"""The gateway's settings: flags and POINTSMAN_GATEWAY_* variables from the same fields."""
+"""Settings of the gateway; each field is a flag and a POINTSMAN_GATEWAY_* variable."""
 
 from __future__ import annotations
 
@@ -34,26 +34,29 @@ class GatewaySettings(BaseSettings):
     tls_cert: Path | None = Field(None, description="certificate chain (PEM): HTTPS instead of HTTP; with tls_key")
     tls_key: Path | None = Field(None, description="private key of tls_cert (PEM)")
     tls_client_ca: Path | None = Field(
-        None, description="certificates (PEM) of whom clients must show a certificate, besides their keys"
+        None,
+        description="CA certificates (PEM) that client certificates are verified with; set: clients must "
+        "send a certificate besides their key",
     )
     routers: Entries = Field(
         default_factory=lambda: ["127.0.0.1:50051"], description="routers as HOST:PORT, tried in this order"
     )
     tokenizers: Pairs = Field(
         default_factory=list,
-        description="MODEL=PATH, MODEL=HUB_ID or MODEL=HUB_ID@REVISION; other models' tokenizers are where their engines have "
-        "theirs from: a hub id, downloaded into HF_HOME, or a folder, mounted at the same place",
+        description="MODEL=PATH, MODEL=HUB_ID or MODEL=HUB_ID@REVISION; for other models the source that "
+        "their engines report: a hub id (downloaded into HF_HOME) or a folder (mounted at the "
+        "same path)",
     )
     hub_owners: Entries = Field(
         default_factory=list,
-        description="owners, or OWNER/NAME, of whom tokenizers may be downloaded because an engine names them; none: all",
+        description="owners, or OWNER/NAME, whose tokenizers may be downloaded when an engine reports them; empty: all",
     )
     engine_cache: Path | None = Field(
-        None, description="HF_HOME of engines, which is only read: looked into after HF_HOME, before the hub is asked"
+        None, description="HF_HOME of the engines, only read; searched after HF_HOME and before the hub"
     )
     aliases: Pairs = Field(
         default_factory=list,
-        description="NAME=MODEL: clients may ask for NAME and get MODEL, which answers by its own name",
+        description="NAME=MODEL: clients may request NAME and get MODEL; answers carry MODEL's own name",
     )
     api_keys_file: Path | None = Field(
         None,
@@ -61,96 +64,117 @@ class GatewaySettings(BaseSettings):
         "[cache_salt=TEXT] [priority=batch|standard|interactive] [weight=N], read again when it changes; without keys every "
         "client may call",
     )
-    engine_api_key: SecretStr = Field(SecretStr(""), description="what engines started with --api-key ask for")
+    engine_api_key: SecretStr = Field(SecretStr(""), description="API key of engines that are started with --api-key")
     engine_ca: Path | None = Field(
         None,
-        description="certificates (PEM) that engines' own are signed by, where they are served by HTTPS; else the system's",
+        description="CA certificates (PEM) that HTTPS engines' certificates are verified with; empty: the system's",
     )
     expose_placement: bool = Field(
         True,
-        description="name decision and instance in answers' headers, and explain dry runs; instance ids are addresses",
+        description="send decision and instance in answers' headers, and answer dry runs; instance ids are addresses",
     )
     client_cache_salt: bool = Field(False, description="let clients set cache_salt")
-    token_cache_mb: int = Field(128, ge=0, description="room for tokens and keys of texts seen before, in MiB")
-    max_body_bytes: int = Field(32 << 20, gt=0, description="largest request body in bytes")
+    token_cache_mb: int = Field(
+        128, ge=0, description="maximum size of the cache of texts' tokens and block keys, in MiB"
+    )
+    max_body_bytes: int = Field(32 << 20, gt=0, description="maximum size of a request body, in bytes")
     max_buffered_body_bytes: int = Field(
         256 << 20,
         gt=0,
-        description="request bodies held at once, of all clients, until their answers begin; more is a 503. A byte of a body "
-        "takes about five of memory",
+        description="maximum size of all clients' request bodies that are held until their answers begin, in "
+        "bytes; more is refused with 503. A byte of a body takes about five bytes of memory",
     )
     max_buffered_answer_bytes: int = Field(
         ServerLimits.max_buffered_answer_bytes,
         gt=0,
-        description="answers that are not streamed, held at once of all clients, from their first byte until they are sent; more "
-        "is a 503",
+        description="maximum size of all clients' answers that are not streamed, from their first byte until "
+        "they are sent, in bytes; more is refused with 503",
     )
     cors_origins: Origins = Field(
         default_factory=list,
         description="origins (https://HOST[:PORT]) whose pages may read answers in a browser (CORS); separated by blanks",
     )
-    body_timeout_s: float = Field(ServerLimits.body_s, gt=0, description="for a request's whole body to arrive")
+    body_timeout_s: float = Field(
+        ServerLimits.body_s, gt=0, description="maximum time for a request's whole body to arrive, in seconds"
+    )
     keepalive_timeout_s: float = Field(
-        ServerLimits.idle_s, gt=0, description="until a client's idle connection is closed"
+        ServerLimits.idle_s, gt=0, description="time after which a client's idle connection is closed, in seconds"
     )
     placement_timeout_s: float = Field(
-        RequestTimeouts.placement_s, gt=0, description="until the router names the first step, a hold included"
+        RequestTimeouts.placement_s,
+        gt=0,
+        description="maximum wait for the router's first step, a hold included, in seconds",
     )
-    first_byte_timeout_s: float = Field(RequestTimeouts.first_byte_s, gt=0, description="until a stream's first byte")
+    first_byte_timeout_s: float = Field(
+        RequestTimeouts.first_byte_s, gt=0, description="maximum wait for a stream's first byte, in seconds"
+    )
     prefill_timeout_s: float = Field(
-        RequestTimeouts.prefill_s, gt=0, description="until a PREFILL step's end; then the answer is colocated"
+        RequestTimeouts.prefill_s,
+        gt=0,
+        description="maximum duration of a PREFILL step, in seconds; then the request is colocated",
     )
     transfer_timeout_s: float = Field(
         RequestTimeouts.transfer_s,
         gt=0,
-        description="until KV has come from another instance; then the answer is colocated",
+        description="maximum time for KV to arrive from another instance, in seconds; then the request is colocated",
     )
-    response_timeout_s: float = Field(3600.0, gt=0, description="until an answer that is not streamed begins")
+    response_timeout_s: float = Field(
+        3600.0, gt=0, description="maximum wait for an answer that is not streamed, in seconds"
+    )
     idle_timeout_s: float = Field(
         ServerLimits.stall_s,
         gt=0,
-        description="between two pieces of an answer; and how long a client may read more slowly than min_read_bytes_per_s",
+        description="maximum time between two pieces of an answer, in seconds; also how long a client may "
+        "read more slowly than min_read_bytes_per_s",
     )
     min_read_bytes_per_s: int = Field(
         ServerLimits.min_read_bytes_per_s,
         ge=0,
-        description="what a client takes at least of an answer that waits to be sent; slower ones are closed",
+        description="minimum rate at which a client must read a waiting answer, in bytes per second; slower "
+        "clients are disconnected",
     )
-    router_grace_s: float = Field(0.5, ge=0, description="wait for a lost router before placing without it")
+    router_grace_s: float = Field(
+        0.5, ge=0, description="maximum wait for a lost router before placing without it, in seconds"
+    )
     drain_timeout_s: float = Field(
-        3600.0, ge=0, description="after SIGTERM, for open requests to end; a second SIGTERM ends them at once"
+        3600.0,
+        ge=0,
+        description="maximum time for open requests to end after SIGTERM, in seconds; a second SIGTERM ends "
+        "them at once",
     )
     processes: int = Field(
         1,
         gt=0,
         le=256,
-        description="gateways that share the address and the keys' limits; each knows its own sessions",
+        description="number of gateway processes that share the address and the keys' limits; each knows "
+        "only its own sessions",
     )
     gateway_id: str = Field(
         default_factory=lambda: f"gw-{uuid.uuid4().hex[:12]}",
-        description="unique for this gateway; routers know each process by it and random characters",
+        description="unique id of this gateway; each process registers with routers under this id and random characters",
     )
     breakdown_file: Path | None = Field(
         None,
-        description="append a line of JSON for each attempt: where it went and when each part of it began and ended",
+        description="file to which a line of JSON is appended for each attempt: its instances, and when each "
+        "part began and ended",
     )
     breakdown_max_mb: int = Field(
         256,
         ge=0,
-        description="rotate breakdown_file before it is larger than this; FILE.1 to FILE.4 stay; 0: leave that to others",
+        description="size in MB above which breakdown_file is rotated; FILE.1 to FILE.4 are kept; 0: never rotated",
     )
     usage_file: Path | None = Field(
         None,
-        description="append a line of JSON for each request of a tenant, for billing: its tokens, model, id and end; never "
-        "rotated, and may be renamed while it is written",
+        description="file to which a line of JSON is appended for each request of a tenant, for billing: its "
+        "tokens, model, id and outcome; never rotated, may be renamed while it is written",
     )
     otlp_endpoint: OtlpEndpoint = Field(
-        "", description="http(s)://HOST:PORT of an OTLP/gRPC collector that spans go to; empty: none are made"
+        "", description="http(s)://HOST:PORT of an OTLP/gRPC collector for spans; empty: no spans"
     )
     trace_sample_ratio: float = Field(
-        1.0, ge=0, le=1, description="share traced of the requests whose client brings no trace of its own"
+        1.0, ge=0, le=1, description="share of requests that are traced, among those without a trace of the client"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level to log")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning or error")
 
     @field_validator("routers")
     @classmethod
@@ -179,9 +203,9 @@ class GatewaySettings(BaseSettings):
         return self
 
     def alias_map(self) -> dict[str, str]:
-        """Name asked for -> name served."""
+        """Return a map from the requested name to the served name."""
         return by_name(self.aliases)
 
     def tokenizer_paths(self) -> dict[str, str]:
-        """Model -> path or hub id, as given by `tokenizers`."""
+        """Return a map from model to path or hub id, from `tokenizers`."""
         return by_name(self.tokenizers)

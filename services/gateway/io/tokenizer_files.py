@@ -1,4 +1,4 @@
-"""Gets a model's tokenizer, special tokens and chat templates, from a folder or the hub, and reads them as transformers would."""
+"""Finds a model's tokenizer, special tokens and chat templates in a folder or on the hub, and reads them as transformers does."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from pointsman.gateway.core.tokens.token_cache import TokenCache
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _PATTERNS = [*_FILES, "additional_chat_templates/*.jinja"]
 TOO_MANY_REQUESTS = 429
+# Timeout of a request to the hub, s.
 HUB_S = 10.0
-_MAX_REVISION = 200  # characters
-# All files together; the largest tokenizers of today have 35 MB.
+_MAX_REVISION = 200  # maximum length of a revision's name, characters
+# Maximum size of all files of a tokenizer together, bytes. The largest tokenizers have 35 MB.
 MAX_DOWNLOAD_BYTES = 256 << 20
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class TokenizerNotFound(Exception):
-    """No usable tokenizer at the place named."""
+    """Raised if there is no usable tokenizer at the named place."""
 
 
 class HubUnreachable(TokenizerNotFound):
-    """The hub did not answer, or not now."""
+    """Raised if the hub did not answer or failed; a later try may succeed."""
 
 
 def load_tokenizer(folder: Path, cache: TokenCache | None = None) -> ModelTokenizer:
-    """The tokenizer in `folder`; its tokens are remembered in `cache`. Raises TokenizerNotFound, saying what is missing
-    or broken."""
+    """Return the tokenizer in `folder`; it keeps tokens in `cache`. Raises TokenizerNotFound with what is missing or broken."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise TokenizerNotFound(f"no tokenizer.json in {folder}")
@@ -63,9 +63,12 @@ def load_tokenizer(folder: Path, cache: TokenCache | None = None) -> ModelTokeni
 
 @dataclass(frozen=True)
 class HubRules:
-    """What may be had of a hub. `owners`: those, or OWNER/NAME, that may be downloaded from; none: all. `engine_cache`: the
-    HF_HOME of engines, which is only read. `other_revision`: where the revision that is named cannot be had, what is kept of
-    another one will do, or the hub's main (tokens are compared with the engine's)."""
+    """Rules for tokenizers of a hub.
+
+    `owners`: owners, or OWNER/NAME, that may be downloaded from; empty: all. `engine_cache`: the HF_HOME of engines, only read.
+    `other_revision`: if the named revision is not available, use another cached revision or the hub's main. This is safe because
+    tokens are compared with the engine's.
+    """
 
     owners: tuple[str, ...] = ()
     engine_cache: Path | None = None
@@ -73,17 +76,20 @@ class HubRules:
 
 
 def follows_hub(place: str, *, pinned: bool) -> bool:
-    """Whether the hub may have the tokenizer of `place` otherwise than it is kept here. `pinned`: none but the revision that it
-    names, if it names one, will do."""
+    """Return whether the hub may have another version of the tokenizer of `place` than the local one. `pinned`: only the revision
+    in `place`, if there is one, may be used."""
     return bool(place) and not (pinned and "@" in place) and not Path(place).is_absolute() and not os.path.isdir(place)
 
 
 def find_tokenizer(place: str, rules: HubRules = HubRules(), *, newest: bool = False) -> Path:
-    """The folder of `place`, a folder of this machine or a hub id with or without @REVISION: from the local hub cache (HF_HOME),
-    or that of engines, else downloaded to there (HF_ENDPOINT, HF_TOKEN, HTTPS_PROXY). `newest`: the hub is asked whether it has
-    another revision now. Blocks. Raises TokenizerNotFound; HubUnreachable where another try may find it."""
+    """Return the folder of `place`, which is a local folder or a hub id with or without @REVISION. Blocks.
+
+    A hub id is looked up in the local hub cache (HF_HOME) and in that of the engines, else downloaded into HF_HOME
+    (HF_ENDPOINT, HF_TOKEN and HTTPS_PROXY apply). `newest`: skip the caches and query the hub for its current revision. Raises
+    TokenizerNotFound; HubUnreachable if another try may find it.
+    """
     folder = Path(place)
-    # Path("") is the working directory, which nobody meant.
+    # Path("") is the working directory, which is never intended.
     if place and os.path.isdir(folder):
         return folder
     repository, _, revision = place.partition("@")
@@ -104,38 +110,39 @@ def find_tokenizer(place: str, rules: HubRules = HubRules(), *, newest: bool = F
 
 
 def _is_revision(text: str) -> bool:
-    """Whether it may be a branch, a tag, a reference or a commit, and leads out of no cache."""
+    """Return whether `text` may name a branch, a tag, a reference or a commit, and does not lead out of a cache's folder."""
     parts = text.split("/")
     return len(text) <= _MAX_REVISION and text.isprintable() and " " not in text and not {"", ".", ".."} & {*parts}
 
 
 def _from_hub(place: str, repository: str, revision: str | None, rules: HubRules, newest: bool) -> Path:
-    """The folder of a hub's repository, kept or downloaded. Raises as find_tokenizer() does."""
+    """Return the folder of a hub repository, from a cache or downloaded. Raises as find_tokenizer() does."""
     try:
         if not newest and (kept := _kept(repository, revision, rules)) is not None:
             return kept
         if rules.owners and not {repository, repository.partition("/")[0]} & {*rules.owners}:
-            raise TokenizerNotFound(f"{place!r} is no folder here, and hub_owners does not let it be downloaded")
+            raise TokenizerNotFound(f"{place!r} is no folder here, and hub_owners does not allow its download")
         return _downloaded(repository, revision)
     except TokenizerNotFound:
         raise
     except huggingface_hub.errors.HFValidationError as error:
         raise TokenizerNotFound(f"{place!r} is neither a folder nor a hub id") from error
     except huggingface_hub.errors.HfHubHTTPError as error:
-        # GatedRepoError, RepositoryNotFoundError and RevisionNotFoundError among them.
+        # Includes GatedRepoError, RepositoryNotFoundError and RevisionNotFoundError.
         status = error.response.status_code
-        message = f"the hub answers {status} for {place!r}"
+        message = f"the hub answered status {status} for {place!r}"
         if status >= 500 or status == TOO_MANY_REQUESTS:
             raise HubUnreachable(message) from error
-        raise TokenizerNotFound(f"{message}; does HF_TOKEN allow to read it?") from error
+        raise TokenizerNotFound(f"{message}; check that HF_TOKEN may read it") from error
     except Exception as error:
-        # No network, no room, a proxy that refuses: errors of the hub library and of whichever HTTP library its version has.
+        # No network, a full disk, a proxy that refuses: errors of the hub library and of its HTTP library, which depends on its
+        # version.
         hint = "mount the model's folder and name it by --tokenizers"
-        raise HubUnreachable(f"{place!r} does not come from the hub ({_causes(error)}): {hint}") from error
+        raise HubUnreachable(f"{place!r} cannot be downloaded from the hub ({_causes(error)}): {hint}") from error
 
 
 def _causes(error: BaseException) -> str:
-    """The kinds of an error and of what led to it: their texts have addresses."""
+    """Return the type names of an error and its causes. Their texts are omitted, because they contain addresses."""
     kinds = [type(error).__name__]
     while (cause := error.__cause__ or error.__context__) is not None and len(kinds) < 4:
         error = cause
@@ -144,13 +151,13 @@ def _causes(error: BaseException) -> str:
 
 
 def _kept(repository: str, revision: str | None, rules: HubRules) -> Path | None:
-    """The folder in HF_HOME, or in the engines' own."""
+    """Return the cached folder in HF_HOME or in the engines' HF_HOME; None if there is none."""
     caches = (None, rules.engine_cache / "hub") if rules.engine_cache else (None,)
     return next((found for cache in caches if (found := _cached(repository, revision, cache)) is not None), None)
 
 
 def _any_kept(repository: str, rules: HubRules) -> Path | None:
-    """The folder of the revision that a local cache has of main, or else of the newest that it has at all."""
+    """Return the cached folder of main or, without one, of the most recent revision in a cache; None if there is none."""
     if (kept := _kept(repository, None, rules)) is not None:
         return kept
     hubs = [Path(huggingface_hub.constants.HF_HUB_CACHE), *([rules.engine_cache / "hub"] if rules.engine_cache else [])]
@@ -164,8 +171,11 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _cached(repository: str, revision: str | None, cache: Path | None) -> Path | None:
-    """The folder where a local cache (None: in HF_HOME) has all of the files; None where some of them are missing. Engines fetch
-    files one by one: there may be tokenizer.json without the chat template, and nothing that tells what else there is."""
+    """Return the folder in a local cache (None: in HF_HOME) if the required files are in it, else None.
+
+    Engines fetch files one by one, so a cache may hold tokenizer.json without the chat template and has no list of the other
+    files.
+    """
     try:
         folder = Path(
             huggingface_hub.snapshot_download(
@@ -178,10 +188,10 @@ def _cached(repository: str, revision: str | None, cache: Path | None) -> Path |
 
 
 def _downloaded(repository: str, revision: str | None) -> Path:
-    """The folder where the files are now, as the hub has them. Raises TokenizerNotFound, and the hub library's errors."""
-    # Its progress bars would stand between the lines of a log that is JSON.
+    """Download the hub's current files and return their folder. Raises TokenizerNotFound, and the hub library's errors."""
+    # The library's progress bars would mix with the JSON lines of the log.
     disable_progress_bars()
-    # By itself the library falls back to what it has, however little, and says nothing of a hub that is away.
+    # Raises if the hub is unreachable. snapshot_download() alone would silently use whatever files are cached.
     huggingface_hub.HfApi().model_info(repository, revision=revision or "main", timeout=HUB_S)
     planned = huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=_PATTERNS, dry_run=True)
     size = sum(one.file_size or 0 for one in planned)
@@ -195,19 +205,19 @@ def _json(file: Path) -> dict[str, Any]:
         return {}
     read = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(read, dict):
-        raise ValueError(f"{file.name} is no object")
+        raise ValueError(f"{file.name} is not a JSON object")
     return read
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The named special tokens, each written as text or as {"content": text}."""
+    """Return the special tokens by name. The config has each as text or as {"content": text}."""
     named = {name: config.get(name) for name in _NAMED}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
     return {name: value for name, value in texts.items() if isinstance(value, str)}
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Template name -> source. Files win over tokenizer_config.json, as in transformers."""
+    """Return a map from template name to source. Files take precedence over tokenizer_config.json, as in transformers."""
     files = {}
     if (file := folder / "chat_template.jinja").is_file():
         files["default"] = file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The APIs that clients speak: a body in, an ApiCall out; errors in the form of the API that was called."""
+"""The client APIs: parses bodies into ApiCalls, and writes errors in the format of the API that was called."""
 
 from pointsman.gateway.core.api.api_call import ROUTES, ApiCall, ClientRules, Endpoint, error_format_of, with_fields
 from pointsman.gateway.core.api.errors import (

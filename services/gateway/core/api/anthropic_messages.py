@@ -1,8 +1,8 @@
-"""Anthropic's /v1/messages and /v1/messages/count_tokens, and the chat that vLLM makes of them.
+"""Anthropic's /v1/messages and /v1/messages/count_tokens, and their conversion to the chat that vLLM renders.
 
-Followed here: vLLM 0.32 `entrypoints/anthropic/serving.py` (`to_chat_completion_request`). vLLM also changes a chat by what
-its template does: late system messages are merged where it refuses them, and `thinking: disabled` becomes an effort. Those two
-need the template; they are `merged_system` and `disabled_effort` here, and `core/tokens/model_tokenizer.py` applies them.
+The conversion follows vLLM 0.32 `entrypoints/anthropic/serving.py` (`to_chat_completion_request`). Two further changes depend on
+the chat template: vLLM merges late system messages if the template refuses them, and turns `thinking: disabled` into an effort.
+`merged_system` and `disabled_effort` are these changes; `core/tokens/model_tokenizer.py` applies them.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ _RULES: Mapping[str, Rule] = {
     "stop_sequences": LIST,
 }
 _BILLING_HEADER = "x-anthropic-billing-header"
-# In a converted chat: the effort that "thinking disabled" means is known only with the template.
+# reasoning_effort of a converted chat with "thinking disabled": which effort that means depends on the template.
 DISABLED = "disabled"
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
 class Unconvertible(Exception):
-    """What the engine makes of this body cannot be told outside it."""
+    """The engine's conversion of this body cannot be reproduced outside the engine."""
 
 
 def check_messages(body: dict[str, Any]) -> None:
-    """Raises ApiRequestError. Mutates `body` (check_fields)."""
+    """Check a /v1/messages body. Raises ApiRequestError. Mutates `body` (check_fields)."""
     check_fields(body, _RULES)
     _check_prompt(body)
 
 
 def check_count_tokens(body: dict[str, Any]) -> None:
-    """Raises ApiRequestError. Mutates `body` (check_fields)."""
+    """Check a count_tokens body. Raises ApiRequestError. Mutates `body` (check_fields)."""
     check_fields(body, _COUNTED)
     _check_prompt(body)
 
@@ -70,9 +70,9 @@ def _check_prompt(body: Mapping[str, Any]) -> None:
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat completions body that vLLM renders for `body` (checked). Raises Unconvertible.
+    """Return the chat completions body that vLLM renders for `body`, which must be checked. Raises Unconvertible.
 
-    Late system messages are still where they were, and `reasoning_effort` may be DISABLED.
+    Late system messages keep their places, and `reasoning_effort` may be DISABLED.
     """
     messages: list[dict[str, Any]] = []
     if system := _system_text(body.get("system")):
@@ -93,15 +93,19 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged_system(chat: Mapping[str, Any]) -> dict[str, Any]:
-    """`chat` with all its system messages as one in front, as vLLM does for templates that accept no later one."""
+    """Return `chat` with all its system messages merged into one at the front, as vLLM does for templates that accept no later
+    one."""
     texts = [message["content"] for message in chat["messages"] if message["role"] == "system"]
     others = [message for message in chat["messages"] if message["role"] != "system"]
     return {**chat, "messages": [{"role": "system", "content": "".join(texts)}, *others] if texts else others}
 
 
 def system_only_first(template: str) -> bool:
-    """Whether vLLM finds that `template` accepts a system message only at the front: it tries one in the middle, in an
-    environment without transformers' helpers, so that a template which calls raise_exception fails too."""
+    """Whether vLLM finds that `template` accepts a system message only at the front.
+
+    As vLLM does, this renders a system message in the middle, in an environment without transformers' helpers. So a template that
+    calls raise_exception fails too.
+    """
     turns = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
@@ -114,8 +118,8 @@ def system_only_first(template: str) -> bool:
 
 
 def disabled_effort(render: Callable[[dict[str, Any]], str | None]) -> str:
-    """The effort that vLLM sends for `thinking: disabled`: "none", or "low" where the template refuses or ignores "none".
-    `render` gives the text of a chat, None where the template fails."""
+    """Return the effort that vLLM sends for `thinking: disabled`: "none", or "low" if the template refuses or ignores "none".
+    `render` returns the text of a chat, None if the template fails."""
 
     def probe(effort: str) -> str | None:
         return render({"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": effort})
@@ -125,7 +129,7 @@ def disabled_effort(render: Callable[[dict[str, Any]], str | None]) -> str:
 
 
 def _system_text(content: object) -> str:
-    """The text of a system prompt or message without Claude Code's per-request header; "" for none."""
+    """Return the text of a system prompt or message without Claude Code's per-request header; "" for none."""
     if isinstance(content, str):
         return content
     texts = []
@@ -139,7 +143,7 @@ def _system_text(content: object) -> str:
 
 
 def _convert_turn(turn: Mapping[str, Any], messages: list[dict[str, Any]]) -> None:
-    """Append what `turn` becomes. Mutates `messages`."""
+    """Append the converted `turn` to `messages`. Mutates `messages`."""
     role, content = turn["role"], turn["content"]
     if role == "system":
         text = _system_text(content)
@@ -194,7 +198,7 @@ def _text(value: object) -> str:
 def _tool_call(block: Mapping[str, Any]) -> dict[str, Any]:
     arguments = block.get("input") or {}
     if not isinstance(arguments, dict) or not block.get("id"):
-        # Without an id the engine makes one from its clock, and templates may show it.
+        # Without an id the engine generates one from its clock, and templates may show it.
         raise Unconvertible("a tool use without id or input")
     function = {"name": _text(block.get("name")), "arguments": json.dumps(arguments)}
     return {"id": block["id"], "type": "function", "function": function}

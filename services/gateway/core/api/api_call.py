@@ -1,4 +1,4 @@
-"""The parts that every API shares: the endpoints, a parsed request, and the rules that hold for a client."""
+"""The types that all APIs share: endpoints, parsed requests, and the rules for a client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pointsman.gateway.core.api.errors import ErrorFormat
 
 
 class Endpoint(enum.Enum):
-    """The APIs with a body; the value is the path upstream."""
+    """The APIs whose requests have a body. The value is the path at the engine."""
 
     CHAT = "/v1/chat/completions"
     COMPLETION = "/v1/completions"
@@ -28,22 +28,22 @@ class Endpoint(enum.Enum):
     TOKENIZE = "/tokenize"
     DETOKENIZE = "/detokenize"
 
-    # Members are looked up in dictionaries some twenty times a request; enum's own hash is a Python function.
+    # Members are dictionary keys some twenty times per request, and enum's own hash is a Python function.
     __hash__ = object.__hash__
 
     @property
     def generates(self) -> bool:
-        """Whether it decodes: its prompt has tokens to place by, its session goes on."""
+        """Whether requests decode. Such a request has prompt tokens to place it by, and a session."""
         return self in _GENERATING
 
     @property
     def is_placed(self) -> bool:
-        """Whether it costs an instance a step of its model; the others are answered by the engine's HTTP server alone."""
+        """Whether requests are placed: they cost a step of the model. The engine's HTTP server answers the others alone."""
         return self in _GENERATING or self in _POOLING
 
     @property
     def error_format(self) -> ErrorFormat:
-        """How its errors are written."""
+        """The format of the API's errors."""
         return _FORMS.get(self, ErrorFormat.OPENAI)
 
 
@@ -55,7 +55,7 @@ _FORMS = {
     Endpoint.COUNT_TOKENS: ErrorFormat.ANTHROPIC,
 }
 
-# Every path that takes a body, as vLLM names it, with all its names for reranking and scoring.
+# All paths with a body, as in vLLM, including all of vLLM's paths for reranking and scoring.
 ROUTES: Mapping[str, Endpoint] = {endpoint.value: endpoint for endpoint in Endpoint} | {
     "/v1/rerank": Endpoint.RERANK,
     "/v2/rerank": Endpoint.RERANK,
@@ -64,7 +64,7 @@ ROUTES: Mapping[str, Endpoint] = {endpoint.value: endpoint for endpoint in Endpo
 
 
 def error_format_of(path: str) -> ErrorFormat:
-    """The form of errors on `path`, also on one that nobody serves."""
+    """Return the format of errors on `path`, which need not be a served path."""
     endpoint = ROUTES.get(path)
     if endpoint is not None:
         return endpoint.error_format
@@ -73,46 +73,47 @@ def error_format_of(path: str) -> ErrorFormat:
 
 @dataclass(frozen=True)
 class ClientRules:
-    """What holds for the client that asks. `cache_salt` is its tenant's own; it goes before one that the client may set."""
+    """Rules for the requests of one client. `cache_salt` is its tenant's; it replaces one that the client sets."""
 
-    aliases: Mapping[str, str] = field(default_factory=dict)  # name asked for -> name served
+    aliases: Mapping[str, str] = field(default_factory=dict)  # requested name -> served name
     client_cache_salt: bool = False
     cache_salt: str = ""
-    own_session: bool = True  # whether the session id in the body may reach the engine as the client wrote it
+    own_session: bool = True  # whether the body's session id may reach the engine unchanged
 
 
 @dataclass
 class ApiCall:
     """One parsed request.
 
-    `payload` is what goes upstream: the client's own bytes, or a new encoding when something had to go (`stripped` names what),
-    with what we set (`added`) put in front. `chat` is the prompt as a chat completions body, None where there is none.
+    `payload` is the body for the engine: the client's own bytes, or a new encoding if fields were removed or replaced (`stripped`
+    names the removed ones). Fields that the gateway sets are at its front. `chat` is the prompt as a chat completions body, None
+    if the API has none or it cannot be converted.
     """
 
     endpoint: Endpoint
-    model: str  # the name that the engines know; aliases are resolved
-    requested_model: str  # the name that the client wrote
+    model: str  # the model's name at the engines; aliases are resolved
+    requested_model: str  # the name that the client sent
     stream: bool
     max_output_tokens: int  # 0 when open
-    session_hint: str  # body session_id, else prompt_cache_key; empty when neither
+    session_hint: str  # session_id of the body, else prompt_cache_key, else empty
     cache_salt: str
-    untokenizable: str  # why the engine's tokens cannot be told from the body; empty where they can
-    reads_prefix_cache: bool  # whether the engine looks for the prompt in its prefix cache
+    untokenizable: str  # why the prompt's tokens cannot be computed from the body; empty if they can
+    reads_prefix_cache: bool  # whether the engine looks up the prompt in its prefix cache
     body: dict[str, Any]
     payload: bytes
     chat: dict[str, Any] | None = None
-    previous_response_id: str = ""  # the stored response that this one continues
+    previous_response_id: str = ""  # the stored response that the request continues
     stripped: tuple[str, ...] = ()
-    hide_usage: bool = False  # a stream's usage was asked for by us: the client must not see it
-    light: bool = False  # what decode_body.is_light() says of the body
+    hide_usage: bool = False  # only the gateway requested the stream's usage: it is not forwarded
+    light: bool = False  # decode_body.is_light() of the body
 
     def drop_prompt(self) -> None:
-        """Let go of what only sending needs: a stream may last for minutes after that, and prompts are long. Mutates."""
+        """Release what only sending needs, since prompts are long and a stream may last for minutes after sending. Mutates."""
         self.body, self.payload, self.chat = {}, b"", None
 
 
 def with_fields(payload: bytes, fields: Mapping[str, Any]) -> bytes:
-    """A JSON object's bytes with `fields` put in front of the others, which it must not have itself; nothing is encoded anew."""
+    """Return a JSON object's bytes with `fields`, which it must not have yet, at its front. The other bytes are unchanged."""
     if not fields:
         return payload
     begin = payload.index(b"{") + 1
@@ -120,5 +121,5 @@ def with_fields(payload: bytes, fields: Mapping[str, Any]) -> bytes:
     while not (after := payload[begin : begin + blanks].lstrip()):
         begin += blanks
     head = msgspec.json.encode(dict(fields))[:-1]
-    # What follows is copied once: it may be long.
+    # The payload may be long, so it is copied only once.
     return b"".join((head, b"" if after.startswith(b"}") else b",", memoryview(payload)[begin:]))

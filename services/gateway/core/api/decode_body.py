@@ -1,8 +1,8 @@
-"""Decodes the JSON of a request's body, a large one piece by piece, and refuses one that would become very many objects.
+"""Decodes the JSON of a request's body, a large one in pieces, and refuses a body that would become too many objects.
 
-The decoder holds the interpreter's lock until it returns: 100,000 messages at once stop everything else in the process for 130
-ms, in pieces for 17 ms at a time (that long it takes to find where the pieces end). An empty object takes 27
-times its bytes, so the size of a body bounds too little.
+The decoder holds the interpreter lock until it returns. Decoding 100,000 messages at once blocks all other threads of the process
+for 130 ms; in pieces, for 17 ms at a time (the time to find where the pieces end). An empty object takes 27 times its bytes in
+memory, so a limit on the size of a body alone is too weak.
 """
 
 from __future__ import annotations
@@ -14,26 +14,28 @@ import msgspec
 
 from pointsman.gateway.core.api.errors import ApiRequestError
 
-MAX_OBJECTS = 1 << 17  # and lists
-MAX_STRINGS = 1 << 20  # names of fields included
-MAX_VALUES = 1 << 22  # a number takes 40 bytes at most
+MAX_OBJECTS = 1 << 17  # objects and lists
+MAX_STRINGS = 1 << 20  # including field names
+MAX_VALUES = 1 << 22  # a number takes at most 40 bytes
+# Size of the pieces that are decoded at once, bytes.
 PIECE_BYTES = 32 << 10
-# A body with no more than this takes some milliseconds from its bytes to its keys: an agent's turn of 100,000 tokens, for one.
+# Limits of a light body: bytes, and objects and lists. It takes a few milliseconds from its bytes to its block keys. An example
+# is an agent's turn of 100,000 tokens.
 LIGHT_BYTES, LIGHT_OBJECTS = 512 << 10, 1_000
-# Deeper than a part of a message's content, or a tool call's function, nothing large is expected: it is decoded at once.
+# Depth from which values are decoded at once: nothing large is expected below a content part or a tool call's function.
 _MAX_DEPTH = 6
 _WINDOW_BYTES = 1 << 20
 _QUOTE = b'"'
 
 
 def is_light(raw: bytes) -> bool:
-    """Whether a body may be decoded, checked and rendered at once on the event loop."""
+    """Whether a body is light: it may be decoded, checked and rendered on the event loop."""
     return len(raw) <= PIECE_BYTES or (len(raw) <= LIGHT_BYTES and raw.count(b"{") + raw.count(b"[") <= LIGHT_OBJECTS)
 
 
 def decode_body(raw: bytes, *, light: bool = False) -> Any:
-    """What msgspec.json.decode() makes of `raw`; at once where it is known to be `light`. Raises what it raises, and
-    ApiRequestError for too many values."""
+    """Return msgspec.json.decode(raw), decoded in pieces unless the body is `light` or small. Raises what msgspec.json.decode()
+    raises, and ApiRequestError for too many values."""
     if light or len(raw) <= PIECE_BYTES:
         return msgspec.json.decode(raw)
     _check_values(raw)
@@ -41,7 +43,7 @@ def decode_body(raw: bytes, *, light: bool = False) -> Any:
 
 
 def _decoded(raw: bytes | msgspec.Raw, depth: int) -> Any:
-    """One value, in pieces of about PIECE_BYTES."""
+    """Decode one value in pieces of about PIECE_BYTES."""
     if len(raw) <= PIECE_BYTES or depth >= _MAX_DEPTH:
         return msgspec.json.decode(raw)
     first, second = _beginning(raw)
@@ -73,19 +75,22 @@ def _decoded_list(items: list[msgspec.Raw], depth: int) -> list[Any]:
 
 
 def _together(items: list[msgspec.Raw]) -> list[Any]:
-    # One by one takes twice as long.
+    # Decoding the items one by one takes twice as long.
     decoded: list[Any] = msgspec.json.decode(b"[" + b",".join(items) + b"]")
     return decoded
 
 
 def _beginning(raw: bytes | msgspec.Raw) -> tuple[bytes, bytes]:
-    """The first two characters that are no blanks."""
+    """Return the first two characters of `raw` that are not whitespace."""
     head = bytes(memoryview(raw)[:PIECE_BYTES]).lstrip()
     return head[:1], head[1:].lstrip()[:1]
 
 
 def _check_values(raw: bytes) -> None:
-    """Raises ApiRequestError when `raw` has more objects and lists, strings, or values, than may be. No call of it lasts long."""
+    """Raises ApiRequestError if `raw` exceeds MAX_OBJECTS, MAX_STRINGS or MAX_VALUES.
+
+    It reads `raw` in windows, so that no single call blocks other threads for long.
+    """
     if len(raw) <= MAX_OBJECTS:
         return
     counts = _Counts()
@@ -94,12 +99,12 @@ def _check_values(raw: bytes) -> None:
         counts.add(window, window.count(_QUOTE))
     if not counts.too_many:
         return
-    # Perhaps it is text that has them.
+    # The counted characters may be inside strings. Count again without the content of strings.
     outside = _Counts()
     in_string, carried = False, b""
     for start in range(0, len(raw), _WINDOW_BYTES):
         window = (carried + raw[start : start + _WINDOW_BYTES]).replace(rb"\\", b"")
-        # The first half of an escape; what follows it is in the next window.
+        # The window ends with the first character of an escape; its second character is in the next window.
         carried = b"\\" if window.endswith(b"\\") else b""
         pieces = window.removesuffix(carried).replace(rb"\"", b"").split(_QUOTE)
         outside.add(b"".join(pieces[in_string::2]), len(pieces) - 1)
@@ -112,14 +117,14 @@ def _check_values(raw: bytes) -> None:
 
 @dataclass
 class _Counts:
-    """What JSON has, as far as brackets, quotes and commas tell; values are at most one more than commas in each list."""
+    """Counts of brackets, quotes and commas in JSON. A list or object has at most one value more than commas."""
 
     objects: int = 0
     quotes: int = 0
     commas: int = 0
 
     def add(self, text: bytes, quotes: int) -> None:
-        """Count a piece of it, which has so many quotes or had them. Mutates."""
+        """Count a piece of JSON. `quotes`: number of quotes that it has, or had before they were removed. Mutates."""
         self.quotes += quotes
         self.objects += text.count(b"{") + text.count(b"[")
         self.commas += text.count(b",")

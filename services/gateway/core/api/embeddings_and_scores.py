@@ -1,8 +1,8 @@
 """The APIs of pooling models (/v1/embeddings, /rerank, /score, /pooling, /classify), and /tokenize and /detokenize.
 
-The first need one step and no decode; the engine's HTTP server answers the others by itself.
-Shapes as in vLLM 0.32 `entrypoints/{pooling,serve/tokenize}`. A server has those of the pooling routes that its model is for
-(`--runner pooling`, or chosen by itself; `--convert`).
+The pooling APIs need one step and no decode. The engine's HTTP server answers /tokenize and /detokenize alone. The body formats
+are those of vLLM 0.32 `entrypoints/{pooling,serve/tokenize}`. A server has only the pooling routes that its model supports
+(`--runner pooling`, or chosen by vLLM; `--convert`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _RULES: Mapping[str, Rule] = {
     "encoding_format": STRING,
     "vllm_xargs": OBJECT,
 }
-# What /score may call its two sides.
+# The pairs of field names that /score accepts for its two sides.
 _SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
 def check_input(body: dict[str, Any]) -> None:
-    """Of whatever takes `input` or `messages`. Raises ApiRequestError."""
+    """Check a body with `input` or `messages`. Raises ApiRequestError. Mutates `body` (check_fields)."""
     check_fields(body, _RULES)
     if body.get("input") is None and body.get("messages") is not None:
         check_fields(body, {"messages": LIST})
@@ -49,14 +49,14 @@ def check_input(body: dict[str, Any]) -> None:
 
 
 def check_rerank(body: dict[str, Any]) -> None:
-    """Raises ApiRequestError."""
+    """Check a /rerank body. Raises ApiRequestError. Mutates `body` (check_fields)."""
     check_fields(body, _RULES)
     _check_side(body, "query")
     _check_side(body, "documents")
 
 
 def check_score(body: dict[str, Any]) -> None:
-    """Raises ApiRequestError."""
+    """Check a /score body. Raises ApiRequestError. Mutates `body` (check_fields)."""
     check_fields(body, _RULES)
     sides = next((pair for pair in _SIDES if all(body.get(name) is not None for name in pair)), _SIDES[0])
     for name in sides:
@@ -64,7 +64,7 @@ def check_score(body: dict[str, Any]) -> None:
 
 
 def check_tokenize(body: Mapping[str, Any]) -> None:
-    """Raises ApiRequestError."""
+    """Check a /tokenize body. Raises ApiRequestError."""
     if body.get("messages") is not None:
         check_turns(body["messages"], "messages")
     elif not isinstance(body.get("prompt"), str):
@@ -72,7 +72,7 @@ def check_tokenize(body: Mapping[str, Any]) -> None:
 
 
 def check_detokenize(body: Mapping[str, Any]) -> None:
-    """Raises ApiRequestError."""
+    """Check a /detokenize body. Raises ApiRequestError."""
     if not is_token_ids(body.get("tokens")):
         raise invalid_parameter("tokens", "a list of token ids")
 

@@ -1,4 +1,4 @@
-"""Errors in the form of the API that was called, and what an engine's own error may show."""
+"""Writes errors in the format of the API that was called, and redacts engines' own errors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import msgspec
 
 
 class ErrorFormat(enum.Enum):
-    """How an API writes errors."""
+    """The error format of an API."""
 
-    OPENAI = "openai"  # {"error": {message, type, param, code}}; in a stream one unnamed event
-    RESPONSES = "responses"  # as OPENAI; in a stream an event named "error" with its fields at the top
+    OPENAI = "openai"  # {"error": {message, type, param, code}}; in a stream an unnamed event
+    RESPONSES = "responses"  # as OPENAI; in a stream an event named "error" with top-level fields
     ANTHROPIC = "anthropic"  # {"type": "error", "error": {type, message}}; in a stream an event named "error"
 
 
@@ -31,10 +31,10 @@ _ANTHROPIC_TYPES = {
 }
 
 _ADDRESS = re.compile(
-    r"\b[a-z][a-z0-9+.-]{1,15}://[^\s\"'<>\\)\]]+"  # a URL, whatever its scheme
+    r"\b[a-z][a-z0-9+.-]{1,15}://[^\s\"'<>\\)\]]+"  # a URL of any scheme
     r"|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?\b"  # IPv4, with or without a port
     r"|\[[0-9a-f:]*:[0-9a-f:.]+\](?::\d{1,5})?"  # IPv6 in brackets
-    r"|\b(?=[a-z0-9.-]*[a-z])[a-z0-9.-]+:\d{4,5}\b",  # a host's name with a port
+    r"|\b(?=[a-z0-9.-]*[a-z])[a-z0-9.-]+:\d{4,5}\b",  # a host name with a port
     re.IGNORECASE,
 )
 
@@ -46,7 +46,7 @@ STREAM_FAILED = "The instance failed while it answered."
 
 
 class ApiRequestError(Exception):
-    """A request that gets an error instead of an answer."""
+    """An error response to a client's request."""
 
     def __init__(
         self,
@@ -67,13 +67,13 @@ class ApiRequestError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self, error_format: ErrorFormat = ErrorFormat.OPENAI) -> bytes:
-        """The JSON answer."""
+        """Return the JSON body of the response."""
         if error_format is ErrorFormat.ANTHROPIC:
             return _anthropic(self.status, self.message)
         return _openai(self.message, self.type, self.param, self.code)
 
     def headers(self) -> dict[str, str]:
-        """Retry-After in whole seconds, at least 1, where trying again can help."""
+        """Return Retry-After in whole seconds, at least 1; empty if a retry cannot help."""
         return {} if self.retry_after_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
 
 
@@ -83,7 +83,7 @@ def error_event(
     code: str | None = None,
     sequence_number: int | None = None,
 ) -> bytes:
-    """One SSE event that ends a stream which cannot go on; nothing follows it. `sequence_number`: Responses events count."""
+    """Return the SSE event that ends a failed stream. `sequence_number`: the event's number in a Responses stream."""
     if error_format is ErrorFormat.ANTHROPIC:
         return b"event: error\ndata: " + _anthropic(500, message) + b"\n\n"
     if error_format is ErrorFormat.RESPONSES:
@@ -99,15 +99,16 @@ def error_event(
 
 
 def redact_error(error_format: ErrorFormat, status: int, body: bytes) -> bytes:
-    """An engine's 4xx body as the client may see it: in the API's form (vLLM writes some in OpenAI's on every path), without
-    network addresses and stack traces. A body that is no error object becomes a plain sentence."""
+    """Return an engine's error body as the client may see it: in the API's format, without network addresses and stack traces. A
+    body that is not an error object is replaced by a fixed message. (vLLM writes some errors in OpenAI's format on every
+    path.)"""
     try:
         found = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         found = None
     error = found.get("error") if isinstance(found, dict) else None
     if not isinstance(error, dict):
-        # What a server answers on a path that it has not: this model only embeds, or only generates.
+        # A 404 without an error object is the answer of a server without this path: its model only embeds, or only generates.
         said = "This model does not serve this API." if status == 404 else "The engine refused the request."
         return ApiRequestError(status, said, code="rejected").body(error_format)
     safe = _safe(error, "The engine refused the request.")
@@ -117,20 +118,20 @@ def redact_error(error_format: ErrorFormat, status: int, body: bytes) -> bytes:
 
 
 def was_aborted(text: bytes) -> bool:
-    """Whether an engine has ended an answer that nobody asked it to end, as vLLM does with all that it computes when it is told
-    to stop. `text`: a body, or a part of a stream, of OpenAI's completions and chats; the other APIs have no word for it. In a
-    model's own words these bytes would be escaped."""
+    """Whether an engine aborted an answer, as vLLM does with all running requests when it is told to stop. `text`: a body, or a
+    part of a stream, of OpenAI's completions and chats; the other APIs do not report it. Inside a model's output these bytes
+    would be escaped."""
     return b'"abort"' in text and _ABORTED.search(text) is not None
 
 
 def begins_with_error(stream: bytes) -> bool:
-    """Whether the next event of an engine's stream, as far as it has come, tells of a failure."""
+    """Whether the next event of an engine's stream, perhaps incomplete, reports an error."""
     return _BEGINS_WITH_ERROR.match(stream) is not None
 
 
 def redact_error_event(error_format: ErrorFormat, event: bytes, sequence_number: int = 0) -> bytes:
-    """One event of an engine's stream, without its end, as the client may see it: as it is, unless it tells of a failure. Then it
-    is treated as the body of an error would be. `sequence_number`: for a Responses event that has none of its own."""
+    """Return one event of an engine's stream, without its end, as the client may see it. An event that reports an error is
+    redacted as an error body is; other events are unchanged. `sequence_number`: for a Responses event that has none."""
     lines = event.splitlines()
     data = b"\n".join(line[5:] for line in lines if line.startswith(b"data:"))
     if not data:
@@ -163,8 +164,8 @@ def redact_error_event(error_format: ErrorFormat, event: bytes, sequence_number:
 
 
 def _safe(error: Any, otherwise: str, fields: tuple[str, ...] = ("type", "param", "code")) -> dict[str, Any]:
-    """An engine's error, an object or a text, as {message, and these fields}: no addresses, no stack traces, nothing nested.
-    `otherwise` is the message where nothing is left of it."""
+    """Return an engine's error (an object or a text) as {message, *fields} without addresses, stack traces and nested values.
+    `otherwise`: the message if none is left."""
     found = error if isinstance(error, dict) else {"message": error}
     kept = {name: found.get(name) for name in fields}
     texts = {name: without_addresses(value) if isinstance(value, str) else value for name, value in kept.items()}
@@ -175,7 +176,7 @@ def _safe(error: Any, otherwise: str, fields: tuple[str, ...] = ("type", "param"
 
 
 def without_addresses(text: str) -> str:
-    """`text` with everything that looks like a host and port, an IP address or a URL left out."""
+    """Return `text` with URLs, IP addresses and hosts with ports replaced by "<address>"."""
     return _ADDRESS.sub("<address>", text)
 
 

@@ -1,6 +1,6 @@
-"""Checks the values of known fields, and says in words what is wrong; unknown fields are never checked.
+"""Checks the values of known fields, with error messages in words. Unknown fields are never checked.
 
-Numbers and booleans are read as vLLM reads them: by pydantic, which takes 16.0 and "16" for 16, and "true" for true.
+Numbers and booleans are read as vLLM reads them: by pydantic, which accepts 16.0 and "16" as 16, and "true" as true.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ MAX_MODEL_NAME = 512
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a field's value must be: `need` in words. What does not hold as it stands may once it is read as `form`."""
+    """The rule for a field's value; `need` says in words what is valid. A value for which `holds` is false may hold after
+    pydantic has converted it by `form`."""
 
     holds: Callable[[object], bool]
     need: str
@@ -26,7 +27,7 @@ class Rule:
 
 
 def is_int(value: object) -> bool:
-    """An integer that is no boolean."""
+    """Whether `value` is an integer and not a boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -35,7 +36,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_positive(value: object) -> bool:
-    # Beyond u32 a count is nonsense, and would not fit the wire to the router.
+    # Larger counts make no sense, and would not fit the fields of the router's protocol (uint32).
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
 
 
@@ -44,7 +45,7 @@ def _is_count(value: object) -> bool:
 
 
 def is_token_ids(value: object) -> bool:
-    """A list of at least one token id."""
+    """Whether `value` is a list of at least one token id."""
     return isinstance(value, list) and bool(value) and all(is_int(token) and 0 <= token < 2**32 for token in value)
 
 
@@ -58,7 +59,7 @@ STRING = Rule(lambda value: isinstance(value, str), "a string")
 OBJECT = Rule(lambda value: isinstance(value, dict), "an object")
 LIST = Rule(lambda value: isinstance(value, list), "a list")
 
-# Fields that several APIs share, by what vLLM calls them.
+# Fields that several APIs share, by vLLM's names.
 COMMON: Mapping[str, Rule] = {
     "stream": BOOLEAN,
     "temperature": NUMBER,
@@ -67,10 +68,10 @@ COMMON: Mapping[str, Rule] = {
     "cache_salt": STRING,
     "vllm_xargs": OBJECT,
 }
-# What the two older OpenAI APIs share beyond that.
+# Further fields that /v1/chat/completions and /v1/completions share.
 SAMPLING: Mapping[str, Rule] = {
     **COMMON,
-    # 0 with an echo only shows the prompt; where vLLM refuses it, it says so itself.
+    # 0 is valid: with an echo only the prompt is returned. Otherwise vLLM refuses it itself.
     "max_tokens": COUNT,
     "n": POSITIVE,
     "session_id": STRING,
@@ -88,20 +89,20 @@ SAMPLING: Mapping[str, Rule] = {
 
 
 def invalid_parameter(param: str, need: str) -> ApiRequestError:
-    """The error for a field `param` that needs `need`."""
+    """Return the error for a field `param` whose value must be `need`."""
     return ApiRequestError(400, f"Invalid value for '{param}': {need} is needed.", param=param, code="invalid_value")
 
 
 def check_model(body: Mapping[str, Any]) -> None:
-    """Raises ApiRequestError unless `body` names a model."""
+    """Raises ApiRequestError unless `body` has a model name."""
     model = body.get("model")
     if not isinstance(model, str) or not model or len(model) > MAX_MODEL_NAME:
         raise invalid_parameter("model", "the name of a model")
 
 
 def check_fields(body: dict[str, Any], rules: Mapping[str, Rule]) -> None:
-    """Raises ApiRequestError for the first field that is not as its rule says; null means "not set", as to the engine. Mutates
-    `body`: numbers and booleans in other forms become what they are read as."""
+    """Raises ApiRequestError for the first field that violates its rule. As for the engine, null means "not set". Mutates `body`:
+    numbers and booleans in other forms are replaced by the converted values."""
     for name, value in body.items():
         if value is not None and (rule := rules.get(name)) is not None and not rule.holds(value):
             body[name] = _read(name, value, rule)
@@ -118,7 +119,8 @@ def _read(name: str, value: object, rule: Rule) -> Any:
 
 
 def check_turns(turns: object, param: str, *, content_needed: bool = False) -> None:
-    """Raises ApiRequestError unless `turns` is a list of objects with a role and, where there is content, text or parts."""
+    """Raises ApiRequestError unless `turns` is a list of objects with a role and a content of text or parts. `content_needed`: a
+    message without content is an error too."""
     if not isinstance(turns, list) or not turns:
         raise invalid_parameter(param, "a list with at least one message")
     for at, turn in enumerate(turns):

@@ -30,13 +30,13 @@ _CHAT: Mapping[str, Rule] = {
 
 
 def check_chat(body: dict[str, Any]) -> None:
-    """Raises ApiRequestError. Mutates `body` (check_fields)."""
+    """Check a /v1/chat/completions body. Raises ApiRequestError. Mutates `body` (check_fields)."""
     check_fields(body, _CHAT)
     check_turns(body.get("messages"), "messages")
 
 
 def check_completion(body: dict[str, Any]) -> None:
-    """Raises ApiRequestError. Mutates `body` (check_fields)."""
+    """Check a /v1/completions body. Raises ApiRequestError. Mutates `body` (check_fields)."""
     check_fields(body, SAMPLING)
     prompt = body.get("prompt")
     if prompt is None and body.get("prompt_embeds") is not None:

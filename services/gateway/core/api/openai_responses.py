@@ -1,9 +1,9 @@
-"""OpenAI's /v1/responses: the chat that vLLM makes of a body, and ids that say where a response is stored.
+"""OpenAI's /v1/responses: its conversion to the chat that vLLM renders, and response ids that contain the storing instance.
 
-Followed here: vLLM 0.32 `entrypoints/openai/responses/{protocol,utils}.py` (`construct_input_messages`) and
-`tool_parsers/utils.py` (custom tools and namespaces). vLLM keeps responses
-in the memory of the server that made them (`VLLM_ENABLE_RESPONSES_API_STORE=1`), so whoever continues, reads or cancels one
-must reach that server. The id carries it: the gateway sets `request_id`, which vLLM takes for the response's id.
+The conversion follows vLLM 0.32 `entrypoints/openai/responses/{protocol,utils}.py` (`construct_input_messages`) and
+`tool_parsers/utils.py` (custom tools and namespaces). vLLM keeps responses in the memory of the server that generated them
+(`VLLM_ENABLE_RESPONSES_API_STORE=1`), so a request that continues, reads or cancels a response must reach that server. The id
+identifies the server: the gateway sets `request_id`, which vLLM uses as the response's id.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _RULES: Mapping[str, Rule] = {
     "include": LIST,
     "chat_template_kwargs": OBJECT,
 }
-# Fields that bring in what only the engine has.
+# Fields that refer to content that only the engine has.
 _FOREIGN = ("previous_response_id", "previous_input_messages", "prompt")
 _OPEN = ("in_progress", "incomplete")
-# What vLLM shows of a custom tool: a function of one text.
+# The parameters under which vLLM shows a custom tool to the model: one text.
 _TEXT_INPUT = {
     "type": "object",
     "properties": {"input": {"type": "string", "description": "The freeform text payload for this tool."}},
@@ -58,7 +58,7 @@ _ID = re.compile(r"resp_([0-9a-f]{12})([0-9a-f]{8})[0-9a-f]{32}")
 
 
 def check_responses(body: dict[str, Any]) -> None:
-    """Raises ApiRequestError. Mutates `body` (check_fields)."""
+    """Check a /v1/responses body. Raises ApiRequestError. Mutates `body` (check_fields)."""
     check_fields(body, _RULES)
     given = body.get("input")
     if isinstance(given, str):
@@ -68,7 +68,7 @@ def check_responses(body: dict[str, Any]) -> None:
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat completions body that vLLM renders for `body` (checked). Raises Unconvertible."""
+    """Return the chat completions body that vLLM renders for `body`, which must be checked. Raises Unconvertible."""
     if any(body.get(name) is not None for name in _FOREIGN) or body.get("truncation") not in (None, "disabled"):
         raise Unconvertible("a prompt that only the engine can complete or cut")
     messages: list[dict[str, Any]] = []
@@ -95,15 +95,15 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def response_id(instance_id: str, tenant: str, request_id: str) -> str:
-    """An id for a response that `instance_id` will store: any gateway can tell from it where to go, and whose it is.
-    `request_id` (32 hex digits) makes it unguessable."""
+    """Return an id for a response that `instance_id` will store. Any gateway can find the instance and check the tenant by it.
+    `request_id` (32 hex digits) makes the id unguessable."""
     return f"resp_{instance_tag(instance_id)}{_tag(tenant, 8)}{request_id}"
 
 
 def storing_instance(id_: str, tenant: str, instance_ids: Iterable[str]) -> str | None:
-    """Which of `instance_ids` holds the response `id_`; None where none does or it is another tenant's.
+    """Return which of `instance_ids` stores the response `id_`; None if none of them does, or if it is another tenant's.
 
-    A forged tag gains nothing: the engine knows the whole id only.
+    A forged tag gives no access: the engine finds a response only by its whole id.
     """
     found = _ID.fullmatch(id_)
     if found is None or found[2] != _tag(tenant, 8):
@@ -112,12 +112,12 @@ def storing_instance(id_: str, tenant: str, instance_ids: Iterable[str]) -> str 
 
 
 def not_stored(id_: str) -> ApiRequestError:
-    """No instance has this response, or it is another tenant's."""
+    """Return the error for a response that no instance stores, or that is another tenant's."""
     return ApiRequestError(404, f"Response with id '{id_}' not found.", param="response_id", code="not_found")
 
 
 def instance_tag(instance_id: str) -> str:
-    """12 hex digits for an instance, the same in every gateway."""
+    """Return 12 hex digits that identify an instance, the same in every gateway."""
     return _tag(instance_id, 12)
 
 
@@ -132,7 +132,7 @@ def _continues(given: object) -> bool:
 
 
 def _convert(item: Mapping[str, Any], turns: list[dict[str, Any]]) -> None:
-    """Append one input item, or add it to the assistant's message before it, as vLLM does. Mutates `turns`."""
+    """Append one input item, or add it to the preceding assistant's message, as vLLM does. Mutates `turns`."""
     kind, role = item.get("type"), item.get("role")
     before = turns[-1] if turns and turns[-1].get("role") == "assistant" else None
     if kind in ("function_call", "custom_tool_call"):
@@ -161,7 +161,7 @@ def _put(turns: list[dict[str, Any]], before: dict[str, Any] | None, name: str, 
 
 
 def _said(content: object) -> str:
-    """An assistant's text; of several parts vLLM keeps the first."""
+    """Return an assistant's text. Of several parts vLLM keeps the first."""
     if isinstance(content, list) and content and isinstance(content[0], dict):
         content = content[0].get("text")
     if not isinstance(content, str):
@@ -187,7 +187,7 @@ def _function_call(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _custom_call(item: Mapping[str, Any]) -> dict[str, Any]:
-    """A call of a custom tool, whose input is a text: a function call with that text as its one argument."""
+    """Return the call of a custom tool, whose input is a text, as a function call with that text as its only argument."""
     given, name = item.get("input") or "", item.get("name")
     if not isinstance(given, str) or not isinstance(name, str):
         raise Unconvertible("a call without name or input")
@@ -196,8 +196,8 @@ def _custom_call(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tools(tools: Iterable[Any]) -> Iterable[dict[str, Any]]:
-    """The tools in chat form: custom ones as functions of one text, those of a namespace under their full names (vLLM's
-    `get_function_tools`); hosted ones never reach a template."""
+    """Yield the tools in chat format, as vLLM's `get_function_tools` does. Custom tools become functions of one text, and tools
+    of a namespace get their full names. Hosted tools are omitted: they never reach a template."""
     for tool in tools:
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind is None:

@@ -1,4 +1,4 @@
-"""Parses a body: checks it, takes out what a client may not set, and makes the ApiCall that is left."""
+"""Parses a body into an ApiCall: checks it, and removes fields that a client may not set."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pointsman.gateway.core.api.errors import ApiRequestError
 from pointsman.gateway.core.api.field_checks import check_model
 from pointsman.gateway.core.api.prompt_length import check_items
 
-# What a client may not set, because it speaks to the engine's insides: VLLM.md's trap table.
+# Fields that a client may not set, because they control the engine's internals (docs/security.md).
 FORBIDDEN_FIELDS = ("kv_transfer_params", "ec_transfer_params", "priority")
 FORBIDDEN_XARGS = ("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode")
 
-# Requests with these are answered by the engine as ever; only their tokens cannot be told from outside it.
+# Fields whose effect on the prompt's tokens is known only to the engine. Requests with them are answered, without block keys.
 OPAQUE_FIELDS = ("prompt_embeds", "truncate_prompt_tokens", "chat_template", "mm_processor_kwargs", "suffix")
 _OPAQUE = frozenset(OPAQUE_FIELDS)
 
@@ -42,7 +42,7 @@ _TO_CHAT: Mapping[Endpoint, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     Endpoint.RESPONSES: openai_responses.to_chat,
     Endpoint.MESSAGES: anthropic_messages.to_chat,
 }
-# The body's fields that are its prompt, for estimates.
+# The fields of a body that contain its prompt, for estimates.
 _PROMPTS: Mapping[Endpoint, tuple[str, ...]] = {
     Endpoint.CHAT: ("messages", "tools"),
     Endpoint.RESPONSES: ("instructions", "input", "tools"),
@@ -66,8 +66,8 @@ def parse(
     *,
     light: bool | None = None,
 ) -> ApiCall:
-    """Parse and sanitise one body. `context_of`: a model's context in tokens by any name of it, 0 where it is unknown; `light`:
-    what is_light() says of it, where that is known. Raises ApiRequestError (400) and nothing else, whatever the bytes."""
+    """Parse and sanitise one body. `context_of`: returns the context of a model in tokens, by any of its names; 0: unknown.
+    `light`: is_light() of the body, if already known. Raises ApiRequestError (400), and no other exception for any bytes."""
     try:
         return _parse(endpoint, raw, rules, context_of, is_light(raw) if light is None else light)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -105,7 +105,7 @@ def _parse(
         model=model,
         requested_model=requested_model,
         stream=endpoint.generates and body.get("stream") is True,
-        # 0 asks for an echo alone, which costs a step all the same.
+        # 0 requests only an echo, which costs a step too.
         max_output_tokens=0 if limit is None or not endpoint.generates else max(1, limit),
         session_hint=hint if isinstance(hint, str) else "",
         cache_salt=rules.cache_salt or body.get("cache_salt") or "",
@@ -121,9 +121,8 @@ def _parse(
 
 
 def estimated_tokens(call: ApiCall) -> int:
-    """About how many tokens a request's prompts have together, where nobody can tell: a quarter of their text's length, or
-    their ids where it brings them. At least 1. Media count nothing: their bytes say
-    little about their tokens."""
+    """Estimate the number of tokens of all prompts of a request: a quarter of their texts' length, or the number of token ids. At
+    least 1. Media are not counted: their size says little about their tokens."""
     if call.endpoint is Endpoint.COMPLETION:
         prompts = call.body.get("prompt") or ""
         if isinstance(prompts, str) or isinstance(prompts[0], int):
@@ -147,7 +146,7 @@ def estimated_tokens(call: ApiCall) -> int:
 
 
 def _usage(endpoint: Endpoint, body: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
-    """Whether a stream's usage has to be asked for because the client did not, and the field that asks."""
+    """Return whether the gateway must request a stream's usage because the client did not, and the field that requests it."""
     wanted = body.get("stream_options") or {}
     if (
         endpoint not in (Endpoint.CHAT, Endpoint.COMPLETION)
@@ -155,14 +154,15 @@ def _usage(endpoint: Endpoint, body: Mapping[str, Any]) -> tuple[bool, dict[str,
         or wanted.get("include_usage")
     ):
         return False, {}
-    # Without include_usage an engine ignores continuous_usage_stats; beside ours it would not.
+    # An engine ignores continuous_usage_stats without include_usage, but would use it with the gateway's include_usage.
     ours = {"include_usage": True} | ({"continuous_usage_stats": False} if "continuous_usage_stats" in wanted else {})
     return True, {"stream_options": {**wanted, **ours}}
 
 
 def _wants_prompt_logprobs(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
-    """vLLM computes the whole prompt anew for them (SamplingParams.skip_reading_prefix_cache), also where an echo implies them:
-    for a completion with logprobs, for a chat always, as its top_logprobs are 0 at least."""
+    """Whether a request needs prompt logprobs, for which vLLM computes the whole prompt anew
+    (SamplingParams.skip_reading_prefix_cache). An echo implies them: for a completion with logprobs, and for every chat, since
+    its top_logprobs are at least 0."""
     if body.get("prompt_logprobs") is not None or body.get("prompt_logprob_token_ids") is not None:
         return True
     implied = endpoint is Endpoint.CHAT or (endpoint is Endpoint.COMPLETION and body.get("logprobs") is not None)
@@ -170,7 +170,7 @@ def _wants_prompt_logprobs(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
 
 
 def _prompt(endpoint: Endpoint, body: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """The prompt as a chat, and why its tokens cannot be told."""
+    """Return the prompt as a chat (None: there is none), and why its tokens cannot be computed ("": they can)."""
     if not _OPAQUE.isdisjoint(body) and any(body.get(name) is not None for name in OPAQUE_FIELDS):
         return None, "a field that changes the prompt inside the engine"
     if endpoint not in _TO_CHAT:
@@ -182,14 +182,14 @@ def _prompt(endpoint: Endpoint, body: dict[str, Any]) -> tuple[dict[str, Any] | 
 
 
 def _strip(endpoint: Endpoint, body: dict[str, Any], rules: ClientRules) -> tuple[str, ...]:
-    """Remove from `body` (in place) what a client may not set; the names of what was removed."""
+    """Remove fields that a client may not set; return the names of the removed fields. Mutates `body`."""
     forbidden = [*FORBIDDEN_FIELDS]
     if not rules.client_cache_salt or rules.cache_salt:
         forbidden.append("cache_salt")
     if not rules.own_session:
         forbidden.append("session_id")
     if endpoint is Endpoint.RESPONSES:
-        forbidden.append("request_id")  # it would be the response's id
+        forbidden.append("request_id")  # it would become the response's id
     gone = [name for name in forbidden if name in body]
     for name in gone:
         del body[name]

@@ -1,4 +1,4 @@
-"""Refuses a prompt that no engine of its model takes: by its tokens, or before they are known by what it has at least."""
+"""Refuses a prompt that does not fit the model's context: by its tokens, or by a lower bound before they are known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIELDS = {
 
 
 class ContextExceeded(ApiRequestError):
-    """A request that does not fit the model's context. `tokens`: how many of its prompt were counted."""
+    """A request does not fit the model's context. `tokens`: number of tokens of the prompt that were counted."""
 
     def __init__(self, endpoint: Endpoint, message: str, tokens: int) -> None:
         super().__init__(400, message, param=_FIELDS[endpoint], code="context_length_exceeded")
@@ -26,23 +26,23 @@ class ContextExceeded(ApiRequestError):
 
 
 def check_tokens(endpoint: Endpoint, tokens: int, context: int) -> None:
-    """Raises ContextExceeded for a prompt of at least so many tokens that leaves no room in a context of `context` (0: unknown).
-    Less room than is asked for is no error: vLLM makes what fits (`get_max_tokens`)."""
+    """Raises ContextExceeded if a prompt of at least `tokens` tokens leaves no room in a context of `context` tokens (0:
+    unknown). Less room than the requested output is no error: vLLM generates what fits (`get_max_tokens`)."""
     if context and tokens >= context:
         message = f"The model's context is {context} tokens, and the prompt has at least {tokens}."
         raise ContextExceeded(endpoint, message, tokens)
 
 
 def check_output(endpoint: Endpoint, max_output_tokens: int, context: int, tokens: int) -> None:
-    """Raises ContextExceeded where more output is asked for than the whole context holds. `tokens`: the prompt's."""
+    """Raises ContextExceeded if the requested output is larger than the whole context. `tokens`: tokens of the prompt."""
     if context and max_output_tokens > context:
-        message = f"The model's context is {context} tokens; {max_output_tokens} of output do not fit in it."
+        message = f"The model's context is {context} tokens; {max_output_tokens} output tokens do not fit in it."
         raise ContextExceeded(endpoint, message, tokens)
 
 
 def check_items(endpoint: Endpoint, body: Mapping[str, Any], context: int) -> None:
-    """Raises ContextExceeded for a body (nothing of which is checked yet) whose prompt has more messages, or token ids, than the
-    context has tokens. A message costs at least the token that begins or ends it, in any chat template that we know."""
+    """Raises ContextExceeded if the prompt of an unchecked body has at least as many messages, or token ids, as the context has
+    tokens. In all known chat templates a message costs at least the token that begins or ends it."""
     given = body.get(_FIELDS[endpoint]) if endpoint in _FIELDS else None
     if not isinstance(given, list) or not given:
         return

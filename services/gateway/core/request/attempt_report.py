@@ -1,4 +1,4 @@
-"""The reports of an attempt that is over: its end for the router, and its line of the breakdown log."""
+"""The reports of an ended attempt: the message to the router, and the line of the breakdown log."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _FINISH_REASONS = {name.lower(): number for name, number in values(placement_pb2
 
 
 class AttemptBreakdown(RequestTiming, kw_only=True, omit_defaults=True):
-    """One placed attempt; moments that it did not come to are absent. Token counts are the engine's own. No prompts, no
-    sessions."""
+    """One placed attempt, without prompts and sessions. Times of events that did not happen are absent. `prompt_tokens`,
+    `cached_tokens` and `output_tokens` are the engine's own counts."""
 
     request_id: str
     decision_id: str
@@ -24,8 +24,8 @@ class AttemptBreakdown(RequestTiming, kw_only=True, omit_defaults=True):
     stream: bool
     outcome: str
     status: int
-    instances: list[str]  # in the order of the plan's steps, as it came
-    fallback: str = ""  # what failed of the plan
+    instances: list[str]  # instances of the steps, in order
+    fallback: str = ""  # error of the last step that failed
     error: str = ""
     degraded: bool = False
     input_tokens: int = 0  # as counted for the placement
@@ -39,7 +39,7 @@ class AttemptBreakdown(RequestTiming, kw_only=True, omit_defaults=True):
 def finished(
     attempt: Attempt, effect: ReportFinished, context: RequestContext, status: int, now: float
 ) -> placement_pb2.Finished:
-    """Its end, for the router."""
+    """Return the message that reports the end of `attempt` to the router."""
     report = placement_pb2.Finished(
         request_id=effect.attempt_id,
         outcome=placement_pb2.Outcome.ValueType(effect.outcome.value),
@@ -55,7 +55,7 @@ def finished(
     report.timings.placed_ms = _ms(attempt.placed_at, context.received_at)
     report.timings.sent_ms = _ms(attempt.sent_at, context.received_at)
     if context.call.stream:
-        # A whole answer's first byte comes with its last: that is no time to a first token.
+        # The first byte of an answer that is not streamed arrives with its last: it gives no time to first token.
         report.timings.first_token_ms = _ms(attempt.first_byte_at, context.received_at)
     report.timings.done_ms = _ms(now, context.received_at)
     return report
@@ -69,7 +69,7 @@ def breakdown(
     now: float,
     unix: Callable[[float], float],
 ) -> AttemptBreakdown:
-    """Its line of the breakdown log; `unix` turns moments into unix s."""
+    """Return the attempt's line of the breakdown log. `unix` converts monotonic times to Unix s."""
 
     def at(moment: float) -> float | None:
         return unix(moment) if moment else None

@@ -1,4 +1,4 @@
-"""What a client is answered when its request fails for no fault of its own."""
+"""The error responses for requests that fail through no fault of the client."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pointsman.gateway.core.request.request_events import (
     FailRequest,
 )
 
-# How soon a client may come again where nothing better is known, in s.
+# Default Retry-After of a 429 or 503, s.
 RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
 class FailureAnswer:
-    """An error answer: HTTP status, the error's type and code, and after how many seconds the client may come again (None: not
-    said)."""
+    """An error response: HTTP status, the error's type and code, and the seconds after which the client may retry (None: no
+    Retry-After)."""
 
     status: int
     type: str
@@ -28,7 +28,7 @@ class FailureAnswer:
     retry_after_s: float | None
 
 
-# google.rpc.Code (INTERNAL and PLACEMENT_TIMEOUT are our own) -> HTTP status, error type, error code
+# google.rpc.Code -> HTTP status, error type, error code. The gateway itself sets INTERNAL and PLACEMENT_TIMEOUT.
 _FAILURES = {
     RESOURCE_EXHAUSTED: (429, "rate_limit_error", "saturated"),
     UNAVAILABLE: (503, "server_error", "no_instance"),
@@ -39,7 +39,7 @@ _FAILURES = {
 
 
 def answer_to(failure: FailRequest) -> FailureAnswer:
-    """The answer to a request that failed so."""
+    """Return the error response for `failure`."""
     status, type_, code = _FAILURES.get(failure.code, (503, "server_error", "unavailable"))
     wait_s = failure.retry_after_s
     if wait_s is None and status in (429, 503):

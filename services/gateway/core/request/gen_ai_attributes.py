@@ -1,4 +1,4 @@
-"""Attributes of a span by OpenTelemetry's conventions for generative AI.
+"""Span attributes by OpenTelemetry's conventions for generative AI.
 
 Names and meanings: OpenTelemetry semantic conventions, "Semantic conventions for generative client AI spans". Content (messages,
 tools, stop sequences) is never among them.
@@ -13,8 +13,8 @@ from pointsman.common.core.tracing import Value, known_attributes
 from pointsman.gateway.core.api import ApiCall, Endpoint
 from pointsman.gateway.core.streaming.usage_and_end import Usage
 
-PROVIDER = "vllm"  # none of the well-known ones, for which the conventions allow a name of one's own
-# The conventions' own names of operations; the others are named after their endpoint.
+PROVIDER = "vllm"  # not one of the well-known names: the conventions allow a custom name
+# Operation names that the conventions define. Other operations are named after their endpoint.
 _OPERATIONS = {
     Endpoint.CHAT: "chat",
     Endpoint.MESSAGES: "chat",
@@ -22,7 +22,7 @@ _OPERATIONS = {
     Endpoint.COMPLETION: "text_completion",
     Endpoint.EMBEDDINGS: "embeddings",
 }
-# Attribute behind "gen_ai.request." -> field of the body, the same in all APIs.
+# Attribute name after "gen_ai.request." -> field of the body, the same in all APIs.
 _FIELDS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -36,7 +36,7 @@ _INT64 = 1 << 63
 
 
 def request_attributes(call: ApiCall, conversation: str) -> dict[str, Value]:
-    """What a request asks for; `conversation`: the client's own id of it, empty where it gives none."""
+    """Return the attributes of a request's parameters. `conversation`: the client's own session id, empty if it sent none."""
     values: dict[str, Value | None] = {
         "gen_ai.operation.name": _OPERATIONS.get(call.endpoint, call.endpoint.name.lower()),
         "gen_ai.provider.name": PROVIDER,
@@ -50,13 +50,13 @@ def request_attributes(call: ApiCall, conversation: str) -> dict[str, Value]:
 
 
 def span_name(attributes: Mapping[str, Value]) -> str:
-    """A span's name, of its `request_attributes`."""
+    """Return a span's name from its `request_attributes`."""
     return f"{attributes['gen_ai.operation.name']} {attributes['gen_ai.request.model']}"
 
 
 def answer_attributes(usage: Usage, url: str, time_to_first_chunk_s: float | None, error: str) -> dict[str, Value]:
-    """How an engine at `url` (http(s)://HOST:PORT) answered. Token counts are its own; the input's include cached ones. `error`
-    is empty when all went well."""
+    """Return the attributes of the response of an engine at `url` (http(s)://HOST:PORT). Token counts are the engine's own; input
+    tokens include cached ones. `error` is empty if the request succeeded."""
     host, _, port = url.partition("://")[2].partition("/")[0].rpartition(":")
     return known_attributes(
         {
@@ -73,7 +73,7 @@ def answer_attributes(usage: Usage, url: str, time_to_first_chunk_s: float | Non
 
 
 def _number(body: Mapping[str, Any], field: str) -> Value | None:
-    """A number that a span can hold; None for all else that a client may write."""
+    """Return the body's field if it is a number that a span can hold (a float or an int64), else None."""
     value = body.get(field)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

@@ -1,4 +1,4 @@
-"""Picks an instance where no router answers: the one with the fewest open requests of this gateway."""
+"""Chooses an instance when no router answers: the one with the fewest open requests of this gateway."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def place_locally(
     exclude: tuple[str, ...],
     round_robin: int,
 ) -> StepAssigned | PlacementRefused:
-    """An attempt's only step, on one of the instances `ids`; see least_inflight."""
+    """Return an attempt's only step, on one of the instances `ids` (see least_inflight), or a refusal if all are excluded."""
     chosen = least_inflight(sorted(ids), inflight, exclude, round_robin)
     if chosen is None:
         return PlacementRefused(attempt_id, UNAVAILABLE, "No instance is ready for this model.", RETRY_S)
@@ -26,8 +26,8 @@ def place_locally(
 def least_inflight(
     ids: list[str], inflight: Mapping[str, int], exclude: tuple[str, ...], round_robin: int
 ) -> str | None:
-    """The instance with the fewest open requests, the `round_robin`-th of them where several are equal; None when all are
-    excluded."""
+    """Return the instance with the fewest open requests; None if all are excluded. Among several with the fewest, `round_robin`
+    selects one."""
     ready = [one for one in ids if one not in exclude]
     if not ready:
         return None

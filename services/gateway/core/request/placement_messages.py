@@ -1,4 +1,4 @@
-"""Reads routers' answers as events of a request."""
+"""Converts routers' answers into events of a request's state machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PROTOCOLS = {agent_pb2.KV_PROTOCOL_MOONCAKE: MOONCAKE, agent_pb2.KV_PROTOCOL_NI
 
 
 def event_of(attempt_id: str, step: placement_pb2.Placement | placement_pb2.Refusal) -> StepAssigned | PlacementRefused:
-    """What a router answered on an attempt."""
+    """Return the event for a router's answer about an attempt."""
     if isinstance(step, placement_pb2.Refusal):
         wait = _seconds(step.retry_after) if step.HasField("retry_after") else None
         return PlacementRefused(attempt_id, step.code, step.message, wait)
@@ -33,7 +33,7 @@ def event_of(attempt_id: str, step: placement_pb2.Placement | placement_pb2.Refu
 
 
 def target_of(instance: placement_pb2.InstanceRef) -> Target:
-    """Where to send for `instance`."""
+    """Return the Target of `instance`."""
     rank = instance.data_parallel_rank if instance.HasField("data_parallel_rank") else None
     kv = instance.kv_transfer
     return Target(
@@ -49,5 +49,5 @@ def target_of(instance: placement_pb2.InstanceRef) -> Target:
 
 
 def _seconds(wire: duration_pb2.Duration) -> float:
-    # Without the detour over a timedelta, which takes ten times as long.
+    # A conversion through timedelta takes ten times as long.
     return wire.seconds + wire.nanos / 1e9

@@ -1,4 +1,4 @@
-"""Makes a request's context of a parsed call: its tokens and keys, its session, and what the router is asked."""
+"""Builds a request's context from a parsed call: tokens, block keys, session, and the placement request for the router."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from pointsman.gateway.core.tokens.token_cache import BlockKeys, TokenCache
 from pointsman.router.v1 import placement_pb2
 
 MAX_TRACEPARENT = 128
-# Within how many seconds a client needs the first token. It counts among the waiting requests of the client's own tenant, and has
-# the request refused once it cannot be met.
+# Header for the time within which a client needs the first token, s. It orders the held requests of the client's own tenant, and
+# the request is refused once the time cannot be met.
 TTFT_TIMEOUT_HEADER = "X-Pointsman-TTFT-Timeout"
 MAX_TTFT_TIMEOUT_S = 3_600.0
 _DECIMAL = re.compile(r"\d{1,9}(?:\.\d{1,9})?", re.ASCII)
@@ -38,8 +38,8 @@ _KEYS_FIELD = placement_pb2.PlacementRequest.KEYS_FIELD_NUMBER
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A prompt's tokens and block keys; None and no keys where they are only estimated. `count`: tokens of all prompts of the
-    request, exact or estimated."""
+    """A prompt's tokens and block keys; None and no keys if the tokens are only estimated. `count`: number of tokens of all
+    prompts of the request, exact or estimated."""
 
     prompt: Prompt | None
     keys: BlockKeys
@@ -48,8 +48,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class IncomingCall:
-    """A call, who made it, and what of its HTTP request is needed to place it. `request_id` and `client_id` as in Request;
-    `received_at` is monotonic seconds. `priority` and `weight` are its client's."""
+    """A parsed call with its client's data and the parts of the HTTP request that placement needs. `request_id` is Request.id,
+    and `client_id` Request.client_id. `received_at` is monotonic seconds. `priority` and `weight` are the client's."""
 
     call: ApiCall
     state: PoolState
@@ -66,20 +66,20 @@ class IncomingCall:
 
     @property
     def tokenizer(self) -> ModelTokenizer | None:
-        """What its prompt's tokens can be told by; None where they cannot."""
+        """The tokenizer for the call's prompt; None if its tokens cannot be computed exactly."""
         return self.state.tokenizer_for(self.call.endpoint) if self.call.endpoint.generates else None
 
 
 class RequestPreparer:
-    """Makes the contexts of calls; remembers sessions, and texts whose tokens are known. The caller reads the prompt in between
-    (ModelTokenizer.prepare), in a thread where that takes long."""
+    """Builds the contexts of calls; keeps sessions, and the block keys of token runs. The caller tokenises the prompt before
+    (ModelTokenizer.prepare), in a thread if that takes long."""
 
     def __init__(self, token_cache: TokenCache) -> None:
         self._token_cache = token_cache
         self._sessions = Sessions()
 
     def tokens(self, incoming: IncomingCall, prompt: Prompt) -> Tokens:
-        """The keys of a prompt that was read. Raises ContextExceeded."""
+        """Return the tokens and block keys of a tokenised prompt. Raises ContextExceeded."""
         call, pool = incoming.call, incoming.state.pool
         check_tokens(call.endpoint, max(prompt.lengths), pool.max_model_len)
         check_output(call.endpoint, call.max_output_tokens, pool.max_model_len, sum(prompt.lengths))
@@ -90,11 +90,11 @@ class RequestPreparer:
         return Tokens(prompt, keys, count)
 
     def estimate(self, call: ApiCall) -> Tokens:
-        """What stands for the tokens of a prompt that only the engine can tell."""
+        """Return estimated tokens for a prompt whose tokens only the engine can compute."""
         return Tokens(None, array("Q"), estimated_tokens(call))
 
     def context(self, incoming: IncomingCall, tokens: Tokens, now: float, *, dry: bool) -> RequestContext:
-        """What is known of the request. Raises ApiRequestError. A dry run remembers nothing."""
+        """Return the request's context. Raises ApiRequestError. Mutates the sessions, except in a dry run (`dry`)."""
         call, state, tenant, headers = incoming.call, incoming.state, incoming.tenant, incoming.headers
         prompt, keys, request_id = tokens.prompt, tokens.keys, incoming.request_id
         hint = headers.get("X-Session-ID") or call.session_hint
@@ -115,7 +115,7 @@ class RequestPreparer:
             tenant=tenant,
             session_id=session,
             input_tokens=tokens.count,
-            # Who only embeds or scores decodes nothing; 0 would mean an open end.
+            # A pooling request decodes nothing; 0 would mean that the number of output tokens is open.
             max_output_tokens=_output_tokens(call, prompt, state.pool.max_model_len) if call.endpoint.generates else 1,
             exclude=_elsewhere(call, state, tenant),
             traceparent=traceparent if len(traceparent) <= MAX_TRACEPARENT else "",
@@ -131,7 +131,7 @@ class RequestPreparer:
         sent["X-Request-ID"] = incoming.client_id
         if session:
             sent["X-Session-ID"] = bounded_id(session if tenant == DEFAULT_TENANT else f"{tenant}/{session}")
-        # Of several prompts only the first has keys; what no cache is read for needs no PREFILL.
+        # Of several prompts only the first has keys. A request that does not read the prefix cache gains nothing from a PREFILL.
         ids = prompt.ids if prompt is not None and len(prompt.lengths) == 1 and call.reads_prefix_cache else None
         placement.sliceable_tokens = 0 if ids is None else len(ids)
         steady = prompt is not None and prompt.steady
@@ -154,20 +154,26 @@ class RequestPreparer:
 
 
 def ttft_timeout_s(headers: Headers) -> float | None:
-    """How many seconds after its request a client needs the first token; None where it does not say. Raises ApiRequestError."""
+    """Return the seconds, from its request, within which a client needs the first token; None if it set no limit.
+
+    Raises ApiRequestError for an invalid value.
+    """
     if TTFT_TIMEOUT_HEADER not in headers:
         return None
     given = headers.get(TTFT_TIMEOUT_HEADER)
-    # Not all that float() reads: no inf, nan, 1e9 or 1_0.
+    # Stricter than float(): no inf, nan, 1e9 or 1_0.
     seconds = float(given) if _DECIMAL.fullmatch(given) else 0.0
     if not 0.0 < seconds <= MAX_TTFT_TIMEOUT_S:
-        message = f"{TTFT_TIMEOUT_HEADER} must be seconds over 0 and up to {MAX_TTFT_TIMEOUT_S:,.0f}, such as 2.5."
+        message = f"{TTFT_TIMEOUT_HEADER} must be a number of seconds over 0 and up to {MAX_TTFT_TIMEOUT_S:,.0f}, such as 2.5."
         raise ApiRequestError(400, message, param=TTFT_TIMEOUT_HEADER, code="invalid_ttft_timeout")
     return seconds
 
 
 def set_keys(request: placement_pb2.PlacementRequest, keys: array[int]) -> None:
-    """Put block keys (of type "Q") into `request`, which has none. As bytes: one by one takes 40 us a thousand."""
+    """Set the block keys (of type "Q") of `request`, which has none. Mutates `request`.
+
+    The keys are merged as encoded bytes: adding them one by one takes 40 us per thousand.
+    """
     if not keys:
         return
     if sys.byteorder != "little":
@@ -183,7 +189,10 @@ def set_keys(request: placement_pb2.PlacementRequest, keys: array[int]) -> None:
 
 
 def _elsewhere(call: ApiCall, state: PoolState, tenant: str) -> list[str]:
-    """Every instance but the one that stores the response which `call` continues. Raises ApiRequestError when none does."""
+    """Return all instances except the one that stores the response which `call` continues; empty if it continues none.
+
+    Raises ApiRequestError if no instance stores the response.
+    """
     if not call.previous_response_id:
         return []
     ids = [one.instance_id for one in state.pool.instances]
@@ -194,12 +203,12 @@ def _elsewhere(call: ApiCall, state: PoolState, tenant: str) -> list[str]:
 
 
 def _chain(keys: BlockKeys, prompt: Prompt) -> BlockKeys:
-    """What a session is known by: the keys, and the first of the media behind them."""
+    """Return the keys that identify the session: the block keys, and a hash of the prompt's first media part."""
     return array("Q", [*keys, xxh3_64_intdigest(prompt.media)]) if prompt.media else keys
 
 
 def _output_tokens(call: ApiCall, prompt: Prompt | None, context: int) -> int:
-    """How many tokens the engine may make, 0 when open: no more than fit behind the prompt, where that is known."""
+    """Return the maximum number of output tokens, 0 if open; not more than the context has room for, if that is known."""
     if prompt is None or not context:
         return call.max_output_tokens
     return min(call.max_output_tokens, context - max(prompt.lengths))

@@ -1,4 +1,4 @@
-"""The context of one request, once it is parsed and tokenised: what to send, and what to place it by."""
+"""The context of one parsed and tokenised request: what to send to instances, and what to place it by."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pointsman.router.v1 import placement_pb2
 
 @dataclass
 class RequestContext:
-    """One request: what to send and what to place it by. Monotonic seconds: `received_at`, and `first_token_by`, when its client
-    needs the first token (None: it does not say)."""
+    """One request: what to send to instances, and what to place it by. `received_at` is monotonic seconds. `first_token_by` is
+    the monotonic time by which the client needs the first token (None: no limit)."""
 
     request_id: str
     call: ApiCall
     state: PoolState
     placement: placement_pb2.PlacementRequest
-    transfer_obstacle: str  # why no other instance may prefill for the one that answers; empty where one may
-    ids: TokenIds | None  # of the prompt, as far as its first image; None where they are only estimated
-    exact_tokens: int  # of the whole prompt; 0 where they are only estimated
+    transfer_obstacle: str  # why prefill and answer must be on one instance; empty if they need not be
+    ids: TokenIds | None  # of the prompt, up to its first media part; None if only estimated
+    exact_tokens: int  # tokens of the whole prompt; 0 if only estimated
     upstream_headers: dict[str, str]
     received_at: float
     admission: Admission
@@ -33,18 +33,19 @@ class RequestContext:
     first_token_by: float | None = None
 
     def drop_prompt(self) -> None:
-        """Let go of what only sending needs: nothing is sent any more once an answer has begun. Mutates."""
+        """Release what only sending needs. Call it once an answer has begun: the request is then not sent again. Mutates."""
         self.call.drop_prompt()
         self.ids = None
 
     def headers_of(self, step: StepAssigned) -> dict[str, str]:
-        """What to send with a step: each goes on from a place of its own in the request's trace."""
+        """Return the headers to send with a step. Each step has its own span context in the request's trace."""
         if self.trace is None:
             return self.upstream_headers
         return self.upstream_headers | {"traceparent": self.trace.step_context(step.attempt_id, step.index).traceparent}
 
     def payload_at(self, instance_id: str) -> bytes:
-        """What to send to an instance. A response's id says where it is stored, so that is known only now."""
+        """Return the body to send to an instance. The id of a Responses response contains the instance that stores it, so the
+        body depends on the placement."""
         if self.call.endpoint is not Endpoint.RESPONSES:
             return self.call.payload
         id_ = response_id(instance_id, self.placement.tenant, self.request_id)

@@ -1,4 +1,4 @@
-"""The events that a request's state machine is told, and the effects that it answers with."""
+"""The events that a request's state machine handles, and the effects that it returns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 NOT_FOUND, RESOURCE_EXHAUSTED, UNAVAILABLE, INTERNAL, DEADLINE_EXCEEDED = 5, 8, 14, 13, 4
-# Of our own, beyond google.rpc.Code: no router named a step in time.
+# The gateway's own code, not one of google.rpc.Code: no router assigned a step in time.
 PLACEMENT_TIMEOUT = 100
 
 
@@ -21,10 +21,11 @@ class Outcome(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Target:
-    """An instance to send to; `rank` is its data-parallel rank, None where there is only one.
+    """An instance to send to. `rank` is its data-parallel rank, None if the engine has only one rank.
 
-    `kv_protocol` says how it passes KV on (MOONCAKE, NIXL; empty: not at all), `bootstrap_url` its bootstrap server's URL.
-    `layerwise`: it wants the second request of a transfer before the first ended; `can_consume_kv`: it can be the second side.
+    `kv_protocol` is its KV transfer protocol (MOONCAKE, NIXL; empty: none), `bootstrap_url` its bootstrap server's URL.
+    `layerwise`: the second request of a transfer is sent before the first has ended. `can_consume_kv`: the instance can receive
+    KV of another instance.
     """
 
     instance_id: str
@@ -39,7 +40,7 @@ class Target:
 
 @dataclass(frozen=True)
 class RequestTimeouts:
-    """Deadlines in seconds, and how many attempts follow the first."""
+    """Timeouts in seconds, and the maximum number of attempts after the first."""
 
     placement_s: float = 60.0
     prefill_s: float = 120.0
@@ -48,12 +49,13 @@ class RequestTimeouts:
     max_retries: int = 2
 
 
-# What happened.
+# Events.
 @dataclass(frozen=True)
 class StepAssigned:
-    """The router's (or the gateway's own) next step.
+    """The router, or the gateway without a router, assigned the next step.
 
-    `kv_target`: who answers from the KV of this PREFILL, where it is another instance. `kv_source`: who has it for this SERVE.
+    `kv_target`: the instance that answers from the KV of this PREFILL, if it is another one. `kv_source`: the instance that has
+    the KV for this SERVE.
     """
 
     attempt_id: str
@@ -69,7 +71,7 @@ class StepAssigned:
 
 @dataclass(frozen=True)
 class PlacementRefused:
-    """No placement; nothing is reserved. `code` as in Refusal (4, 5, 8, 14)."""
+    """The placement was refused; the router holds no reservation. `code` as in Refusal (4, 5, 8, 14)."""
 
     attempt_id: str
     code: int
@@ -79,15 +81,15 @@ class PlacementRefused:
 
 @dataclass(frozen=True)
 class RouterLost:
-    """The router went away before it answered, and did not come back within the grace."""
+    """The router was lost before it answered, and no router answered within the grace period."""
 
     attempt_id: str
 
 
 @dataclass(frozen=True)
 class PrefillEnded:
-    """A PREFILL step is over; `error` is empty when it is done. `instance_failed`: its instance is to blame. `refused`: it
-    answered 5xx, which may be the request's own fault as well."""
+    """A PREFILL step ended; `error` is empty if it succeeded. `instance_failed`: its instance caused the failure. `refused`: the
+    instance answered 5xx, which the request itself may have caused."""
 
     error: str = ""
     instance_failed: bool = False
@@ -96,34 +98,35 @@ class PrefillEnded:
 
 @dataclass(frozen=True)
 class PullEnded:
-    """A pull is over; `error` is empty when the KV is there."""
+    """A pull ended; `error` is empty if the KV has been transferred."""
 
     error: str = ""
 
 
 @dataclass(frozen=True)
 class ResponseStarted:
-    """The first byte of a 200 answer came."""
+    """The first byte of a 200 answer was received."""
 
 
 @dataclass(frozen=True)
 class ResponseRejected:
-    """The instance answered 4xx, or what no other instance would answer otherwise; the answer goes to the client as it is."""
+    """The instance answered 4xx, or the gateway rejects the answer (too long, no memory for it). A retry at another instance
+    would not help; the client gets the error."""
 
     status: int
 
 
 @dataclass(frozen=True)
 class ResponseEnded:
-    """The answer is over. `error` is what the instance itself told the client when it failed on the way; empty: all is well."""
+    """The answer ended. `error` is the failure that the instance itself reported in the stream; empty: success."""
 
     error: str = ""
 
 
 @dataclass(frozen=True)
 class UpstreamFailed:
-    """Connection refused or lost, 5xx, or silence. `status` is 0 when no answer came. `refused`: the instance answered 5xx, which
-    may be the request's own fault as well as the instance's."""
+    """The connection was refused or lost, or the instance answered 5xx or was silent. `status` is 0 without an answer. `refused`:
+    the instance answered 5xx, which the request or the instance may have caused."""
 
     error: str
     status: int = 0
@@ -132,12 +135,12 @@ class UpstreamFailed:
 
 @dataclass(frozen=True)
 class ClientDisconnected:
-    """The client closed its side."""
+    """The client closed its connection."""
 
 
 @dataclass(frozen=True)
 class Tick:
-    """Time passed; the deadline may be over."""
+    """Time passed; the deadline may have expired."""
 
 
 Event = (
@@ -155,10 +158,10 @@ Event = (
 )
 
 
-# What to do.
+# Effects.
 @dataclass(frozen=True)
 class AskRouter:
-    """Ask the router for an attempt's first step."""
+    """Request an attempt's first step from the router."""
 
     attempt_id: str
     exclude: tuple[str, ...]
@@ -166,7 +169,7 @@ class AskRouter:
 
 @dataclass(frozen=True)
 class PlaceLocally:
-    """Place without a router, degraded."""
+    """Place an attempt in the gateway, without a router (degraded)."""
 
     attempt_id: str
     exclude: tuple[str, ...]
@@ -174,7 +177,7 @@ class PlaceLocally:
 
 @dataclass(frozen=True)
 class AskNextStep:
-    """Report a step's end; the next step follows."""
+    """Report a step's end, and wait for the next step."""
 
     attempt_id: str
     index: int
@@ -184,14 +187,14 @@ class AskNextStep:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Send the prompt's first tokens to an instance, for no output."""
+    """Send the prompt's first tokens to an instance, to compute their KV."""
 
     step: StepAssigned
 
 
 @dataclass(frozen=True)
 class ReportStepDone:
-    """Report a step's end; nobody waits for the next one, which is under way."""
+    """Report a step's end without waiting for the next step, which is already under way."""
 
     attempt_id: str
     index: int
@@ -199,7 +202,7 @@ class ReportStepDone:
 
 @dataclass(frozen=True)
 class PullKv:
-    """Let an instance fetch the prompt's KV from the step's source. `early`: while the source still computes it."""
+    """Make the step's instance pull the prompt's KV from the step's source. `early`: while the source still computes it."""
 
     step: StepAssigned
     early: bool = False
@@ -207,8 +210,8 @@ class PullKv:
 
 @dataclass(frozen=True)
 class Serve:
-    """Send the request to an instance, with the way to the step's source where it has one, and pass its answer on. `early`: while
-    the source still computes its KV."""
+    """Send the request to an instance and forward its answer. If the step has a source, the request carries its KV transfer
+    parameters. `early`: while the source still computes the KV."""
 
     step: StepAssigned
     early: bool = False
@@ -216,19 +219,19 @@ class Serve:
 
 @dataclass(frozen=True)
 class AdoptEarlyStep:
-    """The step that was sent ahead is the one that is being done."""
+    """Record the early step, which was sent before it was assigned, as the current step."""
 
     step: StepAssigned
 
 
 @dataclass(frozen=True)
 class AbortUpstream:
-    """Close what is open upstream, and wait for nothing any more."""
+    """Close all open upstream connections of the attempt, and cancel what waits for them."""
 
 
 @dataclass(frozen=True)
 class ReportFirstToken:
-    """Report the first byte. `refused_by`: the instances that answered 5xx to earlier attempts of the request."""
+    """Report the first byte. `refused_by`: the instances that answered 5xx to earlier attempts or steps of the request."""
 
     attempt_id: str
     refused_by: tuple[str, ...] = ()
@@ -236,8 +239,8 @@ class ReportFirstToken:
 
 @dataclass(frozen=True)
 class ReportFinished:
-    """Report an attempt's end. `error` names no address. `refused`: the instance answered 5xx, which may be the request's own
-    fault. `refused_by`: as in ReportFirstToken, where the attempt ends without one."""
+    """Report an attempt's end. `error` contains no address. `refused`: the instance answered 5xx, which the request itself may
+    have caused. `refused_by`: as in ReportFirstToken, for an attempt that is rejected without a first token."""
 
     attempt_id: str
     outcome: Outcome
@@ -249,14 +252,14 @@ class ReportFinished:
 
 @dataclass(frozen=True)
 class ReportServedAlone:
-    """Report that the attempt goes on where it is, without the router's next step, which is void if it still comes."""
+    """Report that the gateway chose the next step itself. A step that the router still sends for the attempt is void."""
 
     attempt_id: str
 
 
 @dataclass(frozen=True)
 class FailRequest:
-    """Answer the client with an error; `code` as in Refusal, or 13 when instances failed, 4 when time ran out."""
+    """Answer the client with an error. `code` as in Refusal, or INTERNAL if instances failed, or PLACEMENT_TIMEOUT."""
 
     code: int
     message: str

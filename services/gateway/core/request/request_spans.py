@@ -1,9 +1,9 @@
-"""The spans of a request: itself, each question to the router, each step.
+"""The spans of a request: the request itself, each placement by the router, and each step.
 
-Below a question is the router's own span, below a step that of the engine which does it: both go on from places that are derived
-from the request's (by `core.request_trace`), and are sent along before the spans here are made. The step that answers is a call
-of a model by OpenTelemetry's conventions (`core.request.gen_ai_attributes`); no other span of ours names an operation or usage,
-so that nothing is counted twice.
+The router's own span is the child of a placement span, and the engine's span is the child of a step span. Both continue span
+contexts that are derived from the request's (by `core.request_trace`) and are sent before the spans of this module are built. The
+step that answers is a model call by OpenTelemetry's conventions (`core.request.gen_ai_attributes`). No other span of the gateway
+has an operation name or usage, so that nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pointsman.gateway.core.request.attempt import Attempt, StepRun
 from pointsman.gateway.core.request.gen_ai_attributes import answer_attributes, span_name
 from pointsman.gateway.core.request_trace import placement_context, step_context
 
-# Moments are monotonic seconds, as unix ns.
+# Converts a monotonic time in s to Unix ns.
 Clock = Callable[[float], int]
 _STREAM = "gen_ai.request.stream"
 
@@ -31,8 +31,8 @@ def request_span(
     clock: Clock,
     **values: Value,
 ) -> Span:
-    """A client's request. `prepared_at`: when its prompt was tokenised, 0 for never; `status`: of the answer, 499 for a client
-    that left."""
+    """Return the span of a client's request. `prepared_at`: when its prompt was tokenised, 0 for never. `status`: HTTP status of
+    the answer, 499 if the client disconnected."""
     return Span(
         f"POST {route}",
         context,
@@ -63,8 +63,8 @@ def attempt_spans(
     now: float,
     clock: Clock,
 ) -> list[Span]:
-    """An attempt that ended `now`: the question where it goes, and the steps that it came to. `asked`: the attributes of what the
-    client asks for; `error` is how it failed."""
+    """Return the spans of an attempt that ended at `now`: its placement and its steps. `asked`: attributes of the request's
+    parameters. `error`: how the attempt failed ("": it did not)."""
     first = attempt.step_runs[0].step if attempt.step_runs else None
     question = Span(
         "place",

@@ -1,15 +1,16 @@
-"""The state machine of one request: it is told what happened and says what to do next.
+"""The state machine of one request: handles events and returns the effects to carry out.
 
-A plan unfolds: PREFILL steps, each answered by the next step, then one SERVE. A SERVE may answer from the KV that another
-instance has prefilled: the request brings it along, or, else (`inline_kv_transfer`), a request of its own pulls it before. Where
-both instances want it, that request is sent at once with the PREFILL (`early`): its instance waits for the KV as it comes, and
-whatever fails then ends both.
-Every wait has a deadline. A PREFILL or a transfer that fails is told to the router, and from then on only a plain SERVE follows;
-a plain SERVE that fails before its first byte is tried again elsewhere (a new attempt with its own id, the failed instance
-excluded). What two instances answer with the same 5xx is the request's own fault: the client gets that answer, and nobody is
-blamed. Where the router is lost after a part of the prompt is computed, a new attempt asks the next one, which finds that part
-cached; where none comes, one SERVE follows at its instance. Every attempt that the router may have placed ends in exactly one
-Finished, however the request ends.
+A plan has PREFILL steps, each followed by the router's next step, and then one SERVE. A SERVE may use KV that another instance
+has prefilled. With `inline_kv_transfer` the client's request carries the KV transfer parameters; otherwise a separate request
+pulls the KV first. If both instances are layerwise, that request is sent together with the PREFILL (`early`). Its instance waits
+for the KV while it is computed, and a failure of either request ends both.
+
+Every wait has a deadline. A PREFILL or a transfer that fails is reported to the router, and only a plain SERVE may follow in that
+attempt. A plain SERVE that fails before its first byte is retried at another instance, in a new attempt with its own id that
+excludes the failed instance. If two instances answer the request with the same 5xx, the request itself is at fault: the client
+gets that answer, and the failure counts against no instance. If the router is lost after a part of the prompt is computed, a new
+attempt asks the next router, which finds that part cached. If no router answers, one SERVE follows at the instance that computed
+the part. Every attempt that the router may have placed ends in exactly one Finished, however the request ends.
 """
 
 from __future__ import annotations
@@ -56,57 +57,57 @@ from pointsman.gateway.core.request.request_events import (
 
 
 class Phase(enum.Enum):
-    """Where a request is."""
+    """The phase of a request."""
 
-    PLACING = "placing"  # for its first step
+    PLACING = "placing"  # waits for its first step
     PREFILLING = "prefilling"
-    AWAITING_NEXT_STEP = "awaiting_next_step"  # for the step after one that is done, or failed
-    PULLING = "pulling"  # KV from another instance
-    SERVING = "serving"  # sent, no byte of the answer yet
+    AWAITING_NEXT_STEP = "awaiting_next_step"  # waits for the step after a step that ended or failed
+    PULLING = "pulling"  # waits for KV from another instance
+    SERVING = "serving"  # sent; no byte of the answer received yet
     STREAMING = "streaming"
     DONE = "done"
 
 
 class RequestStateMachine:
-    """The machine. `handle` is its only mutator; events that belong to an earlier attempt or phase change nothing.
+    """The state machine. Only `start` and `handle` mutate it. Events of an earlier attempt or phase are ignored.
 
-    `inline_kv_transfer`: the request can bring another instance's KV along, and its first byte tells that it came.
+    `inline_kv_transfer`: the client's request can carry KV transfer parameters, and its first byte shows that the KV arrived.
     """
 
     def __init__(self, request_id: str, timeouts: RequestTimeouts, *, inline_kv_transfer: bool = True) -> None:
         self._request_id = request_id
         self._timeouts = timeouts
         self._inline_kv_transfer = inline_kv_transfer
-        self._serve_only = False  # a step of this attempt failed: only a SERVE without anybody's KV may follow
-        self._early_step: StepAssigned | None = None  # the step after the PREFILL, sent already
+        self._serve_only = False  # a step of this attempt failed: only a SERVE without a KV transfer may follow
+        self._early_step: StepAssigned | None = None  # the step after the PREFILL, already sent
         self._early_failure: UpstreamFailed | PullEnded | None = (
-            None  # how that one failed, while the router was asked for it
+            None  # failure of the early step while the router has not assigned it yet
         )
         self._partial_prefill_target: Target | None = (
-            None  # where an attempt that lost its router has computed a part of the prompt
+            None  # instance at which an earlier attempt, which lost its router, computed a part of the prompt
         )
         self._exclude: list[str] = []
-        self._refused_by: list[str] = []  # instances that answered 5xx to this request, or to a part of it
-        self._refusals: dict[int, str] = {}  # the status of a 5xx to the whole request -> who answered so
+        self._refused_by: list[str] = []  # instances that answered 5xx to the request, or to a PREFILL of it
+        self._refusals: dict[int, str] = {}  # status of a 5xx to the whole request -> first instance that sent it
         self._attempts = 0
         self._place_locally = False
         self._deadline = 0.0
-        self._attempt_open = False  # the attempt is (perhaps) placed and not finished
+        self._attempt_open = False  # the attempt may be placed at a router and is not finished
         self.attempt_id = request_id
         self.phase = Phase.PLACING
         self.step: StepAssigned | None = None
 
     @property
     def deadline(self) -> float | None:
-        """When a Tick is due, on the clock of `now`; None while streaming and when done."""
+        """Time at which a Tick is due, on the clock of `now`; None while streaming and when done."""
         return None if self.phase in (Phase.STREAMING, Phase.DONE) else self._deadline
 
     def start(self, now: float) -> list[Effect]:
-        """The first effects. Mutates."""
+        """Return the first effects. Mutates."""
         return self._start_attempt(now)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """What to do about `event`. Mutates."""
+        """Return the effects of `event`. Mutates."""
         if self.phase is Phase.DONE:
             return []
         match event:
@@ -124,7 +125,7 @@ class RequestStateMachine:
                 if self.phase is not Phase.PREFILLING:
                     return []
                 if event.refused and self.step is not None:
-                    # No witness that the request is at fault: a transfer can fail by itself.
+                    # Not counted in _refusals: a transfer can fail although the request is valid.
                     self._refused_by.append(self.step.target.instance_id)
                 return self._step_ended(event.error, now, event.instance_failed)
             case PullEnded():
@@ -183,7 +184,7 @@ class RequestStateMachine:
         return [effect]
 
     def _adopt_early_step(self, early: StepAssigned, step: StepAssigned, now: float) -> list[Effect]:
-        """The step that the router gives after the PREFILL: the one that was sent ahead, or another one after all."""
+        """Handle the step that the router assigned after the PREFILL: the early step, or another one, which replaces it."""
         early_failure, self._early_step, self._early_failure = self._early_failure, None, None
         if step.prefill_tokens or (step.target, step.kv_source) != (early.target, early.kv_source):
             return [AbortUpstream(), *self._step_assigned(step, now)]
@@ -192,7 +193,8 @@ class RequestStateMachine:
         return effects if early_failure is None else [*effects, *self.handle(early_failure, now)]
 
     def _promote_early_step(self) -> list[Effect]:
-        """The KV is where it was to go, so the PREFILL is over, whether that has been said or not."""
+        """Make the early step the current one. Its KV has arrived, so the PREFILL ended, whether its answer has arrived or
+        not."""
         if self._early_step is None:
             return []
         assert self.step is not None
@@ -209,7 +211,7 @@ class RequestStateMachine:
         self._attempt_open = False
         self.phase = Phase.DONE
         if refused.code == NOT_FOUND:
-            # Nobody asks for a model that the fleet never had: the router has lost sight of its instances.
+            # The gateway sends only requests for models of the fleet, so the router has lost the model's instances.
             refused = replace(refused, code=UNAVAILABLE, message="No instance is ready for this model.")
         if self._exclude and refused.code == UNAVAILABLE:
             return [*abort, FailRequest(INTERNAL, "The instance failed and no other is ready.", refused.retry_after_s)]
@@ -219,7 +221,8 @@ class RequestStateMachine:
         if lost.attempt_id != self.attempt_id:
             return []
         if self.phase is Phase.PLACING:
-            # Not finished by report: a router that returns is told which requests are open, and drops the rest.
+            # No Finished is sent: a gateway announces its open requests to a router that returns, and the router drops the
+            # others.
             if self._partial_prefill_target is not None:
                 return self._step_assigned(
                     StepAssigned(self.attempt_id, self._partial_prefill_target, degraded=True), now
@@ -231,13 +234,14 @@ class RequestStateMachine:
         return self._retry_placement(now) if self._is_between_prefill_parts() else self._fall_back_to_serve(now)
 
     def _is_between_prefill_parts(self) -> bool:
-        """Whether a part of the prompt is computed for the same instance's own use, and nothing else is under way."""
+        """Whether the last step computed a part of the prompt for its own instance, no other step is under way, and a new attempt
+        is allowed."""
         assert self.step is not None
         between = not self._serve_only and self._early_step is None and self.step.kv_target is None
         return between and self._attempts < self._timeouts.max_retries
 
     def _retry_placement(self, now: float) -> list[Effect]:
-        """The plan went with its router: the next one is to make another, from what is computed."""
+        """Start a new attempt because the plan was lost with its router. The next router plans from what is computed."""
         assert self.step is not None
         self._partial_prefill_target = self.step.target
         ended = self._end(Outcome.CANCELLED, "its router was lost between two steps")
@@ -245,10 +249,11 @@ class RequestStateMachine:
         return [*(effect for effect in ended if not isinstance(effect, AbortUpstream)), *self._start_attempt(now)]
 
     def _fall_back_to_serve(self, now: float) -> list[Effect]:
-        """No next step came: the one SERVE goes where the prefix is, or where it was to be used."""
+        """Serve without a next step from the router: at the instance that has the prefix, or that was to use it if a step
+        failed."""
         assert self.step is not None
         if self._early_step is not None:
-            # The step that the plan has next: its router counts it where it runs.
+            # The early step is the plan's next step, so the router counts the request at the instance where it runs.
             return self._step_assigned(replace(self._early_step, degraded=True), now)
         target = (self.step.kv_target if self._serve_only else None) or self.step.target
         computed = 0 if self._serve_only else self.step.prefill_tokens
@@ -287,7 +292,8 @@ class RequestStateMachine:
         return [*effects, ReportFirstToken(self.attempt_id, self._take_refused_by())]
 
     def _early_step_failed(self, failed: UpstreamFailed | PullEnded, now: float) -> list[Effect]:
-        """What was sent ahead failed: a PREFILL is of no use then; one that is done is told before."""
+        """Handle the failure of the early step. It fails a PREFILL that still runs; after the PREFILL it is kept until the router
+        assigns the step."""
         if self.phase is Phase.PREFILLING:
             return self._step_ended(f"the other instance: {failed.error}", now)
         self._early_failure = failed
@@ -296,7 +302,7 @@ class RequestStateMachine:
     def _deadline_passed(self, now: float) -> list[Effect]:
         transferring = self.step is not None and self.step.kv_source is not None
         if self.phase in (Phase.PREFILLING, Phase.PULLING) or (self.phase is Phase.SERVING and transferring):
-            # Who is to blame for a transfer that does not end, nobody can tell.
+            # A transfer that does not end may be the fault of either instance: only a PREFILL's instance is reported as failed.
             self._early_step = None
             return [AbortUpstream(), *self._step_ended("deadline", now, self.phase is Phase.PREFILLING)]
         if self.phase is Phase.AWAITING_NEXT_STEP:
@@ -317,7 +323,7 @@ class RequestStateMachine:
             return []
         assert self.step is not None
         if self.step.kv_source is not None and failed.status:
-            # It answers, so it can serve; that it does not, with KV from elsewhere, may be the other side's fault.
+            # The instance answers, so it can serve. That it fails with KV of another instance may be the fault of that instance.
             return [AbortUpstream(), *self._step_ended(failed.error, now)]
         instance_id = self.step.target.instance_id
         if failed.refused:
@@ -334,9 +340,9 @@ class RequestStateMachine:
         return [*effects, *self._start_attempt(now)]
 
     def _end(self, outcome: Outcome, error: str = "", status: int = 0, *, refused: bool = False) -> list[Effect]:
-        """Close the attempt: upstream first, so that nothing runs that the router no longer counts."""
+        """End the attempt. Upstream connections are closed first, so that nothing runs that the router no longer counts."""
         abort: list[Effect] = [] if outcome in (Outcome.OK, Outcome.REJECTED) else [AbortUpstream()]
-        # Who says what is wrong with a request clears the request, as who answers it does at the first byte.
+        # A 4xx answer shows, as a first byte does, that the earlier 5xx answers were the fault of their instances.
         refused_by = self._take_refused_by() if outcome is Outcome.REJECTED and not refused else ()
         finished = ReportFinished(self.attempt_id, outcome, error, status, refused, refused_by)
         report: list[Effect] = [finished] if self._attempt_open else []
@@ -344,6 +350,6 @@ class RequestStateMachine:
         return [*abort, *report]
 
     def _take_refused_by(self) -> tuple[str, ...]:
-        """Who refused what another instance has answered now, each told of once. Mutates."""
+        """Remove and return the instances that answered 5xx to the request, each once. Mutates."""
         refused_by, self._refused_by = tuple(dict.fromkeys(self._refused_by)), []
         return refused_by

@@ -1,4 +1,4 @@
-"""Maps prompts to sessions: by the client's own id, else by the longest prompt seen before that one continues."""
+"""Maps prompts to sessions: by the client's own session id, else by the longest earlier prompt that the prompt continues."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_SESSION_ID = 128
 
 
 def bounded_id(text: str) -> str:
-    """`text` itself where it is printable ASCII without blanks and at most 128 long, else a name made from its hash."""
+    """Return `text` if it is printable ASCII without spaces and 1 to 128 characters long, else a name made from its hash."""
     if 0 < len(text) <= MAX_SESSION_ID and text.isascii() and text.isprintable() and " " not in text:
         return text
     return f"h-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
@@ -20,16 +20,18 @@ def bounded_id(text: str) -> str:
 @dataclass
 class _Tail:
     session: str
-    # The key that followed the tail in the first prompt that went on from it; another follower is another conversation.
+    # The key that followed the tail in the first prompt that continued it. Another follower means another conversation.
     follower: int | None = None
 
 
 class Sessions:
-    """The tails of recent prompts: (tenant, last block key) -> session, at most `capacity` of them, least recent out first.
+    """The tails of recent prompts: (tenant, last block key) -> session. At most `capacity` tails are kept; the least recently
+    used tail is removed first.
 
-    A prompt that contains the tail of an earlier one continues its session, unless a prompt that differs after the tail did so
-    before: then this is a fork (another conversation over the same system prompt) and gets a session of its own. A turn costs
-    one dictionary look-up for each key that it adds, a prompt that continues nothing one for each key.
+    A prompt that contains the tail of an earlier one continues that session, unless a prompt that differs after the tail
+    continued it before. Then the prompt is a fork (another conversation over the same system prompt) and gets a new session. A
+    turn costs one dictionary look-up for each key that it adds; a prompt that continues no session costs one for each of its
+    keys.
     """
 
     def __init__(self, capacity: int = 100_000) -> None:
@@ -43,15 +45,15 @@ class Sessions:
         return len(self._recent)
 
     def resolve(self, tenant: str, keys: Sequence[int], *, hint: str, fresh: str) -> str:
-        """The session of a prompt with block keys `keys`, and remember its tail. `hint` is the client's own name for it
-        (empty: none), `fresh` the name of a new session. Mutates."""
+        """Return the session of a prompt with block keys `keys`, and keep the prompt's tail. `hint` is the client's own session
+        id (empty: none), `fresh` the id of a new session. Mutates."""
         session = bounded_id(hint) if hint else (self._continued(tenant, keys) or fresh)
         if keys:
             self._remember(tenant, keys[-1], session)
         return session
 
     def find(self, tenant: str, keys: Sequence[int]) -> str | None:
-        """The session that `keys` continue, or None. Does not mutate."""
+        """Return the session that `keys` continue, or None. Does not mutate."""
         found = self._longest(tenant, keys)
         return found[0].session if found else None
 

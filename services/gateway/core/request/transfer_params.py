@@ -1,9 +1,9 @@
-"""The bodies of the two requests of a KV transfer: the prefill on P, and the answer on D from P's KV.
+"""Builds the bodies of the two requests of a KV transfer (the prefill on P, the answer on D from P's KV), and reads P's answers.
 
-Both engines must see the same prompt, or D would read KV of other tokens. So P gets the client's own body without what
-shapes the answer only, and D's answering request brings the KV along only where nothing was taken out that a chat template might
-show; elsewhere (and for answers whose first byte says nothing of the transfer) a request like P's pulls the KV into D's prefix
-cache, from where the client's own request takes what is really its prefix.
+Both engines must see the same prompt, or D would read KV of other tokens. So P gets the client's own body without the fields that
+affect only the answer. D's request carries the KV transfer parameters only if no field was removed that a chat template might
+show. Otherwise, and for answers whose first byte does not show that the transfer succeeded, a request like P's pulls the KV into
+D's prefix cache. The client's own request then uses what is really its prefix.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pointsman.gateway.core.api import ApiCall, Endpoint, with_fields
 
 MOONCAKE, NIXL = "MOONCAKE", "NIXL"
 RELEASE_MODEL = "pointsman-kv-release"
-# Engines keep whole blocks; this much of what was prefilled just now may be missing for no other reason.
+# Number of just prefilled tokens that may be missing from the cache without an eviction, since engines keep only whole blocks.
 SLACK_TOKENS = 256
 
-# How the answer looks, when it ends, what is told of it. No template sees these.
+# Fields that affect only the answer: its form, its end and what is reported of it. No chat template sees them.
 _ANSWER_ONLY = (
     "stream",
     "stream_options",
@@ -44,7 +44,7 @@ _ANSWER_ONLY = (
     "echo",
     "suffix",
 )
-# These shape the answer too, but a template may show them to the model (harmony does).
+# Fields that affect the answer, but that a template may show to the model (harmony does).
 _MAYBE_IN_PROMPT = (
     "response_format",
     "structured_outputs",
@@ -56,8 +56,8 @@ _MAYBE_IN_PROMPT = (
 
 
 class TransferError(Exception):
-    """A transfer that cannot go on, in words that name no address. `instance_failed`: an instance that failed is why. `refused`:
-    it answered 5xx."""
+    """A KV transfer failed. The text contains no address. `instance_failed`: the failure of an instance is the cause. `refused`:
+    the instance answered 5xx."""
 
     def __init__(self, text: str, *, instance_failed: bool = False, refused: bool = False) -> None:
         super().__init__(text)
@@ -67,13 +67,13 @@ class TransferError(Exception):
 
 @dataclass(frozen=True)
 class KvTransferParams:
-    """KV on its way: what D's request must carry."""
+    """The `kv_transfer_params` that D's request must carry."""
 
     params: Mapping[str, Any]
 
 
 def transfer_obstacle(call: ApiCall) -> str:
-    """Why a call's prompt cannot be prefilled elsewhere; empty when it can."""
+    """Return why another instance cannot prefill the call's prompt; empty if it can."""
     if _prompt(call) is None:
         return "a prompt that only its own API can render"
     if call.body.get("prompt_embeds") is not None:
@@ -87,7 +87,8 @@ def transfer_obstacle(call: ApiCall) -> str:
 
 
 def supports_inline_kv_transfer(call: ApiCall) -> bool:
-    """Whether the client's own request can bring the KV along: one streamed answer, and nothing in it that P may not see."""
+    """Whether the client's own request can carry KV transfer parameters: it has one streamed answer, and P's request omits no
+    field that a template may show."""
     if not call.stream or call.endpoint not in (Endpoint.CHAT, Endpoint.COMPLETION):
         return False
     body = call.body
@@ -97,13 +98,13 @@ def supports_inline_kv_transfer(call: ApiCall) -> bool:
 
 
 def prefill_request(call: ApiCall, params: Mapping[str, Any]) -> tuple[str, bytes]:
-    """Path and body of a request for the KV of the call's prompt: one token, whatever it is, in one piece."""
+    """Return path and body of a request that computes the KV of the call's prompt: one output token, not streamed."""
     prompt = _prompt(call)
     assert prompt is not None, "transfer_obstacle() comes first"
     endpoint, said = prompt
     body = {name: value for name, value in said.items() if name not in _ANSWER_ONLY + _MAYBE_IN_PROMPT}
     limit = "max_completion_tokens" if endpoint is Endpoint.CHAT else "max_tokens"
-    # A first token that ends the answer would end P's request as one that has nothing to send.
+    # ignore_eos: a first token that ends the answer would end P's request without KV to send.
     body |= {"model": call.model, "stream": False, limit: 1, "n": 1, "ignore_eos": True}
     if call.cache_salt:
         body["cache_salt"] = call.cache_salt
@@ -111,7 +112,7 @@ def prefill_request(call: ApiCall, params: Mapping[str, Any]) -> tuple[str, byte
 
 
 def slice_request(call: ApiCall, ids: Sequence[int]) -> tuple[str, bytes]:
-    """Path and body of a request that leaves the KV of a prompt's first tokens in an instance's own prefix cache."""
+    """Return path and body of a request that computes a prompt's first tokens into an instance's own prefix cache."""
     body = {"model": call.model, "prompt": list(ids), "max_tokens": 1, "stream": False, "temperature": 0}
     if call.cache_salt:
         body["cache_salt"] = call.cache_salt
@@ -119,17 +120,18 @@ def slice_request(call: ApiCall, ids: Sequence[int]) -> tuple[str, bytes]:
 
 
 def with_params(payload: bytes, transfer: KvTransferParams) -> bytes:
-    """A request's JSON object with the way to the KV in it; all other bytes are as they were."""
+    """Return a request's JSON object with `kv_transfer_params` added; all other bytes are unchanged."""
     return with_fields(payload, {"kv_transfer_params": dict(transfer.params)})
 
 
 def mooncake_send(transfer_id: str) -> dict[str, Any]:
-    """What makes P keep the KV for a transfer. `transfer_id` must be new and hard to guess: who knows it can fetch the KV."""
+    """Return the parameters that make P keep the KV for a transfer. `transfer_id` must be new and hard to guess: any request with
+    it can fetch the KV."""
     return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
 
 
 def mooncake_fetch(transfer_id: str, engine_id: str, bootstrap: str) -> KvTransferParams:
-    """What makes D fetch what P keeps for a transfer, or will keep."""
+    """Return the parameters that make D fetch the KV that P keeps, or will keep, for a transfer."""
     return KvTransferParams(
         {
             "do_remote_prefill": True,
@@ -142,7 +144,7 @@ def mooncake_fetch(transfer_id: str, engine_id: str, bootstrap: str) -> KvTransf
 
 
 def nixl_send() -> dict[str, Any]:
-    """The same for NIXL, where P gives its KV a name."""
+    """Return the parameters that make P keep the KV for a transfer by NIXL, where P's answer names the KV."""
     return {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -154,15 +156,15 @@ def nixl_send() -> dict[str, Any]:
 
 
 def nixl_fetch(answer: bytes) -> KvTransferParams:
-    """What makes D fetch the KV that P, having given `answer`, keeps. Raises TransferError when it keeps none."""
+    """Return the parameters, from P's `answer`, that make D fetch the KV that P keeps. Raises TransferError if P keeps none."""
     told = check_prefilled(answer)
     if not told.kv_transfer_params:
-        raise TransferError("the prefill's answer says nothing of its KV")
+        raise TransferError("the prefill's answer has no kv_transfer_params")
     return KvTransferParams(told.kv_transfer_params)
 
 
 def check_prefilled(answer: bytes) -> PrefillResponse:
-    """P's answer to a prefill. Raises TransferError when it does not say that P has computed the whole prompt and keeps it."""
+    """Parse P's answer to a prefill. Raises TransferError unless it shows that P computed the whole prompt and keeps its KV."""
     try:
         told = msgspec.json.decode(answer, type=PrefillResponse)
     except msgspec.MsgspecError:
@@ -173,18 +175,19 @@ def check_prefilled(answer: bytes) -> PrefillResponse:
 
 
 def release_request(transfer: KvTransferParams) -> tuple[str, bytes]:
-    """Path and body of a request that no engine accepts. vLLM's API server tells the connector of what it refuses, which has the
-    other engine free what it keeps for the transfer (_with_kv_transfer_rejection_cleanup)."""
+    """Return path and body of a KV release: a request that no engine accepts. vLLM's API server notifies the connector of
+    requests that it refuses, and the connector makes the other engine free the transfer's KV
+    (_with_kv_transfer_rejection_cleanup)."""
     body = {"model": RELEASE_MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": dict(transfer.params)}
     return Endpoint.COMPLETION.value, msgspec.json.encode(body)
 
 
 def engine_id_of(answer: bytes, rank: int | None) -> str:
-    """The engine id in a bootstrap server's answer to /query. Raises TransferError when that rank is not registered."""
+    """Return the engine id from a bootstrap server's answer to /query. Raises TransferError if the rank is not registered."""
     try:
         ranks = msgspec.json.decode(answer, type=dict[str, _Registered])
     except msgspec.MsgspecError:
-        raise TransferError("the bootstrap server's answer is not understood") from None
+        raise TransferError("the bootstrap server's answer cannot be parsed") from None
     registered = ranks.get(str(rank or 0))
     if registered is None or not registered.engine_id:
         raise TransferError("the engine is not registered with its bootstrap server")
@@ -192,7 +195,7 @@ def engine_id_of(answer: bytes, rank: int | None) -> str:
 
 
 def earlier_slices_evicted(answer: bytes, prefilled_before: int) -> bool:
-    """Whether the answer to a slice shows that the slices before it are not in the cache any more."""
+    """Whether the answer to a slice shows that the slices before it are no longer in the cache."""
     try:
         told = msgspec.json.decode(answer, type=PrefillResponse)
     except msgspec.MsgspecError:
@@ -202,7 +205,7 @@ def earlier_slices_evicted(answer: bytes, prefilled_before: int) -> bool:
 
 
 def _prompt(call: ApiCall) -> tuple[Endpoint, Mapping[str, Any]] | None:
-    """The body that engines render to the call's prompt, and its API."""
+    """Return the endpoint and body that engines render to the call's prompt; None if only the call's own API can render it."""
     if call.endpoint in (Endpoint.CHAT, Endpoint.COMPLETION):
         return call.endpoint, call.body
     return None if call.chat is None or call.previous_response_id else (Endpoint.CHAT, call.chat)
@@ -221,7 +224,7 @@ class _Usage(msgspec.Struct):
 
 
 class PrefillResponse(msgspec.Struct):
-    """What an answer of one token tells."""
+    """The fields that are read from the answer to a prefill or slice."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None

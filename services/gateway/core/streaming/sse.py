@@ -1,6 +1,6 @@
 """Filters a stream of server-sent events on its way to the client.
 
-It is cut at events only, without the usage that only we asked for, and with no more of an engine's failure than a client may see.
+The filter cuts the stream only between events, removes usage that only the gateway requested, and redacts an engine's errors.
 """
 
 from __future__ import annotations
@@ -21,38 +21,43 @@ from pointsman.gateway.core.api import (
 from pointsman.gateway.core.streaming.stream_tail import StreamTail
 from pointsman.gateway.core.streaming.usage_and_end import StreamEnd
 
-MAX_HELD_BYTES = 64 << 10  # of an event whose end has not come; more goes out as it is
+# Maximum size of a held incomplete event, bytes. A longer one is sent in parts.
+MAX_HELD_BYTES = 64 << 10
 _ENDS = (b"\n\n", b"\r\n\r\n")
 _END = re.compile(rb"(\r?\n\r?\n)")
 _TELLS_OF_ERROR = re.compile(rb'"error"|event: ?error')
 
 
 class SseFilter:
-    """What of a stream goes out, and when.
+    """Selects the bytes of a stream that are sent to the client.
 
-    Only whole events do, so that an error event can follow whenever the instance fails; the bytes of those that go out are the
-    instance's own, but for its errors. `hide_usage` keeps back the events with usage and without choices. Of everything so
-    much is kept as tells how the stream ended.
+    Only whole events are sent, so that an error event can follow whenever the instance fails. Except for errors, the events are
+    byte for byte the instance's. `hide_usage` drops events that have usage and no choices. The filter keeps the tail of the
+    stream, from which its end and usage are read.
     """
 
-    # What a chunk meets on its way, and all of it: with many streams open none of it is in the processor's cache.
+    # A chunk touches all of these fields. They are few because with many open streams none is in the CPU cache.
     __slots__ = ("_held", "_hide_usage", "_keeps", "_passed", "_tail", "count", "mid_event")
 
     def __init__(self, endpoint: Endpoint, *, hide_usage: bool = False) -> None:
-        self.count = 0  # events with data, those that were kept back included
-        self.mid_event = False  # part of an event is out, its end is not
+        self.count = 0  # events with data, including dropped ones
+        self.mid_event = False  # part of an event has been sent, but not its end
         self._tail = StreamTail(endpoint)
-        # The last chunk that passed, where it may tell the end. OpenAI's last event is no JSON, and does not pass.
+        # The last chunk that passed unchanged, for APIs in which it may be the end of the stream. OpenAI's last event is not JSON
+        # and never passes unchanged.
         self._keeps = endpoint.error_format is not ErrorFormat.OPENAI
         self._passed = b""
         self._hide_usage = hide_usage
         self._held = b""
 
     def pass_unchanged(self, chunk: bytes) -> bool:
-        """Whether `chunk`, an HTTP chunk in its framing, goes out as it came: whole events in which nothing can be in the way,
-        and that tell nothing that has to be known of the stream. Else its body is to be fed. Called for nearly every token, with
-        bytes that are in no cache any more when they are kept. Mutates."""
-        # find() and a slice, not `in` and endswith(): those take twice as long.
+        """Whether `chunk`, an HTTP chunk with its framing, can be sent unchanged; if not, its body must be passed to feed().
+        Mutates.
+
+        True for whole events that contain no error, no abort and no usage. Called for nearly every token, so that `chunk` is kept
+        only if needed: kept bytes are no longer in the CPU cache when they are read.
+        """
+        # `in` and endswith() take twice as long as find() and a slice.
         if (
             self._held
             or self.mid_event
@@ -62,14 +67,14 @@ class SseFilter:
             or chunk.find(b'"usage"') >= 0
         ):
             return False
-        # The framing's lines are nobody's data.
+        # The lines of the framing do not start with "data:".
         self.count += chunk.count(b"\ndata:")
         if self._keeps:
             self._passed = chunk
         return True
 
     def feed(self, piece: bytes) -> bytes:
-        """What of the stream so far can go out now, perhaps nothing. Mutates."""
+        """Add a piece of the stream; return the bytes that can be sent now, possibly none. Mutates."""
         if self._held:
             piece, self._held = self._held + piece, b""
         mid_event = self.mid_event
@@ -82,8 +87,8 @@ class SseFilter:
             self._held = piece
             return b""
         elif not mid_event and begins_with_error(piece):
-            # It must not go out as it is, nor be kept whole. What is cut is no JSON, which redact_error_event() has a sentence
-            # for.
+            # An error event that is too long to hold must not be sent unredacted. The held rest is no valid JSON, for which
+            # redact_error_event() returns a fixed message.
             self._held = piece[:MAX_HELD_BYTES] + piece[-3:]
             return b""
         else:
@@ -91,23 +96,23 @@ class SseFilter:
         return self._let_out(piece, mid_event)
 
     def flush(self) -> bytes:
-        """What is left at the stream's end, when its last event has none. Mutates."""
+        """Return the held bytes at the end of the stream, if the last event is incomplete. Mutates."""
         held, self._held = self._held, b""
         if held:
             held, self.mid_event = self._let_out(held, self.mid_event), True
         return held
 
     def failure_event(self) -> bytes:
-        """The event that ends the stream when its instance has failed."""
+        """Return the event that ends the stream if the instance failed."""
         event = error_event(STREAM_FAILED, self._tail.endpoint.error_format, "instance_failed", self._next_number())
         return b"\n\n" + event if self.mid_event else event
 
     def stream_end(self, more: bytes = b"") -> StreamEnd:
-        """How the stream has ended, if it has; with `more`, how it would have if that came next."""
+        """Return how the stream ended; with `more`, how it would have ended with these bytes appended."""
         return self._tail.stream_end(self._passed, more)
 
     def _let_out(self, piece: bytes, mid_event: bool) -> bytes:
-        """`piece` as it may be seen; `torn`: it begins in the middle of an event."""
+        """Return `piece` as the client may see it. `mid_event`: it begins in the middle of an event. Mutates."""
         if b"error" in piece or was_aborted(piece):
             events = _END.split(piece)
             for at in range(2 if mid_event else 0, len(events), 2):
@@ -126,7 +131,7 @@ class SseFilter:
         return piece
 
     def _next_number(self, behind: bytes = b"") -> int:
-        """The number of the event that comes `behind` these bytes, where events are numbered."""
+        """Return the sequence number of the event after the bytes `behind`; 0 for APIs that do not number events."""
         return (
             self.stream_end(behind).sequence_number + 1
             if self._tail.endpoint.error_format is ErrorFormat.RESPONSES
@@ -135,7 +140,7 @@ class SseFilter:
 
 
 def _without_usage(piece: bytes) -> bytes:
-    """`piece`, whole events, without those that carry usage and no choice."""
+    """Return the whole events in `piece` without those that have usage and no choices."""
     return b"\n\n".join(event for event in piece.split(b"\n\n") if not _is_usage(event.strip()))
 
 

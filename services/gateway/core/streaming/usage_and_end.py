@@ -1,4 +1,4 @@
-"""Reads from an answer's last bytes, API by API, its usage, why and whether it is complete, and whether the engine failed."""
+"""Reads usage, finish reason, completeness and engine errors from the last bytes of an answer, for each API."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import msgspec
 
 from pointsman.gateway.core.api.api_call import Endpoint
 
-# A Responses stream's last event holds the whole response and may be longer than the tail; vLLM writes its type last, and
-# its usage behind everything that can be long. Inside a JSON string these bytes would be escaped.
+# The last event of a Responses stream has the whole response and may be longer than the tail. vLLM writes the event's type last,
+# and its usage after everything that can be long. Inside a JSON string these bytes would be escaped.
 _LAST_TYPE = re.compile(rb'"type":\s?"response\.(completed|incomplete|failed)"\s*\}\s*$')
 _SEQUENCE = re.compile(rb'"sequence_number":\s?(\d{1,9})')
 _USAGE = re.compile(rb'"usage":\s?\{')
@@ -20,7 +20,7 @@ _INCOMPLETE = re.compile(rb'"incomplete_details":\s?\{\s*"reason":\s?"(\w+)"')
 _FUNCTION_CALL = re.compile(rb'"type":\s?"function_call"')
 _ENDS = frozenset({"response.completed", "response.incomplete", "response.failed"})
 _ENGINE_ERROR = "the engine reported an error"
-# What other APIs say, and OpenAI's own once said, in the words of its chat completions today.
+# Finish reasons of the other APIs, and earlier ones of OpenAI's -> those of OpenAI's chat completions today.
 _FINISH_REASONS = {
     "function_call": "tool_calls",
     "end_turn": "stop",
@@ -35,8 +35,8 @@ _MAX_REASON = 32
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens as the engine counted them, None where it did not say, and why it ended: `finish_reason` in the words of OpenAI's
-    chat completions, whatever the API; of several choices that of the last one; "" where it did not say."""
+    """The engine's token counts, None where the engine reported none. `finish_reason` is in the terms of OpenAI's chat
+    completions for every API ("": not reported); with several choices it is the last choice's."""
 
     prompt: int | None = None
     cached: int | None = None
@@ -46,7 +46,8 @@ class Usage:
 
 @dataclass(frozen=True)
 class StreamEnd:
-    """How a stream ended. `error` is the engine's own ("" without); `sequence_number` is the last one seen, -1 for none."""
+    """How a stream ended. `error` is set if the engine reported an error. `sequence_number` is the last one in the stream, -1:
+    none."""
 
     complete: bool
     usage: Usage = Usage()
@@ -55,7 +56,7 @@ class StreamEnd:
 
 
 def parse_stream_end(kind: Endpoint, text: bytes) -> StreamEnd:
-    """What the end of a stream says, in the manner of its API; `text` is its last few KiB, from anywhere in an event on."""
+    """Return how a stream ended, by the rules of its API. `text`: its last few KiB, which may begin in the middle of an event."""
     lines = [line[5:].strip() for line in text.splitlines() if line.startswith(b"data:")]
     if kind is Endpoint.MESSAGES:
         return _messages_ending(lines)
@@ -65,7 +66,7 @@ def parse_stream_end(kind: Endpoint, text: bytes) -> StreamEnd:
 
 
 def usage_of(body: bytes, kind: Endpoint) -> Usage:
-    """Usage of an answer that is one JSON object; empty when it has none."""
+    """Return the usage of an answer that is one JSON object; empty if it has none."""
     answer = _object(body)
     if kind is Endpoint.MESSAGES:
         return _messages_usage(answer.get("usage"), answer.get("stop_reason"))
@@ -76,8 +77,8 @@ def usage_of(body: bytes, kind: Endpoint) -> Usage:
 
 def _openai_ending(lines: list[bytes]) -> StreamEnd:
     usage, reason, error = None, "", ""
-    # Usage is in the last event before [DONE]; two more are looked at: for the choice's end, and for engines that send an empty
-    # choice after it.
+    # Usage is in the last event before [DONE]. Two more events are read: for the choice's end, and for engines that send an empty
+    # choice after the usage.
     for line in lines[-4:]:
         event = _object(line)
         usage = event.get("usage") or usage
@@ -88,7 +89,7 @@ def _openai_ending(lines: list[bytes]) -> StreamEnd:
 
 
 def _messages_ending(lines: list[bytes]) -> StreamEnd:
-    """message_delta has the usage, message_stop ends; after an error event nothing follows."""
+    """Read message_delta for the usage, and message_stop or error as the end. No event follows an error event."""
     complete, usage, error = False, Usage(), ""
     for line in lines[-4:]:
         event = _object(line)
@@ -119,7 +120,7 @@ def _responses_ending(lines: list[bytes], text: bytes) -> StreamEnd:
 
 
 def _usage_in_tail(text: bytes, status: str) -> Usage:
-    """Usage of a response whose beginning is lost."""
+    """Return the usage of a response whose beginning is not in the tail."""
     reason = _INCOMPLETE.findall(text)[-1:]
     called = status == "completed" and _FUNCTION_CALL.search(text) is not None
     answer = {
@@ -131,7 +132,7 @@ def _usage_in_tail(text: bytes, status: str) -> Usage:
 
 
 def _object_at_last(key: re.Pattern[bytes], text: bytes) -> Any:
-    """The object behind the last match of `key` in JSON that has lost its beginning; None when there is none."""
+    """Return the object after the last match of `key` in JSON without its beginning; None if there is none."""
     *_, at = [None, *(found.end() - 1 for found in key.finditer(text))]
     if at is None:
         return None
@@ -162,7 +163,7 @@ def _responses_usage(usage: Any, reason: str) -> Usage:
 
 
 def _messages_usage(usage: Any, reason: object) -> Usage:
-    """Anthropic's input_tokens leave out what was read from or written to a cache."""
+    """Return usage of Anthropic's API, whose input_tokens exclude tokens read from or written to a cache."""
     usage = usage if isinstance(usage, dict) else {}
     fresh, cached = _count(usage.get("input_tokens")), _count(usage.get("cache_read_input_tokens"))
     if fresh is not None:
@@ -171,14 +172,15 @@ def _messages_usage(usage: Any, reason: object) -> Usage:
 
 
 def _choices_reason(event: dict[str, Any]) -> str:
-    """Why the last of an event's choices ended; "" when it goes on, or there is none."""
+    """Return why the last of an event's choices ended; "" if it has not ended or there is none."""
     choices = event.get("choices")
     last = choices[-1] if isinstance(choices, list) and choices else None
     return _reason(last.get("finish_reason")) if isinstance(last, dict) else ""
 
 
 def _responses_reason(response: dict[str, Any]) -> str:
-    """Why a response ended: its API has no finish_reason, but a status, details, and calls among its output."""
+    """Return why a response ended. Its API has no finish_reason, so this uses its status, its details and the calls in its
+    output."""
     status, details, output = (response.get(name) for name in ("status", "incomplete_details", "output"))
     if status == "incomplete":
         return _reason(details.get("reason")) if isinstance(details, dict) else ""

@@ -1,9 +1,9 @@
-"""Renders a chat as the engine would: vLLM's normalisation of messages and transformers' Jinja environment.
+"""Renders a chat as the engine does: with vLLM's normalisation of messages and transformers' Jinja environment.
 
-Followed here: vLLM 0.32 `renderers/chat_utils.py` (parts, tool calls, reasoning), `renderers/hf.py` (content format, developer
-role), and transformers' `utils/chat_template_utils.py` (environment, continue_final_message). What cannot be told without the
-engine (templates of the request's own, media that a template does not show itself) raises Unrenderable, and the request is
-placed without keys; with other media the prompt is known up to the first of them.
+The rendering follows vLLM 0.32 `renderers/chat_utils.py` (parts, tool calls, reasoning) and `renderers/hf.py` (content format,
+developer role), and transformers' `utils/chat_template_utils.py` (environment, continue_final_message). What only the engine can
+render (a template in the request, media that the template does not show itself) raises Unrenderable, and the request is placed
+without keys. With other media the prompt is known up to the first media part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import msgspec
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 _PART_FIELDS = frozenset({"type", "text", "thinking", "refusal", "closed", "uuid", "name"})
 _MEDIA_FIELDS = ("image_url", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "audio_url", "video_url")
-# Types of parts whose one other field has the same name -> what the engine calls them before the template.
+# Types of parts whose only other field has the type's name -> the type that the engine passes to the template.
 _MEDIA_TYPES = {
     "image_url": "image",
     "input_image": "image",
@@ -41,18 +41,18 @@ _RESERVED_KWARGS = frozenset(
     | {"truncation", "max_length", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs", "conversation"}
 )
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-# The two instances of an offload render its prompt no further apart from this moment: the gateway's timeouts for two placements,
-# prefill and transfer are four and a half minutes, the rest is for clocks that differ. No whole number of minutes or seconds, so
-# that a format which shows only these changes, too.
+# Maximum time from now within which the two instances of an offload render its prompt. The gateway's timeouts for two placements,
+# prefill and transfer are four and a half minutes; the rest allows for clock differences. It is not a whole number of minutes or
+# seconds, so that a format which shows only minutes or only seconds changes too.
 RENDERED_APART = timedelta(seconds=617.3)
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A prompt's text. Where it holds media, only its first `known` characters stand for what the engine makes of it, and
-    `media` names the first of them by its content; else `known` is the whole length. `steady`: it would be the same
-    RENDERED_APART earlier or later."""
+    """A prompt's text. If it has media, only its first `known` characters equal the engine's prompt, and `media` is the content
+    of the first media part; otherwise `known` is the whole length. `steady`: the text would be the same RENDERED_APART earlier or
+    later."""
 
     text: str
     known: int
@@ -61,11 +61,11 @@ class Rendered:
 
 
 class Unrenderable(Exception):
-    """These messages' tokens cannot be told outside the engine."""
+    """A prompt's tokens cannot be computed outside the engine."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` blocks mark what the assistant said; for a prompt they are transparent."""
+    """The `{% generation %}` block, which marks the assistant's output. In a prompt it renders its content unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -93,10 +93,10 @@ def _tojson(
 
 
 class ChatTemplate:
-    """One compiled template. `special_tokens` (bos_token, ...) are its variables; `clock` is what strftime_now reads."""
+    """One compiled template. `special_tokens` (bos_token, ...) are variables of the template; strftime_now reads `clock`."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], clock: Callable[[], datetime]) -> None:
-        """Raises jinja2.TemplateError when `source` is no template."""
+        """Raises jinja2.TemplateError if `source` is not a valid template."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
@@ -112,7 +112,7 @@ class ChatTemplate:
         self.parts_as_dicts = _loops_over_content(tree)
 
     def render(self, body: Mapping[str, Any]) -> str:
-        """The prompt of a chat completions `body` (already parsed and checked) without media. Raises Unrenderable. Does not
+        """Return the prompt of a chat completions `body` (parsed and checked) without media. Raises Unrenderable. Does not
         mutate."""
         rendered = self.read(body)
         if rendered.media:
@@ -120,15 +120,16 @@ class ChatTemplate:
         return rendered.text
 
     def read(self, body: Mapping[str, Any]) -> Rendered:
-        """The same, of a `body` that may hold media where the template shows them itself."""
+        """Return the rendered prompt of a `body`, which may have media if the template shows media itself. Raises
+        Unrenderable."""
         media = next(_media(body["messages"]), None) if self.parts_as_dicts else None
         if media is None:
             text, steady = self._render(body)
             return Rendered(text, len(text), steady=steady)
         if body.get("continue_final_message") is True:
             raise Unrenderable("media in a message to be continued")
-        # What comes before the first of them is what it would be if a text stood in its place. A template that treats
-        # prompts with media otherwise (a system prompt left out, media moved to the front) parts from that earlier.
+        # The text before the first media part equals the prompt with a text in the part's place. If a template treats prompts
+        # with media differently (omits the system prompt, moves media to the front), the two prompts differ before that place.
         (text, steady), (marked, _) = self._render(body), self._render(body, mark=_MEDIA_TAG)
         known = marked.find(_MEDIA_TAG)
         if known < 0:
@@ -136,9 +137,9 @@ class ChatTemplate:
         return Rendered(text, _same(text, marked, known), msgspec.json.encode(media, order="sorted"), steady)
 
     def _render(self, body: Mapping[str, Any], mark: str = "") -> tuple[str, bool]:
-        """The text, and whether it is steady."""
+        """Return the text, and whether it is steady. `mark` replaces media parts."""
         continue_final = body.get("continue_final_message") is True
-        # The engine's default is True, also where continue_final_message forbids it: that request is refused there.
+        # The engine's default is True, also with continue_final_message, which forbids it: the engine refuses that request.
         add_generation = body.get("add_generation_prompt") is not False
         if continue_final and add_generation:
             raise Unrenderable("continue_final_message needs add_generation_prompt false")
@@ -162,7 +163,7 @@ class ChatTemplate:
             return self._clock().strftime(form)
 
         try:
-            # Template.render(), but for the chain of dictionaries that it copies each time.
+            # As Template.render(), without the chain of dictionaries that it copies each time.
             names = {
                 **self._globals,
                 "strftime_now": strftime_now,
@@ -171,13 +172,13 @@ class ChatTemplate:
                 "add_generation_prompt": add_generation,
             }
             text = "".join(self._template.root_render_func(self._template.new_context(names, shared=True)))
-        except Exception as error:  # a template may fail in any way on what a client wrote
+        except Exception as error:  # a template may raise any exception on a client's content
             raise Unrenderable(f"the chat template failed: {type(error).__name__}") from error
         steady = not asked_clock or self._steady(asked_clock)
         return text if final is None else _cut_at_tag(text, final), steady
 
     def _steady(self, forms: set[str]) -> bool:
-        """Whether the clock shows the same in all of `forms` at both ends of RENDERED_APART: then it does so in between, too."""
+        """Whether all of `forms` give the same text now and RENDERED_APART earlier and later, and so also at times between."""
         now = self._clock()
         earlier, later = now - RENDERED_APART, now + RENDERED_APART
         return all(earlier.strftime(form) == now.strftime(form) == later.strftime(form) for form in forms)
@@ -192,8 +193,8 @@ class ChatTemplate:
 
 
 def _normalise(message: Message, parts_as_dicts: bool, mark: str) -> Message:
-    """One message as vLLM's `_parse_chat_message_content` and `_postprocess_messages` hand it to the template; the text
-    `mark`, if any, stands in the place of its media."""
+    """Return one message as vLLM's `_parse_chat_message_content` and `_postprocess_messages` pass it to the template. If `mark`
+    is not empty, that text replaces the message's media."""
     role, content = message["role"], message.get("content")
     parts = [] if content is None else [content] if isinstance(content, str) else content
     if role == "system":
@@ -227,7 +228,7 @@ def _normalise(message: Message, parts_as_dicts: bool, mark: str) -> Message:
 
 
 def _media(messages: list[Message]) -> Iterator[Message]:
-    """The parts that are media."""
+    """Yield the parts that are media."""
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
@@ -236,7 +237,7 @@ def _media(messages: list[Message]) -> Iterator[Message]:
 
 
 def _same(one: str, other: str, length: int) -> int:
-    """How many of the first `length` characters are the same."""
+    """Return the length of the common prefix of `one` and `other`, at most `length`."""
     low, high = 0, length + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -245,7 +246,7 @@ def _same(one: str, other: str, length: int) -> int:
 
 
 def _part(part: str | dict[str, Any], as_dict: bool, mark: str) -> Any:
-    """A text part as text or {"type": "text", ...}; None when it is to be left out."""
+    """Return a text part as text or {"type": "text", ...}, or a media part's replacement; None if the part is omitted."""
     if isinstance(part, str):
         return {"type": "text", "text": part} if as_dict else part
     kind = part.get("type")
@@ -280,7 +281,7 @@ def _without_billing(parts: list[Any]) -> list[Any]:
 
 
 def _tool_calls(calls: object) -> Message:
-    """{"tool_calls": ...} with arguments as objects, as templates expect them; empty without calls."""
+    """Return {"tool_calls": ...} with arguments as objects, as templates expect them; empty without calls."""
     if not isinstance(calls, list):
         raise Unrenderable("tool_calls must be a list")
     done: list[Message] = []
@@ -294,7 +295,7 @@ def _tool_calls(calls: object) -> Message:
                 arguments = json.loads(arguments)
             except (ValueError, RecursionError):
                 arguments = {}
-        # The engine's own types leave out what they do not know and put the rest in this order.
+        # The engine's own types omit unknown fields and write the others in this order.
         known: Message = {name: call[name] for name in ("id",) if name in call}
         known["function"] = {
             "arguments": arguments if isinstance(arguments, dict) else {},
@@ -305,7 +306,7 @@ def _tool_calls(calls: object) -> Message:
 
 
 def _tools(tools: object) -> list[dict[str, Any]] | None:
-    """Tools as vLLM's `ChatCompletionToolsParam.model_dump()` writes them: known fields, in its order, null where absent."""
+    """Return tools as vLLM's `ChatCompletionToolsParam.model_dump()` writes them: known fields, in its order, null if absent."""
     if tools is None:
         return None
     done: list[dict[str, Any]] = []
@@ -331,7 +332,7 @@ def _as_system(message: Message) -> Message:
 
 
 def _merge_system(messages: list[Message]) -> list[Message]:
-    """One system message in front, where there were several or a late one (vLLM's `_consolidate_system_messages`)."""
+    """Merge system messages into one at the front if one of them is not first (vLLM's `_consolidate_system_messages`)."""
     if not any(message["role"] == "system" and at > 0 for at, message in enumerate(messages)):
         return messages
     texts = []
@@ -344,7 +345,7 @@ def _merge_system(messages: list[Message]) -> list[Message]:
 
 
 def _open_final_message(messages: list[Message], source: str) -> str:
-    """Mark the end of the last message's text (in place) and return that text as it was."""
+    """Append a tag to the last message's text; return the original text. Mutates `messages`."""
     last = messages[-1]
     content = last["content"]
     if "content" not in source:
@@ -369,10 +370,10 @@ def _cut_at_tag(text: str, final: str) -> str:
 
 
 def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
-    """Whether the template walks through a message's parts itself: vLLM then hands it dicts ("openai" format), else text."""
+    """Whether the template loops over a message's parts. vLLM then passes parts as dicts ("openai" format), else as text."""
     names = {"content"} & {
         argument.name for macro in tree.find_all(jinja2.nodes.Macro) for argument in macro.args
-    }  # a macro's parameter of that name is taken for the content, as vLLM does
+    }  # as in vLLM, a macro parameter of that name counts as the content
 
     def shows_content(node: jinja2.nodes.Node | None) -> bool:
         if isinstance(node, jinja2.nodes.Filter | jinja2.nodes.Test):

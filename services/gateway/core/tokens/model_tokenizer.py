@@ -1,4 +1,4 @@
-"""A model's tokenizer as its engine applies it: tokenizer.json, special tokens and chat template as its files give them."""
+"""A model's tokenizer as the engine applies it: tokenizer.json, special tokens and chat template from the model's files."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from pointsman.gateway.core.tokens.word_tokenizer import word_tokenizer_for
 
 log = structlog.get_logger()
 
-# Encoding this many characters holds the event loop for about a millisecond, and putting this many known pieces together for
-# half of one; more of them go to a thread.
+# Maximum number of characters to encode, and of pieces to join, on the event loop; more are processed in a thread. Encoding that
+# many characters blocks the event loop for about 1 ms, and joining that many known pieces for about 0.5 ms.
 _INLINE_CHARS = 4 << 10
 _INLINE_PIECES = 4 << 10
-# So many are tokenised before their tokens are counted: a prompt that is too long is given up there.
+# Number of characters that are tokenised before the tokens are counted. A prompt that is too long is not tokenised further.
 _BATCH_CHARS = 1 << 20
 _NONE: TokenIds = array("I")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of a request's prompt (of its first, when it brings several) and how many tokens each of its prompts has.
+    """Token ids of a request's prompt (the first of several), and the number of tokens of each of its prompts.
 
-    Of a prompt with media these are the tokens before the first of them, which `media` names by its content. Of one that is too
-    long there may be only so many as show that. `steady`: another instance sees the same, even if it renders it some minutes
-    earlier or later.
+    A prompt with media has only the tokens before the first media part; `media` is that part's content. A prompt that is too long
+    may have only enough tokens to show that. `steady`: another instance renders the same prompt, even some minutes earlier or
+    later.
     """
 
     ids: TokenIds
@@ -49,8 +49,8 @@ class Prompt:
 
 @dataclass
 class _Text:
-    """One text: its pieces, the tokens of those that are known, and special tokens around them (None: only the engine's
-    library can tell where they go, and the text is one piece)."""
+    """One text: its pieces, the tokens of the pieces that are known, and the special tokens around them. `around` is None if only
+    the `tokenizers` library can place the special tokens; the text is then one piece."""
 
     pieces: list[str]
     found: list[TokenIds | None]
@@ -58,7 +58,7 @@ class _Text:
 
 
 class PendingPrompt:
-    """A prompt of which some pieces' tokens may still have to be made. `missing` counts their characters."""
+    """A prompt of which some pieces may not be tokenised yet. `missing_chars`: number of characters of those pieces."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class PendingPrompt:
         media: bytes = b"",
         steady: bool = True,
     ) -> None:
-        """`most_tokens`: a prompt with more of them is of no use; 0: any is."""
+        """`most_tokens`: number of tokens beyond which tokenising may stop; 0: no limit."""
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._most_tokens = most_tokens
@@ -82,12 +82,13 @@ class PendingPrompt:
         self._pieces = sum(len(text.pieces) for text in texts)
 
     async def tokenize_by(self, run_in_thread: Callable[[Callable[[], Prompt]], Awaitable[Prompt]]) -> Prompt:
-        """As tokenize(): at once where that takes about a millisecond, else in a thread. Raises Unrenderable."""
+        """Return tokenize(), run at once if it takes about a millisecond, else in a thread. Raises Unrenderable."""
         inline = self.missing_chars <= _INLINE_CHARS and self._pieces <= _INLINE_PIECES
         return self.tokenize() if inline else await run_in_thread(self.tokenize)
 
     def tokenize(self) -> Prompt:
-        """The prompt. Raises Unrenderable. May run in any thread; other threads go on meanwhile."""
+        """Return the tokenised prompt. Raises Unrenderable. May run in any thread, and releases the interpreter lock for long
+        texts."""
         every: list[TokenIds] = []
         for one in self._prompts:
             every.append(self._tokenizer.tokens(one, self._most_tokens) if isinstance(one, _Text) else one)
@@ -99,7 +100,7 @@ class PendingPrompt:
 class ModelTokenizer:
     """Tokenizer and chat template of one model. Safe to use from several threads.
 
-    Tokens are made and remembered by pieces (pointsman.gateway.core.tokens.split_points).
+    Texts are tokenised and cached in pieces (pointsman.gateway.core.tokens.split_points).
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class ModelTokenizer:
         merges_system: bool = False,
         cache: TokenCache | None = None,
     ) -> None:
-        """`tool_template`: for requests with tools, where it is another one. `merges_system`: the engine moves an Anthropic
+        """`tool_template`: the template for requests with tools; None: `template`. `merges_system`: the engine moves an Anthropic
         request's late system messages to the front."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -128,8 +129,9 @@ class ModelTokenizer:
         self.split_points = self._tried(split_points_for(tokenizer, rendered), rendered)
 
     def prepare(self, call: ApiCall, context: int = 0) -> PendingPrompt:
-        """`call`'s prompt as the engine will see it, rendered and looked up. `context` (0: unknown) is how many tokens are of
-        use. Raises Unrenderable when the prompt cannot be told, ContextExceeded when it has too many characters for them."""
+        """Return `call`'s prompt as the engine will see it: rendered, with the cached tokens of its pieces. `context`: maximum
+        number of tokens that are of use (0: unknown). Raises Unrenderable if the prompt cannot be rendered outside the engine,
+        and ContextExceeded if it has too many characters for `context`."""
         if call.untokenizable:
             raise Unrenderable(call.untokenizable)
         if call.chat is not None:
@@ -154,17 +156,17 @@ class ModelTokenizer:
         )
 
     def _check_chars(self, endpoint: Endpoint, text: str, context: int) -> None:
-        """Raises ContextExceeded for a text that has more characters than `context` tokens can have, as vLLM does
-        (renderers/params.py, `_text_len_check`)."""
+        """Raises ContextExceeded if a text has more characters than `context` tokens can have, as vLLM does (renderers/params.py,
+        `_text_len_check`)."""
         if context and len(text) > context * self._max_token_chars:
             check_tokens(endpoint, -(-len(text) // self._max_token_chars), context)
 
     def prompt(self, call: ApiCall) -> Prompt:
-        """begin() and read() at once."""
+        """Return prepare(call).tokenize()."""
         return self.prepare(call).tokenize()
 
     def _anthropic(self, chat: dict[str, Any]) -> dict[str, Any]:
-        """What vLLM changes in a converted chat by what the template does."""
+        """Return a converted chat with vLLM's changes that depend on the template."""
         if self._merges_system:
             chat = merged_system(chat)
         if chat.get("reasoning_effort") == DISABLED:
@@ -182,19 +184,19 @@ class ModelTokenizer:
         return disabled_effort(render)
 
     def chat(self, body: dict[str, Any]) -> list[int]:
-        """Ids of a chat completions body without media. Raises Unrenderable."""
+        """Return the token ids of a chat completions body without media. Raises Unrenderable."""
         rendered = self._rendered(body)
         if rendered.media:
             raise Unrenderable("a content part that is not text")
         return self.text(rendered.text, add_special_tokens=body.get("add_special_tokens") is True)
 
     def text(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of plain text. Raises Unrenderable."""
+        """Return the token ids of plain text. Raises Unrenderable."""
         return self.tokens(self._text(text, add_special_tokens=add_special_tokens)).tolist()
 
     def tokens(self, text: _Text, most: int = 0) -> TokenIds:
-        """All tokens of `text`, of which those that are not known are made and remembered; where there are more than `most` (0:
-        any number) perhaps only some of them, and more than `most`. Raises Unrenderable."""
+        """Return the tokens of `text`; tokenise and cache the pieces that are not known. If there are more than `most` tokens (0:
+        no limit), possibly only some of them, but more than `most`. Raises Unrenderable."""
         if text.around is None:
             return self._encode(text.pieces, add_special_tokens=True)[0]
         before, after = text.around
@@ -216,7 +218,7 @@ class ModelTokenizer:
         return all_ids + after
 
     def whole(self, text: str) -> TokenIds:
-        """Ids of plain text without special tokens, tokenised whole: what all else is measured by."""
+        """Return the token ids of plain text without special tokens, tokenised as a whole: the reference for all other ways."""
         return self._by_library([[text]])[0]
 
     def _encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[TokenIds]:
@@ -224,7 +226,8 @@ class ModelTokenizer:
             return self._by_library([texts], add_special_tokens=add_special_tokens)
         words = None if add_special_tokens else self._words
         done = [words.ids(text) if words is not None else None for text in texts]
-        # One by one they are done here; together they are spread over all cores, which costs more than it brings for little text.
+        # One batch per text is encoded in this thread. The library spreads a batch of several texts over all cores, which costs
+        # more than it saves for short texts.
         left = iter(
             self._by_library(
                 [[text] for text, ids in zip(texts, done, strict=True) if ids is None],
@@ -235,7 +238,7 @@ class ModelTokenizer:
 
     def _by_library(self, batches: list[list[str]], *, add_special_tokens: bool = False) -> list[TokenIds]:
         try:
-            # encode() holds the interpreter's lock all the while; this one lets it go.
+            # encode() holds the interpreter lock; encode_batch_fast() releases it.
             encoded = [
                 one
                 for batch in batches
@@ -255,7 +258,8 @@ class ModelTokenizer:
         return self._text(rendered.text, add_special_tokens=add_special_tokens)
 
     def _head(self, rendered: Rendered, *, add_special_tokens: bool) -> _Text:
-        """The part of a prompt with media whose tokens are known. Special tokens come from the template unless asked for."""
+        """Return the part of a prompt with media whose tokens are known. `add_special_tokens`: put the special tokens before it;
+        otherwise it has only those that the template writes."""
         if add_special_tokens and self._around is None:
             raise Unrenderable("special tokens around a prompt with media")
         pieces = self.split_points.head(rendered.text, rendered.known)
@@ -270,7 +274,7 @@ class ModelTokenizer:
         return _Text(pieces, self._cache.find(self._space, pieces), around)
 
     def _special_tokens_around(self) -> tuple[TokenIds, TokenIds] | None:
-        """What add_special_tokens puts before and after any text; None where it does something else."""
+        """Return the special tokens that add_special_tokens puts before and after any text; None if it works in another way."""
         found: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         for text in ("points", "7 tracks"):
             inner, outer = self._encode([text])[0], self._encode([text], add_special_tokens=True)[0]
@@ -293,18 +297,24 @@ class ModelTokenizer:
         return rendered
 
     def _tried(self, cuts: SplitPoints, rendered: list[str]) -> SplitPoints:
-        """`cuts`, unless pieces or words of the probes have other tokens than the whole probes: then neither are used."""
+        """Return `cuts` if the probes' pieces have the tokens of the whole probes. Otherwise neither split points nor words are
+        used.
+
+        Mutates: disables words in that case.
+        """
         for text in (*tokenizer_probes.TEXTS, *rendered):
             pieces = self._encode(cuts.pieces(text))
             if sum(pieces, array("I")) != self.whole(text):
-                log.error("pieces of a text have other tokens than the whole; nothing is cut", cuts=cuts)
+                log.error(
+                    "pieces of a text have other tokens than the whole text; split points are disabled", cuts=cuts
+                )
                 self._words = None
                 return SplitPoints()
         return cuts
 
 
 def _batches(pieces: list[str]) -> Iterator[list[str]]:
-    """`pieces`, in their order, in lists of about _BATCH_CHARS characters."""
+    """Yield `pieces`, in order, in lists of about _BATCH_CHARS characters."""
     batch: list[str] = []
     size = 0
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""The patterns by which pre-tokenizers split texts into words, as far as they are known alternative by alternative."""
+"""The known alternatives of the patterns by which pre-tokenizers split texts into words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLANKS = (r"\s+(?!\S)", r"\s+")
 _GPT2 = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d", r" ?\p{L}+", r" ?\p{N}+", r" ?[^\s\p{L}\p{N}]+", *BLANKS)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
-# Alternative -> what it is for ASCII text, in Python's `re` with re.ASCII.
+# Alternative -> its equivalent for ASCII text, for Python's `re` with re.ASCII.
 ASCII: Mapping[str, str] = (
     {same: same for same in (CONTRACTIONS, NEWLINES, *BLANKS, *_GPT2[:7])}
     | {rf" ?\p{{{what}}}+": f" ?{ascii_}+" for what, ascii_ in (("L", "[A-Za-z]"), ("N", "[0-9]"))}
@@ -35,8 +35,8 @@ ASCII: Mapping[str, str] = (
 
 
 def split_alternatives(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The alternatives, all of them known, that split a text into the words which `tokenizer`'s model gets, as bytes; empty where
-    something else happens to a text before that."""
+    """Return the alternatives by which `tokenizer` splits a text into the words that its model gets, as bytes. Empty if an
+    alternative is not known, or if the tokenizer changes texts in another way before."""
     if tokenizer.normalizer is not None and state(tokenizer.normalizer) != {"type": "NFC"}:
         return ()
     if tokenizer.pre_tokenizer is None:
@@ -57,12 +57,12 @@ def split_alternatives(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def state(component: Any) -> object:
-    """A tokenizer's part as tokenizer.json has it."""
+    """Return the description of a tokenizer's component in the format of tokenizer.json."""
     return json.loads(component.__getstate__())
 
 
 def _alternatives(pattern: str) -> Iterator[str]:
-    """What the `|` outside of groups and classes separate."""
+    """Yield the parts of `pattern` between the `|` outside of groups and classes."""
     depth, start = 0, 0
     for found in re.finditer(r"\\.|[()|\[\]]", pattern):
         mark = found.group()

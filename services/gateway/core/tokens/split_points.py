@@ -1,21 +1,21 @@
-"""Finds where a text may be cut so that its pieces, tokenised one by one, give the whole text's tokens.
+"""Finds split points: places where a text can be cut so that its pieces, tokenised one by one, give the whole text's tokens.
 
-Two kinds of place are exact by the way the `tokenizers` library works, and others are not used:
+Two kinds of split points are exact because of how the `tokenizers` library works. Others are not used:
 
-- **Before an added token** ("<|im_start|>"). The library looks for added tokens first, leftmost and longest, and normalises,
-  pre-tokenises and encodes what lies between them apart. A place is certain when nothing can swallow, shift or skip the
-  token: it is matched on the raw text, takes no blanks on its left, stands as part of a word too, and overlaps no other
-  added token. A piece that begins with its token is not at the text's beginning, so that what a Metaspace or Prepend adds
-  "at the beginning" or "to each part" is the same in the piece as in the whole.
-- **After a newline, before visible ASCII other than "/"**, where the pre-tokenizer splits by a pattern made of known alternatives
-  (`pretokenizer_patterns.ASCII`; GPT-4, Llama 3, Qwen and Tekken are). None of them matches a newline followed by such a
-  character, looks behind, or looks past one: a run of blanks that ends with a newline is taken whole by `\\s*[\\r\\n]+` (or its
-  head by the symbols before it), which therefore must come before the other alternatives for blanks. "/" is left out for the
-  patterns that take slashes after newlines. A newline and ASCII do not compose under NFC, and no added token may hold a newline
-  or reach to its left.
+- **Before an added token** ("<|im_start|>"). The library first finds the added tokens, leftmost and longest, and normalises,
+  pre-tokenises and encodes the text between them separately. The split point is exact if the token is always matched: it is
+  matched on the raw text, takes no whitespace on its left, may be part of a word, and overlaps no other added token. In a piece
+  that begins with an added token, the text after the token is not at the beginning. So what a Metaspace or Prepend adds "at the
+  beginning" or "to each part" is the same in the piece as in the whole text.
+- **After a newline, before visible ASCII other than "/"**, if the pre-tokenizer splits by a pattern of known alternatives
+  (`pretokenizer_patterns.ASCII`; those of GPT-4, Llama 3, Qwen and Tekken are known). No alternative matches a newline together
+  with such a character after it, looks behind, or looks ahead past a newline. The last holds because `\\s*[\\r\\n]+` matches
+  a whole run of whitespace that ends with a newline (or the alternative for symbols matches its first part). It must therefore
+  come before the other alternatives for whitespace. "/" is excluded because of patterns that match slashes after newlines. A
+  newline and ASCII do not compose under NFC, and no added token may contain a newline or take whitespace on its left.
 
-Which of the certain places are used depends only on the text before them (and on one token's length after), so a text that
-grows keeps its pieces.
+Which exact split points are used depends only on the text before them (and on one token's length after), so a text that grows
+keeps its pieces.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tokenizers import AddedToken, Tokenizer
 
 from pointsman.gateway.core.tokens.pretokenizer_patterns import BLANKS, NEWLINES, split_alternatives
 
-# Shorter pieces are joined: each costs a look-up, and some 300 bytes when it is kept.
+# Minimum length of a piece, characters. A piece costs a look-up, and about 300 bytes in the cache.
 MIN_PIECE_CHARS = 256
-# About as much text is between two cuts at newlines: what a text that grew costs at least.
+# Approximate length of pieces that end at newlines, characters. At least one such piece is tokenised again when a text has grown.
 NEWLINE_PIECE_CHARS = 2_048
-# More would cost more to look for than they save.
+# Maximum number of added tokens at which texts are split. The search for more would cost more than they save.
 MAX_SPLIT_TOKENS = 4
 
 _NEWLINE = re.compile(r"\n(?=[!-.0-~])")
@@ -40,21 +40,22 @@ _NEWLINE = re.compile(r"\n(?=[!-.0-~])")
 
 @dataclass(frozen=True)
 class SplitPoints:
-    """The places that are used with one tokenizer: before these added tokens, and at newlines where `lines`. `certain` are all
-    added tokens before which a cut is exact."""
+    """The split points of one tokenizer: before the added tokens `tokens`, and at newlines if `lines`. `always_matched`: all
+    added tokens before which a split is exact."""
 
     tokens: tuple[str, ...] = ()
     lines: bool = False
     always_matched: tuple[str, ...] = ()
 
     def head(self, text: str, length: int) -> list[str]:
-        """Pieces of the first `length` characters of `text`, as far as they end at a place where a cut is exact."""
+        """Return pieces of the first `length` characters of `text`, without a last piece that does not end at an exact split
+        point."""
         pieces = self.pieces(text[:length])
-        # The last one ends where it was told to, not at a place of its own.
+        # The last piece ends at `length`, which is an exact split point only before an always matched token.
         return pieces if text.startswith(self.always_matched, length) else pieces[:-1]
 
     def pieces(self, text: str) -> list[str]:
-        """`text` in pieces, in order; one piece where nothing can be cut."""
+        """Return `text` in pieces, in order; one piece if there is no split point."""
         if len(text) <= MIN_PIECE_CHARS or not (self.tokens or self.lines):
             return [text]
         pieces, start = [], 0
@@ -73,7 +74,8 @@ class SplitPoints:
 
 
 def split_points_for(tokenizer: Tokenizer, samples: Sequence[str]) -> SplitPoints:
-    """The places to use: at newlines, and before the certain tokens that `samples` (rendered prompts) hold most often."""
+    """Return the split points to use: at newlines, and before the always matched tokens that are most frequent in `samples`
+    (rendered prompts)."""
     # Dropout makes tokens random; split special tokens would be matched as text.
     if getattr(tokenizer.model, "dropout", None) or tokenizer.encode_special_tokens:
         return SplitPoints()
@@ -85,11 +87,12 @@ def split_points_for(tokenizer: Tokenizer, samples: Sequence[str]) -> SplitPoint
 
 
 def is_always_matched(token: AddedToken, added: Sequence[AddedToken]) -> bool:
-    """Whether `token` is found wherever its text stands, whatever is before it and whichever of `added` are near."""
+    """Whether `token` is matched wherever its text occurs, independent of the text before it and of the other tokens in
+    `added`."""
     text = token.content
     if token.normalized or token.lstrip or token.single_word or not text or re.match(r"[\s\w]", text):
         return False
-    # Tokens that are matched on normalised text are looked for only between those that are not.
+    # Tokens that are matched on normalised text are searched only between the tokens that are matched on the raw text.
     rivals = [other.content for other in added if not other.normalized]
     return all(text == rival or text not in rival for rival in rivals) and not any(
         rival.endswith(text[:length]) for rival in rivals for length in range(1, len(text))

@@ -1,4 +1,4 @@
-"""A cache of texts' tokens and tokens' keys, bounded in bytes, so that a conversation pays for each text once."""
+"""A cache, bounded in bytes, of the tokens of texts and the block keys of tokens. A conversation pays for each text only once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from xxhash import xxh3_128_intdigest
 
 from pointsman.common.core.block_keys import KEY_TOKENS, extend_keys, root_key
 
-ENTRY_BYTES = 250  # of dictionary, key and objects around a value, measured
-# Keys are looked up for as many tokens at once: few look-ups, and little to compute again behind the last whole one.
+ENTRY_BYTES = 250  # size of dictionary entry, key and objects around a value; measured
+# Number of keys in a cached run: long enough for few look-ups, short enough that little is computed again after the last whole
+# run.
 RUN_KEYS = 64
 RUN_TOKENS = RUN_KEYS * KEY_TOKENS
-# Keys take an eighth of the room that tokens take.
+# Share of the cache limit for block keys, which take an eighth of the memory that tokens take.
 KEYS_SHARE = 1 / 8
 
 TokenIds: TypeAlias = "array[int]"  # "I"
@@ -27,7 +28,7 @@ _spaces = itertools.count()
 
 
 class ByteBoundedLru:
-    """A dictionary of arrays that forgets the least recently used when it holds more than `limit` bytes. Thread-safe."""
+    """A dictionary of arrays that removes the least recently used ones when it holds more than `limit` bytes. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -39,7 +40,7 @@ class ByteBoundedLru:
         return len(self._values)
 
     def get(self, key: Hashable) -> TokenIds | None:
-        """The value, which is used now; None when it is not kept."""
+        """Return the value and mark it as used; None if it is not kept."""
         with self._lock:
             found = self._values.get(key)
             if found is None:
@@ -48,7 +49,7 @@ class ByteBoundedLru:
         return found[0]
 
     def put(self, key: Hashable, value: TokenIds, key_bytes: int) -> None:
-        """Keep a value, unless it is larger than all the room."""
+        """Keep a value, unless it is larger than the limit or its key is present."""
         size = ENTRY_BYTES + key_bytes + len(value) * value.itemsize
         if size > self._limit:
             return
@@ -62,9 +63,11 @@ class ByteBoundedLru:
 
 
 class TokenCache:
-    """What one gateway remembers: for every tokenizer the tokens of pieces of text, and the block keys of runs of tokens.
+    """The token cache of one gateway process: for each tokenizer the tokens of pieces of text, and the block keys of runs of
+    tokens.
 
-    `hits` and `misses` count characters that were known and that had to be tokenised. Pieces are compared whole, not by a hash.
+    `hits` and `misses` count the characters that were cached and those that had to be tokenised. Pieces are compared as whole
+    texts, not by a hash.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -75,16 +78,16 @@ class TokenCache:
 
     @property
     def bytes(self) -> int:
-        """Room taken."""
+        """Number of bytes used."""
         return self._pieces.bytes + self._runs.bytes
 
     @staticmethod
     def space() -> int:
-        """A name for one tokenizer's pieces."""
+        """Return a new id for one tokenizer's pieces."""
         return next(_spaces)
 
     def find(self, space: int, pieces: Sequence[str]) -> list[TokenIds | None]:
-        """The tokens of each piece, None where they are not known. Counts hits and misses."""
+        """Return the tokens of each piece, None if they are not cached. Counts hits and misses."""
         found = [self._pieces.get((space, piece)) for piece in pieces]
         missing = sum(len(piece) for piece, ids in zip(pieces, found, strict=True) if ids is None)
         self.misses += missing
@@ -92,16 +95,16 @@ class TokenCache:
         return found
 
     def keep(self, space: int, piece: str, ids: TokenIds) -> None:
-        """Remember a piece's tokens."""
+        """Cache a piece's tokens."""
         self._pieces.put((space, piece), ids, sys.getsizeof(piece))
 
     def keys(self, ids: TokenIds, model: str, lora: str = "", cache_salt: str = "") -> BlockKeys:
-        """`block_keys.prompt_keys`, of which only runs that were not seen behind the same tokens are computed."""
+        """Return the same keys as `block_keys.prompt_keys`; only runs that are not cached after the same tokens are computed."""
         parent = root_key(model, lora, cache_salt)
         keys = array("Q")
         for start in range(0, len(ids) - RUN_TOKENS + 1, RUN_TOKENS):
             run = ids[start : start + RUN_TOKENS]
-            # As strong as the keys themselves: a key is a hash of everything before it.
+            # The name is as collision-resistant as the keys: the parent key is a hash of everything before the run.
             name = (parent, xxh3_128_intdigest(run, parent))
             known = self._runs.get(name)
             if known is None:

@@ -1,4 +1,4 @@
-"""Texts and chats on which tokenizers show their differences: asked of engines, and tried on our own cuts."""
+"""Texts and chats that reveal differences between tokenizers: compared with engines, and with the gateway's own split points."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CHATS: tuple[dict[str, Any], ...] = (
         "add_generation_prompt": False,
         "continue_final_message": True,
     },
-    # Long enough to be cut at messages and at lines.
+    # Long enough to be split at messages and at lines.
     {
         "messages": [
             _SYSTEM | {"content": "A pointsman sets the points <really>. " * 8},

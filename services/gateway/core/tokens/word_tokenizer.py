@@ -1,16 +1,17 @@
-"""Tokenises short ASCII texts word by word, each word once: an eighth of what the library takes for the whole.
+"""Tokenises short ASCII texts word by word, each word once, in an eighth of the library's time for the whole text.
 
-Exact by the way the `tokenizers` library works: a text is cut at added tokens, what lies between is split into words by the
-pre-tokenizer's pattern, and the model sees each word alone. All of that is done here where it is known:
+The result is exact because of how the `tokenizers` library works: it splits a text at added tokens, splits the text between them
+into words by the pre-tokenizer's pattern, and passes each word to the model alone. This module does the same if:
 
-- every added token that ASCII text can hold is matched on the raw text, wherever it stands, takes no blanks, and overlaps no
-  other (`pointsman.gateway.core.tokens.split_points.is_certain`);
-- nothing else is done to ASCII text before the split (no normaliser, or NFC), and the pattern is made of alternatives of which
-  `pretokenizer_patterns.ASCII` has the like for Python's `re`, tried in the same order with the same greed;
-- the model is the library's own, asked for each word that is not known.
+- every added token that ASCII text can contain is matched on the raw text wherever it occurs, takes no whitespace, and overlaps
+no other (`pointsman.gateway.core.tokens.split_points.is_always_matched`);
+- the library does nothing else to ASCII text before the split (no normaliser, or NFC), and all alternatives of the pattern have
+an equivalent for Python's `re` in `pretokenizer_patterns.ASCII`, tried in the same order and with the same greediness.
 
-Prose is not even split into words: by all of these patterns a blank before something that is no blank begins a word, so what
-stands between two such blanks has its tokens whatever stands around it, and is known as a whole.
+The model is the library's own; it is called for each word that is not cached.
+
+Prose need not be split into words: in all of these patterns a space before a character that is not whitespace begins a word. So
+the text between two such spaces has the same tokens in any context, and is cached as a whole.
 """
 
 from __future__ import annotations
@@ -25,28 +26,29 @@ from pointsman.gateway.core.tokens.pretokenizer_patterns import ASCII, BLANKS, s
 from pointsman.gateway.core.tokens.split_points import is_always_matched
 from pointsman.gateway.core.tokens.token_cache import TokenIds
 
-# Some 10 MB at most, twice. What people write again and again is back at once after a fresh start.
+# Maximum number of cached words, and of cached stretches: about 10 MB at most for each cache. A full cache is cleared; frequent
+# words are soon cached again.
 MAX_WORDS = 1 << 16
 MAX_WORD_CHARS = 64
-# A byte-level model sees printable ASCII as it is, and other bytes as the letters from U+0100 on, in order.
+# A byte-level model gets printable ASCII unchanged, and the other bytes as the letters from U+0100 on, in order.
 _AS_BYTES = {byte: 256 + at for at, byte in enumerate((*range(33), 127))}
 
 
 class WordTokenizer:
-    """One tokenizer's words. Thread-safe."""
+    """Tokenises ASCII texts with one tokenizer, and caches the tokens of words. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, pattern: re.Pattern[str], added: Mapping[str, int]) -> None:
-        """`added`: the added tokens that ASCII text can hold, by their text."""
+        """`added`: text -> id of the added tokens that ASCII text can contain."""
         self._find = pattern.findall
         self._model = tokenizer.model
         self._words = _Known(self._of_word)
         self._stretches = _Known(self._of_stretch)
         self._of_added = {text: array("I", [id_]).tobytes() for text, id_ in added.items()}
-        # None of the tokens is part of another or overlaps it, so that their order does not matter.
+        # No added token is part of another or overlaps it, so the order of the alternatives does not matter.
         self._added = re.compile(f"({'|'.join(map(re.escape, added))})") if added else None
 
     def ids(self, text: str) -> TokenIds | None:
-        """The tokens of `text` without special tokens around it; None where only the library can tell."""
+        """Return the tokens of `text` without special tokens around it; None if only the library can tokenise it."""
         if not text.isascii():
             return None
         ids = array("I")
@@ -55,7 +57,7 @@ class WordTokenizer:
         return ids
 
     def _of_part(self, part: str) -> bytes:
-        """The tokens, as the bytes of u32, of what stands between two added tokens."""
+        """Return the tokens of the text between two added tokens, as the bytes of u32."""
         if "  " not in part:
             first, *stretches = part.split(" ")
             try:
@@ -77,11 +79,11 @@ class WordTokenizer:
 
 
 class _BeginsBlankError(Exception):
-    """The blank before a stretch begins no word."""
+    """The space before a stretch does not begin a word, since whitespace or nothing follows it."""
 
 
 class _Known(dict[str, bytes]):
-    """Text -> its tokens as the bytes of u32; asks for what it has not, and starts again when it is full."""
+    """Text -> its tokens as the bytes of u32. Computes missing values with `ask`; is cleared when it is full."""
 
     def __init__(self, ask: Callable[[str], bytes]) -> None:
         super().__init__()
@@ -97,12 +99,13 @@ class _Known(dict[str, bytes]):
 
 
 def word_tokenizer_for(tokenizer: Tokenizer) -> WordTokenizer | None:
-    """The words of a tokenizer where all that splits a text is known, else None."""
+    """Return a WordTokenizer if all that splits a text with `tokenizer` is known, else None."""
     # Dropout makes tokens random; split special tokens would be matched as text.
     if getattr(tokenizer.model, "dropout", None) or tokenizer.encode_special_tokens:
         return None
     parts = split_alternatives(tokenizer)
-    # A letter that no alternative takes whatever follows it would be a word of its own in the library, and none here.
+    # Each ASCII character must match some alternative. The library makes a word of a character that none matches; findall() drops
+    # it. BLANKS[0] is excluded because it depends on what follows.
     always_matched = re.compile("|".join(ASCII[part] for part in parts if part != BLANKS[0]), re.ASCII)
     if not parts or not all(always_matched.match(chr(byte)) for byte in range(128)):
         return None

@@ -1,8 +1,8 @@
-"""A pool of HTTP connections to instances, kept for each origin, with one exchange at a time on each.
+"""A pool of HTTP connections to instances by origin, with one exchange at a time on each connection.
 
-An idle connection is closed before uvicorn would (5 s). A request on a kept connection that ends before a byte of the answer is
-sent once more, on a new one: the instance closed it while the request was on its way. One that is silent while an answer is due
-is given up when nobody listens any more where it leads to, as if it had broken off.
+An idle connection is closed before uvicorn would close it (5 s). If a kept connection ends before the first byte of an answer,
+the instance closed it while the request was on its way: the request is sent once more on a new connection. A connection that is
+silent while an answer is due fails, as if it had broken, when its peer no longer accepts connections.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ from pointsman.gateway.io.engines.engine_connection import (
     UpstreamResponse,
 )
 
+# Maximum idle time of a kept connection, s.
 KEEPALIVE_S = 3.0
+# Interval between two sweeps over all connections, s.
 SWEEP_S = 0.5
+# Timeout of a probe whether a peer accepts connections, s.
 PROBE_TIMEOUT_S = 1.0
 
 
 class ConnectionPool:
-    """HTTP/1.1 to any number of origins. It has no limit of its own: the router is what limits load."""
+    """HTTP/1.1 connections to any number of origins. Their number is not limited here, because routers limit the load."""
 
     def __init__(self, connect_s: float, idle_s: float, ca: Path | None = None) -> None:
-        """`idle_s`: the longest silence within an answer; `ca`: what https origins' certificates are signed by, None for whom the
-        system trusts. Raises OSError and ValueError for a `ca` that cannot be used."""
+        """`connect_s`: timeout of a connection attempt, s. `idle_s`: maximum silence within an answer, s. `ca`: CA certificates
+        for https origins (None: the system's). Raises OSError and ValueError for a `ca` that cannot be used."""
         self.connections: set[UpstreamConnection] = set()
         self._connect_s = connect_s
         self._idle_s = idle_s
@@ -48,13 +51,13 @@ class ConnectionPool:
         self._tls = ssl.create_default_context() if ca is None else client_context(ca)
 
     def start(self) -> None:
-        """Begin to look after connections, and go on."""
+        """Sweep now and every SWEEP_S from now on."""
         self.sweep(time.monotonic())
         self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self.start)
 
     def sweep(self, now: float) -> None:
-        """Close connections that were idle for too long. Give those up where an answer is due and does not come: for too long, or
-        because nobody listens any more at its instance."""
+        """Close connections that were idle for more than KEEPALIVE_S. Fail answers that are silent for more than idle_s, and
+        silent connections whose peer no longer accepts connections."""
         for connections in list(self._idle.values()):
             for connection in [one for one in connections if now - one.since > KEEPALIVE_S]:
                 connections.remove(connection)
@@ -90,7 +93,7 @@ class ConnectionPool:
     async def send(
         self, method: str, url: str, path: str, headers: Mapping[str, str], body: bytes = b""
     ) -> UpstreamResponse:
-        """One request to `url` (an instance's base) + `path`; its answer's head. Raises UpstreamError."""
+        """Send a request to `url` (an instance's base URL) + `path`; return the answer after its head. Raises UpstreamError."""
         origin, host, prefix = _origin(url)
         message = request_bytes(method, prefix + path, host, headers, body)
         if (kept := self._kept(origin)) is not None:
@@ -128,12 +131,12 @@ class ConnectionPool:
         return connection
 
     def keep(self, connection: UpstreamConnection) -> None:
-        """A connection is free for the next request."""
+        """Keep a connection for the next request."""
         connection.since = time.monotonic()
         self._idle.setdefault(connection.origin, []).append(connection)
 
     def forget(self, connection: UpstreamConnection) -> None:
-        """A connection is over."""
+        """Remove a connection that has ended."""
         self.connections.discard(connection)
         kept = self._idle.get(connection.origin)
         if kept and connection in kept:
@@ -143,7 +146,7 @@ class ConnectionPool:
 
 
 async def refuses_connections(peer: Peer) -> bool:
-    """Whether nobody listens at `peer` for certain: what is busy or far away is only slow to accept."""
+    """Return whether `peer` refuses connections. A timeout or another error is not a refusal: a busy or distant peer is slow."""
     family = socket.AF_INET6 if len(peer) == 4 else socket.AF_INET
     try:
         with socket.socket(family) as asking:
@@ -159,11 +162,11 @@ async def refuses_connections(peer: Peer) -> bool:
 
 @lru_cache(4096)
 def _origin(url: str) -> tuple[Origin, str, str]:
-    """Where to connect, the Host header, and the path before every path. Raises UpstreamError."""
+    """Return the origin of a base URL, its Host header, and the prefix of its paths. Raises UpstreamError."""
     try:
         parts = urlsplit(url)
         tls = {"http": False, "https": True}[parts.scheme]
         origin = Origin(parts.hostname or "", parts.port or (443 if tls else 80), tls)
     except (ValueError, KeyError):
-        raise UpstreamError("no answer: the instance's address is not one") from None
+        raise UpstreamError("no answer: the instance's address is not a valid URL") from None
     return origin, parts.netloc.rpartition("@")[2], parts.path.rstrip("/")

@@ -1,4 +1,4 @@
-"""The HTTP calls to instances: clients' requests, PREFILL steps, /tokenize; and how a streamed answer goes on to its client."""
+"""HTTP calls to instances (clients' requests, PREFILL steps, /tokenize), and the relay of streamed answers to clients."""
 
 from __future__ import annotations
 
@@ -18,42 +18,44 @@ from pointsman.gateway.io.engines.engine_connection import Passthrough, Upstream
 from pointsman.gateway.io.engines.engine_connection import UpstreamError as UpstreamError
 from pointsman.gateway.io.settings import GatewaySettings
 
-# Until an instance accepts the connection.
+# Timeout of a connection attempt to an instance, s.
 CONNECT_S = 3.0
+# Maximum size of an error answer or of an answer to the gateway itself, bytes.
 MAX_ERROR_BYTES = 1 << 20
-MAX_ANSWER_BYTES = 256 << 20  # of an answer that is not streamed; the largest are batches of embeddings
+# Maximum size of an answer that is not streamed, bytes. The largest are batches of embeddings.
+MAX_ANSWER_BYTES = 256 << 20
 
 
 class AbortedByEngine(UpstreamError):
-    """The instance ended an answer that nobody asked it to end, as a vLLM does that is told to stop."""
+    """Raised if an instance ended an answer that the gateway did not cancel, as a vLLM does when it is stopped."""
 
     def __init__(self) -> None:
-        super().__init__("the instance gave the request up", 503)
+        super().__init__("the instance aborted the request", 503)
 
 
 class AnswerTooLong(UpstreamError):
-    """An answer that is not streamed has more bytes than are held of one."""
+    """Raised if an answer that is not streamed is larger than the limit for one answer."""
 
 
 class NoRoomForAnswer(ApiRequestError):
-    """As many answers are held as may be; whoever asks again later may find room."""
+    """Raised if the memory for answers that are not streamed is used up; a later try may succeed."""
 
     def __init__(self) -> None:
-        message = "The gateway holds as many answers as it has room for: stream it, or try again."
+        message = "The gateway has no memory left for another answer: request a stream, or try again."
         super().__init__(503, message, type_="server_error", code="no_room", retry_after_s=1.0)
 
 
 class Upstream:
-    """HTTP client of all instances. start() and close() bracket its life."""
+    """HTTP client of all instances. Call start() first and close() at the end."""
 
     def __init__(self, settings: GatewaySettings, pool: ConnectionPool | None = None) -> None:
-        """`pool`: connections of another make. Raises OSError and ValueError for an engine_ca that cannot be used."""
+        """`pool`: replaces the default ConnectionPool. Raises OSError and ValueError for an engine_ca that cannot be used."""
         self._pool = pool or ConnectionPool(CONNECT_S, settings.idle_timeout_s, settings.engine_ca)
         key = settings.engine_api_key.get_secret_value()
         self._own = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def start(self) -> None:
-        """Open the pool."""
+        """Start the connection pool."""
         self._pool.start()
 
     async def close(self) -> None:
@@ -62,30 +64,34 @@ class Upstream:
 
     @property
     def connections(self) -> int:
-        """How many connections to instances are open, idle ones included."""
+        """Number of open connections to instances, including idle ones."""
         return len(self._pool.connections)
 
     async def post(self, target: Target, path: str, payload: bytes, headers: Mapping[str, str]) -> UpstreamResponse:
-        """Send one request; the answer's head. The caller reads it to its end or closes it. Raises UpstreamError."""
+        """Send a POST request; return the answer after its head. The caller must read the answer to its end or close it. Raises
+        UpstreamError."""
         return await self.send(target, "POST", path, payload, headers)
 
     async def send(
         self, target: Target, method: str, path: str, payload: bytes, headers: Mapping[str, str]
     ) -> UpstreamResponse:
-        """post() with any method."""
+        """As post(), with any method."""
         sent = {**headers, **self._own}
         if target.rank is not None:
             sent["X-data-parallel-rank"] = str(target.rank)
         return await self._pool.send(method, target.url, path, sent, payload)
 
     async def read_all(self, answer: UpstreamResponse, limit: int | None = None, held: Holding | None = None) -> bytes:
-        """The whole body, which `held` counts from now on, and nothing else. An answer that says how long it is finds room for
-        all of it or for none, so that those that have begun can end. Raises UpstreamError, AnswerTooLong when it has more bytes
-        than `limit`, else MAX_ANSWER_BYTES, or than all answers may, and NoRoomForAnswer. Mutates `held`."""
+        """Return the whole body. `held` counts its size instead of an earlier answer's.
+
+        For an answer with a Content-Length the whole size is reserved first, so that answers that have begun can end. Raises
+        UpstreamError; AnswerTooLong if the body exceeds `limit` (None: MAX_ANSWER_BYTES) or the memory for all answers;
+        NoRoomForAnswer. Mutates `held`.
+        """
         limit = MAX_ANSWER_BYTES if limit is None else limit
         if held is not None:
             held.let_go()
-            # What never finds room is not to be tried again.
+            # An answer larger than the whole budget is too long, not to be retried later.
             limit = min(limit, held.limit)
         parts: list[bytes] = []
         size, counted = 0, int(answer.headers.get("content-length", "0"))
@@ -111,15 +117,15 @@ class Upstream:
         return b"".join(parts)
 
     async def post_for_body(self, target: Target, path: str, payload: bytes, headers: Mapping[str, str]) -> bytes:
-        """The body of a 200 answer to one request. Raises UpstreamError; whoever fails or is cancelled in here closes the
-        connection, by which the engine notices."""
+        """Send a POST request and return the body of its answer with status 200. Raises UpstreamError. An error or a cancellation
+        closes the connection, by which the engine notices that the request was dropped."""
         body = await self._whole(await self.post(target, path, payload, headers))
         if was_aborted(body):
             raise AbortedByEngine
         return body
 
     async def get(self, url: str, path: str) -> bytes:
-        """The same of GET `url` + `path`."""
+        """Send GET `url` + `path` and return the body of its answer with status 200. Raises UpstreamError."""
         return await self._whole(await self._pool.send("GET", url, path, {}))
 
     async def _whole(self, answer: UpstreamResponse) -> bytes:
@@ -132,7 +138,7 @@ class Upstream:
         return body
 
     async def tokenize(self, url: str, body: dict[str, Any], timeout_s: float) -> list[int] | None:
-        """The engine's own token ids, None when it refuses this body (4xx). Raises UpstreamError."""
+        """Return the token ids from the engine's /tokenize; None if it refuses the body (400 or 422). Raises UpstreamError."""
         headers = {"Content-Type": "application/json"}
         try:
             async with asyncio.timeout(timeout_s):
@@ -150,7 +156,7 @@ class Upstream:
         try:
             return msgspec.json.decode(raw, type=_Tokenized).tokens
         except msgspec.MsgspecError as error:
-            raise UpstreamError("/tokenize answered no token ids") from error
+            raise UpstreamError("/tokenize answered without token ids") from error
 
 
 class _Tokenized(msgspec.Struct):
@@ -158,7 +164,8 @@ class _Tokenized(msgspec.Struct):
 
 
 async def relay_stream(answer: UpstreamResponse, events: SseFilter, out: ResponseWriter) -> None:
-    """Everything of the answer's body that `events` lets out, as it comes; `out` has begun. Raises UpstreamError."""
+    """Write the parts of the answer's body that pass the filter `events` to `out` as they arrive. `out` must have begun. Raises
+    UpstreamError."""
 
     def write(piece: bytes) -> None:
         if whole := events.feed(piece):

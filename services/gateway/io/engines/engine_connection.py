@@ -1,4 +1,4 @@
-"""The protocol of one connection to an instance, and the answer that is read from it or piped on as it comes."""
+"""The protocol of one connection to an instance, and the answer that is read from the connection or piped to a client."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ import httptools
 from pointsman.gateway.core.dead_connections import Peer
 from pointsman.gateway.core.http_message import Headers
 
-HIGH_WATER = 256 << 10  # bytes of an answer that nobody has taken yet before no more is read
+# Buffered bytes of an answer from which reading from the instance is paused.
+HIGH_WATER = 256 << 10
+# Maximum size of an answer's header fields, bytes. Further fields are ignored.
 MAX_HEAD_BYTES = 64 << 10
-# A chunk's length with all framing -> the line that it begins with. The parser knows longer chunks, and other ways to write one.
+# Length of a chunk with its framing -> its size line. Longer chunks, and other forms of the line, are left to the parser.
 _SIZE_LINES = {len(line) + size + 2: line for size in range(1, 4096) for line in (b"%x\r\n" % size,)}
 
 
 class UpstreamError(Exception):
-    """The instance failed. The text names no address; `status` is 0 when it never answered; `sent`: it may have the request;
-    `refused`: it answered 5xx, which may be the request's fault as well as its own."""
+    """Raised if a request to an instance fails. The text contains no address.
+
+    `status` is 0 if the instance did not answer. `sent`: the instance may have received the request. `refused`: the instance
+    answered 5xx, which may be the fault of the request or of the instance.
+    """
 
     def __init__(self, text: str, status: int = 0, *, sent: bool = True, refused: bool = False) -> None:
         super().__init__(text)
@@ -32,17 +37,17 @@ class UpstreamError(Exception):
 
     @property
     def instance_failed(self) -> bool:
-        """Whether the instance is to blame, for certain."""
+        """Whether the instance is certainly at fault."""
         return not 400 <= self.status < 500 and not self.refused
 
 
 class StaleConnection(Exception):
-    """A kept connection ended before a byte of the answer."""
+    """Raised if a kept connection ended before the first byte of the answer."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where to connect."""
+    """The host, the port and the scheme of an instance."""
 
     host: str
     port: int
@@ -50,7 +55,7 @@ class Origin:
 
 
 class Out(Protocol):
-    """Where bytes of a body leave as they came."""
+    """The destination of a body's bytes that are sent unchanged."""
 
     @property
     def send(self) -> Callable[[bytes], None]: ...
@@ -58,16 +63,17 @@ class Out(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Passthrough:
-    """A way past the parser for a chunk that has come whole and alone, with its framing: to `out`, if it `passes`."""
+    """A shortcut past the parser: a chunk that arrives whole and alone is sent with its framing to `out`, if `pass_unchanged`
+    returns true for it."""
 
     pass_unchanged: Callable[[bytes], bool]
     out: Out
 
 
 class UpstreamResponse:
-    """One answer, from its head on. Read it piece by piece (`read`), or have the pieces handed over as they come (`pipe`).
+    """One answer whose head has arrived. Its body is read piece by piece (`read`) or passed to a function as it arrives (`pipe`).
 
-    `close` when it is not wanted any more; an answer that was read to its end has returned its connection by itself.
+    Call `close` if the rest is not needed. An answer that was read to its end has returned its connection to the pool.
     """
 
     def __init__(self, connection: UpstreamConnection) -> None:
@@ -80,7 +86,7 @@ class UpstreamResponse:
         self._size = 0
         self._paused = False
         self._changed: asyncio.Future[None] | None = None
-        self.sink: Callable[[bytes], None] | None = None  # of a body that is piped
+        self.sink: Callable[[bytes], None] | None = None  # receives the pieces of a body that is piped
         self.passthrough: Passthrough | None = None
 
     @property
@@ -89,7 +95,7 @@ class UpstreamResponse:
         return self.headers.get("content-type").partition(";")[0].strip().lower()
 
     async def read(self) -> bytes:
-        """What has come since the last call, at least one byte; b"" at the end. Raises UpstreamError."""
+        """Return the bytes that arrived since the last call, at least one; b"" at the end. Raises UpstreamError."""
         await self.begun()
         taken = b"".join(self._pieces)
         self._pieces, self._size = [], 0
@@ -97,7 +103,7 @@ class UpstreamResponse:
         return taken
 
     async def begun(self) -> bool:
-        """Wait for the first byte of the body, which stays to be read; False where there is none. Raises UpstreamError."""
+        """Wait for unread bytes of the body; return False if the body ended without any. Raises UpstreamError."""
         while not self._pieces and not self.whole:
             if self._error is not None:
                 raise self._error
@@ -106,12 +112,12 @@ class UpstreamResponse:
 
     @property
     def arrived(self) -> bytes:
-        """What of the body has come and was not taken yet; it stays to be read."""
+        """The bytes of the body that have arrived and are not read yet."""
         return b"".join(self._pieces)
 
     async def pipe(self, sink: Callable[[bytes], None], passthrough: Passthrough | None = None) -> None:
-        """Hand every piece to `sink` as it comes, until the end, but for the chunks that take the `shortcut`. Raises
-        UpstreamError."""
+        """Call `sink` with each piece of the body as it arrives, until the end. Chunks that take the `passthrough` are omitted.
+        Raises UpstreamError."""
         if self._pieces:
             taken, self._pieces = b"".join(self._pieces), []
             sink(taken)
@@ -130,27 +136,27 @@ class UpstreamResponse:
             self._changed = None
 
     def pause(self) -> None:
-        """Read no more of it for now."""
+        """Pause reading the answer from the instance."""
         if self._connection is not None and not self._paused:
             self._paused = True
             self._connection.pause()
 
     def resume(self) -> None:
-        """Read on."""
+        """Resume reading the answer from the instance."""
         if self._paused and self._connection is not None:
             self._paused = False
             self._connection.resume()
 
     def close(self) -> None:
-        """Close its connection, unless it was read to the end: an instance stops its work only for that."""
+        """Close the connection unless the answer was read to its end. An instance stops its work only at the connection's end."""
         self.sink = self.passthrough = None
         if self._connection is not None:
             self._connection.abort()
 
-    # From the connection.
+    # Calls from the connection.
 
     def take(self, piece: bytes) -> None:
-        """More of a body that is not piped."""
+        """Buffer a piece of a body that is not piped."""
         self._pieces.append(piece)
         self._size += len(piece)
         if self._size > HIGH_WATER:
@@ -158,7 +164,7 @@ class UpstreamResponse:
         self._wake()
 
     def end(self, error: UpstreamError | None) -> None:
-        """The body is whole, or will never be."""
+        """End the answer: its body is complete, or `error` has ended it."""
         self._connection = None
         self.whole, self._error = error is None, error
         self._wake()
@@ -169,19 +175,19 @@ class UpstreamResponse:
 
 
 class Keeper(Protocol):
-    """Keeps the connections to instances."""
+    """The pool of a connection."""
 
     connections: set[UpstreamConnection]
 
     def keep(self, connection: UpstreamConnection) -> None:
-        """A connection is free for the next request."""
+        """Keep a connection for the next request."""
 
     def forget(self, connection: UpstreamConnection) -> None:
-        """A connection is over."""
+        """Remove a connection that has ended."""
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """The protocol of one connection to an instance; `pool` is told when it is free and when it is over."""
+    """The protocol of one connection to an instance. It notifies `pool` when it is free and when it has ended."""
 
     __slots__ = (
         "_answer",
@@ -208,11 +214,11 @@ class UpstreamConnection(asyncio.Protocol):
 
     def __init__(self, pool: Keeper, origin: Origin) -> None:
         self.origin = origin
-        self.since = 0.0  # idle, or silent
-        self.heard = False  # since the last sweep
+        self.since = 0.0  # start of the idle time or of the silence, monotonic s
+        self.heard = False  # data has arrived since the last sweep
         self._pool = pool
         self._pieces: list[bytes] = []
-        self.on_body = self._pieces.append  # the parser's callback, without a frame of ours
+        self.on_body = self._pieces.append  # the parser's callback, without the cost of a Python function
         self._parser = httptools.HttpResponseParser(self)
         self._answer: UpstreamResponse | None = None
         self._head: asyncio.Future[UpstreamResponse] | None = None
@@ -225,12 +231,12 @@ class UpstreamConnection(asyncio.Protocol):
         self._ends = 0
         self._paused = False
         self._between = False  # the parser has seen the end of a chunk, and nothing after it
-        self._passthrough: Passthrough | None = None  # of an answer that is between two chunks
+        self._passthrough: Passthrough | None = None  # set while the answer is between two chunks
 
-    # From the transport.
+    # Calls from the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are no subclasses of asyncio's.
+        # uvloop's transports are not subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         self._pool.connections.add(self)
 
@@ -245,7 +251,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if (passthrough := self._passthrough) is not None:
-            # Called by a name of their own: calling what a slot holds takes a slow way to it.
+            # Bound to a local name first: calling the content of a slot directly is slower.
             pass_unchanged = passthrough.pass_unchanged
             line = _SIZE_LINES.get(len(data))
             if line is not None and data.startswith(line) and data[-2:] == b"\r\n" and pass_unchanged(data):
@@ -255,7 +261,7 @@ class UpstreamConnection(asyncio.Protocol):
                 return
         self.heard = self._touched = True
         if self._head is None and self._answer is None:
-            # Nothing was asked: whose answer would this be?
+            # Data without a request cannot belong to any answer.
             self.abort()
             return
         try:
@@ -266,7 +272,7 @@ class UpstreamConnection(asyncio.Protocol):
             return
         pieces = self._pieces
         if self._complete:
-            del pieces[self._ends :]  # an answer too many
+            del pieces[self._ends :]  # data of a second answer, for which there was no request
         if pieces:
             piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             pieces.clear()
@@ -275,10 +281,10 @@ class UpstreamConnection(asyncio.Protocol):
         if self._complete:
             self._end(None)
         elif self._answer is not None:
-            # A size line that has only begun has no line's end yet.
+            # If the data does not end with a line end, the parser is inside a size line, and the next data continues it.
             self._passthrough = self._answer.passthrough if self._between and data.endswith(b"\n") else None
 
-    # From the parser. None of these may raise.
+    # Calls from the parser. None of these methods may raise.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_size += len(name) + len(value)
@@ -316,7 +322,8 @@ class UpstreamConnection(asyncio.Protocol):
     # An exchange.
 
     async def exchange(self, message: list[bytes]) -> UpstreamResponse:
-        """Send a request, await the head of its answer. Raises UpstreamError, or Stale where not a byte of one came."""
+        """Send a request and return the answer after its head. Raises UpstreamError, or StaleConnection if the connection ended
+        before the first byte of the answer."""
         self._head = asyncio.get_running_loop().create_future()
         self.heard, self.since = False, time.monotonic()
         self._touched = self._complete = self._keep = self._until_close = self._between = False
@@ -335,7 +342,7 @@ class UpstreamConnection(asyncio.Protocol):
             return
         if self._paused:
             self.resume()
-        # A request that the instance did not read to its end is still in the way of the next one.
+        # The connection is not kept if the instance has not read the whole request, because the rest would precede the next one.
         if (
             error is None
             and self._keep
@@ -359,13 +366,13 @@ class UpstreamConnection(asyncio.Protocol):
         self._head = None
 
     def pause(self) -> None:
-        """Read nothing for now."""
+        """Pause reading."""
         self._paused = True
         if not self._transport.is_closing():
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
+        """Resume reading."""
         self._paused, self.heard = False, True
         if not self._transport.is_closing():
             self._transport.resume_reading()
@@ -374,22 +381,24 @@ class UpstreamConnection(asyncio.Protocol):
         """Close at once."""
         self._transport.abort()
 
-    # From the pool, now and then.
+    # Calls from the pool's sweep.
 
     @property
     def peer(self) -> Peer | None:
-        """The address that it leads to; None where its transport has none."""
+        """The address of the peer; None if the transport has none."""
         found: Peer | None = self._transport.get_extra_info("peername")
         return found
 
     @property
     def answers(self) -> bool:
-        """Whether an answer has begun and is not whole."""
+        """Whether an answer has begun and is not complete."""
         return self._answer is not None
 
     def silence(self, now: float) -> float:
-        """For how many seconds nothing has come of an answer that is due, as far as the calls of this tell; 0 where none is due,
-        or where we do not listen. Mutates."""
+        """Return for how long no data of a due answer has arrived, s; 0 if no answer is due or reading is paused. Mutates.
+
+        The resolution is the interval between two calls.
+        """
         if self._answer is None and self._head is None:
             return 0.0
         if self.heard or self._paused:
@@ -397,6 +406,6 @@ class UpstreamConnection(asyncio.Protocol):
         return now - self.since
 
     def give_up(self, text: str) -> None:
-        """Fail the answer that is due, as if the connection had broken."""
+        """Fail the due answer with `text`, as if the connection had broken, and close the connection."""
         self._fail(text)
         self.abort()

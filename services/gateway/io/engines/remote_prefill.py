@@ -1,4 +1,4 @@
-"""Prefills on one instance for another, over HTTP: the request to P, the bootstrap server's answer, the pull on D."""
+"""Remote prefills over HTTP: the request to P, the query of its bootstrap server, and the pull on D."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ from pointsman.gateway.core.request import transfer_params as kv
 from pointsman.gateway.core.request.request_events import StepAssigned, Target
 from pointsman.gateway.io.engines.engine_client import Upstream, UpstreamError
 
+# Timeout of a bootstrap server's answer, s.
 BOOTSTRAP_WITHIN_S = 3.0
+# Maximum number of engine ids in the cache.
 REMEMBERED = 1_024
+# Timeout of a release request, s.
 RELEASE_WITHIN_S = 5.0
+# Maximum number of instances to which a release request is sent.
 RELEASE_TRIES = 3
 
 
 class EngineIdCache:
-    """Engine ids by instance and incarnation, asked for once: an engine has a new one after every start."""
+    """A cache of engine ids by instance and incarnation. An engine has a new id after every start."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
         self._known: OrderedDict[tuple[str, str, str], str] = OrderedDict()
 
     async def engine_id(self, target: Target) -> str:
-        """The engine id of `target`. Raises TransferError."""
+        """Return the engine id of `target`, from the cache or its bootstrap server. Raises TransferError."""
         key = _key(target)
         if (known := self._known.get(key)) is not None:
             return known
@@ -46,27 +50,27 @@ class EngineIdCache:
         return found
 
     def forget(self, target: Target) -> None:
-        """Ask again next time: a transfer with what is known of `target` failed."""
+        """Remove the engine id of `target`, because a transfer with it failed. The next call of engine_id() queries it again."""
         self._known.pop(_key(target), None)
 
 
 class KvReleases:
-    """Frees KV that an engine keeps for a transfer that will not be, instead of waiting until it expires there."""
+    """Sends KV releases, so that an engine does not keep KV of a transfer that will not happen until it expires."""
 
     def __init__(self, upstream: Upstream, count: Callable[[str], None]) -> None:
-        """`count` is told what became of each: released, or failed."""
+        """`count` is called with the outcome of each release: "released" or "failed"."""
         self._upstream = upstream
         self._count = count
         self._running: set[asyncio.Task[None]] = set()
 
     def begin(self, transfer: kv.KvTransferParams, askable: Sequence[Target]) -> None:
-        """Ask the first of `askable` that answers; returns at once."""
+        """Start a release through the first instance of `askable` that answers; return at once."""
         task = asyncio.create_task(self._release(transfer, askable))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
     async def close(self) -> None:
-        """Give up what has not ended."""
+        """Cancel the releases that have not ended."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -88,7 +92,7 @@ class KvReleases:
 
 @dataclass(frozen=True)
 class _Agreed:
-    """What both requests of a Mooncake transfer say, whichever is sent first."""
+    """The parameters that both requests of a Mooncake transfer share, whichever is sent first."""
 
     attempt_id: str
     source: Target
@@ -97,11 +101,11 @@ class _Agreed:
 
 
 class RemotePrefill:
-    """One request's transfers: what `prefill` leaves behind, or agrees on, is what `pull` and `payload` send to D.
+    """The KV transfers of one request. `pull` and `payload` send D the transfer parameters that `prefill` has returned or agreed.
 
-    P keeps what it computed until D has fetched it. From the moment that D has the request it sees to that itself, however the
-    request ends; only what certainly did not come so far is let go by `over`: for a transfer that P knows nothing of any more
-    Mooncake waits, and keeps one of its senders busy with it.
+    P keeps the computed KV until D has fetched it. Once D has the request, D itself ensures that P's KV is freed, however the
+    request ends. `attempt_ended` therefore releases KV only if D certainly did not receive the request. If P no longer has the
+    transfer, Mooncake waits for it at a release and keeps one of its senders busy.
     """
 
     def __init__(
@@ -114,8 +118,10 @@ class RemotePrefill:
         headers_of: Callable[[StepAssigned], Mapping[str, str]],
         pool: Callable[[], Sequence[Target]],
     ) -> None:
-        """`obstacle`: why the call's prompt must not be prefilled elsewhere; empty where it may. `headers_of` tells what a step's
-        requests carry, `pool` the instances of the model."""
+        """`obstacle`: reason why the call's prompt must not be prefilled on another instance; empty if it may.
+
+        `headers_of` returns the headers of a step's requests, `pool` the instances of the model.
+        """
         self._upstream = upstream
         self._bootstraps = bootstraps
         self._releases = releases
@@ -128,16 +134,16 @@ class RemotePrefill:
         self._transfer: kv.KvTransferParams | None = None
         self._source: Target | None = None
         self._planned: tuple[Target, ...] = ()
-        self._fetcher: Target | None = None  # who has, or may have, the request that fetches the KV
+        self._fetcher: Target | None = None  # the instance that has, or may have, the request that fetches the KV
 
     async def prefill(self, step: StepAssigned) -> None:
-        """Have the step's instance compute the prompt's KV and keep it for the step's `kv_target`. Raises TransferError."""
+        """Make the step's instance compute the prompt's KV and keep it for the step's `kv_target`. Raises TransferError."""
         source = step.target
         assert step.kv_target is not None, "a prefill for another instance"
         self.attempt_ended()
         self._source, self._planned = source, (step.kv_target,)
         if source.kv_protocol not in (kv.MOONCAKE, kv.NIXL) or source.kv_protocol != step.kv_target.kv_protocol:
-            raise kv.TransferError("the instances have no way to pass KV on")
+            raise kv.TransferError("the instances have no common KV transfer protocol")
         self._check_allowed()
         if source.kv_protocol == kv.NIXL:
             self._transfer = kv.nixl_fetch(await self._post(step, kv.nixl_send()))
@@ -147,19 +153,22 @@ class RemotePrefill:
         self._transfer = _fetch(agreed)
 
     async def pull(self, step: StepAssigned, *, early: bool) -> None:
-        """Bring the KV into the step's instance; `early`: while it is being computed. Raises TransferError."""
+        """Make the step's instance fetch the KV; `early`: while P still computes it. Raises TransferError."""
         transfer = await self._wanted(step, early)
         with self.fetching(step):
             await self._post(step, transfer.params)
 
     async def payload(self, step: StepAssigned, payload: bytes, *, early: bool) -> bytes:
-        """The client's request, with the way to the KV when the step has a source. Raises TransferError."""
+        """Return the client's request, with transfer parameters if the step has a KV source. Raises TransferError."""
         return payload if step.kv_source is None else kv.with_params(payload, await self._wanted(step, early))
 
     @contextmanager
     def fetching(self, step: StepAssigned) -> Iterator[None]:
-        """The step's instance is sent the request that fetches the KV inside the block, and is known to fetch nothing where that
-        raises an UpstreamError or TransferError that says so."""
+        """Record that the step's instance receives the request that fetches the KV inside the block.
+
+        The record is removed if the block raises an UpstreamError or TransferError by which the instance certainly fetches
+        nothing: a status of 500 or more, or a request that was not sent.
+        """
         if step.kv_source is None:
             yield
             return
@@ -173,16 +182,16 @@ class RemotePrefill:
             raise
 
     def failed(self) -> None:
-        """A step of the transfer failed: what is known of P may be of an earlier start. Nobody will fetch what it keeps."""
+        """Handle the failure of a transfer's step: drop P's engine id, which may be of an earlier start, and release P's KV."""
         if self._source is not None:
             self._bootstraps.forget(self._source)
         self.attempt_ended()
 
     def attempt_ended(self) -> None:
-        """No further step of this attempt follows."""
+        """End the attempt's transfer; release P's KV if no instance may have the request that fetches it."""
         transfer, source = self._transfer, self._source
         if transfer is not None and source is not None and self._fetcher is None:
-            # P itself is there most likely, but with NIXL it cannot be its own peer.
+            # P itself is the most likely to be reachable, but with NIXL it cannot be its own peer.
             first = [source] if source.kv_protocol == kv.MOONCAKE else []
             others = [one for one in (*self._planned, *self._pool()) if one.url != source.url]
             able = {
@@ -194,7 +203,7 @@ class RemotePrefill:
         self._transfer = self._source = self._fetcher = None
 
     async def _agree(self, source: Target, attempt_id: str) -> _Agreed:
-        """What the two requests of one transfer have in common, whichever of them asks first. Raises TransferError."""
+        """Return the parameters that the two requests of one transfer share, whichever calls first. Raises TransferError."""
         async with self._agreeing:
             if self._agreed is None or (self._agreed.attempt_id, self._agreed.source) != (attempt_id, source):
                 engine_id = await self._bootstraps.engine_id(source)
@@ -211,13 +220,13 @@ class RemotePrefill:
             return _fetch(await self._agree(step.kv_source, step.attempt_id))
         of_another = step.kv_source is None or self._source is None or step.kv_source.url != self._source.url
         if self._transfer is None or of_another:
-            raise kv.TransferError("nothing was prefilled there")
+            raise kv.TransferError("the KV source has prefilled nothing for this attempt")
         return self._transfer
 
     async def _post(self, step: StepAssigned, params: Mapping[str, Any]) -> bytes:
         path, body = kv.prefill_request(self._call, params)
         headers = self._headers_of(step)
-        # It is another request than the client's, in the engines' logs as well.
+        # The id differs from the client's request, so that the engines' logs show two requests.
         headers = {**headers, "X-Request-ID": f"{headers.get('X-Request-ID', '')}-kv"}
         try:
             return await self._upstream.post_for_body(step.target, path, body, headers)

@@ -1,1 +1,1 @@
-"""An HTTP/1.1 server on bare uvloop Protocols; the client towards instances is in io/engines."""
+"""An HTTP/1.1 server on plain uvloop protocols. The HTTP client for instances is in io/engines."""

@@ -1,8 +1,8 @@
-"""The protocol of one client connection: it parses, bounds and times what comes in, and frames what goes out.
+"""The protocol of one client connection: it parses requests, enforces their limits and deadlines, and frames answers.
 
-Requests on a connection are answered one by one. Whatever comes in while one is being answered is dropped (so that a client
-that leaves is noticed at once) and, when it was more than blank lines, refused after the answer. Nothing a client sends raises:
-it is answered with a 4xx, or its connection is closed.
+Requests on a connection are answered one by one. Data that arrives while a request is being answered is read and dropped, so
+that a disconnect is noticed at once. If the data was more than blank lines, it is refused after the answer. No input of a client
+raises an error: the client receives a 4xx, or its connection is closed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,17 @@ from pointsman.gateway.io.http.server_types import HttpHandler, ServerLimits
 
 log = structlog.get_logger()
 
-HIGH_WATER = 64 << 10  # bytes that wait for a slow client before the instance is not read any further
-SMALL_BODY = 64 << 10  # of a refused request: read to its end, so that the connection lives on
-LINGER_S = 2.0  # to read what a refused client is still sending, since closing at once would destroy the answer
+# Unsent bytes for a slow client from which the gateway stops reading from the instance.
+HIGH_WATER = 64 << 10
+# Maximum body of a refused request that is read to its end so that the connection can be kept, bytes.
+SMALL_BODY = 64 << 10
+# Time for which data of a refused client is still read before the connection is closed, s. Closing at once would destroy the
+# answer on its way.
+LINGER_S = 2.0
 
 
 class Listener(Protocol):
-    """The server that a connection belongs to: what all of its connections share."""
+    """The server of a connection: the state that all of its connections share."""
 
     handler: HttpHandler
     limits: ServerLimits
@@ -45,7 +49,7 @@ class Listener(Protocol):
     answers: MemoryBudget
 
     def forget(self, connection: ClientConnection) -> None:
-        """A connection is over, its request included."""
+        """Remove a connection that is closed and whose request has ended."""
 
 
 class _State(enum.Enum):
@@ -53,12 +57,12 @@ class _State(enum.Enum):
     HEAD = "head"
     BODY = "body"
     BUSY = "busy"  # a request is being answered
-    FLUSHING = "flushing"  # the answer is made, and more of it than HIGH_WATER is still to be sent: nothing is read
-    ENDING = "ending"  # nothing more is read or begun
+    FLUSHING = "flushing"  # the answer is complete and more than HIGH_WATER of it is unsent; reading is paused
+    ENDING = "ending"  # the connection is closing: input is ignored and no request starts
 
 
 class ResponseWriter:
-    """Writes one answer to its client: what a request's `outgoing` is here."""
+    """Writes one streamed answer to its client; implements pointsman.gateway.core.http_message.ResponseWriter."""
 
     __slots__ = ("_connection", "_head", "_write", "begun", "chunked", "ended", "lost", "send")
 
@@ -66,14 +70,14 @@ class ResponseWriter:
         self._connection = connection
         self._write = transport.write
         self.send: Callable[[bytes], None] = self._write
-        self.chunked = chunked  # whether the client takes chunks
+        self.chunked = chunked  # whether the client accepts chunked framing
         self._head = b""
         self.begun = False
         self.ended = False
         self.lost = False
 
     def begin(self, status: int, headers: dict[str, str], source: Source) -> None:
-        """Set the head, which leaves with the first piece."""
+        """Set the head, which is sent with the first piece. `source` is paused while the client reads slowly."""
         self.begun = True
         self._connection.let_go()
         framing = ["Transfer-Encoding: chunked"] if self.chunked else []
@@ -85,16 +89,16 @@ class ResponseWriter:
             self.send = self._send_first
 
     def write(self, piece: bytes) -> None:
-        """One non-empty piece of the body."""
+        """Send one non-empty piece of the body."""
         self.send(b"%x\r\n%b\r\n" % (len(piece), piece) if self.chunked else piece)
 
     def end(self) -> None:
-        """The body is whole."""
+        """Send the end of the body."""
         self.send(b"0\r\n\r\n" if self.chunked else b"")
         self.ended = True
 
     def lose(self) -> None:
-        """The client left."""
+        """Discard all further writes: the client has disconnected."""
         self.lost = True
         self.send = _nowhere
 
@@ -104,7 +108,7 @@ class ResponseWriter:
         self._write(head + piece)
 
     def abort(self) -> None:
-        """Close the connection in the middle: the client sees that the answer is not whole."""
+        """Close the connection before the end of the body, so that the client sees an incomplete answer."""
         self._connection.abort()
 
 
@@ -116,15 +120,17 @@ _NOTHING = memoryview(b"")
 
 
 def _kernel_holds(transport: asyncio.Transport) -> int:
-    """Bytes that the kernel took and the client has not acknowledged. What TLS has encrypted is on its way there, and in no count
-    of its transport's."""
+    """Return the bytes in the kernel's send buffer that the client has not acknowledged.
+
+    Data that TLS has encrypted but not passed to the kernel is missing here and in the transport's buffer size.
+    """
     socket = transport.get_extra_info("socket")
     if socket is None:
         return 0
     try:
         (held,) = struct.unpack("i", fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4)))
     except OSError:
-        return 0  # it is closed
+        return 0  # the socket is closed
     return int(held)
 
 
@@ -141,9 +147,9 @@ class ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._task: asyncio.Task[None] | None = None
         self._more = False  # bytes came while a request was being answered
-        self._full = False  # more than HIGH_WATER is to be sent
-        self._rest = _NOTHING  # of a whole answer: what the transport was not given yet
-        self._watched = 0  # bytes that were to be sent at `_watched_at`, from when on their taking is looked at
+        self._full = False  # more than HIGH_WATER bytes are unsent
+        self._rest = _NOTHING  # the part of a whole answer that the transport has not received yet
+        self._watched = 0  # unsent bytes at `_watched_at`, the reference for the client's read rate
         self._watched_at = 0.0
         self._held_body = Holding(server.bodies)
         self._held_answer = Holding(server.answers)
@@ -157,10 +163,10 @@ class ClientConnection(asyncio.Protocol):
         self._fed = 0
         self._body: list[bytes] = []
         self._body_size = 0
-        self._came = 0  # bytes of it with all of its framing
+        self._came = 0  # received bytes of the body with its framing
         self._chunks = 0
-        self._plain = b""  # a head with the body's framing, where the request also asks for another protocol
-        self._muted = False
+        self._plain = b""  # a head with only the body's framing, set if the request also asks for a protocol upgrade
+        self._muted = False  # the parser is reading `_plain`, not data of the client
         self._request: Request | None = None
         self._writer: ResponseWriter | None = None
         self._refusal: Response | None = None
@@ -169,7 +175,7 @@ class ClientConnection(asyncio.Protocol):
     # From the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are no subclasses of asyncio's.
+        # uvloop's transports are not subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=HIGH_WATER)
         self.server.connections.add(self)
@@ -189,8 +195,8 @@ class ClientConnection(asyncio.Protocol):
             self.server.forget(self)
 
     def eof_received(self) -> None:
-        # A client that ends its side while it is answered has left. (Returning None closes; close() alone would first wait
-        # for a buffer that nobody reads any more.)
+        # A client that ends its side while its request is answered has left. Returning None closes the transport, but close()
+        # would first wait until a buffer is sent that nobody reads; abort() does not.
         if self._state in (_State.BUSY, _State.FLUSHING):
             self._transport.abort()
 
@@ -219,10 +225,11 @@ class ClientConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # Nothing else is spoken here: the request is answered as HTTP/1.1, which RFC 9110 7.8 leaves to us.
+            # No upgrade is supported, so the request is answered as HTTP/1.1; RFC 9110 7.8 lets a server ignore an upgrade.
             self._parser = httptools.HttpRequestParser(self)
             if self._plain:
-                # The parser left its body out: another one reads it, told of its framing alone. (Java's client asks for HTTP/2.)
+                # The parser stops before the body. A new one reads the body after a head with only its framing. (Java's client
+                # asks for an upgrade to HTTP/2.)
                 head, self._plain = self._plain, b""
                 self._muted = True
                 self._parser.feed_data(head)
@@ -235,12 +242,13 @@ class ClientConnection(asyncio.Protocol):
             else:
                 self._refuse(400, "The request is not valid HTTP/1.1.", "bad_request")
         if self._state is _State.HEAD:
-            # What the parser holds back, a field without end, is in no count of fields.
+            # A field without an end stays in the parser and is in no count of fields, so all received bytes are counted here.
             self._fed += len(data)
             if self._fed > self._limits.max_head_bytes:
                 self._too_large()
         elif self._state is _State.BODY:
-            # Extensions and trailers, which are in no count either. As in Go's net/http, framing may be twice the data, and some.
+            # Limits chunk extensions and trailers, which are in no other count. As in Go's net/http, framing may be twice as long
+            # as the data, plus some more.
             self._came += len(data)
             if self._came - 3 * self._body_size - 16 * self._chunks > 2 * self._limits.max_head_bytes:
                 self._refuse(400, "The request body has too much framing.", "bad_request")
@@ -263,7 +271,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._state is not _State.HEAD:
-            return  # a trailer, or a request that is refused
+            return  # a trailer, or a field of a refused request
         self._head_size += len(name) + len(value) + 4
         if (
             self._head_size + len(self._url) > self._limits.max_head_bytes
@@ -357,8 +365,8 @@ class ClientConnection(asyncio.Protocol):
             self._over(self._transport.abort)
 
     def _over(self, end: Callable[[], None]) -> None:
-        """The answer has come to its end, or was cancelled: `end` it."""
-        # At once, not in a callback of the task: that may be called after the connection's next request has come.
+        """Clean up after an answer that has ended or was cancelled, and call `end`."""
+        # Called by the task itself, because a done callback may run after the connection's next request has arrived.
         self._task, self.source = None, None
         self.let_go()
         end()
@@ -368,7 +376,7 @@ class ClientConnection(asyncio.Protocol):
             self.server.forget(self)
 
     def _cut_short(self, request: Request) -> None:
-        """The answer was cancelled: the client left, or the drain is over. Who waits still is told so."""
+        """Handle a cancelled answer: the client has disconnected, or the drain has ended. A waiting client receives a 503."""
         if self.lost or (request.writer.begun and not request.writer.ended):
             self._transport.abort()
         elif request.writer.ended:
@@ -387,7 +395,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self._request = None
         if self._rest or self._full:
-            # Answer after answer to a client that reads none would fill the memory.
+            # The next request waits, because answers to a client that reads none would fill the memory.
             self._state = _State.FLUSHING
             self._transport.pause_reading()
             self._watch(time.monotonic())
@@ -396,7 +404,7 @@ class ClientConnection(asyncio.Protocol):
             self._sent()
 
     def _flush(self) -> None:
-        """Give the transport as much of the answer as it sends at once."""
+        """Write the rest of the answer to the transport until its buffer is full."""
         while self._rest and not self._full and not self._transport.is_closing():
             piece, self._rest = self._rest[:HIGH_WATER], self._rest[HIGH_WATER:]
             self._transport.write(piece)
@@ -407,17 +415,17 @@ class ClientConnection(asyncio.Protocol):
             self._sent()
 
     def _sent(self) -> None:
-        """The answer is with the transport: wait for the next request, or end the connection."""
+        """Wait for the next request or end the connection, after the transport has received the whole answer."""
         if not self.keep_alive or self.server.closing:
             self._close()
         elif self._more:
             self._state = _State.IDLE
-            self._refuse(400, "A request came before the one before it was answered.", "pipelining_unsupported")
+            self._refuse(400, "A request arrived before the previous one was answered.", "pipelining_unsupported")
         else:
             self._state, self.deadline = _State.IDLE, time.monotonic() + self._limits.idle_s
 
     def common_fields(self) -> dict[str, str]:
-        """The header fields that every answer carries, to whatever it is one."""
+        """Return the header fields of every answer, also of answers to invalid requests."""
         request = self._request
         fields = {"X-Request-ID": secrets.token_hex(16)} if request is None else request.answer_fields
         return fields | self.server.date
@@ -432,7 +440,7 @@ class ClientConnection(asyncio.Protocol):
         elif len(response.body) <= HIGH_WATER:
             self._transport.writelines([head, response.body])
         else:
-            # Piece by piece: TLS would encrypt all of it at once, and then count none of it as unsent.
+            # Written piece by piece: TLS would encrypt a whole answer at once and then report none of it as unsent.
             self._transport.write(head)
             self._rest = memoryview(response.body)
 
@@ -447,14 +455,14 @@ class ClientConnection(asyncio.Protocol):
         return self.server.handler.error(413, "The request body is too large.", "body_too_large", self._path())
 
     def _no_room(self) -> Response:
-        message = "The gateway holds as many requests as it has room for."
+        message = "The gateway has no memory left for another request."
         return self.server.handler.error(503, message, "no_room", self._path())
 
     def _path(self) -> str:
         return self._url.partition(b"?")[0].decode("latin-1")
 
     def _end_with(self, response: Response) -> None:
-        """Answer now, whatever the client is still sending."""
+        """Send `response` now and close the connection, even if the client is still sending."""
         self._body = []
         self.let_go()
         self._send(response, last=True)
@@ -462,9 +470,10 @@ class ClientConnection(asyncio.Protocol):
         self._close()
 
     def _close(self) -> None:
-        """Close when everything is sent; a client that has sent more than was read is read on for a while, unseen."""
+        """Close the connection when all data is sent. If the client has sent more than was read, its data is read and dropped for
+        LINGER_S."""
         self._state = _State.ENDING
-        if self._more and self._transport.can_write_eof():  # TLS has no half of a connection to close
+        if self._more and self._transport.can_write_eof():  # a TLS connection cannot be closed on one side only
             self._transport.write_eof()
         else:
             self._transport.close()
@@ -473,15 +482,15 @@ class ClientConnection(asyncio.Protocol):
         self.deadline = now + LINGER_S
 
     def let_go(self) -> None:
-        """The body is needed no more: its answer begins, or there will be none."""
+        """Release the memory budget of the request's body: its answer has begun, or there will be none."""
         self._held_body.let_go()
 
     def _unsent(self) -> int:
-        """Bytes that the client has not taken, but for some 100 KB at most that lie between TLS and the kernel."""
+        """Return the bytes that the client has not read, without up to about 100 KB between TLS and the kernel."""
         return len(self._rest) + self._transport.get_write_buffer_size() + _kernel_holds(self._transport)
 
     def _watch(self, now: float) -> None:
-        """Look after stall_s how much of what is to be sent was taken."""
+        """Record the unsent bytes at `now`; after stall_s the client's read rate is checked against them."""
         self._watched, self._watched_at = self._unsent(), now
         self.deadline = now + self._limits.stall_s
 
@@ -492,19 +501,19 @@ class ClientConnection(asyncio.Protocol):
         self._transport.abort()
 
     def cancel(self) -> None:
-        """End a request under way. What is answered already is still sent."""
+        """Cancel an open request. A complete answer is still sent."""
         if self._task is not None:
             self._task.cancel()
         elif self._state not in (_State.FLUSHING, _State.ENDING):
             self._transport.abort()
 
     def close_idle(self) -> None:
-        """Close if nothing is under way; else when it has been answered."""
+        """Close the connection if no request is open; otherwise the connection closes after the answer."""
         if self._state is _State.IDLE:
             self._close()
 
     def overdue(self, now: float) -> None:
-        """The deadline is over."""
+        """Act on a passed deadline: close an idle connection, refuse an incomplete request, or check the client's read rate."""
         match self._state:
             case _State.IDLE:
                 self._close()
@@ -514,13 +523,13 @@ class ClientConnection(asyncio.Protocol):
                 self._look_at_reader(now)
 
     def _look_at_reader(self, now: float) -> None:
-        """Give the client up that has taken less of its answer than it must, or all of it and stays."""
+        """Abort the connection of a client that reads its answer too slowly, or has read all of it and does not close."""
         unsent, waited = self._unsent(), now - self._watched_at
         if not unsent and self._watched:
-            # Once more, lest only the kernel has sent everything it has.
+            # Checked once more, because data may still be between TLS and the kernel.
             self._watch(now)
             self.deadline = now + LINGER_S
-        # A sum, as the deadline is made: `waited` is a difference, which is rounded.
+        # Compared with a sum, as the deadline is computed: the difference `waited` may be rounded down.
         elif unsent and now < self._watched_at + self._limits.stall_s:
             self.deadline = now + LINGER_S
         elif unsent and self._watched - unsent >= max(1, self._limits.min_read_bytes_per_s * waited):

@@ -1,4 +1,4 @@
-"""The HTTP server that clients reach: it listens, keeps the connections, sees to their deadlines, and drains them."""
+"""The HTTP server for clients: it listens, keeps the connections, enforces their deadlines, and drains them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pointsman.gateway.io.http.server_types import HttpHandler, ServerLimits
 
 
 class Server:
-    """Listens and keeps the connections. `close` ends them gracefully."""
+    """Listens for clients and keeps their connections. `close` drains the connections."""
 
     def __init__(self, handler: HttpHandler, limits: ServerLimits) -> None:
         self.handler = handler
         self.limits = limits
         self.connections: set[ClientConnection] = set()
         self.closing = False
-        self.bodies = MemoryBudget(limits.max_buffered_body_bytes)  # whose answers have not begun
-        self.answers = MemoryBudget(limits.max_buffered_answer_bytes)  # that are not streamed, until they are sent
+        self.bodies = MemoryBudget(limits.max_buffered_body_bytes)  # bodies of requests whose answers have not begun
+        self.answers = MemoryBudget(limits.max_buffered_answer_bytes)  # answers that are not streamed, until sent
         self.date: dict[str, str] = {}
         self._listener: asyncio.Server | None = None
         self._sweeping: asyncio.TimerHandle | None = None
@@ -33,9 +33,9 @@ class Server:
     async def start(
         self, host: str, port: int, *, reuse_port: bool = False, tls: ssl.SSLContext | None = None
     ) -> tuple[str, int]:
-        """Listen; the address that is really bound. Raises OSError."""
+        """Start to listen; return the bound host and port. Raises OSError."""
         loop = asyncio.get_running_loop()
-        # An answer's end may be with TLS for as long as a client that takes all of it may need.
+        # TLS may still hold the end of an answer at shutdown, so its timeout is the time that a client has to read an answer.
         handshake_s, shutdown_s = (None, None) if tls is None else (self.limits.head_s, self.limits.stall_s)
         self._listener = await loop.create_server(
             lambda: ClientConnection(self),
@@ -48,15 +48,15 @@ class Server:
             ssl_shutdown_timeout=shutdown_s,
         )
         for listening in self._listener.sockets:
-            # Connections inherit it. Else the kernel takes megabytes for a client that reads slowly, and tells of none that it
-            # sent until a third of them is gone: whoever takes its answer at a steady pace would seem to take none.
+            # Connections inherit this option. Without it the kernel buffers megabytes for a client that reads slowly, and reports
+            # no progress until a third of them is sent: a client that reads steadily would seem to read nothing.
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, HIGH_WATER)
         self._sweep()
         bound = self._listener.sockets[0].getsockname()
         return bound[0], bound[1]
 
     async def close(self, drain_timeout_s: float) -> None:
-        """Stop accepting, let requests under way end for up to `drain_timeout_s`, cancel the rest."""
+        """Stop accepting, wait up to `drain_timeout_s` for open requests to end, then cancel the remaining ones."""
         self.closing = True
         if self._listener is not None:
             self._listener.close()
@@ -64,7 +64,7 @@ class Server:
             connection.close_idle()
         if not await self._all_ended(drain_timeout_s):
             self.cancel_all()
-            # What is cancelled tells the router and aborts its instance's work, which takes no waiting for anybody.
+            # A cancelled request reports to the router and aborts the work at its instance; neither step waits for a peer.
             if not await self._all_ended(LINGER_S):
                 self.abort_all()
                 await self._all_ended(LINGER_S)
@@ -72,12 +72,12 @@ class Server:
             self._sweeping.cancel()
 
     def cancel_all(self) -> None:
-        """End every request under way: each of their clients is told."""
+        """Cancel every open request; each client receives an error."""
         for connection in list(self.connections):
             connection.cancel()
 
     def abort_all(self) -> None:
-        """Close every connection, whatever is still to be sent."""
+        """Close every connection and discard unsent data."""
         for connection in list(self.connections):
             connection.abort()
 
@@ -92,7 +92,7 @@ class Server:
         return True
 
     def forget(self, connection: ClientConnection) -> None:
-        """A connection is over, its request included."""
+        """Remove a connection that is closed and whose request has ended."""
         self.connections.discard(connection)
         self._ended.set()
 

@@ -1,7 +1,7 @@
-"""The parent of `--processes N`: gateways that share a port by SO_REUSEPORT, each a gateway of its own for the router.
+"""The parent process of `--processes N`: it runs gateways that share a port by SO_REUSEPORT and have separate ids at routers.
 
-The parent serves nothing. It replaces a process that dies, passes SIGTERM on, and ends when all have drained; a process whose
-parent is gone drains too. A process that cannot start at all ends everything: what hinders one hinders all.
+The parent serves no requests. It replaces a process that dies, forwards SIGTERM, and ends when all processes have drained. A
+process whose parent has died drains too. If a process cannot start, all end, because the others would fail in the same way.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from pointsman.gateway.io.settings import GatewaySettings
 
 log = structlog.get_logger()
 
+# Pause before a process that died is replaced, s.
 PAUSE_S = 1.0
 Child = Callable[[GatewaySettings, SiblingProcesses, Connection], None]
 
 
 def run_processes(settings: GatewaySettings, child: Child) -> None:
-    """Run `child` in `settings.processes` processes until SIGTERM or SIGINT. Blocks. Raises OSError when the address is taken,
-    SystemExit when a process cannot start."""
+    """Run `child` in `settings.processes` processes until SIGTERM or SIGINT. Blocks. Raises OSError if the address is in use,
+    SystemExit if a process cannot start."""
     stop, stopped = socket.socketpair()
     for one in (signal.SIGTERM, signal.SIGINT):
         signal.signal(one, lambda *_: stopped.send(b"."))
@@ -46,12 +47,12 @@ def run_processes(settings: GatewaySettings, child: Child) -> None:
 
 
 def _reserved(listen: str) -> socket.socket:
-    """A socket that keeps the port for the children, and takes no connection, since it does not listen."""
+    """Return a socket that reserves the port for the children. It does not listen, so it receives no connections."""
     host, _, port = listen.rpartition(":")
     address = (host.strip("[]"), int(port))
     kind = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     with socket.socket(kind) as probe:
-        # Without SO_REUSEPORT: it must be nobody else's, not even another gateway's that shares.
+        # Bound without SO_REUSEPORT, so it fails if any other process has the port, even a gateway that shares it.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(address)
         address = (address[0], probe.getsockname()[1])
@@ -67,7 +68,7 @@ class _ProcessGroup:
         self._listen = listen
         self._folder = folder
         self._child = child
-        # Not forked: gRPC and uvloop do not survive that.
+        # Not forked, because gRPC and uvloop do not work after a fork.
         self._context = multiprocessing.get_context("spawn")
         self._running: dict[int, BaseProcess] = {}
         self._unready: dict[int, Connection] = {}
@@ -84,7 +85,8 @@ class _ProcessGroup:
         self._running[number], self._unready[number] = process, reader
 
     def keep(self, stop: socket.socket) -> None:
-        """Replace what dies, until `stop` can be read. Raises SystemExit when one of the first cannot start."""
+        """Replace processes that die, until `stop` is readable. Raises SystemExit if a process dies before its number has ever
+        served."""
         served: set[int] = set()
         while True:
             sentinels = {process.sentinel: number for number, process in self._running.items()}
@@ -97,7 +99,7 @@ class _ProcessGroup:
                         reader.recv()
                         served.add(number)
                     except EOFError:
-                        pass  # its sentinel tells the rest
+                        pass  # the process died; its sentinel is handled below
                     del self._unready[number]
                     reader.close()
             for number in [sentinels[one] for one in readable if one in sentinels]:
@@ -110,10 +112,10 @@ class _ProcessGroup:
                 self.start(number)
 
     def end(self, stop: socket.socket) -> None:
-        """Let all drain, and wait for them; what `stop` has told again, they are told again."""
+        """Terminate all processes and wait until they have drained. Each further signal on `stop` is forwarded to them."""
         sentinels = {process.sentinel for process in self._running.values()}
         stop.setblocking(False)
-        with suppress(BlockingIOError):  # it ends by itself: a process could not start
+        with suppress(BlockingIOError):  # no signal came: a process could not start
             stop.recv(4_096)
         for process in self._running.values():
             process.terminate()

@@ -1,7 +1,7 @@
-"""A file in which the gateway processes of one address count what each API key has used.
+"""A file in which the gateway processes of one address count the usage of each API key.
 
-A process that dies lets go of the lock; the one that takes its number begins with none of its requests in flight. An account is
-open for some microseconds, which siblings wait out.
+The lock of a process that dies is released. The process that replaces it starts with no requests in flight. A process holds the
+lock for a few microseconds, for which its siblings wait.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pointsman.gateway.core.rate_limits import KeyUsage, TokenBucket
 
 _KEY_BYTES = 32
 _FIGURES = struct.Struct("8d q q q 4d")
-_ROOM = 64  # accounts that the file grows by
+_ROOM = 64  # number of accounts by which the file grows
 
 
 class SharedUsageFile:
-    """The accounts in `file`, as process `number` of `count` sees and changes them."""
+    """The accounts of API keys in `file`, read and written by process `number` of `count`."""
 
     def __init__(self, file: Path, number: int, count: int) -> None:
         """Raises OSError."""
@@ -40,9 +40,9 @@ class SharedUsageFile:
                 data[own : own + 8] = bytes(8)
 
     def store(self, key: bytes) -> _SharedUsage:
-        """The account of `key`, 32 bytes that are not all zero."""
+        """Return the account of `key` (32 bytes, not all zero); add it if it is new. Raises ValueError for another key."""
         if len(key) != _KEY_BYTES or not any(key):
-            raise ValueError("a key's digest is needed")
+            raise ValueError("the key must be a digest of 32 bytes, not all zero")
         with self._locked():
             data, at = self._mapped(), 0
             while at < len(data) and data[at : at + _KEY_BYTES] not in (key, bytes(_KEY_BYTES)):
@@ -57,7 +57,7 @@ class SharedUsageFile:
 
     @contextmanager
     def usage(self, at: int) -> Iterator[KeyUsage]:
-        """The account whose figures begin at `at`; they are kept unless the block raises."""
+        """Lock the file and yield the account whose figures start at offset `at`; write it back unless the block raises."""
         with self._locked():
             data, behind = self._mapped(), at + _FIGURES.size
             figures = _FIGURES.unpack_from(data, at)
@@ -86,7 +86,7 @@ class SharedUsageFile:
             self._flights.pack_into(data, behind, *flights)
 
     def close(self) -> None:
-        """Let go of the file. No account may be opened any more."""
+        """Close the file. No account may be opened afterwards."""
         if self._map is not None:
             self._map.close()
         os.close(self._fd)
@@ -100,7 +100,7 @@ class SharedUsageFile:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _mapped(self) -> mmap.mmap:
-        """All of the file, which a sibling may have made longer."""
+        """Return a map of the whole file, which a sibling may have extended."""
         size = os.fstat(self._fd).st_size
         if self._map is None or len(self._map) < size:
             if self._map is not None:
@@ -110,7 +110,7 @@ class SharedUsageFile:
 
 
 def _figures_of(usage: KeyUsage) -> Iterator[float]:
-    """What processes share of an account, in the order of its fields."""
+    """Yield the figures of an account that processes share, in the order of _FIGURES."""
     for bucket in (usage.requests, usage.tokens, usage.fleet_requests, usage.fleet_tokens):
         yield from (bucket.level, bucket.at)
     yield from (usage.shares, usage.slots, usage.peak, usage.leased_until, usage.empty_until)

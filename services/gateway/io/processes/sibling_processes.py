@@ -1,4 +1,4 @@
-"""The metrics page of several gateway processes on one port, which any of them answers for all."""
+"""The metrics page of several gateway processes on one port: any of them answers for all."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+# Timeout of the request for a sibling's page, s.
 ASK_S = 2.0
-# Everything else adds up: counters, histograms, what is open, what is remembered.
+# Metrics of which the page has the minimum of all processes. All others are summed: counters, histograms, open requests, cache
+# sizes.
 _LEAST = (
     "pointsman_gateway_limit_gateways",
     "pointsman_gateway_limits_accounted",
@@ -22,7 +24,7 @@ _LEAST = (
 
 
 class SiblingProcesses:
-    """Process `number` of `count`, which meet at sockets in `folder`."""
+    """Process `number` of `count` processes, which reach each other through Unix sockets in `folder`."""
 
     def __init__(self, folder: Path, number: int, count: int) -> None:
         self.number = number
@@ -32,27 +34,27 @@ class SiblingProcesses:
 
     @property
     def limits_file(self) -> Path:
-        """Where they keep what keys have used."""
+        """The file in which the processes count the usage of API keys."""
         return self._folder / "limits"
 
     async def start(self, registry: CollectorRegistry) -> None:
-        """Tell whoever asks what `registry` holds."""
+        """Serve the page of `registry` to the siblings."""
 
         async def tell(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(generate_latest(registry))
             writer.close()
 
         path = self._folder / str(self.number)
-        path.unlink(missing_ok=True)  # of the process that this one replaces
+        path.unlink(missing_ok=True)  # the socket of the process that this one replaces
         self._server = await asyncio.start_unix_server(tell, path)
 
     async def close(self) -> None:
-        """Tell no more."""
+        """Stop serving the page."""
         if self._server is not None:
             self._server.close()
 
     async def page(self) -> bytes:
-        """The metrics of all processes that answer, as one page that says how many did."""
+        """Return the metrics of all processes that answer, as one page with the number of these processes."""
         told = await asyncio.gather(*(self._ask(number) for number in range(self.count)))
         return merged([page for page in told if page])
 
@@ -65,11 +67,11 @@ class SiblingProcesses:
                 finally:
                     writer.close()
         except (OSError, TimeoutError):
-            return ""  # it is being replaced; the page counts who answered
+            return ""  # the process is being replaced; the page counts only processes that answered
 
 
 def merged(pages: list[str]) -> bytes:
-    """Several processes' pages as one: sums, but the least where a figure says whether all is well, and of creation times."""
+    """Return the pages of several processes as one. Values are summed; metrics of _LEAST and creation times take the minimum."""
     families: dict[str, Metric] = {}
     values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
     for page in pages:
@@ -85,7 +87,7 @@ def merged(pages: list[str]) -> bytes:
                     values[key] = min(before, sample.value) if least else before + sample.value
     for (family_name, name, labels), value in values.items():
         families[family_name].add_sample(name, dict(labels), value)
-    count = GaugeMetricFamily("pointsman_gateway_processes", "Gateway processes that these figures are of", len(pages))
+    count = GaugeMetricFamily("pointsman_gateway_processes", "Gateway processes included in these metrics", len(pages))
     registry = CollectorRegistry()
     registry.register(_Given([*families.values(), count]))
     return generate_latest(registry)

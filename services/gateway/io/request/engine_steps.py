@@ -1,4 +1,4 @@
-"""Carries out the steps of one request at their instances: prefills, pulls of KV, and the answer itself."""
+"""Executes the steps of one request on instances: prefills, pulls of KV, and the answer itself."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ from pointsman.gateway.io.engines.remote_prefill import RemotePrefill
 from pointsman.gateway.io.request.shared_context import SharedContext
 
 _JSON = {"Content-Type": "application/json"}
-NOT_IMPLEMENTED = 501  # no other instance of the model can do it either
+NOT_IMPLEMENTED = 501  # not retried: no other instance of the model implements it either
 
 
 class EngineSteps:
-    """What is sent to instances for one request, one step at a time, and what came back. Each step ends in an event; those
-    of the answer note its moments and usage in the attempt that it belongs to."""
+    """Sends the steps of one request to instances and returns an event for the end of each.
+
+    The methods for the answer also record its times and usage in the attempt.
+    """
 
     def __init__(self, shared: SharedContext, context: RequestContext, request: Request) -> None:
         self._shared = shared
@@ -57,39 +59,39 @@ class EngineSteps:
             context.headers_of,
             lambda: [target_of(one) for one in context.state.pool.instances],
         )
-        self._last_slice: tuple[str, int] | None = None  # the last slice: where, and up to which token
+        self._last_slice: tuple[str, int] | None = None  # instance id and end of the last slice, in tokens
         self._upstream: UpstreamResponse | None = None
         self._sse = SseFilter(context.call.endpoint, hide_usage=context.call.hide_usage)
-        self.whole_response: Response | None = None  # a whole answer: a rejection, or one that is not streamed
+        self.whole_response: Response | None = None  # a rejection or an answer that is not streamed
 
     @property
     def status(self) -> int:
-        """HTTP status of the answer that is open; 0 without one."""
+        """HTTP status of the open answer; 0 if there is none."""
         return self._upstream.status if self._upstream is not None else 0
 
     @property
     def streamed_tokens(self) -> int:
-        """How many tokens have gone out, an event for each."""
+        """Number of tokens sent to the client, one for each event."""
         return self._sse.count
 
     def step_failed(self) -> None:
-        """A step of the plan failed; if it was a transfer, the next one begins from nothing."""
+        """Handle the failure of a step: state of a transfer is discarded, so that the next transfer starts anew."""
         self._remote_prefill.failed()
 
     def attempt_ended(self) -> None:
-        """No further step of this attempt follows."""
+        """Handle the end of an attempt: no further step of it follows."""
         self._remote_prefill.attempt_ended()
         self._last_slice = None
 
     def close_upstream(self) -> None:
-        """Close the answer that is open."""
+        """Close the open answer."""
         if self._upstream is not None:
-            # close(), not release(): an engine notices that nobody waits only by the connection's end.
+            # Closes the connection: an engine stops its work only when the connection ends.
             self._upstream.close()
             self._upstream = None
 
     async def prefill(self, step: StepAssigned) -> Event:
-        """A PREFILL step, for its own instance or another one."""
+        """Execute a PREFILL step, whose KV is for the step's own instance or for another one."""
         try:
             await (self._remote_prefill.prefill(step) if step.kv_target is not None else self._slice(step))
         except TransferError as error:
@@ -99,7 +101,7 @@ class EngineSteps:
         return PrefillEnded()
 
     async def _slice(self, step: StepAssigned) -> None:
-        """The prompt's first tokens into the instance's own cache. Raises TransferError, UpstreamError."""
+        """Prefill the prompt's first tokens into the instance's own cache. Raises TransferError and UpstreamError."""
         context = self._context
         if context.ids is None or step.prefill_tokens > len(context.ids):
             raise TransferError("tokens unknown")
@@ -110,7 +112,7 @@ class EngineSteps:
             raise TransferError("an earlier slice is not cached any more")
 
     async def pull(self, step: StepAssigned, *, early: bool) -> Event:
-        """The KV of the step's source into its instance."""
+        """Pull KV from the step's source into its instance. `early`: while the source still computes."""
         try:
             await self._remote_prefill.pull(step, early=early)
         except TransferError as error:
@@ -118,7 +120,8 @@ class EngineSteps:
         return PullEnded()
 
     async def serve(self, step: StepAssigned, attempt: Attempt, headers: dict[str, str], *, early: bool) -> Event:
-        """The client's request, up to the first byte of a stream or a whole answer; `headers` tell of the placement."""
+        """Send the client's request and wait for the first byte of a stream or for a whole answer. `headers`: fields about the
+        placement for the answer. `early`: the KV's source still computes."""
         call, upstream = self._context.call, self._shared.upstream
         attempt.sent_at = time.monotonic()
         self.whole_response = None
@@ -137,7 +140,7 @@ class EngineSteps:
                 streamed = answer.status < 400 and answer.media_type == "text/event-stream"
                 if streamed and not await answer.begun():
                     raise UpstreamError("an empty answer", answer.status)
-                # What a failed transfer looks like behind a status of 200.
+                # After a failed KV transfer an engine answers 200, and the stream starts with an error.
                 if streamed and step.kv_source is not None and begins_with_error(answer.arrived):
                     raise UpstreamError("the answer began with an error", 500)
                 if streamed and was_aborted(answer.arrived):
@@ -157,10 +160,10 @@ class EngineSteps:
         except TransferError as error:
             return UpstreamFailed(str(error), 500)
         except AnswerTooLong:
-            # Another instance's would be as long.
+            # Not retried: the answer of another instance would be as long.
             return self._reject(
                 ApiRequestError(
-                    502, "The answer is too long to be held: stream it.", type_="server_error", code="too_long"
+                    502, "The answer is too long: request it as a stream.", type_="server_error", code="too_long"
                 )
             )
         except NoRoomForAnswer as no_room:
@@ -171,13 +174,13 @@ class EngineSteps:
         return ResponseStarted()
 
     def _reject(self, error: ApiRequestError) -> ResponseRejected:
-        """Answer `error`, which is no instance's fault."""
+        """Set `error` as the answer. The instance did not fail."""
         body = error.body(self._context.call.endpoint.error_format)
         self.whole_response = Response(error.status, body, _JSON | error.headers())
         return ResponseRejected(error.status)
 
     async def _keep_error(self, answer: UpstreamResponse) -> None:
-        """Keep an error answer, which is the client's if no other instance does better."""
+        """Keep an error answer for the client, in case no other instance succeeds."""
         try:
             body = await self._shared.upstream.read_all(answer, MAX_ERROR_BYTES, self._held)
         except (UpstreamError, NoRoomForAnswer):
@@ -186,7 +189,7 @@ class EngineSteps:
         self.whole_response = Response(answer.status, redact_error(error_format, answer.status, body), dict(_JSON))
 
     async def relay_response(self, attempt: Attempt, headers: dict[str, str]) -> Event:
-        """Everything after the first byte. A client that leaves cancels it; see stream_end()."""
+        """Relay the answer from its first byte to its end. If the client disconnects this is cancelled; see stream_end()."""
         if self.whole_response is not None:
             return ResponseEnded()
         assert self._upstream is not None
@@ -202,7 +205,7 @@ class EngineSteps:
         return ResponseEnded(stream_end.error)
 
     def stream_end(self, attempt: Attempt) -> StreamEnd:
-        """How the stream ended, as far as it has come; its usage is noted."""
+        """Return the end of the stream as far as it was relayed, and record its usage in the attempt."""
         stream_end = self._sse.stream_end()
         attempt.usage = stream_end.usage
         return stream_end

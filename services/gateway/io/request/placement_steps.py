@@ -1,4 +1,4 @@
-"""Asks where one request goes: the router for each of its steps, or, without a router, the gateway's own counts."""
+"""Gets the placement of one request: each step from the router, or, without a router, from the gateway's own load counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 
 class PlacementSteps:
-    """Asks for the steps of one request's attempts, each under an id of its own."""
+    """Gets the steps of one request's attempts. Each attempt has its own id."""
 
     def __init__(self, shared: SharedContext, context: RequestContext) -> None:
         self._shared = shared
@@ -34,7 +34,7 @@ class PlacementSteps:
         self._requests: dict[str, placement_pb2.PlacementRequest] = {}
 
     async def ask_router(self, effect: AskRouter) -> Event:
-        """An attempt's first step."""
+        """Ask the router for an attempt's first step."""
         if effect.exclude:
             self._shared.telemetry.retries.inc()
         began = time.monotonic()
@@ -49,7 +49,7 @@ class PlacementSteps:
         return self._to_event(effect.attempt_id, step)
 
     async def ask_next_step(self, effect: AskNextStep) -> Event:
-        """The step after one that is over."""
+        """Report the end of a step and wait for the next one."""
         try:
             step = await self._shared.router.next_step(
                 effect.attempt_id,
@@ -63,7 +63,7 @@ class PlacementSteps:
         return self._to_event(effect.attempt_id, step)
 
     async def place_locally(self, effect: PlaceLocally) -> Event:
-        """A step of our own."""
+        """Choose an instance in the gateway, without a router."""
         request = self._request_for(effect.attempt_id, effect.exclude)
         instances = {one.instance_id: one for one in self._context.state.pool.instances}
         self._shared.round_robin += 1
@@ -81,11 +81,11 @@ class PlacementSteps:
         return placed
 
     def report_step_done(self, effect: ReportStepDone) -> None:
-        """A step is over, and the one after it under way."""
+        """Report the end of a step whose next step has already been sent."""
         self._shared.router.step_done(effect.attempt_id, effect.index)
 
     def record_step(self, step: StepAssigned) -> None:
-        """The step is being done: from now on the request counts where it runs."""
+        """Record the start of a step: from now on the request counts as open on the step's instance."""
         self._shared.router.placed(self._requests[step.attempt_id], step.target.instance_id, step.cached_tokens)
 
     def _request_for(self, attempt_id: str, exclude: tuple[str, ...]) -> placement_pb2.PlacementRequest:

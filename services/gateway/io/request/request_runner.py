@@ -1,4 +1,4 @@
-"""Runs one request: carries out the effects of its state machine and feeds it the events that follow."""
+"""Runs one request: executes the effects of its state machine and passes the resulting events to it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ log = structlog.get_logger()
 
 
 class RequestRunner:
-    """One request's run. `run` returns the answer (None: it was streamed), or raises ApiRequestError; in each case the router has
-    been told the end."""
+    """The run of one request. `run` returns the answer (None: it was streamed) or raises ApiRequestError; in either case the end
+    of the request has been reported to the router."""
 
     def __init__(self, shared: SharedContext, context: RequestContext, request: Request) -> None:
         timeouts = shared.timeouts if context.call.stream else shared.whole_timeouts
@@ -41,14 +41,14 @@ class RequestRunner:
         )
         self._placement = PlacementSteps(shared, context)
         self._steps = EngineSteps(shared, context, request)
-        self._pending: list[Coroutine[Any, Any, ev.Event]] = []  # and not awaited yet
-        self._tasks: set[asyncio.Task[ev.Event]] = set()  # two, where the step after a PREFILL is sent ahead
+        self._pending: list[Coroutine[Any, Any, ev.Event]] = []  # coroutines that are created but not awaited yet
+        self._tasks: set[asyncio.Task[ev.Event]] = set()  # two while an early step runs together with its PREFILL
         self._attempt = Attempt()
         self._failure: ev.FailRequest | None = None
         self._stream_broken = False
 
     async def run(self) -> Response | None:
-        """The answer to the client. Raises ApiRequestError, and CancelledError when the client left."""
+        """Run the request and return its answer. Raises ApiRequestError, and CancelledError when the client disconnects."""
         try:
             self._apply(self._state_machine.start(time.monotonic()))
             while self._state_machine.phase is not Phase.DONE:
@@ -57,7 +57,7 @@ class RequestRunner:
             return self._answer()
         except asyncio.CancelledError:
             if self._writer.begun and not self._writer.ended and not self._writer.lost:
-                # The drain is over: a stream that only breaks off looks to some clients as if it were whole.
+                # The drain has ended. The stream ends with an error event, because some clients take a broken one for complete.
                 if self._state_machine.phase is not Phase.DONE:
                     self._steps.write_error_event()
                 self._writer.end()
@@ -67,12 +67,13 @@ class RequestRunner:
         except Exception:
             if not self._writer.begun:
                 raise
-            # The head is sent: an error answer would only be more bytes of this one. A connection that breaks is understood.
+            # The response head is sent, so an error response would be read as part of the body. Closing the connection tells the
+            # client that the response is incomplete.
             log.exception("a fault in the gateway, in the middle of a stream", request_id=self._context.request_id)
             self._writer.abort()
             return None
         finally:
-            # Reached with an open attempt when the client left, or by a fault of our own: the router must hear of the end.
+            # If the client disconnected, or the gateway has a fault, an attempt is still open: its end is reported to the router.
             self._handle(ev.ClientDisconnected())
             self._abort()
             self._trace(self._failure.message if self._failure is not None else "", time.monotonic())
@@ -83,7 +84,7 @@ class RequestRunner:
         if self._failure is not None and (response is None or self._failure.code != ev.INTERNAL):
             raise _as_api_error(self._failure)
         if response is not None:
-            # Where instances failed, the error that the last one answered says more than that they did.
+            # If all instances failed, the last instance's error answer says more than a general message.
             return response
         if self._stream_broken:
             self._steps.write_error_event()
@@ -93,7 +94,7 @@ class RequestRunner:
     def _handle(self, event: ev.Event) -> None:
         now = time.monotonic()
         if isinstance(event, ev.Tick) and self._state_machine.deadline is not None:
-            now = max(now, self._state_machine.deadline)  # the loop counts in ms
+            now = max(now, self._state_machine.deadline)  # the loop's timers are rounded to ms and may fire early
         self._apply(self._state_machine.handle(event, now))
 
     def _apply(self, effects: list[ev.Effect]) -> None:
@@ -133,7 +134,7 @@ class RequestRunner:
                 case ev.ReportServedAlone():
                     router.served_alone(effect.attempt_id)
                 case ev.ReportFirstToken():
-                    # A whole answer's end follows at once, and says as much but for who refused it.
+                    # The end of a whole answer follows at once and implies the first token; only `refused_by` would be lost.
                     if steps.whole_response is None or effect.refused_by:
                         router.first_token(effect.attempt_id, effect.refused_by)
                     if self._context.call.stream:
@@ -156,8 +157,11 @@ class RequestRunner:
         self._placement.record_step(step)
 
     async def _next_event(self) -> ev.Event:
-        """The end of something that was begun, or Tick at the deadline. An operation that is alone needs no task of its own;
-        it is given up at the deadline, by which everything that waits for one thing ends that."""
+        """Wait for the next operation to end and return its event, or Tick at the deadline.
+
+        A single operation runs without a task and is cancelled at the deadline. This is correct because the state machine ends
+        an operation that it waits for alone when its deadline passes.
+        """
         assert self._state_machine.deadline is not None
         left = max(0.0, self._state_machine.deadline - time.monotonic())
         if not self._tasks and len(self._pending) == 1:
@@ -178,8 +182,8 @@ class RequestRunner:
             assert self._state_machine.step is not None
             return await self._steps.relay_response(self._attempt, self._headers(self._state_machine.step))
         except asyncio.CancelledError:
-            # Clients hang up at [DONE], often before the engine's own end is read here: they had the whole answer. So they do
-            # at an error.
+            # Clients disconnect after [DONE], or after an error event, often before the gateway has read the end of the engine's
+            # stream. Such a client has received the whole answer.
             stream_end = self._steps.stream_end(self._attempt)
             if stream_end.complete or stream_end.error:
                 self._handle(ev.ResponseEnded(stream_end.error))
@@ -202,7 +206,7 @@ class RequestRunner:
         output = self._steps.streamed_tokens if usage.output is None else usage.output
         context.admission.charge(prompt + output, now)
         self._usage.outcome = effect.outcome.name.lower()
-        # What no instance began to answer has used nothing, whatever it was charged with.
+        # A request that no instance began to answer has no usage, whatever its rate limit was charged with.
         if attempt.first_byte_at:
             self._usage.prompt_tokens, self._usage.completion_tokens = prompt, output
             self._usage.cached_tokens = usage.cached or 0
@@ -226,16 +230,16 @@ class RequestRunner:
         if shared.breakdown.on:
             shared.breakdown.write(breakdown(attempt, effect, context, status, now, shared.breakdown.unix))
         self._trace(effect.error, now)
-        # What comes next is another attempt, with times and usage of its own.
+        # A later attempt has its own times and usage.
         self._attempt = Attempt()
 
     def _trace(self, error: str, now: float) -> None:
-        """Send the spans of the attempt that is over, unless there is none or they are sent."""
+        """Send the spans of the attempt that has ended. No effect if there is none or its spans are sent."""
         if self._attempt.asked_at and self._context.trace is not None:
             attempt_ended(self._context.trace, self._attempt, error, self._context.placement.input_tokens, now)
 
     def _headers(self, step: ev.StepAssigned) -> dict[str, str]:
-        """What the client is told of its answer's placement."""
+        """Return the answer's header fields about its placement."""
         headers = {}
         if self._shared.expose_placement:
             headers["X-Pointsman-Instance"] = step.target.instance_id

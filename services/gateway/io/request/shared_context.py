@@ -1,4 +1,4 @@
-"""The services that the runs of all requests share: router, upstream, pools, metrics, timeouts."""
+"""The services that all requests share: router, upstream, pools, metrics, timeouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
 
 @dataclass
 class SharedContext:
-    """What every request works with."""
+    """Services that all requests of a gateway process share."""
 
     router: RouterClient
     upstream: Upstream
@@ -25,7 +25,7 @@ class SharedContext:
     pools: ModelPools
     telemetry: GatewayMetrics
     timeouts: RequestTimeouts
-    whole_timeouts: RequestTimeouts  # of answers that are not streamed
+    whole_timeouts: RequestTimeouts  # for answers that are not streamed
     breakdown: LineLog[AttemptBreakdown]
     expose_placement: bool
-    round_robin: int = 0  # round-robin among equals for placements of our own
+    round_robin: int = 0  # counter that rotates among equally loaded instances in placements without a router

@@ -1,4 +1,4 @@
-"""Parses calls and prepares them for their runs: at once, or in threads where that takes long; counts the time it takes."""
+"""Parses and prepares calls: small ones in the event loop, large ones in threads. Measures the time of prompts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _Made = TypeVar("_Made")
 
 
 class ThreadedPreparer:
-    """Prepares calls, and counts how long their prompts took and which of them have no keys.
+    """Prepares calls, measures the time of their prompts, and counts prompts without block keys.
 
-    Large bodies are parsed and rendered in one thread of their own, one after the other: Python runs in one thread at a time, and
-    each more that wants to takes another share from the event loop. Tokenising lets the interpreter go, so that it may use many.
+    Large bodies are parsed and rendered in a single thread, one after the other. Python runs one thread at a time, and each
+    further thread would take another share of the event loop's time. Tokenising releases the interpreter, so it uses several
+    threads.
     """
 
     def __init__(self, telemetry: GatewayMetrics, token_cache: TokenCache) -> None:
@@ -40,7 +41,7 @@ class ThreadedPreparer:
         self._tokenizing = _Threads(max(2, os.cpu_count() or 1), "tokenizing")
 
     def close(self) -> None:
-        """Begin nothing more that waits for a thread."""
+        """Cancel work that waits for a thread."""
         self._large_bodies.close()
         self._tokenizing.close()
 
@@ -52,7 +53,10 @@ class ThreadedPreparer:
         return await self._done(light, partial(parse, endpoint, raw, rules, context_of, light=light))
 
     async def prepare(self, incoming: IncomingCall, *, dry: bool) -> RequestContext:
-        """Tokens, keys and session of a call. Raises ApiRequestError when the prompt is too long. A dry run remembers nothing."""
+        """Return the context of a call: its tokens, block keys and session. Raises ApiRequestError if the prompt is too long.
+
+        A dry run leaves no state behind.
+        """
         tokens, tokenizer, call = None, incoming.tokenizer, incoming.call
         if tokenizer is not None:
             try:
@@ -66,7 +70,7 @@ class ThreadedPreparer:
         return self._preparer.context(incoming, tokens, time.monotonic(), dry=dry)
 
     async def _tokens(self, incoming: IncomingCall, tokenizer: ModelTokenizer) -> Tokens:
-        """The (first) prompt and its keys. Raises Unrenderable and ApiRequestError."""
+        """Return the tokens and keys of the (first) prompt. Raises Unrenderable and ApiRequestError."""
         light, context = incoming.call.light, incoming.state.pool.max_model_len
         with self._telemetry.tokenize.time():
             pending = await self._done(light, partial(tokenizer.prepare, incoming.call, context))
@@ -74,25 +78,27 @@ class ThreadedPreparer:
             return await self._done(light, partial(self._preparer.tokens, incoming, prompt))
 
     async def _done(self, light: bool, work: Callable[[], _Made]) -> _Made:
-        """What `work` on a body makes."""
+        """Return the result of `work`, which runs in a thread unless the body is `light`."""
         if light:
             return work()
         return await self._large_bodies.run(work)
 
 
 class _Threads:
-    """So many threads, and who waits for one of them: an executor keeps the work, and the body, of a client that has left."""
+    """A fixed number of threads with a queue of waiting coroutines. An executor's own queue would keep the work, and the body, of
+    a client that has disconnected."""
 
     def __init__(self, count: int, name: str) -> None:
         self._executor = ThreadPoolExecutor(count, name)
         self._free = asyncio.Semaphore(count)
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Start no further work."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, work: Callable[[], _Made]) -> _Made:
-        """What `work` makes in a thread. Who is cancelled while it runs leaves the thread taken until it has ended."""
+        """Run `work` in a thread and return its result. If the caller is cancelled, the thread stays busy until `work` has
+        ended."""
         await self._free.acquire()
         running = asyncio.get_running_loop().run_in_executor(self._executor, work)
         running.add_done_callback(lambda _: self._free.release())

@@ -1,6 +1,6 @@
-"""Proxies the requests that need no placement: token counts, tokenisation, and stored responses.
+"""Proxies requests that need no placement: token counts, tokenisation, and stored responses.
 
-Tokens and counts come from any instance of the model; a stored response only from the instance that made it.
+Any instance of the model answers for tokens and counts; only the instance that created a stored response can return it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TRIES = 2
 
 @dataclass
 class UnplacedProxy:
-    """Sends such requests. `within_s` bounds the wait for an answer."""
+    """Sends unplaced requests to instances. `timeout_s`: maximum wait for an answer, s."""
 
     upstream: Upstream
     pools: ModelPools
@@ -44,8 +44,10 @@ class UnplacedProxy:
     async def forward(
         self, model: str, path: str, payload: bytes, error_format: ErrorFormat, held: Holding
     ) -> Response:
-        """The answer of the least busy instance of the pool `model`, or of another one when it fails; `held` counts it. Raises
-        ApiRequestError. Mutates `held`."""
+        """Return the answer of the instance of `model` with the fewest open requests or, if that instance fails, of another one.
+
+        `held` counts the size of the answer. Raises ApiRequestError. Mutates `held`.
+        """
         found = self.pools.resolve(model)
         instances = {one.instance_id: one for one in found[0].pool.instances} if found else {}
         tried: tuple[str, ...] = ()
@@ -70,7 +72,8 @@ class UnplacedProxy:
         raise ApiRequestError(503, "No instance is ready.", type_="server_error", code="no_instance", retry_after_s=1.0)
 
     async def stored(self, request: Request, tenant: str) -> Response | None:
-        """Read or cancel a stored response where it is; None when it was streamed. Raises ApiRequestError."""
+        """Read or cancel a stored response on the instance that has it. Return None if the answer was streamed. Raises
+        ApiRequestError."""
         found = STORED_RESPONSE_PATH.fullmatch(request.path)
         assert found is not None, "the route matched"
         id_ = unquote(found[1])
@@ -79,7 +82,7 @@ class UnplacedProxy:
         if here is None:
             raise not_stored(id_)
         asked = [(name, value) for name, value in parse_qsl(request.query) if name in _QUERY]
-        # A head has no body to stream: HEAD is answered as the whole response would be.
+        # An answer to HEAD has no body to stream, so it is the head of the whole response.
         asked = [] if request.method == "HEAD" else asked
         path = f"/v1/responses/{id_}{found[2] or ''}" + (f"?{urlencode(asked)}" if asked else "")
         try:
@@ -88,7 +91,7 @@ class UnplacedProxy:
                 self._exchange(instances[here], "POST" if found[2] else "GET", path) as answer,
             ):
                 if answer.status < 400 and answer.media_type == "text/event-stream" and await answer.begun():
-                    limit.reschedule(None)  # a stream lasts as long as it does
+                    limit.reschedule(None)  # the timeout does not apply to the length of a stream
                     await _relay(answer, request)
                     return None
                 body = await self.upstream.read_all(answer, held=request.held_answer)
@@ -100,8 +103,8 @@ class UnplacedProxy:
     async def _exchange(
         self, instance: placement_pb2.InstanceRef, method: str, path: str, payload: bytes = b""
     ) -> AsyncIterator[UpstreamResponse]:
-        """The answer of an instance, closed at the end: where the client or the time left, nobody else would. Raises
-        UpstreamError."""
+        """Send a request and yield the instance's answer. It is closed at the end of the block, also after a timeout or a
+        disconnect. Raises UpstreamError."""
         answer = await self.upstream.send(target_of(instance), method, path, payload, _JSON)
         try:
             yield answer
@@ -110,7 +113,7 @@ class UnplacedProxy:
 
 
 async def _relay(answer: UpstreamResponse, request: Request) -> None:
-    """Pass a stream on; whatever fails ends it with an error event."""
+    """Relay a stream to the client. On a failure the stream ends with an error event."""
     events, out = SseFilter(Endpoint.RESPONSES), request.writer
     out.begin(answer.status, client_headers(answer.headers), answer)
     try:
@@ -118,7 +121,7 @@ async def _relay(answer: UpstreamResponse, request: Request) -> None:
     except UpstreamError:
         out.write(events.failure_event())
     except asyncio.CancelledError:
-        if not out.lost:  # the drain is over
+        if not out.lost:  # the client is still connected: the drain has ended
             out.write(events.failure_event())
             out.end()
         raise

@@ -1,7 +1,7 @@
-"""The gateway's side of limits that hold over all gateways: reports what keys have used, and asks for leases.
+"""The gateway's side of API key limits that all gateways share: it reports the keys' usage and requests leases.
 
-Reports go to one router once a second, about keys that were used, and at once where a request waits for more of a lease. While no
-router answers, requests are admitted by this gateway's share of the limits.
+Reports on used keys are sent to one router once a second, and at once if a request waits for a larger lease. While no router
+answers, this gateway admits requests by its share of the limits.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from pointsman.router.v1 import placement_pb2
 
 log = structlog.get_logger()
 
+# Interval between two reports, s. Also the maximum wait for the answer to a report.
 PERIOD_S = 1.0
-# How long a request waits for an answer; then the router counts as away.
+# Maximum time that a request waits for a lease, s. After it the router counts as unreachable.
 ANSWER_S = 0.25
-# How long a request that is granted something, which others take before it, goes on asking.
+# Maximum time for which a request asks for a lease again, s. Other requests may use up what was granted before it is admitted.
 ASK_AGAIN_S = 1.0
-# The router forgets a process that it has not heard of for three times as long.
+# Maximum interval between two reports, s. The router forgets a process that sends none for three times this interval.
 HEARTBEAT_S = 5.0
+# Maximum number of keys in a report.
 MAX_KEYS = 1_000
+# Maximum number of unanswered reports while no router accounts for limits.
 _MAX_UNANSWERED = 4
 
 
 class LeaseClient:
-    """Keeps a RateLimiter's leases. Belongs to the event loop that start() ran on."""
+    """Renews the leases of a RateLimiter. All calls must come from the event loop that start() ran on."""
 
     def __init__(
         self,
@@ -44,15 +47,15 @@ class LeaseClient:
         limited: Callable[[], bool],
         on_accounted: Callable[[bool], None],
     ) -> None:
-        """`gateway` is the name that all processes of a gateway share; `limited` tells whether any key has limits."""
+        """`gateway`: the name that all processes of a gateway share. `limited` returns whether any key has limits."""
         self._limiter = limiter
         self._router = router
         self._gateway = gateway
         self._limited = limited
         self._on_accounted = on_accounted
         self._session: RouterSession | None = None
-        self._full = True  # the next report must name all that is in flight
-        self._sent: deque[float] = deque()  # when reports that are not answered were sent; monotonic s
+        self._full = True  # the next report must name all keys with requests in flight
+        self._sent: deque[float] = deque()  # times at which the unanswered reports were sent, monotonic s
         self._sent_at = 0.0
         self._due: dict[bytes, None] = {}
         self._waiting: dict[bytes, asyncio.Future[None]] = {}
@@ -60,13 +63,13 @@ class LeaseClient:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to report."""
+        """Start to send reports."""
         self._router.on_usage = self._answered
         self._router.on_routes = self._check_route
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Report a last time, so that other gateways have what this one gives back; before the router's client is closed."""
+        """Send a last report, which returns the leases to other gateways. Call before the router client is closed."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -74,7 +77,7 @@ class LeaseClient:
         self._report()
 
     async def admit(self, client: Client) -> Admission:
-        """Admit one request of the client; waits only where its lease is used up. Raises RateLimited."""
+        """Admit one request of the client. Waits only if the key's lease is used up. Raises RateLimited."""
         now = time.monotonic()
         give_up_at = now + ASK_AGAIN_S
         while True:
@@ -90,7 +93,7 @@ class LeaseClient:
             loop = asyncio.get_running_loop()
             waiting = self._waiting[name] = loop.create_future()
             if not self._due:
-                loop.call_soon(self._send_due)  # with the other requests that came in the same moment
+                loop.call_soon(self._send_due)  # one report for all keys of this iteration of the loop
             self._due[name] = None
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -114,7 +117,7 @@ class LeaseClient:
             try:
                 self._report()
             except Exception:
-                # A fault must not end what gives leases back; the next report tries again.
+                # A fault must not end this task, which returns leases; the next report tries again.
                 log.exception("a fault in the report of keys' usage")
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
@@ -122,7 +125,7 @@ class LeaseClient:
                     await self._wake.wait()
 
     def _check_route(self) -> None:
-        """Which router accounts may have changed."""
+        """Switch to the router that now accounts for limits, if it is another one."""
         session = self._router.usage_session()
         if session is self._session:
             return
@@ -130,7 +133,7 @@ class LeaseClient:
         self._sent.clear()
         self._full = True
         self._set_accounted(session is not None)
-        # A router that takes over grants what it has not been told of as used.
+        # Report at once: a router that takes over may grant unreported usage a second time.
         self._wake.set()
 
     def _set_accounted(self, accounted: bool) -> None:
@@ -144,14 +147,14 @@ class LeaseClient:
             self._release()
 
     def _release(self) -> None:
-        """Let all requests that wait for an answer look again."""
+        """Wake all requests that wait for a lease, so that they try again."""
         waiting, self._waiting = self._waiting, {}
         for one in waiting.values():
             if not one.done():
                 one.set_result(None)
 
     def _report(self) -> None:
-        """The regular report; to a router that does not answer an empty one, now and then, until it does."""
+        """Send the regular report. While no router accounts for limits, send an empty one instead, up to _MAX_UNANSWERED."""
         if self._session is None:
             return
         now = time.monotonic()

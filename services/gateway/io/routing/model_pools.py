@@ -1,4 +1,4 @@
-"""The models of the fleet as routers last told them, each with a check of its tokenizer against the engines."""
+"""The models of the fleet as routers last reported them, each with a check of its tokenizer against the engines."""
 
 from __future__ import annotations
 
@@ -30,13 +30,16 @@ from pointsman.router.v1 import placement_pb2
 
 log = structlog.get_logger()
 
+# Number of different token counts in a row after which a tokenizer is checked again.
 MISMATCHES = 3
+# Maximum wait for a tokenizer to be loaded, s.
 LOAD_S = 30.0
+# APIs whose bodies the gateway converts before it renders a prompt.
 _CONVERTED = frozenset({Endpoint.RESPONSES, Endpoint.MESSAGES})
 
 
 class ModelPools:
-    """All models of the fleet as last told, each with its self-check. update() is called whenever the fleet changes."""
+    """All models of the fleet, each with the check of its tokenizer. update() is called whenever the fleet changes."""
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class ModelPools:
         cache: TokenCache,
         hub: HubRules,
     ) -> None:
-        """`hub`: its owners are those of whom `tokenizers` names nothing."""
+        """`hub`: its `owners` restrict only tokenizers that `tokenizers` does not name."""
         self._hub = hub
         self._upstream = upstream
         self._telemetry = telemetry
@@ -55,13 +58,11 @@ class ModelPools:
         self._states: dict[str, PoolState] = {}
         self._checks: dict[str, PoolCheck] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._loading: dict[
-            tuple[str, bool], asyncio.Future[ModelTokenizer]
-        ] = {}  # by source, and whether it is to be the newest
+        self._loading: dict[tuple[str, bool], asyncio.Future[ModelTokenizer]] = {}  # (source, newest) -> the tokenizer
         self._names: dict[str, tuple[str, str]] = {}  # any name -> (pool, LoRA adapter or "")
 
     def update(self, pools: Sequence[placement_pb2.Pool]) -> None:
-        """Take over the fleet's pools, all of them, and check new instances in the background. Mutates."""
+        """Set the pools of the fleet, and check new instances in the background. Mutates."""
         gone = self._states.keys() - {pool.model for pool in pools}
         for model in gone:
             del self._states[model]
@@ -79,28 +80,32 @@ class ModelPools:
             self._publish(state)
 
     def resolve(self, name: str) -> tuple[PoolState, str] | None:
-        """The pool that a client's `name` means, and the LoRA adapter it names ("" for none); None when unknown."""
+        """Return the pool that a client's `name` refers to and the LoRA adapter ("" for none); None if the name is unknown."""
         found = self._names.get(name)
         return (self._states[found[0]], found[1]) if found else None
 
     def context_of(self, name: str) -> int:
-        """The context in tokens of what a client's `name` means; 0 when it is unknown. May be called in any thread."""
+        """Return the context length of the model that a client's `name` refers to, in tokens; 0 if it is unknown. May be called
+        from any thread."""
         found = self._names.get(name)
         state = self._states.get(found[0]) if found else None
         return state.pool.max_model_len if state else 0
 
     def states(self) -> list[PoolState]:
-        """All pools by name."""
+        """Return all pools, sorted by name."""
         return [self._states[model] for model in sorted(self._states)]
 
     def names(self, aliases: Mapping[str, str]) -> list[tuple[str, str]]:
-        """Every name that a client may ask for, with its pool's. An alias of a name that nobody serves is none."""
+        """Return every name that a client may request, with the name of its pool. Aliases of names without a pool are omitted."""
         known = {name: pool for name, (pool, _) in self._names.items()}
         return sorted((known | {alias: known[name] for alias, name in aliases.items() if name in known}).items())
 
     def check_token_count(self, state: PoolState, endpoint: Endpoint, ours: int, engines: int) -> None:
-        """Compare our count of a prompt's tokens with the engine's; after three disagreements in a row check again. An API
-        whose bodies are converted (the check cannot see that) is placed without keys from then on. Mutates."""
+        """Compare the gateway's count of a prompt's tokens with the engine's. Mutates.
+
+        After MISMATCHES different counts in a row the tokenizer is checked again. An API whose bodies are converted is instead
+        placed without block keys from then on, because the check does not cover the conversion.
+        """
         if ours == engines:
             state.mismatches[endpoint] = 0
             return
@@ -118,7 +123,7 @@ class ModelPools:
             self._checks[state.pool.model].notice(again=True)
 
     async def checked(self) -> None:
-        """Until the checks that are under way are over, or wait for something to change."""
+        """Wait until every running check has ended or waits for a change."""
         await asyncio.gather(*(check.rested() for check in self._checks.values()))
 
     async def close(self) -> None:
@@ -128,10 +133,10 @@ class ModelPools:
     def _publish(self, state: PoolState) -> None:
         self._telemetry.tokenizer_is_exact(state.pool.model, state.tokenizer_status is TokenizerStatus.EXACT)
 
-    # What checks ask.
+    # Calls from checks (Tokenizers).
 
     def set_status(self, state: PoolState, tokenizer_status: TokenizerStatus, reason: str = "") -> None:
-        """As Tokenizers has it."""
+        """See Tokenizers."""
         if (state.tokenizer_status, state.reason) == (tokenizer_status, reason):
             return
         state.tokenizer_status, state.reason = tokenizer_status, reason
@@ -142,15 +147,15 @@ class ModelPools:
             log.warning("placing without block keys", model=state.pool.model, reason=reason)
 
     def source(self, state: PoolState) -> str:
-        """As Tokenizers has it."""
+        """See Tokenizers."""
         return self._tokenizers.get(state.pool.model) or state.pool.model_root
 
     def is_pinned(self, source: str) -> bool:
-        """As Tokenizers has it: what an operator names."""
+        """See Tokenizers. Sources that the operator has set are pinned."""
         return source in self._tokenizers.values()
 
     async def load(self, source: str, *, newest: bool = False) -> ModelTokenizer:
-        """As Tokenizers has it; HubUnreachable also where it does not come in time."""
+        """See Tokenizers. Raises HubUnreachable also if loading takes longer than LOAD_S."""
         loading = self._loading.get((source, newest))
         if loading is None:
             pinned = self.is_pinned(source)
@@ -164,7 +169,7 @@ class ModelPools:
             raise HubUnreachable(f"{source!r} has not come from the hub in {LOAD_S:g} s") from None
 
     async def compare(self, state: PoolState, url: str) -> str | None:
-        """As Tokenizers has it."""
+        """See Tokenizers."""
         assert state.tokenizer is not None
         try:
             return await first_difference(self._upstream, url, state.pool.model, state.tokenizer)
@@ -174,8 +179,8 @@ class ModelPools:
 
 
 def _load_aside(source: str, hub: HubRules, newest: bool, cache: TokenCache) -> asyncio.Future[ModelTokenizer]:
-    """The tokenizer of `source`, by a thread of its own: a hub that never answers may hold neither the threads that tokenise
-    nor the process's end."""
+    """Load the tokenizer of `source` in a separate daemon thread. A hub that never answers then blocks neither the threads that
+    tokenise nor the end of the process."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[ModelTokenizer] = loop.create_future()
 
@@ -186,7 +191,7 @@ def _load_aside(source: str, hub: HubRules, newest: bool, cache: TokenCache) -> 
             found.set_result(tokenizer)
         elif error is not None:
             found.set_exception(error)
-            found.exception()  # whoever waited may have left
+            found.exception()  # marks the error as retrieved: the waiting task may have been cancelled
 
     def load() -> None:
         tokenizer: ModelTokenizer | None = None
@@ -196,10 +201,10 @@ def _load_aside(source: str, hub: HubRules, newest: bool, cache: TokenCache) -> 
         except TokenizerNotFound as missing:
             failed = missing
         except Exception as error:
-            # Files that nobody expects: the tokenizer that is in use, if any, stays.
+            # Unexpected file contents: a tokenizer that is in use stays in use.
             log.exception("a tokenizer cannot be read", source=source)
             failed = TokenizerNotFound(f"the tokenizer of {source!r} cannot be read: {type(error).__name__}")
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(tell, tokenizer, failed)
 
     threading.Thread(target=load, name="tokenizer", daemon=True).start()

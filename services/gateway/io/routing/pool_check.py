@@ -1,4 +1,4 @@
-"""Keeps one model's tokenizer equal to its engines': has it loaded, compared with each of their incarnations, and replaced."""
+"""The check of one model's tokenizer: it is loaded, compared with each incarnation of the engines, and replaced if it differs."""
 
 from __future__ import annotations
 
@@ -15,34 +15,39 @@ from pointsman.gateway.io.tokenizer_files import HubUnreachable, TokenizerNotFou
 
 log = structlog.get_logger()
 
+# Pauses between rounds of comparisons, by the number of rounds in a row without an answer, s.
 ASK_AGAIN_S = (0.5, 1.0, 2.0, 5.0, 10.0)
-SILENT_ROUNDS = 3  # without an answer from any instance, before the model is declared without exact tokens
+# Number of rounds in a row without an answer from any instance after which the model's tokens count as inexact.
+SILENT_ROUNDS = 3
+# Pauses between tries to load from a hub that cannot be reached, by the number of tries, s.
 ASK_HUB_AGAIN_S = (5.0, 15.0, 60.0)
-REFUSED_AGAIN_S = 300.0  # what was refused may be granted, and the hub may have what fits by then
+# Pause after a refusal, s. Access may be granted, or the hub may have a matching revision, by then.
+REFUSED_AGAIN_S = 300.0
 
 
 class Tokenizers(Protocol):
-    """What a check asks of the pools that it belongs to."""
+    """The calls of a check to the pools that it belongs to."""
 
     def source(self, state: PoolState) -> str:
-        """Where the model's tokenizer is to be had."""
+        """Return the source of the model's tokenizer: a folder or a hub id."""
 
     def is_pinned(self, source: str) -> bool:
-        """Whether none but this source will do."""
+        """Return whether the operator has set this source, so that no other revision may replace it."""
 
     async def load(self, source: str, *, newest: bool = False) -> ModelTokenizer:
-        """The tokenizer of `source`. Raises TokenizerNotFound, and HubUnreachable where another try may find it."""
+        """Return the tokenizer of `source`; `newest`: query the hub. Raises TokenizerNotFound; HubUnreachable if another try may
+        find it."""
 
     async def compare(self, state: PoolState, url: str) -> str | None:
-        """What differs at an instance ("" for nothing), None when it cannot be asked now."""
+        """Return the difference to the tokens of an instance ("" for none); None if the instance does not answer."""
 
     def set_status(self, state: PoolState, tokenizer_status: TokenizerStatus, reason: str = "") -> None:
-        """Note how far the model's tokens can be trusted."""
+        """Set whether the model's tokens are exact, and the reason if they are not."""
 
 
 class PoolCheck:
-    """The check of one model. What engines say of a tokenizer counts: where they tell another source it is replaced, but as long
-    as that one cannot be had the old one is compared."""
+    """The check of one model. Engines decide: if they report another source, the tokenizer is replaced. While the new source
+    cannot be loaded, the old tokenizer stays and is compared."""
 
     def __init__(self, tokenizers: Tokenizers, state: PoolState) -> None:
         self._tokenizers = tokenizers
@@ -53,7 +58,7 @@ class PoolCheck:
         self._at_rest = asyncio.Event()
 
     def notice(self, *, again: bool = False) -> None:
-        """The model's instances or source may be others now; `again`: what is verified no longer counts."""
+        """Start or update the check when the model's instances or source may have changed. `again`: verify all of them again."""
         state, present = self._state, self._state.incarnations()
         state.differed &= present
         for known in (state.verified, state.hub_asked_for):
@@ -63,20 +68,20 @@ class PoolCheck:
             self._seen = seen
             self._changed.set()
         if present <= state.verified:
-            self._settle()  # one that differed may have left
+            self._settle()  # an instance that differed may have left
             return
-        state.inexact_endpoints.clear()  # another incarnation may be another version
+        state.inexact_endpoints.clear()  # a new incarnation may have another version of vLLM
         if self._task is None or self._task.done():
             self._at_rest.clear()
             self._task = asyncio.create_task(self._run_and_log())
 
     async def rested(self) -> None:
-        """Until it is over, or waits for something to change."""
+        """Wait until the check has ended or waits for a change."""
         if self._task is not None:
             await self._at_rest.wait()
 
     async def close(self) -> None:
-        """End it."""
+        """Cancel the check."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -85,7 +90,7 @@ class PoolCheck:
         try:
             await self._run()
         except Exception as error:
-            # Nobody awaits this task: unsaid, a fault would leave the model "checking" for ever.
+            # No task awaits this one: without the log and the status, a fault would leave the model in CHECKING forever.
             log.exception("a fault in the tokenizer check", model=self._state.pool.model)
             reason = f"the check failed: {type(error).__name__}"
             self._tokenizers.set_status(self._state, TokenizerStatus.INEXACT, reason)
@@ -93,7 +98,7 @@ class PoolCheck:
             self._at_rest.set()
 
     async def _run(self) -> None:
-        """Until every instance is verified."""
+        """Run until every instance is verified."""
         state = self._state
         missing: TokenizerNotFound | None = None
         tried, tried_for, ask_at, away, silent = "", frozenset[Incarnation](), 0.0, 0, 0
@@ -131,27 +136,27 @@ class PoolCheck:
             if state.incarnations() <= state.verified:
                 return
             if None not in compared.values():
-                continue  # others came meanwhile
+                continue  # new instances appeared during the comparison
             silent = 0 if "" in compared.values() else silent + 1
             if silent == SILENT_ROUNDS and not state.verified:
                 self._tokenizers.set_status(state, TokenizerStatus.INEXACT, "no instance answers /tokenize")
             await self._change_within(ASK_AGAIN_S[min(silent, len(ASK_AGAIN_S) - 1)])
 
     async def _change_within(self, pause_s: float) -> bool:
-        """Wait until instances or source are others than at the last look, or that long."""
+        """Wait up to `pause_s` for a change of the instances or the source; return whether there was one."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await self._changed.wait()
         return self._changed.is_set()
 
     def _settle(self) -> None:
-        """What equals every engine that could be asked is exact; one that differed when it was last asked still does."""
+        """Set EXACT if the tokenizer equals at least one engine and no engine differed at its last comparison."""
         state = self._state
         if state.verified and state.tokenizer is not None and not state.differed:
             self._tokenizers.set_status(state, TokenizerStatus.EXACT)
 
     async def _compare(self) -> dict[Incarnation, str | None]:
-        """What differs at each instance that is not verified, as compare() says it; those without a difference are, then."""
+        """Return the result of compare() for each unverified instance. Instances without a difference become verified."""
         state = self._state
         if state.tokenizer is None:
             return {}
@@ -165,7 +170,7 @@ class PoolCheck:
         return compared
 
     async def _replace(self, source: str) -> TokenizerNotFound | None:
-        """Use the tokenizer of another source; what is in the way of it."""
+        """Load and use the tokenizer of another source. Return the error if it cannot be loaded, else None."""
         try:
             self._use(source, await self._tokenizers.load(source))
         except TokenizerNotFound as missing:
@@ -174,23 +179,26 @@ class PoolCheck:
         return None
 
     def _use(self, source: str, tokenizer: ModelTokenizer) -> None:
-        """Use another tokenizer, once it has been compared."""
+        """Set another tokenizer, which is INEXACT until it has been compared."""
         state = self._state
         if state.tokenizer is not None:
-            self._tokenizers.set_status(state, TokenizerStatus.INEXACT, "another tokenizer is compared")
+            self._tokenizers.set_status(state, TokenizerStatus.INEXACT, "another tokenizer is being compared")
         state.tokenizer, state.source = tokenizer, source
         state.verified.clear()
         state.differed.clear()
 
     async def _update(self, differing: dict[Incarnation, str]) -> TokenizerNotFound | None:
-        """Use what the hub has now of a tokenizer that differs from these instances', once for each of them (and again when all
-        is tried again): its engine may have another revision than was kept here. What is in the way of it; an error without
-        words where the hub has nothing else."""
+        """Load and use the hub's current revision of a tokenizer that differs from these instances'.
+
+        An engine may have another revision than the local cache. The hub is queried once for each instance, and again when
+        everything is tried again. Return the error if there is one, else None; an error without text means that the hub has no
+        other revision.
+        """
         state = self._state
         known = differing.keys() <= state.hub_asked_for
         if known or not follows_hub(state.source, pinned=self._tokenizers.is_pinned(state.source)):
             return TokenizerNotFound("")
-        reason = f"{min(differing.values())}; the hub is asked for its revision"
+        reason = f"{min(differing.values())}; querying the hub for its current revision"
         self._tokenizers.set_status(state, TokenizerStatus.INEXACT, reason)
         try:
             newest = await self._tokenizers.load(state.source, newest=True)
@@ -204,5 +212,5 @@ class PoolCheck:
 
 
 def _passes(missing: TokenizerNotFound | None) -> bool:
-    """Whether what is in the way may be gone at another try."""
+    """Return whether another try may succeed."""
     return isinstance(missing, HubUnreachable)

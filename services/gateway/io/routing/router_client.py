@@ -1,4 +1,4 @@
-"""The gateway's client of all routers: a session to each, and every request at the router that owns its pool."""
+"""The gateway's client of all routers: it keeps a session to each and sends every request to the owner of its pool."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
 
 log = structlog.get_logger()
 
+# Maximum time to send queued messages at the end, s.
 FLUSH_TIMEOUT_S = 2.0
+# Maximum interval between two tries to find the owner of a pool, s.
 RETRY_S = 0.1
-# How long a report may wait for others to be sent with: a request's first token and end, or those of several requests.
+# Maximum delay of a report, s. It is sent together with others: a request's first token and end, or reports of several requests.
 REPORT_DELAY_S = 0.005
 
 PlacementReply = placement_pb2.Placement | placement_pb2.Refusal
@@ -33,14 +35,17 @@ def _cancellation_of(request_id: str) -> placement_pb2.Finished:
 
 
 class NoRouter(Exception):
-    """No router answers, and the grace is over."""
+    """Raised if no router answers within the grace period."""
 
 
 @dataclass(slots=True)
 class _Request:
-    """One request, from its first question to its Finished. While `answer` is open it waits at `session` (None: nowhere, since
-    `without_owner_since` in monotonic s); `instance_id` is set once it is placed, as it is announced to a router that comes
-    (back); `again` is set while it waits to be asked again."""
+    """One request, from its first submission to its Finished.
+
+    While `answer` is not done the request waits at `session` (None: it waits for an owner, since `without_owner_since` in
+    monotonic s). `instance_id` is set when the request is placed; a router that connects later receives it in a hello.
+    `retry_timer` is set while the request waits for the next submission.
+    """
 
     request: placement_pb2.PlacementRequest
     deadline: float
@@ -57,11 +62,11 @@ class _Request:
 
     @property
     def asking(self) -> bool:
-        """Whether it waits for its first step."""
+        """Whether the request waits for its first step."""
         return not self.instance_id and self.answer is not None and not self.answer.done()
 
     def open_stream(self) -> placement_pb2.OpenStream:
-        """The stream of one that is placed."""
+        """Return the message that announces a placed request."""
         return placement_pb2.OpenStream(
             request=self.request,
             instance_id=self.instance_id,
@@ -72,8 +77,10 @@ class _Request:
 
 
 class RouterClient:
-    """Asks routers and reports to them. Everything happens on the event loop that start() ran on. `gateway_id` is never used
-    again by another process: routers keep it for the one that had it first."""
+    """Sends requests and reports to routers. All calls must come from the event loop that start() ran on.
+
+    `gateway_id` must be unique for this process: routers reserve it for the process that used it first.
+    """
 
     def __init__(
         self,
@@ -94,30 +101,33 @@ class RouterClient:
         self._owners = PoolOwners()
         self._sessions: dict[str, RouterSession] = {}
         self._requests: dict[str, _Request] = {}
-        self._routes: dict[str, RouterSession] = {}  # model -> the owner's session, while nothing changes
-        self._announced_epochs: dict[str, tuple[str, int]] = {}  # pool -> who knows its streams, and since which epoch
+        self._routes: dict[str, RouterSession] = {}  # cache: model -> the owner's session; cleared by each change
+        self._announced_epochs: dict[str, tuple[str, int]] = {}  # pool -> router id and epoch of the last hello
         self._lost_at = 0.0
         self._closing = False
         self._ended: set[asyncio.Task[None]] = set()
         self.on_usage: Callable[[RouterSession, placement_pb2.UsageAnswer], None] = lambda session, answer: None
-        self.on_routes: Callable[[], None] = lambda: None  # a session began or ended, or a pool has another owner
+        self.on_routes: Callable[[], None] = lambda: None  # called after a session or a pool's owner changed
 
     @property
     def connected(self) -> bool:
-        """Whether a router has welcomed this gateway and the stream still stands."""
+        """Whether at least one session with a router is open."""
         return any(session.connected for session in self._sessions.values())
 
     def inflight(self) -> dict[str, int]:
-        """Open requests by instance id."""
+        """Return the number of open requests by instance id."""
         return Counter(one.instance_id for one in self._requests.values() if one.instance_id)
 
     @property
     def open_count(self) -> int:
-        """How many requests are placed and not finished."""
+        """Number of requests that are placed and not finished."""
         return sum(bool(one.instance_id) for one in self._requests.values())
 
     def usage_session(self) -> RouterSession | None:
-        """The session with the router that accounts for API keys' limits: the owner of the first pool by name that has one."""
+        """Return the session with the router that accounts for API keys' limits; None if there is none.
+
+        This router is the owner of the first pool by name that has an owner.
+        """
         owner = self._owners.first_owner()
         return next(
             (
@@ -132,22 +142,25 @@ class RouterClient:
         )
 
     async def start(self) -> None:
-        """Begin dialling; returns at once."""
+        """Start to dial; return at once."""
         self._lost_at = time.monotonic()
         for address in self._configured:
             self._dial(address)
 
     async def close(self) -> None:
-        """Send what is still to be told, and hang up when the routers have read it (or after FLUSH_S)."""
+        """Send the queued messages, and close the sessions when the routers have read them (or after FLUSH_TIMEOUT_S)."""
         self._closing = True
         await asyncio.gather(*(session.close(FLUSH_TIMEOUT_S) for session in self._sessions.values()), *self._ended)
 
     async def first_step(
         self, request: placement_pb2.PlacementRequest, timeout_s: float, first_token_by: float | None = None
     ) -> PlacementReply:
-        """The first step of `request`, or its refusal. A request whose router dies, or owns its pool no more, is submitted again
-        to the new owner with its age and what is left of `timeout_s` and until `first_token_by` (monotonic s; None: no matter).
-        Raises NoRouter when no owner answers within the grace."""
+        """Submit `request` and return its first step or its refusal.
+
+        If the router dies or loses the pool, the request is submitted to the new owner with its age and the remaining parts of
+        `timeout_s` and of the time to `first_token_by` (monotonic s; None: no deadline). Raises NoRouter if no owner answers
+        within the grace period.
+        """
         answer = asyncio.get_running_loop().create_future()
         one = _Request(request, time.monotonic() + timeout_s, answer=answer, first_token_by=first_token_by)
         self._requests[request.request_id] = one
@@ -157,9 +170,11 @@ class RouterClient:
     async def next_step(
         self, request_id: str, index: int, error: str, instance_failed: bool, timeout_s: float
     ) -> PlacementReply:
-        """Report a PREFILL step's end (`error` empty: done) and wait for the step after it; the router is told that the caller
-        waits for `timeout_s`. Raises NoRouter: a router that comes back, or a new owner, knows the request as an open one, not
-        its plan."""
+        """Report the end of a PREFILL step (`error` empty: done) and return the next step or a refusal.
+
+        The router receives `timeout_s`, the caller's maximum wait. Raises NoRouter if the router is lost: a router that
+        reconnects, or a new owner, receives the open request but not its plan.
+        """
         one = self._requests[request_id]
         one.session = self._route(one.request.model)
         if one.session is None:
@@ -172,14 +187,14 @@ class RouterClient:
         return await self._answered(one)
 
     def step_done(self, request_id: str, index: int) -> None:
-        """Report that a PREFILL step is done, where the step after it is under way already."""
+        """Report that a PREFILL step is done whose next step has already been sent."""
         one = self._requests.get(request_id)
         if one is not None:
             done = placement_pb2.StepDone(request_id=request_id, step_index=index, ok=True)
             self._report(one, placement_pb2.SessionRequest(step_done=done))
 
     def placed(self, request: placement_pb2.PlacementRequest, instance_id: str, cached_tokens: int) -> None:
-        """Remember where a request runs, until finished(), and drop its keys: nobody is asked about it again."""
+        """Store the instance of a request until finished(), and drop its block keys: the request is not submitted again."""
         one = self._requests.get(request.request_id)
         if one is None:
             one = self._requests[request.request_id] = _Request(request, 0.0)
@@ -187,13 +202,13 @@ class RouterClient:
         one.instance_id, one.cached_tokens = instance_id, cached_tokens
 
     def served_alone(self, request_id: str) -> None:
-        """Report that a request runs where placed() said last, without the step that its router was to tell."""
+        """Report that a request runs on the instance of the last placed(), without the step that its router would have sent."""
         one = self._requests.get(request_id)
         if one is not None:
             self._report(one, placement_pb2.SessionRequest(open_stream=one.open_stream()))
 
     def first_token(self, request_id: str, refused_by: Sequence[str] = ()) -> None:
-        """Report the first byte, and who refused the request before."""
+        """Report a request's first byte, and the instances that refused the request before."""
         one = self._requests.get(request_id)
         if one is None or not one.instance_id:
             return
@@ -202,19 +217,20 @@ class RouterClient:
         self._report(one, placement_pb2.SessionRequest(first_token=first_token))
 
     def set_token_counter(self, request_id: str, generated: Callable[[], int]) -> None:
-        """Where to read, when it is announced, how many tokens a request has generated."""
+        """Set the function that returns the number of tokens generated so far, which is read when the request is announced."""
         one = self._requests.get(request_id)
         if one is not None:
             one.generated = generated
 
     def finished(self, finished: placement_pb2.Finished) -> None:
-        """Report an attempt's end. While no router is there, not listing it in the next hello says the same."""
+        """Report an attempt's end. If no router is connected, the next hello reports the end by not listing the attempt."""
         one = self._requests.pop(finished.request_id, None)
         if one is not None:
             self._report(one, placement_pb2.SessionRequest(finished=finished))
 
     async def explain(self, request: placement_pb2.PlacementRequest, timeout_s: float) -> fleet_pb2.Decision:
-        """What would be decided on `request`; nothing is reserved. Raises NoRouter, or grpc.aio.AioRpcError as it came."""
+        """Return the decision that a router would make on `request`, without a reservation. Raises NoRouter and
+        grpc.aio.AioRpcError."""
         session = self._route(request.model) or next((one for one in self._sessions.values() if one.connected), None)
         if session is None or session.channel is None:
             raise NoRouter
@@ -224,11 +240,14 @@ class RouterClient:
         )
         return answer.decision
 
-    # Where to.
+    # Choice of the router.
 
     def _route(self, model: str, now_at: RouterSession | None = None) -> RouterSession | None:
-        """The session with the owner of the model's pool. Where no owner is known: `now_at`, which may have an answer on its way,
-        or any session, whose router will say."""
+        """Return the session with the owner of the model's pool; None if the owner is not connected.
+
+        If no owner is known, return `now_at`, where an answer may be on its way, or any other session: its router answers with a
+        refusal or places the request.
+        """
         if (known := self._routes.get(model)) is not None:
             return known
         connected = [session for session in self._sessions.values() if session.connected]
@@ -247,13 +266,13 @@ class RouterClient:
         if session is not None:
             session.send(message, REPORT_DELAY_S)
             return
-        # Whichever router has the request: to the others it says nothing. While a first session is being opened it waits behind
-        # its hello.
+        # The router with the request is unknown, so all receive the report; the others ignore it. In a session that is being
+        # opened, the report is queued behind the hello.
         for dialled in self._sessions.values():
             dialled.send(message, REPORT_DELAY_S)
 
     def _submit(self, one: _Request) -> None:
-        """Ask the owner for a first step; where there is none, wait for one."""
+        """Submit a request to the owner for its first step; without an owner, wait for one."""
         if one.retry_timer is not None:
             one.retry_timer.cancel()
             one.retry_timer = None
@@ -275,7 +294,7 @@ class RouterClient:
         one.session.send(placement_pb2.SessionRequest(place=one.request))
 
     def _wait_for_owner(self, one: _Request) -> None:
-        """Wait for an owner; give up when the grace is over."""
+        """Schedule the next submission; fail the request with NoRouter when the wait for an owner has ended."""
         now = time.monotonic()
         if one.without_owner_since is None:
             one.without_owner_since = now
@@ -304,7 +323,7 @@ class RouterClient:
             self._requests.pop(one.request.request_id, None)
         return step
 
-    # What sessions tell.
+    # Callbacks of sessions.
 
     def _dial(self, address: str) -> None:
         session = RouterSession(
@@ -320,7 +339,8 @@ class RouterClient:
         session.start()
 
     def _is_reached_elsewhere(self, session: RouterSession, router_id: str) -> bool:
-        """Whether another session stands with that router, as when a service's name and the router's own both lead to it."""
+        """Return whether another session is connected to this router. A service's name and the router's own address may both lead
+        to it."""
         return any(
             other.connected and other.router_id == router_id and other is not session
             for other in self._sessions.values()
@@ -342,7 +362,8 @@ class RouterClient:
             self._on_connected(True)
         for pool, (router_id, _) in list(self._announced_epochs.items()):
             if router_id == session.router_id:
-                # A hello has told this router all; what it owns is noted when it says so.
+                # The new session's hello has announced all requests. Pools are added again when the router reports that it owns
+                # them.
                 del self._announced_epochs[pool]
         self._reroute()
 
@@ -360,7 +381,7 @@ class RouterClient:
         self.on_routes()
 
     def _detach(self, one: _Request) -> None:
-        """The session that the request waits at is not the one to wait at any more."""
+        """Detach a request from its session. A placed request that waits for its next step fails with NoRouter."""
         one.session = None
         if one.instance_id and one.answer is not None and not one.answer.done():
             one.answer.set_exception(NoRouter())
@@ -385,8 +406,8 @@ class RouterClient:
     def _deliver(self, session: RouterSession, request_id: str, step: PlacementReply) -> None:
         one = self._requests.get(request_id)
         if one is None or one.session is not session:
-            # The client left meanwhile, or it was asked again elsewhere: whoever placed it here is to know that nobody comes.
-            # A later step reserves nothing that the request's own end does not give back.
+            # The client has disconnected, or the request was submitted to another router: this router must release its
+            # reservation. A later step needs no message, because the end of the request releases its reservations.
             if isinstance(step, placement_pb2.Placement) and step.step.index == 0:
                 session.send(placement_pb2.SessionRequest(finished=_cancellation_of(request_id)), REPORT_DELAY_S)
             return
@@ -402,7 +423,7 @@ class RouterClient:
         one.answer.set_result(step)
 
     def _fleet_changed(self) -> None:
-        """The fleet, or who owns its pools, may have changed."""
+        """Apply a change of the fleet or of the owners of its pools: dial, announce, and route requests again."""
         pools = self._owners.pools()
         wanted = {*self._configured, *self._unreached(pools)}
         for address in wanted - self._sessions.keys():
@@ -413,7 +434,7 @@ class RouterClient:
                 self._ended.add(ended)
                 ended.add_done_callback(self._ended.discard)
         for session in self._sessions.values():
-            # A new epoch begins with what was written down, whoever had the pool before.
+            # The owner of a new epoch starts from stored state, even if it is the previous owner, so all requests are announced.
             taken = {
                 pool.model: (session.router_id, pool.owner.epoch)
                 for pool in pools
@@ -430,7 +451,7 @@ class RouterClient:
         self.on_routes()
 
     def _unreached(self, pools: Sequence[placement_pb2.Pool]) -> set[str]:
-        """The addresses of owners that no session stands with."""
+        """Return the addresses of owners without a connected session."""
         reached = {session.router_id for session in self._sessions.values() if session.connected}
         return {
             pool.owner.address
@@ -439,7 +460,7 @@ class RouterClient:
         }
 
     def _reroute(self) -> None:
-        """Submit what waits at the wrong router, or nowhere, to the right one."""
+        """Submit each waiting request whose session is not the right one, or which has none, to the right router."""
         for one in list(self._requests.values()):
             if one.answer is None or one.answer.done():
                 continue

@@ -1,4 +1,4 @@
-"""One gRPC stream to one router, reopened whenever it ends."""
+"""A gRPC stream to one router, which is opened again whenever it ends."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
 
 log = structlog.get_logger()
 
+# Timeout of the router's welcome, s.
 WELCOME_S = 3.0
-# A router that starts beside its gateways listens some seconds later.
+# Time after the start in which an unavailable router is not logged, s. A router that starts together with its gateways listens
+# some seconds later.
 STARTUP_S = 10.0
+# First and maximum pause before the stream is opened again, s. Each failure doubles the pause.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 
 _Queue = BatchQueue[placement_pb2.SessionRequest]
 
 
 class RouterSession:
-    """Dials `address` for ever. `hello` makes the first message; the callbacks get the session that they are about.
+    """Keeps a stream to `address` open. `hello` returns the first message; the callbacks receive the session that they concern.
 
-    A router ends a gateway's stream when the gateway opens another, so while `reached` says that another session stands with
-    the router that this one had, it waits.
+    A router ends a gateway's stream when the gateway opens another one. The session therefore does not dial while `reached`
+    returns that another session is connected to the same router.
     """
 
     def __init__(
@@ -60,21 +63,21 @@ class RouterSession:
 
     @property
     def connected(self) -> bool:
-        """Whether the router has welcomed this gateway and the stream still stands."""
+        """Whether the router has welcomed this gateway and the stream is open."""
         return self.channel is not None
 
     def start(self) -> None:
-        """Begin dialling; returns at once."""
+        """Start to dial; return at once."""
         self._task = asyncio.create_task(self._run())
 
     def send(self, message: placement_pb2.SessionRequest, max_delay_s: float = 0.0) -> None:
-        """Queue a message, to be sent with others `within_s`; while no stream stands it is dropped, and the next hello tells what
-        it would have."""
+        """Queue a message, to be sent with others within `max_delay_s`. Without an open stream the message is dropped; the next
+        hello contains its information."""
         if self._batch_queue is not None:
             self._batch_queue.put(message, max_delay_s)
 
     async def close(self, flush_s: float) -> None:
-        """Send what is still to be told, and hang up when the router has read it (or after `flush_s`)."""
+        """Send the queued messages, and close the stream when the router has read them (or after `flush_s`)."""
         self._closing = True
         if self._task is None:
             return
@@ -104,7 +107,7 @@ class RouterSession:
             except OutOfStep as error:
                 reason = str(error)
             except Exception as error:
-                # This task is the gateway's only tie to the router: a fault ends the session, never the task.
+                # A fault ends the session but not this task, which is the gateway's only connection to the router.
                 log.exception("a fault in the session with the router", router=self.address)
                 reason = f"fault: {type(error).__name__}"
             welcomed, self.channel, self._batch_queue, self.router_id = self.connected, None, None, ""
@@ -119,18 +122,19 @@ class RouterSession:
             if welcomed or (reason != logged_reason and not may_be_starting):
                 log.warning("no session with the router", router=self.address, reason=reason)
                 logged_reason = reason
-            # Gateways that lost the same router must not come back in step.
+            # A random pause, so that gateways that lost the same router do not dial it at the same time.
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(pause * 2, MAX_PAUSE_S)
 
     async def _session(self) -> None:
-        """One stream from hello to its end. Raises AioRpcError or TimeoutError; returns when the router ends it."""
+        """Run one stream from the hello to its end. Returns when the router ends it. Raises AioRpcError or TimeoutError."""
         async with open_channel(self.address) as channel:
-            # grpc-stubs types the synchronous call only.
+            # grpc-stubs has types for the synchronous call only.
             open_session: Any = placement_pb2_grpc.PlacementServiceStub(channel).Session
             call = open_session(metadata=self._metadata())
-            # From here on reports queue up behind the hello: what ends between hello and welcome is not lost. A request placed
-            # locally in between is not announced; the router undercounts it until it ends, which is harmless.
+            # From here on reports are queued behind the hello, so the end of a request between hello and welcome is not lost. A
+            # request that is placed locally in this time is not announced. The router does not count it until it ends, which is
+            # harmless.
             batch_queue: _Queue = BatchQueue()
             self._batch_queue = batch_queue
             self.send(placement_pb2.SessionRequest(hello=self._hello()))

@@ -1,4 +1,4 @@
-"""Compares a tokenizer with an engine's: a handful of probes through its /tokenize, id by id."""
+"""Compares a tokenizer with an engine's: sends a few probes to /tokenize and compares the token ids."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman.gateway.core.tokens.tokenizer_probes import CHATS, TEXTS
 from pointsman.gateway.io.engines.engine_client import Upstream
 
+# Timeout of one probe, s.
 PROBE_S = 10.0
 
 
 async def first_difference(upstream: Upstream, url: str, model: str, tokenizer: ModelTokenizer) -> str:
-    """The first probe on which `tokenizer` and the engine at `url` disagree, in words; empty when they agree on all.
+    """Return a description of the first probe on which `tokenizer` and the engine at `url` differ; empty if all are equal.
 
-    A chat that both refuse counts as agreement. Raises UpstreamError when the engine cannot be asked.
+    A chat that `tokenizer` refuses counts as equal. Raises UpstreamError if the engine cannot be reached.
     """
     for at, text in enumerate(TEXTS):
         for special in (True, False):

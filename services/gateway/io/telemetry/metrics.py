@@ -1,4 +1,4 @@
-"""The gateway's Prometheus metrics; label values are bounded, and never what a client wrote."""
+"""The gateway's Prometheus metrics. The number of label values is bounded, and none is text from a client."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ _CODES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
 _TPOT_S = (0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150, 600)
-# A model that has left the fleet keeps its counters for so long: its open requests end, and a scrape sees their last values.
+# Time for which a model that has left the fleet keeps its counters, s. Its open requests end in it, and a scrape reads their last
+# values.
 GONE_MODEL_S = 900.0
 
 
 class GatewayMetrics:
-    """One gateway's metrics, in a registry of its own so that several can live in one process.
+    """One gateway's metrics, in a separate registry so that a process can have several gateways.
 
-    Series with a model are those of the fleet's models (`keep_models`) and of those that left it in the last GONE_MODEL_S; what
-    belongs to another one is counted with the model "".
+    The label `model` is a model of the fleet (`keep_models`) or one that left it in the last GONE_MODEL_S. Requests for any other
+    model are counted with the model "".
     """
 
     def __init__(self, token_cache: TokenCache, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` tells s."""
+        """`clock` returns s."""
         self._clock = clock
-        # Model -> until when its counters stay; infinite while the fleet has it.
+        # Model -> time until which its counters are kept; infinite while the fleet has the model.
         self._models: dict[str, float] = {}
         self.registry = CollectorRegistry()
-        # Before all others: they are read in this order.
+        # Registered first, because collectors run in this order: series of gone models end before they are read.
         self.registry.register(_EndOfGoneModels(self._end_gone_models))
         self.registry.register(_TokenCacheCollector(token_cache))
         of = self.registry
@@ -46,21 +47,21 @@ class GatewayMetrics:
                 f"{name}requests", "Answers by model, route and HTTP status", ["model", "route", "status"], registry=of
             )
         )
-        # Tenants are those of the keys file alone, and models those of the fleet.
+        # Tenants come only from the API keys, and models only from the fleet.
         who = ["tenant", "model"]
         self._tenant_counters = tuple(
             MetricChildren(Counter(f"{name}tenant_{what}", documentation, who, registry=of))
             for what, documentation in (
                 ("requests", "Requests by tenant"),
-                ("prompt_tokens", "Tokens of answered prompts, cached ones too"),
-                ("cached_tokens", "Those of them that engines had cached"),
+                ("prompt_tokens", "Prompt tokens of answered requests, including cached ones"),
+                ("cached_tokens", "Prompt tokens of answered requests that engines had cached"),
                 ("completion_tokens", "Tokens of answers"),
             )
         )
         self.outcomes = Counter(f"{name}attempts", "Placed attempts by outcome", ["outcome"], registry=of)
         self.retries = Counter(f"{name}retries", "Attempts after the first", registry=of)
         self._refusals = Counter(f"{name}refusals", "Requests that the router refused, by code", ["code"], registry=of)
-        self.limited = Counter(f"{name}limited", "Requests beyond their key's limits", registry=of)
+        self.limited = Counter(f"{name}limited", "Requests refused by their key's limits", registry=of)
         self.accounted = Gauge(
             f"{name}limits_accounted",
             "1 while a router accounts for keys' limits, 0 while this gateway admits its share of them",
@@ -68,49 +69,63 @@ class GatewayMetrics:
         )
         self.limit_gateways = Gauge(
             f"{name}limit_gateways",
-            "Gateways that share keys' limits: without a router each admits so small a part",
+            "Gateways that share keys' limits; without a router each admits an equal share",
             registry=of,
         )
-        self.stripped = Counter(f"{name}stripped_fields", "Fields taken out of requests", ["field"], registry=of)
+        self.stripped = Counter(f"{name}stripped_fields", "Fields removed from requests", ["field"], registry=of)
         self._keyless = MetricChildren(
             Counter(f"{name}keyless", "Requests placed without block keys", ["model"], registry=of)
         )
         self.local = Counter(f"{name}degraded_placements", "Requests placed without a router", registry=of)
         self.kv_releases = Counter(
-            f"{name}kv_releases", "KV kept for nobody that an engine was asked to let go", ["outcome"], registry=of
+            f"{name}kv_releases", "KV releases for transfers that did not happen", ["outcome"], registry=of
         )
         for outcome in ("released", "failed"):
-            self.kv_releases.labels(outcome)  # from 0, or the first one would be no increase
+            self.kv_releases.labels(outcome)  # starts at 0, so that increase() counts the first one
         self._count_mismatch = MetricChildren(
             Counter(
                 f"{name}prompt_tokens_mismatch",
-                "Answers whose usage.prompt_tokens was not our count",
+                "Answers whose usage.prompt_tokens differs from the gateway's count",
                 ["model"],
                 registry=of,
             )
         )
         self.open = Gauge(f"{name}open_requests", "Requests placed and not finished", registry=of)
-        self.router = Gauge(f"{name}router_connected", "1 while a router's session is open", registry=of)
+        self.router = Gauge(f"{name}router_connected", "1 while a session with a router is open", registry=of)
         self._exact = MetricChildren(
-            Gauge(f"{name}tokenizer_exact", "1 where our tokens equal the engine's", ["model"], registry=of)
+            Gauge(f"{name}tokenizer_exact", "1 if the gateway's tokens equal the engine's", ["model"], registry=of)
         )
-        self.tokenize = Histogram(f"{name}tokenize_seconds", "Template, tokens and keys", buckets=_SECONDS, registry=of)
-        self.place = Histogram(f"{name}place_seconds", "From asking to the first step", buckets=_SECONDS, registry=of)
+        self.tokenize = Histogram(
+            f"{name}tokenize_seconds",
+            "Time to render and tokenize a prompt and compute its keys",
+            buckets=_SECONDS,
+            registry=of,
+        )
+        self.place = Histogram(
+            f"{name}place_seconds", "Time from asking a router to the first step", buckets=_SECONDS, registry=of
+        )
         self.ttft = Histogram(
-            f"{name}ttft_seconds", "From the request's last byte to the answer's first", buckets=_SECONDS, registry=of
+            f"{name}ttft_seconds",
+            "Time from the request's last byte to the first byte of a streamed answer",
+            buckets=_SECONDS,
+            registry=of,
         )
         self.tpot = Histogram(
             f"{name}tpot_seconds",
-            "Time for each output token of a stream after its first, an answer's mean",
+            "Mean time per output token after the first, of a streamed answer",
             buckets=_TPOT_S,
             registry=of,
         )
         self.total = Histogram(
-            f"{name}request_seconds", "From the request's last byte to the answer's last", buckets=_SECONDS, registry=of
+            f"{name}request_seconds",
+            "Time from the request's last byte to the answer's last byte",
+            buckets=_SECONDS,
+            registry=of,
         )
 
     def refused(self, code: int) -> None:
-        """Count a refusal by its google.rpc.Code, by name, as routers do; by number one that only a newer router knows."""
+        """Count a refusal by the name of its google.rpc.Code, as routers do, or by its number if only a newer router defines the
+        code."""
         self._refusals.labels(_CODES.get(code, str(code))).inc()
 
     def answered(self, model: str, route: str, status: int) -> None:
@@ -125,30 +140,30 @@ class GatewayMetrics:
             counters[who].inc(amount)
 
     def placed_without_keys(self, model: str) -> None:
-        """Count a request of whose prompt no block keys are known."""
+        """Count a request whose prompt has no block keys."""
         self._keyless[self._label(model),].inc()
 
     def token_counts_differ(self, model: str) -> None:
-        """Count an answer whose engine counts other prompt tokens than this gateway."""
+        """Count an answer whose engine counts another number of prompt tokens than this gateway."""
         self._count_mismatch[self._label(model),].inc()
 
     def keep_models(self, models: Iterable[str]) -> None:
-        """Take over the fleet's models, all of them. Those that have left it keep their counters for GONE_MODEL_S. Mutates."""
+        """Set the models of the fleet. Models that have left the fleet keep their counters for GONE_MODEL_S. Mutates."""
         now = self._clock()
         present = set(models)
         for model in present:
             if self._models.get(model) != math.inf:
                 self._models[model] = math.inf
-                self._count_mismatch[model,]  # from 0, or the first would be no increase
+                self._count_mismatch[model,]  # starts at 0, so that increase() counts the first one
         for model, until in self._models.items():
             if until == math.inf and model not in present:
                 self._models[model] = now + GONE_MODEL_S
-                # A state, which nobody has any more.
+                # This gauge shows a present state, which a model outside the fleet does not have.
                 self._exact.forget((model,))
         self._end_gone_models()
 
     def tokenizer_is_exact(self, model: str, exact: bool) -> None:
-        """Tell whether a model's tokens equal its engines'; no effect for one that the fleet does not have. Mutates."""
+        """Set whether a model's tokens equal its engines'; no effect for a model outside the fleet. Mutates."""
         if self._models.get(model) == math.inf:
             self._exact[model,].set(exact)
 
@@ -156,7 +171,7 @@ class GatewayMetrics:
         return model if model in self._models else ""
 
     def _end_gone_models(self) -> None:
-        """O(series) where one has been gone for long enough."""
+        """Remove the series of models that left the fleet GONE_MODEL_S ago. O(series) if there is one."""
         now = self._clock()
         ended = {model for model, until in self._models.items() if until <= now}
         for model in ended:
@@ -172,19 +187,19 @@ class GatewayMetrics:
 
 
 class _EndOfGoneModels(Collector):
-    """Tells nothing; whoever reads the metrics reads those of present models."""
+    """A collector without metrics that removes the series of gone models before each scrape."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end = end
 
     def collect(self) -> Iterable[Metric]:
-        """End what is over."""
+        """Remove ended series; return no metrics."""
         self._end()
         return ()
 
 
 class _TokenCacheCollector(Collector):
-    """Read when asked, so that nothing is counted twice on the way of a request."""
+    """Collector that reads the token cache's counters at each scrape, so that requests need not count them again."""
 
     def __init__(self, cache: TokenCache) -> None:
         self._cache = cache
@@ -193,9 +208,9 @@ class _TokenCacheCollector(Collector):
         """The cache's counters."""
         name = "pointsman_gateway_token_cache"
         characters = CounterMetricFamily(
-            f"{name}_characters", "Characters of prompts by whether their tokens were known", labels=["known"]
+            f"{name}_characters", "Characters of prompts, by whether their tokens were cached", labels=["known"]
         )
         characters.add_metric(["yes"], self._cache.hits)
         characters.add_metric(["no"], self._cache.misses)
         yield characters
-        yield GaugeMetricFamily(f"{name}_bytes", "Room that remembered tokens and keys take", self._cache.bytes)
+        yield GaugeMetricFamily(f"{name}_bytes", "Size of the cached tokens and keys", self._cache.bytes)

@@ -1,4 +1,4 @@
-"""Begins the traces of requests, and sends their spans part by part as they end."""
+"""Starts the traces of requests, and sends the spans of each part when it ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pointsman.gateway.core.request_trace import RequestTrace, Send
 
 
 class RequestTraces:
-    """Begins traces, or goes on with clients' own (pointsman.common.core.tracing.start_trace)."""
+    """Starts traces, or continues those of clients (pointsman.common.core.tracing.start_trace)."""
 
     def __init__(self, send: Send, sample_ratio: float) -> None:
         self._send = send
@@ -20,20 +20,20 @@ class RequestTraces:
         self._rng = random.Random()
 
     def start(self, traceparent: str) -> RequestTrace:
-        """A request came, with that header."""
+        """Start the trace of a request that has arrived with the header `traceparent`."""
         context, parent_id = start_trace(traceparent, self._sample_ratio, self._rng)
         now = time.monotonic()
         return RequestTrace(context, parent_id, self._send, now, time.time_ns() - int(now * 1e9))
 
 
 def attempt_ended(trace: RequestTrace, attempt: Attempt, error: str, input_tokens: int, now: float) -> None:
-    """An attempt of the request is over."""
+    """Send the spans of an attempt that has ended, if the request is sampled."""
     if trace.sampled:
         trace.send(attempt_spans(trace.context, attempt, trace.asked, error, input_tokens, now, trace.clock))
 
 
 def answered(trace: RequestTrace, route: str, model: str, status: int) -> None:
-    """The request is over. Route and model are such as are served here, or empty."""
+    """Send the span of a request that has ended, if it is sampled. `route` and `model` are those of this gateway, or empty."""
     if not trace.sampled:
         return
     span = request_span(
