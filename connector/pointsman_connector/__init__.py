@@ -1,1 +1,1 @@
-"""Pointsman's plug-ins for vLLM. They run inside an engine, and import nothing of the control plane."""
+"""Pointsman's plug-ins for vLLM. They run inside an engine and import nothing from the control plane."""

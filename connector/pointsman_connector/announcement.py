@@ -1,4 +1,4 @@
-"""What an engine says on its own /metrics, for as long as it lives, of its KV connector and tokenizer: agents read it there."""
+"""Announcement of an engine's KV connector and tokenizer on its own /metrics, where agents read it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 from pointsman_connector.layerwise.connector import LayerwiseMooncakeConnector
 from pointsman_connector.layerwise.support import enabled, full_attention_only, unsupported_engine
 
-# Where a hub's library keeps a model; offline, vLLM names that folder in place of the model.
+# Path of a model in huggingface_hub's cache. In offline mode vLLM replaces the model's name with this path.
 _KEPT = re.compile(r"(?:.*/)?models--([^/]+)/snapshots/([^/]+)/?")
 
 LABELS = ("connector", "protocol", "role", "layerwise", "bootstrap_host", "bootstrap_port")
 
-# Of several API server processes all say the same.
+# "mostrecent": several API server processes set the same labels.
 _INFO = Gauge(
-    "pointsman_kv_transfer_info", "How this engine passes KV on; always 1", LABELS, multiprocess_mode="mostrecent"
+    "pointsman_kv_transfer_info", "KV transfer support of this engine; always 1", LABELS, multiprocess_mode="mostrecent"
 )
 _TOKENIZER = Gauge(
     "pointsman_tokenizer_info",
-    "Where this engine's tokenizer is from; always 1",
+    "Source of this engine's tokenizer; always 1",
     ("tokenizer", "revision"),
     multiprocess_mode="mostrecent",
 )
 
 
 def announce(vllm_config: VllmConfig) -> None:
-    """Say on /metrics where the engine with this configuration has its tokenizer from, and how it passes KV on, if it does."""
+    """Set the series on /metrics: the tokenizer's source, and the KV transfer support if the engine has any."""
     _TOKENIZER.clear()
     _TOKENIZER.labels(**tokenizer_place(vllm_config)).set(1)
     _INFO.clear()
@@ -44,23 +44,25 @@ def announce(vllm_config: VllmConfig) -> None:
 
 
 def tokenizer_place(vllm_config: VllmConfig) -> dict[str, str]:
-    """The tokenizer's hub id or folder, and the revision that was loaded: a commit where vLLM could resolve it, else as it was
-    asked for; empty for a folder, and where none was asked for."""
+    """Return the tokenizer's hub id or folder, and the loaded revision.
+
+    The revision is a commit if vLLM could resolve it, else the configured one. It is empty for a folder, and if none is
+    configured."""
     config = vllm_config.model_config
     place, revision = str(config.tokenizer), config.tokenizer_revision
     if (kept := _KEPT.fullmatch(place)) is not None:
         return {"tokenizer": kept[1].replace("--", "/"), "revision": kept[2]}
     if Path(place).exists():
         return {"tokenizer": place, "revision": ""}
-    # huggingface_hub's ResolvedRevision is a str of what was asked for, and brings the commit along.
+    # huggingface_hub's ResolvedRevision is a str of the configured revision, with the commit as an attribute.
     return {"tokenizer": place, "revision": str(getattr(revision, "resolved", None) or revision or "")}
 
 
 def announcement(vllm_config: VllmConfig) -> dict[str, str]:
-    """The series' labels, LABELS; empty for an engine without a connector, or with one that agents have no word for.
+    """Return the labels of pointsman_kv_transfer_info; empty for an engine without a connector, or with an unknown one.
 
-    `layerwise` is "True" where the engine gains when D's request is there before P has computed the prompt. `bootstrap_host` is
-    empty where the bootstrap server is the engine's own: how others reach the engine, it does not know.
+    `layerwise` is "True" if the engine profits from a D request that arrives before P has computed the prompt. `bootstrap_host`
+    is empty if the engine runs its own bootstrap server: an engine does not know the address at which others reach it.
     """
     config = vllm_config.kv_transfer_config
     if config is None or config.kv_connector is None:

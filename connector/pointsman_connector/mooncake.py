@@ -1,4 +1,4 @@
-"""vLLM's MooncakeConnector for engines with and without an accelerator."""
+"""vLLM's MooncakeConnector for engines with or without an accelerator."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 
 
 class AnyDeviceMooncakeConnector(MooncakeConnector):
-    """MooncakeConnector as it is, where there is an accelerator; on a CPU engine its constructor gets past the question
-    which accelerator is the current one, the only thing of it that does not run there (vLLM 0.32)."""
+    """MooncakeConnector that also starts on a CPU engine.
+
+    It is unchanged if there is an accelerator. On a CPU engine only one call of its constructor fails (vLLM 0.32), the query of
+    the current accelerator; this class replaces its result.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with some_device():
@@ -21,7 +24,7 @@ class AnyDeviceMooncakeConnector(MooncakeConnector):
 
 @contextmanager
 def some_device() -> Iterator[None]:
-    """Inside the block the current accelerator's index is 0 where there is none, instead of an error."""
+    """Context manager in which the current accelerator's index is 0 if there is no accelerator, instead of an error."""
     if torch.accelerator.is_available():
         yield
         return

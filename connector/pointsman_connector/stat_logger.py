@@ -1,5 +1,4 @@
-"""What an engine tells the node's agent: on /metrics how it passes KV on, and after each step its scheduler statistics, so that
-its load is as fresh as the step.
+"""Stat logger that reports an engine to the node's agent: KV transfer support on /metrics, and the load after each step.
 
 vLLM loads `StepLoadPublisher` through the entry-point group vllm.stat_logger_plugins. Nothing is pushed unless
 POINTSMAN_AGENT_LOADS names the agent's ZMQ address, for example ipc:///run/pointsman/loads or tcp://127.0.0.1:9102.
@@ -24,11 +23,13 @@ from pointsman_connector.step_load import Counters, StepLoad
 
 logger = init_logger(__name__)
 
+# Environment variable with the agent's ZMQ address.
 ADDRESS = "POINTSMAN_AGENT_LOADS"
 
 
 class StepLoadPublisher(StatLoggerBase):
-    """Pushes a StepLoad after each step, never waiting: an agent that is away or behind misses steps, not the latest one."""
+    """Pushes a StepLoad after each step without blocking. An agent that is not reachable or slow misses steps, but gets the
+    latest one."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         announce(vllm_config)
@@ -40,7 +41,7 @@ class StepLoadPublisher(StatLoggerBase):
         self._socket: zmq.Socket[bytes] | None = None
         if address := os.environ.get(ADDRESS):
             self._socket = zmq.Context.instance().socket(zmq.PUSH)
-            # Only the newest message waits for the agent, and none outlives the engine.
+            # Only the newest message waits for the agent, and the engine's end discards it.
             self._socket.setsockopt(zmq.CONFLATE, 1)
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.connect(address)
@@ -53,7 +54,7 @@ class StepLoadPublisher(StatLoggerBase):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """One step's statistics, as vLLM hands them to all its loggers."""
+        """Push the statistics of one step. vLLM calls this for all of its stat loggers."""
         if self._socket is None:
             return
         if iteration_stats is not None:
@@ -63,7 +64,7 @@ class StepLoadPublisher(StatLoggerBase):
             return
         self._count(scheduler_stats)
         if self._ports is None:
-            # Not before there is something to tell: a server listens only when its engine is ready.
+            # Not earlier: a server listens only when its engine is ready.
             self._ports = listening_ports()
         load = StepLoad(
             process=self._process,
@@ -77,7 +78,7 @@ class StepLoadPublisher(StatLoggerBase):
         try:
             self._socket.send(self._encoder.encode(load), zmq.NOBLOCK)
         except zmq.Again:
-            # No connection yet; the next step says it all again.
+            # There is no connection yet. The next message has the complete state again.
             return
 
     def _count(self, stats: SchedulerStats) -> None:
@@ -94,17 +95,17 @@ class StepLoadPublisher(StatLoggerBase):
                 counters.connector[name] = counters.connector.get(name, 0.0) + float(sum(values))
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Do nothing. vLLM requires the method."""
 
 
 def listening_ports() -> list[int]:
-    """TCP ports on which this process listens."""
+    """Return the TCP ports on which this process listens, sorted."""
     sockets = psutil.Process().net_connections("tcp")
     return sorted({one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN})
 
 
 def process_start() -> float:
-    """This process's start as its /metrics tells it, in seconds: how the agent knows whose load it is. 0 where unknown."""
+    """Return this process's start time as on its /metrics, in unix s; 0 if unknown. The agent identifies the engine by it."""
     for family in PROCESS_COLLECTOR.collect():
         for sample in family.samples:
             if sample.name == "process_start_time_seconds":

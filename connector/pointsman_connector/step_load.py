@@ -1,4 +1,4 @@
-"""What an engine pushes to its agent after each step: a msgpack map, with these names."""
+"""The message that an engine pushes to its agent after each step: a msgpack map with these field names."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 
 
 class Counters(msgspec.Struct):
-    """Since the engine's start. Cache queries and hits are in tokens; `connector` holds the sums of the KV connector's own
-    statistics (seconds, bytes, counts) by their names."""
+    """Counts since the engine's start. Cache queries and hits are in tokens. `connector` has the sums of the KV connector's own
+    statistics (seconds, bytes, counts) by name."""
 
     generation_tokens: int = 0
     preemptions: int = 0
@@ -20,8 +20,8 @@ class Counters(msgspec.Struct):
 
 
 class StepLoad(msgspec.Struct):
-    """An engine right after a step. `process` is its process_start_time_seconds, `ports` are the TCP ports on which that process
-    listens, `rank` is its data-parallel rank, `kv_usage` the used share of its KV blocks, 0 to 1."""
+    """Load of an engine directly after a step. `process` is its process_start_time_seconds, `ports` are the TCP ports on which
+    that process listens, `rank` is its data-parallel rank, `kv_usage` is the used share of its KV blocks, 0 to 1."""
 
     process: float
     ports: list[int]

@@ -1,4 +1,4 @@
-"""The routers of a fleet asked as one: each pool's owner for its requests, and all of them for decisions."""
+"""Queries to all routers of a fleet: the owner of each pool for its requests, and all routers for decisions."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pointsman.common.io.pages import whole
 from pointsman.router.core.analysis.policy_comparison import MAX_CHANGES
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 
+# Timeout of a call, s.
 TIMEOUT_S = 10.0
 
 T = TypeVar("T")
@@ -26,29 +27,29 @@ Method = Callable[[fleet_pb2_grpc.FleetServiceStub], Callable[..., T]]
 
 @dataclass(frozen=True)
 class Routers:
-    """Where each live router is to be asked, by id, who owns which pool, and which router was asked for all that."""
+    """The live routers of a fleet: their addresses by id, the owners' ids by pool, and the id of the router that was `asked`."""
 
     addresses: dict[str, str]
     owners: dict[str, str]
     asked: str
 
     def silent(self, router_id: str, error: grpc.RpcError, missing: str) -> str:
-        """Says that a router did not answer, and what is missing therefore."""
+        """Return a message that a router did not answer, and what is missing as a result."""
         address = self.addresses[router_id]
         return f"router {router_id} at {address} cannot be asked: {error.code().name}: {error.details()}; {missing}"
 
     def warn(self, router_id: str, error: grpc.RpcError, missing: str) -> None:
-        """Say so on stderr."""
+        """Print the message of `silent` on stderr."""
         warn(self.silent(router_id, error, missing))
 
 
 def warn(problem: str) -> None:
-    """Say on stderr what an answer lacks."""
+    """Print a problem on stderr."""
     typer.echo(f"pointsman: {problem}", err=True)
 
 
 def routers_of(router: str) -> Routers:
-    """The live routers of the fleet of `router`, which itself is asked at that very address. Raises grpc.RpcError."""
+    """Return the live routers of the fleet of `router`. Its own address in them is `router`. Raises grpc.RpcError."""
     answer = ask(router, lambda fleet: fleet.ListReplicas, fleet_pb2.ListReplicasRequest(), TIMEOUT_S)
     asked = answer.this_replica.router_id
     addresses = {one.router_id: one.address for one in answer.replicas} | {asked: router}
@@ -57,7 +58,7 @@ def routers_of(router: str) -> Routers:
 
 
 def reachable_routers(router: str) -> Routers:
-    """As routers_of. Ends the program when the router does not answer."""
+    """The same as routers_of, but ends the program if the router does not answer."""
     try:
         return routers_of(router)
     except grpc.RpcError as error:
@@ -65,8 +66,8 @@ def reachable_routers(router: str) -> Routers:
 
 
 def instances_of(router: str, model: str = "") -> tuple[fleet_pb2.ListInstancesResponse, list[str]]:
-    """The instances as the owners of their pools know them: another router has placed nothing there. And, for people, which
-    owners do not answer. Raises grpc.RpcError where `router` does not."""
+    """Return the instances as reported by the owners of their pools, and one message for each owner that does not answer. Only an
+    owner knows a pool's requests and sessions. Raises grpc.RpcError if `router` does not answer."""
     routers = routers_of(router)
     silent: list[str] = []
     answer = _list_instances(router, model)
@@ -90,7 +91,10 @@ def instances_of(router: str, model: str = "") -> tuple[fleet_pb2.ListInstancesR
 
 
 def at_owner(router: str, status: fleet_pb2.InstanceStatus) -> fleet_pb2.InstanceStatus:
-    """An instance that `router` has told, as the owner of its pool knows it; warns where that does not answer."""
+    """Return `status`, which `router` reported, with the number of requests from the owner of its pool. Mutates `status`.
+
+    Warns on stderr if the owner does not answer.
+    """
     routers = reachable_routers(router)
     owner = routers.owners.get(status.instance.model, routers.asked)
     if owner == routers.asked or owner not in routers.addresses:
@@ -110,7 +114,7 @@ def at_owner(router: str, status: fleet_pb2.InstanceStatus) -> fleet_pb2.Instanc
 
 
 def newest_decisions(router: str, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:
-    """The newest decisions of all routers that match, `request.page_size` at most."""
+    """Return the newest decisions of all routers that match `request`, at most `request.page_size`."""
     answers = _ask_all(reachable_routers(router), lambda fleet: fleet.ListDecisions, request)
     listed = [answer.decisions for answer in answers.values()]
     newest = heapq.merge(*listed, key=lambda one: one.time.ToNanoseconds(), reverse=True)
@@ -118,7 +122,7 @@ def newest_decisions(router: str, request: fleet_pb2.ListDecisionsRequest) -> fl
 
 
 def of_its_router(router: str, decision_id: str, method: Method[T], request: object, timeout_s: float) -> T:
-    """What the router answers that has a decision, by its own id or its request's. Ends the program where none has."""
+    """Return the answer of the router that has a decision, by decision id or request id. Ends the program if none has it."""
     routers = reachable_routers(router)
     maker = _maker(decision_id)
     for router_id in sorted(routers.addresses, key=lambda one: (one != maker, one != routers.asked, one)):
@@ -134,18 +138,18 @@ def of_its_router(router: str, decision_id: str, method: Method[T], request: obj
     else:
         why = f"NOT_FOUND: no decision {decision_id!r} at router {', '.join(sorted(routers.addresses))}"
         if maker and maker not in routers.addresses:
-            why += f"; it would be of router {maker}, which is not alive: its decision_log_file has it, if it kept one"
+            why += f"; it would be of router {maker}, which is not alive: see its decision_log_file, if it has one"
         fail(why)
     return answer
 
 
 def what_if_newest(router: str, request: fleet_pb2.WhatIfRequest, timeout_s: float) -> fleet_pb2.WhatIfResponse:
-    """The newest `request.last` decisions of all routers made again, each by the router that has it."""
+    """Make the newest `request.last` decisions of all routers again, each at the router that has it, and return the sums."""
     routers = reachable_routers(router)
     page = fleet_pb2.ListDecisionsRequest(page_size=request.last)
     listed = _ask_all(routers, lambda fleet: fleet.ListDecisions, page)
     made = ((one.time.ToNanoseconds(), router_id) for router_id, answer in listed.items() for one in answer.decisions)
-    # Without any decision one router still says whether there is such a policy.
+    # Without any decision one router is called all the same, so that an unknown policy is reported.
     counts = Counter(router_id for _, router_id in heapq.nlargest(request.last, made)) or {routers.asked: request.last}
     total = fleet_pb2.WhatIfResponse()
     for router_id, count in sorted(counts.items()):
@@ -155,7 +159,7 @@ def what_if_newest(router: str, request: fleet_pb2.WhatIfRequest, timeout_s: flo
 
 
 def _add(total: fleet_pb2.WhatIfResponse, part: fleet_pb2.WhatIfResponse) -> None:
-    """Add the sums of a part, group by group. Mutates `total`."""
+    """Add the sums of `part` to `total`, also by group. Mutates `total`."""
     groups = {(one.route_class, one.reason): one for one in total.groups}
     for one in part.groups:
         key = one.route_class, one.reason
@@ -175,7 +179,7 @@ def _sum(total: Any, part: Any) -> None:
 
 
 def _maker(decision_id: str) -> str:
-    """The router that made a decision, as its id tells: ROUTER-NUMBER; empty where it is no decision's id."""
+    """Return the id of the router that made a decision. A decision id is ROUTER-NUMBER; "" for any other id."""
     found = re.fullmatch(r"(.+)-\d+", decision_id)
     return found[1] if found else ""
 
@@ -189,7 +193,7 @@ def _list_instances(router: str, model: str) -> fleet_pb2.ListInstancesResponse:
 
 
 def _ask_all(routers: Routers, method: Method[T], request: object) -> dict[str, T]:
-    """The answers by router id. Ends the program where the router that was named does not answer, and warns of others."""
+    """Return the answers by router id. Ends the program if the router that the user named does not answer; warns of others."""
     answers: dict[str, T] = {}
     for router_id, address in routers.addresses.items():
         try:

@@ -1,4 +1,4 @@
-"""`pointsman doctor`: what is wrong with a fleet, and what to change."""
+"""`pointsman doctor`: checks of a fleet, with advice on what to change."""
 
 from __future__ import annotations
 
@@ -23,18 +23,23 @@ from pointsman.cli.router_call import ask, dial
 from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.router.v1 import fleet_pb2
 
+# Timeout of a call or an HTTP request, s.
 TIMEOUT_S = 10.0
+# Base URL of the agent of `pointsman up`.
 AGENT = "http://127.0.0.1:9101"
+# Age of an instance's last report above which it is a finding, s.
 STALE_REPORT_S = 5.0
+# Difference of clocks above which it is a finding, s.
 CLOCK_SKEW_S = 2.0
+# Age of a cordon above which it is a finding, s.
 LONG_CORDONED_S = 86_400.0
-# The others get nothing new.
+# States in which an instance can get requests.
 PLACEABLE = (fleet_pb2.INSTANCE_STATE_SYNCING, fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_LOST)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: its level, what was found, and what to do about it."""
+    """Result of one check: its level, what was found, and what to change."""
 
     OK: ClassVar[str] = "ok"
     WARN: ClassVar[str] = "warn"
@@ -48,8 +53,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class EngineAccess:
-    """How engines are asked: what those with --api-key ask for, and whom to trust where they are served by HTTPS (None: whom the
-    system trusts)."""
+    """Access to engines: the API key for engines with --api-key, and the trusted authorities for HTTPS (None: the system's)."""
 
     api_key: str = ""
     tls: ssl.SSLContext | None = None
@@ -62,8 +66,8 @@ def examine(
     agents: Sequence[str] = (),
     access: EngineAccess = EngineAccess(),
 ) -> list[Finding]:
-    """All findings about the fleet behind a router ("HOST:PORT") and a gateway (base URL), and about the engines of `agents` (the
-    base URLs of their /health). Sends each engine one token's work."""
+    """Return all findings about the fleet of a router ("HOST:PORT") and a gateway (base URL), and about the engines of `agents`
+    (base URLs). Sends each engine a request for one token."""
     findings: list[Finding] = []
     findings += _router(router, access)
     for agent in agents:
@@ -75,7 +79,7 @@ def examine(
 
 
 def _router(router: str, access: EngineAccess) -> Iterator[Finding]:
-    """What a router tells of itself, of the others, and of the instances."""
+    """Yield findings about a router, the other routers, and the instances."""
     try:
         fleet, silent = instances_of(router)
         replicas = ask(router, lambda fleet: fleet.ListReplicas, fleet_pb2.ListReplicasRequest(), TIMEOUT_S)
@@ -89,21 +93,21 @@ def _router(router: str, access: EngineAccess) -> Iterator[Finding]:
     if health.status == health_pb2.HealthCheckResponse.SERVING:
         yield Finding(Finding.OK, "router", f"{fleet.router_id} places with {fleet.policy.name}")
     else:
-        yield Finding(Finding.WARN, "router", f"{fleet.router_id} is starting", "wait for its agents, and ask again")
+        yield Finding(Finding.WARN, "router", f"{fleet.router_id} is starting", "wait for its agents, then check again")
     yield from redundancy(replicas)
     for problem in silent:
-        yield Finding(Finding.WARN, "routers", problem, "run the doctor where gateways run")
+        yield Finding(Finding.WARN, "routers", problem, "run `pointsman doctor` on a node of a gateway")
     yield from _fleet(list(fleet.instances), access)
     yield from _orders(router)
 
 
 def unanswered(router: str, error: grpc.RpcError) -> Finding:
-    """That a router refused a question, or that nothing answers there at all."""
+    """Return the finding that a router refused a call or does not answer."""
     found, advice = f"{router}: {error.code().name}: {error.details()}", "see its log"
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         found, advice = (
             f"{router} does not answer: {error.details()}",
-            "start it; if it is elsewhere: --router HOST:PORT",
+            "start it; if it runs elsewhere: --router HOST:PORT",
         )
     elif error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         advice = "give its token: POINTSMAN_OPERATOR_TOKEN, POINTSMAN_OBSERVER_TOKEN or POINTSMAN_TOKEN_DIR"
@@ -111,7 +115,7 @@ def unanswered(router: str, error: grpc.RpcError) -> Finding:
 
 
 def redundancy(told: fleet_pb2.ListReplicasResponse) -> Iterator[Finding]:
-    """Whether the routers that share a store are all there."""
+    """Yield whether all routers that share a store are alive; nothing if the router has no shared store."""
     if told.this_replica.store != "redis":
         return
     found = f"{len(told.replicas)} alive: {', '.join(one.router_id for one in told.replicas)}"
@@ -126,7 +130,7 @@ def redundancy(told: fleet_pb2.ListReplicasResponse) -> Iterator[Finding]:
         Finding.WARN,
         "routers",
         f"{found}; {lost}, and none has taken its place",
-        "start it again, or another one; one that is not to come back is forgotten after a day",
+        "start it again, or another one; a router that stays away is no longer reported after a day",
     )
 
 
@@ -136,9 +140,9 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
             Finding.FAIL,
             "instances",
             "none",
-            "start `pointsman agent --engines URL --routers HOST:PORT`; where it runs, ask it: --agent http://HOST:9101",
+            "start `pointsman agent --engines URL --routers HOST:PORT`; if it runs, check it: --agent http://HOST:9101",
         )
-        # Beside `pointsman up` whoever could tell is here.
+        # The agent of a local `pointsman up` may report why.
         yield from (one for one in _agent(AGENT) if one.check != f"agent {AGENT}")
         return
     for model in sorted({one.instance.model for one in instances}):
@@ -150,16 +154,19 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
             Finding(Finding.OK, f"model {model}", f"block size {sizes[0]}")
             if len(sizes) == 1
             else Finding(
-                Finding.WARN, f"model {model}", f"block sizes {sizes} differ", "give all its engines one --block-size"
+                Finding.WARN,
+                f"model {model}",
+                f"block sizes {sizes} differ",
+                "give all its engines the same --block-size",
             )
         )
-        # Revisions that differ are for gateways to compare: they may have the same tokenizer.
+        # Different revisions may have the same tokenizer. Gateways compare them.
         if len({one.model_root.partition("@")[0] for one in pool}) > 1:
             yield Finding(
                 Finding.WARN,
                 f"model {model}",
-                "instances loaded it from different places",
-                "serve one model under one name",
+                "instances loaded it from different sources",
+                "serve different models under different names",
             )
         yield from transfers(pool)
     for one in instances:
@@ -167,7 +174,7 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
 
 
 def placeability(model: str, pool: Sequence[fleet_pb2.InstanceStatus]) -> Iterator[Finding]:
-    """How many instances of a model can get requests."""
+    """Yield how many instances of a model can get requests."""
     placeable = sum(one.state in PLACEABLE for one in pool)
     found = f"{placeable} of {len(pool)} instances placeable"
     if placeable:
@@ -179,9 +186,9 @@ def placeability(model: str, pool: Sequence[fleet_pb2.InstanceStatus]) -> Iterat
         one for one in pool if one.state in (fleet_pb2.INSTANCE_STATE_CORDONED, fleet_pb2.INSTANCE_STATE_DRAINING)
     ]
     advice = (
-        "let one in again: pointsman uncordon INSTANCE, pointsman drain INSTANCE --resume"
+        "place on one again: pointsman uncordon INSTANCE, pointsman drain INSTANCE --resume"
         if ordered
-        else "see each below"
+        else "see the findings of each instance below"
     )
     yield Finding(Finding.FAIL, f"model {model}", f"none placeable: {states}", advice)
 
@@ -196,7 +203,7 @@ def _orders(router: str) -> Iterator[Finding]:
 
 
 def forgotten_orders(orders: Sequence[fleet_pb2.InstanceOrder], now: float) -> Iterator[Finding]:
-    """The orders that may have been forgotten at `now` (s since 1970): cordons of long ago, and what is ordered for nobody."""
+    """Yield the orders that may have been forgotten at `now` (unix s): old cordons, and orders for unknown instances."""
     for order in orders:
         words = order_words(order)
         undo = "; ".join(
@@ -216,7 +223,7 @@ def forgotten_orders(orders: Sequence[fleet_pb2.InstanceOrder], now: float) -> I
 
 
 def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
-    """Whether those of a pool that have a KV connector can use it."""
+    """Yield whether the instances of a pool that have a KV connector can transfer KV."""
     able = [one for one in pool if one.kv_transfer.protocol]
     for one in able:
         name, kv = f"{one.instance_id} KV transfer", one.kv_transfer
@@ -225,8 +232,8 @@ def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
             yield Finding(
                 Finding.WARN,
                 name,
-                "no other instance of its model fits",
-                "give both one protocol, --block-size and --kv-cache-dtype, and roles that are two sides",
+                "no other instance of its model can transfer KV with it",
+                "give both the same protocol, --block-size and --kv-cache-dtype, and opposite roles (or the role both)",
             )
             continue
         if kv.protocol == agent_pb2.KV_PROTOCOL_MOONCAKE and kv.role != agent_pb2.KV_ROLE_CONSUMER:
@@ -238,14 +245,14 @@ def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
                     Finding.FAIL,
                     name,
                     f"its bootstrap server does not answer: {error}",
-                    "give the engine a VLLM_MOONCAKE_BOOTSTRAP_PORT of its own, and the agent its address (bootstrap=)",
+                    "give the engine a unique VLLM_MOONCAKE_BOOTSTRAP_PORT, and the agent its address (bootstrap=)",
                 )
                 continue
         yield Finding(
             Finding.OK,
             name,
-            f"gives KV to {len(others)} instances",
-            "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=60 frees KV that nobody fetched in 60 s instead of 480"
+            f"can send KV to {len(others)} instances",
+            "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=60 frees KV that is not fetched after 60 s instead of 480 s"
             if kv.protocol == agent_pb2.KV_PROTOCOL_MOONCAKE
             else "",
         )
@@ -262,7 +269,7 @@ def _kv_passes(source: agent_pb2.Instance, target: agent_pb2.Instance) -> bool:
 
 
 def instance_finding(one: fleet_pb2.InstanceStatus) -> Finding:
-    """Whether an instance can get requests, and what operators have ordered for it."""
+    """Return whether an instance can get requests, with the operators' orders for it."""
     name, ordered, age = one.instance.instance_id, order_words(one), one.report_age.ToMilliseconds() / 1e3
     state = state_words(one) + (f" ({ordered})" if ordered else "")
     if one.state == fleet_pb2.INSTANCE_STATE_CORDONED:
@@ -272,10 +279,10 @@ def instance_finding(one: fleet_pb2.InstanceStatus) -> Finding:
     if one.state != fleet_pb2.INSTANCE_STATE_READY:
         return Finding(Finding.FAIL, name, state, "see the agent's and the engine's logs")
     if one.circuit_open:
-        found = "it failed requests one after another and is left alone"
+        found = "circuit open: it failed several requests in a row"
         return Finding(Finding.FAIL, name, found, "see the engine's log")
     if age > STALE_REPORT_S:
-        advice = "is its agent overloaded, or the network cut?"
+        advice = "check whether its agent is overloaded, and the network between agent and router"
         return Finding(Finding.WARN, name, f"last report {age:.0f} s ago", advice)
     return Finding(Finding.OK, name, f"{state}, vLLM {one.instance.engine_version}, report {age:.1f} s old")
 
@@ -295,8 +302,8 @@ def _instance(one: fleet_pb2.InstanceStatus, access: EngineAccess) -> Iterator[F
         yield Finding(
             Finding.WARN,
             name,
-            "requests ran, but no block is known",
-            "can the agent reach the events' address of the engine?",
+            "requests ran, but no cached block is known",
+            "check that the agent can reach the engine's KV-event address",
         )
     if one.instance.block_size % KEY_TOKENS:
         yield Finding(Finding.FAIL, name, f"block size {one.instance.block_size}", f"use a multiple of {KEY_TOKENS}")
@@ -318,20 +325,22 @@ def _engine(instance: agent_pb2.Instance, access: EngineAccess) -> Iterator[Find
         return
     except OSError as error:
         if isinstance(getattr(error, "reason", None), ssl.SSLCertVerificationError):
-            advice = "name who signed it: --engine-ca here, engine_ca for agents and gateways"
+            advice = "name the authority that signed it: --engine-ca here, engine_ca for agents and gateways"
             yield Finding(Finding.WARN, name, f"its certificate is not trusted: {error}", advice)
             return
-        yield Finding(Finding.WARN, name, f"not reachable from here: {error}", "run the doctor where gateways run")
+        yield Finding(
+            Finding.WARN, name, f"not reachable from here: {error}", "run `pointsman doctor` on a node of a gateway"
+        )
         return
     if (answer.get("usage") or {}).get("prompt_tokens_details") is None:
         yield Finding(
             Finding.WARN,
             name,
-            "tells no cached tokens",
-            "start it with --enable-prompt-tokens-details: predictions are checked with it",
+            "does not report cached tokens",
+            "start it with --enable-prompt-tokens-details, so that predictions can be checked",
         )
     else:
-        yield Finding(Finding.OK, name, "answers, and tells its cached tokens")
+        yield Finding(Finding.OK, name, "answers, and reports its cached tokens")
     yield from _clock(name, skew)
 
 
@@ -341,12 +350,12 @@ def _agent(agent: str) -> Iterator[Finding]:
         with urllib.request.urlopen(f"{agent}/health", timeout=TIMEOUT_S) as answer:
             engines = json.load(answer)["engines"]
     except OSError as error:
-        yield Finding(Finding.FAIL, name, str(error), "is it running, with metrics_listen?")
+        yield Finding(Finding.FAIL, name, str(error), "check that it runs, with metrics_listen")
         return
     for engine in engines:
         what = f"{name}: {engine['engine']}"
         if engine["healthy"]:
-            yield Finding(Finding.OK, what, "is watched")
+            yield Finding(Finding.OK, what, "is monitored")
         else:
             yield Finding(Finding.FAIL, what, engine["problem"], "see the engine's log, and the agent's settings")
 
@@ -358,15 +367,15 @@ def _gateway(gateway: str) -> Iterator[Finding]:
     except urllib.error.HTTPError as error:
         status, body, skew = error.code, json.loads(error.read() or b"{}"), _skew(error.headers.get("Date"))
     except OSError as error:
-        yield Finding(Finding.FAIL, "gateway", f"{gateway}: {error}", "is it running?")
+        yield Finding(Finding.FAIL, "gateway", f"{gateway}: {error}", "check that it runs")
         return
     if status != 200:
-        yield Finding(Finding.FAIL, "gateway", f"not ready: {json.dumps(body)}", "see what its /health says is missing")
+        yield Finding(Finding.FAIL, "gateway", f"not ready: {json.dumps(body)}", "see what is missing in its /health")
     else:
         yield Finding(Finding.OK, "gateway", "ready")
     for model, state in (body.get("models") or {}).items():
         if state.get("exact"):
-            yield Finding(Finding.OK, f"tokenizer {model}", "gives the engine's own tokens")
+            yield Finding(Finding.OK, f"tokenizer {model}", "its tokens equal the engine's")
         else:
             yield Finding(
                 Finding.WARN,
@@ -378,14 +387,14 @@ def _gateway(gateway: str) -> Iterator[Finding]:
 
 
 def redis_finding(url: str) -> Finding:
-    """Whether the Redis of routers answers, and would rather refuse than forget."""
-    # Two fifths of the time that any of these commands takes to start: only for the one that is given a URL.
+    """Return whether the routers' Redis answers, and rejects writes instead of evicting keys when its memory is full."""
+    # The import takes two fifths of the start time of these commands, so only the command that is given a URL imports it.
     import redis
 
     try:
         with redis.Redis.from_url(url, socket_timeout=TIMEOUT_S) as client:
             version = client.info("server")["redis_version"]
-            # Not by CONFIG: the user that make-secrets.sh makes is no administrator.
+            # Not read with CONFIG, because the user of make-secrets.sh is not an administrator.
             policy = client.info("memory")["maxmemory_policy"]
     except redis.RedisError as error:
         return Finding(Finding.FAIL, "Redis", f"{type(error).__name__}: {error}", "routers place degraded without it")
@@ -399,7 +408,10 @@ def redis_finding(url: str) -> Finding:
 def _clock(name: str, skew: float | None) -> Iterator[Finding]:
     if skew is not None and abs(skew) > CLOCK_SKEW_S:
         yield Finding(
-            Finding.WARN, name, f"its clock differs by {skew:+.0f} s", "run NTP: logs of several nodes will not line up"
+            Finding.WARN,
+            name,
+            f"its clock differs by {skew:+.0f} s",
+            "run NTP, so that logs of several nodes can be compared",
         )
 
 

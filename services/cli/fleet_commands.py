@@ -1,4 +1,4 @@
-"""The questions people ask a running fleet: `pointsman instances`, `decisions`, `explain`, `policies`, `doctor`.
+"""Operators' queries of a running fleet: `pointsman instances`, `decisions`, `explain`, `policies`, `doctor`.
 
 `decisions verify` and `what-if` are in pointsman.cli.policy_commands, `drain` and `cordon` in pointsman.cli.instance_commands.
 """
@@ -45,16 +45,17 @@ from pointsman.router.core.policy.reasons import ROUTE_CLASSES, explained
 from pointsman.router.core.policy.registry import POLICIES
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 
+# Timeout of a call or an HTTP request, s.
 TIMEOUT_S = 10.0
 
 GatewayFlag = Annotated[str, typer.Option(envvar="POINTSMAN_GATEWAY", help="base URL of a gateway")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 GATEWAY = "http://127.0.0.1:8080"
-# The environment alone tells the key of a client.
+# Environment variable with a client's API key. There is no flag for the key, because all users of a machine can see flags.
 API_KEY = "POINTSMAN_API_KEY"
 
-# Piped into a file or a pager, tables must not be folded to the 80 columns that rich then assumes.
+# In a pipe rich assumes 80 columns, which would fold the tables.
 console = Console(width=None if sys.stdout.isatty() else 180)
 
 
@@ -62,7 +63,7 @@ def add_fleet_commands(app: typer.Typer) -> None:
     """Register the commands of this module."""
     for command in (instances, explain, policies, drain, cordon, uncordon, doctor):
         app.command()(command)
-    # What begins with a minus is a weight, too, though none that can be had.
+    # A negative weight must be parsed as the argument, not as an option. The router then rejects the weight.
     app.command(context_settings={"ignore_unknown_options": True})(weight)
     app.command("what-if")(what_if)
     app.command("set-policy")(set_policy)
@@ -73,7 +74,7 @@ def add_fleet_commands(app: typer.Typer) -> None:
 
 
 def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: JsonFlag = False) -> None:
-    """The fleet now: state, load, cached keys and sessions of every instance."""
+    """List the instances of a fleet with their state, load, cached keys and sessions."""
     try:
         answer, silent = instances_of(router, model)
     except grpc.RpcError as error:
@@ -122,7 +123,7 @@ def _orders_for_unknown(router: str) -> list[fleet_pb2.InstanceOrder]:
 
 
 def _state_of(one: fleet_pb2.InstanceStatus) -> str:
-    """The state, what operators have ordered besides, and what is unusual about its keys."""
+    """Return an instance's state as text, followed by operators' orders and by what is unusual about its keys."""
     remarks = [escape(words) for words in (one.cordon_reason, weight_words(one)) if words]
     if one.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE:
         remarks.append("approximate")
@@ -143,12 +144,12 @@ def decisions(
     instance: str = "",
     route_class: Annotated[str, typer.Option(help="light, medium or heavy")] = "",
     reason: str = "",
-    since: Annotated[float | None, typer.Option(help="made at most so many seconds ago")] = None,
-    until: Annotated[float | None, typer.Option(help="made at least so many seconds ago")] = None,
+    since: Annotated[float | None, typer.Option(help="maximum age of a decision, in seconds")] = None,
+    until: Annotated[float | None, typer.Option(help="minimum age of a decision, in seconds")] = None,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=1000)] = 20,
     as_json: JsonFlag = False,
 ) -> None:
-    """The newest decisions of all routers: where each request went and why."""
+    """List the newest decisions of all routers: where each request was placed, and why."""
     if context.invoked_subcommand is not None:
         return
     classes = values(fleet_pb2.RouteClass)
@@ -190,12 +191,15 @@ def explain(
     decision_id: Annotated[str, typer.Argument(help="decision id or request id; omit it with --prompt")] = "",
     router: RouterFlag = DEFAULT_ROUTER,
     gateway: GatewayFlag = GATEWAY,
-    prompt: Annotated[Path | None, typer.Option(help="file with a prompt: where would it go now?")] = None,
+    prompt: Annotated[Path | None, typer.Option(help="file with a prompt to place in a dry run")] = None,
     model: Annotated[str, typer.Option(help="model for --prompt; default: the gateway's only one")] = "",
     session: Annotated[str, typer.Option(help="session id for --prompt")] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Why a request went where it did; or, with --prompt, where one would go, without sending it."""
+    """Explain why a request was placed where it was.
+
+    With --prompt: show where the prompt would be placed now, without sending it to an engine.
+    """
     if prompt is not None:
         decision = _dry_run(gateway, prompt, model, session)
     elif decision_id:
@@ -229,23 +233,28 @@ def policies(
 def doctor(
     router: RouterFlag = DEFAULT_ROUTER,
     gateway: GatewayFlag = GATEWAY,
-    redis_url: Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER_REDIS_URL", help="check this Redis, too")] = "",
+    redis_url: Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER_REDIS_URL", help="URL of a Redis to check")] = "",
     agent: Annotated[
         list[str] | None,
         typer.Option(
             envvar="POINTSMAN_AGENT",
-            help="base URL of an agent, such as http://HOST:9101: say what is wrong with its engines",
+            help="base URL of an agent to check, with its engines: http://HOST:9101",
         ),
     ] = None,
     engine_api_key: Annotated[
-        str, typer.Option(envvar="POINTSMAN_GATEWAY_ENGINE_API_KEY", help="what engines started with --api-key ask for")
+        str, typer.Option(envvar="POINTSMAN_GATEWAY_ENGINE_API_KEY", help="API key for engines started with --api-key")
     ] = "",
     engine_ca: Annotated[
         Path | None,
-        typer.Option(envvar="POINTSMAN_GATEWAY_ENGINE_CA", help="who signed the certificates of engines (PEM)"),
+        typer.Option(
+            envvar="POINTSMAN_GATEWAY_ENGINE_CA", help="certificates (PEM) of the authorities trusted for HTTPS engines"
+        ),
     ] = None,
 ) -> None:
-    """Check a fleet and say what to change. Exits with 1 when something must be changed."""
+    """Check a fleet and print what to change.
+
+    Sends each engine a request for one token. Exits with status 1 if something must be changed.
+    """
     try:
         tls = None if engine_ca is None else client_context(engine_ca)
     except (OSError, ValueError) as error:
@@ -286,7 +295,7 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
     console.print(f"policy {decision.policy.name} {_settings(decision.policy)}")
     for step in decision.steps:
         kind = placement_pb2.StepKind.Name(step.kind).removeprefix("STEP_KIND_")
-        # Where the plan's reason is why it has this form, the step's tells how its instance was found.
+        # If the plan's reason explains the plan's form, the step's reason explains the choice of its instance.
         rule = step.reason if step.reason == decision.reason else explained(step.reason)
         console.print(f"step {step.index}: {kind} on {step.instance.instance_id} ({rule})")
     chosen = decision.steps[-1].instance.instance_id if decision.steps else ""
@@ -310,7 +319,7 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
         )
     console.print(table)
     if decision.other_instances:
-        console.print(f"{decision.other_instances} others, with less of the prompt or more to do, were not looked at")
+        console.print(f"{decision.other_instances} others were not compared: less of the prompt cached, or more load")
     if decision.figures:
         console.print(
             "compared " + ", ".join(f"{name} {value:,.3g}" for name, value in sorted(decision.figures.items()))
@@ -333,7 +342,7 @@ def _ended_by(done: placement_pb2.Finished) -> str:
 
 
 def _score(value: float) -> str:
-    # Tokens under most policies, seconds under some.
+    # A score is in tokens under most policies, in seconds under some.
     return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
 
 

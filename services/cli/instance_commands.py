@@ -1,4 +1,4 @@
-"""What operators order for one instance: `pointsman drain`, `cordon`, `uncordon` and `weight`."""
+"""Operators' orders for one instance: `pointsman drain`, `cordon`, `uncordon` and `weight`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pointsman.cli.router_call import DEFAULT_ROUTER, call, credentials, dial
 from pointsman.common.io.pages import whole
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 
+# Timeout of a call, s.
 TIMEOUT_S = 10.0
 
 RouterFlag = Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router")]
 ReasonFlag = Annotated[
-    str | None, typer.Option(help="why, for others who look; without it one that was given before stays")
+    str | None, typer.Option(help="reason to show with the order; default: the reason given before, if any")
 ]
 
 
@@ -25,8 +26,11 @@ def drain(
     router: RouterFlag = DEFAULT_ROUTER,
     resume: Annotated[bool, typer.Option(help="undo a drain")] = False,
 ) -> None:
-    """Stop placing on an instance until its engine restarts (or resume), by all routers that share a Redis; tells how many
-    requests it still has. `cordon` outlasts the restart."""
+    """Stop placing on an instance until its engine restarts, or until --resume.
+
+    Applies to all routers that share a Redis. Prints the number of requests that the instance still has. Unlike a drain, a
+    `cordon` continues after a restart.
+    """
     request = fleet_pb2.DrainRequest(instance_id=instance_id, resume=resume)
     answer = call(router, lambda fleet: fleet.Drain, request, TIMEOUT_S)
     typer.echo(_now(at_owner(router, answer.instance)))
@@ -38,37 +42,45 @@ def cordon(
     router: RouterFlag = DEFAULT_ROUTER,
     reason: ReasonFlag = None,
 ) -> None:
-    """Stop placing on an instance until `uncordon`, whatever restarts, by all routers that share a Redis. Its id need not be
-    known yet. What runs there goes on to its end."""
+    """Stop placing on an instance until `uncordon`.
+
+    Applies to all routers that share a Redis, and continues after restarts of engines and routers. The instance need not be known
+    yet. Its running requests continue to their end.
+    """
     _order(router, instance_id, reason, cordoned=True)
 
 
 def uncordon(instance_id: str, router: RouterFlag = DEFAULT_ROUTER) -> None:
-    """Let an instance in again after `cordon`. Its weight stays as it is."""
+    """Place on an instance again after `cordon`.
+
+    The instance's weight does not change.
+    """
     _order(router, instance_id, None, cordoned=False)
 
 
 def weight(
     instance_id: str,
-    weight: Annotated[float, typer.Argument(help="0 to 1: the part of its fair share of new sessions that it gets")],
+    weight: Annotated[float, typer.Argument(help="part of its fair share of new sessions, 0 to 1")],
     router: RouterFlag = DEFAULT_ROUTER,
     reason: ReasonFlag = None,
 ) -> None:
-    """Give an instance only a part of its fair share of new sessions (0: none, 1: all of it again), until it is given another.
-    Sessions that live there stay."""
+    """Limit an instance to a part of its fair share of new sessions.
+
+    0: no new sessions; 1: the whole share. The weight applies until it is changed. Existing sessions stay on the instance.
+    """
     _order(router, instance_id, reason, weight=weight)
 
 
 def order_words(order: fleet_pb2.InstanceOrder | fleet_pb2.InstanceStatus) -> str:
-    """What is ordered for an instance, for people: "cordoned: a new disk, weight 0.1: canary"; empty without an order."""
+    """Return an instance's orders as text: "cordoned: a new disk, weight 0.1: canary"; "" without an order."""
     return ", ".join(
         filter(None, (_with_reason("cordoned", order.cordon_reason) if order.cordoned else "", weight_words(order)))
     )
 
 
 def weight_words(order: fleet_pb2.InstanceOrder | fleet_pb2.InstanceStatus) -> str:
-    """The weight that is ordered, for people: "weight 0.1: canary"; empty without one."""
-    # A router that does not know of weights tells none.
+    """Return an ordered weight as text: "weight 0.1: canary"; "" without one."""
+    # The field is absent in answers of routers whose version has no weights.
     if not order.HasField("weight") or order.weight == 1:
         return ""
     return _with_reason(f"weight {order.weight:g}", order.weight_reason)
@@ -79,7 +91,8 @@ def _with_reason(ordered: str, reason: str) -> str:
 
 
 def state_words(status: fleet_pb2.InstanceStatus) -> str:
-    """An instance's state, and behind that of a cordon or drain what it is besides: "CORDONED, UNHEALTHY"; never READY there."""
+    """Return an instance's state as text. A cordon or drain is followed by the underlying state, unless that is READY:
+    "CORDONED, UNHEALTHY"."""
     shown = [status.state]
     if status.underlying_state not in (
         status.state,
@@ -91,7 +104,7 @@ def state_words(status: fleet_pb2.InstanceStatus) -> str:
 
 
 def orders_of(router: str) -> list[fleet_pb2.InstanceOrder]:
-    """All orders by instance id. Raises grpc.RpcError; none at a router that has no orders yet."""
+    """Return all orders in the order of instance ids; none if the router's version has no orders. Raises grpc.RpcError."""
     with dial(router) as channel:
         list_orders = fleet_pb2_grpc.FleetServiceStub(channel).ListInstanceOrders
         shown = credentials()
@@ -115,7 +128,7 @@ def _order(router: str, instance_id: str, reason: str | None, **changes: Any) ->
     if answer.HasField("instance"):
         typer.echo(_now(at_owner(router, answer.instance)) + (f" ({ordered})" if ordered else ""))
     else:
-        typer.echo(f"{instance_id}: no agent reports it ({ordered or 'nothing is ordered for it'})")
+        typer.echo(f"{instance_id}: no agent reports it ({ordered or 'it has no orders'})")
     _say_if_alone(answer.this_replica_only)
 
 
@@ -125,4 +138,4 @@ def _now(status: fleet_pb2.InstanceStatus) -> str:
 
 def _say_if_alone(this_replica_only: bool) -> None:
     if this_replica_only:
-        typer.echo("the router's Redis is away, so other routers follow when it is back", err=True)
+        typer.echo("the router's Redis is not reachable; other routers follow when it is reachable again", err=True)

@@ -1,6 +1,7 @@
-"""`pointsman`: one command line for all services and for the questions people ask them.
+"""`pointsman`: the command line of all services and of the operators' commands.
 
-Only the command that is run is imported: a router must neither carry the gateway's tokenizers in its memory nor wait for them.
+Only the module of the given command is imported. Otherwise a router would import the gateway's tokenizers, which costs memory
+and time.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ app = typer.Typer(name="pointsman", no_args_is_help=True, add_completion=False, 
 
 
 @app.callback(
-    help="A control plane for fleets of vLLM: it places each request where it starts soonest, and can tell why."
+    help="A control plane for fleets of vLLM engines: it places each request where it starts soonest, and explains why."
 )
 def _pointsman() -> None:
-    """Make `pointsman` a group even when a single command is registered."""
+    """Make `pointsman` a group even if only one command is registered."""
 
 
 def _up() -> None:
@@ -35,7 +36,7 @@ def _router() -> None:
     from pointsman.router.io.main import run
     from pointsman.router.io.settings import RouterSettings
 
-    add_settings_command(app, "router", RouterSettings, run, help_="Run a router.")
+    add_settings_command(app, "router", RouterSettings, run, help_="Run a router, which places requests on engines.")
 
 
 def _agent() -> None:
@@ -43,7 +44,9 @@ def _agent() -> None:
     from pointsman.agent.io.settings import AgentSettings
     from pointsman.common.io.settings import add_settings_command
 
-    add_settings_command(app, "agent", AgentSettings, run, help_="Run a node's agent.")
+    add_settings_command(
+        app, "agent", AgentSettings, run, help_="Run a node's agent, which reports its engines to routers."
+    )
 
 
 def _gateway() -> None:
@@ -51,7 +54,9 @@ def _gateway() -> None:
     from pointsman.gateway.io.main import run
     from pointsman.gateway.io.settings import GatewaySettings
 
-    add_settings_command(app, "gateway", GatewaySettings, run, help_="Run an HTTP gateway.")
+    add_settings_command(
+        app, "gateway", GatewaySettings, run, help_="Run a gateway, which serves the HTTP API to clients."
+    )
 
 
 def _shadow() -> None:
@@ -129,13 +134,13 @@ def main() -> None:
 
 
 def _register(group: Group) -> None:
-    """Register the commands of a group, or, where its extra is not installed, commands that say so."""
+    """Register the commands of a group. If its extra is not installed, register commands that name the missing extra."""
     try:
         group.register()
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
         if package == "pointsman":
-            raise  # Ours: a mistake, and in no extra.
+            raise  # A module of this package is in no extra, so this is a programming error.
         for name in group.names:
             _register_missing(name, group.extra, package)
 

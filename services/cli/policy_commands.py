@@ -1,4 +1,4 @@
-"""Other policies, for past decisions and for those to come: `pointsman decisions verify FILE`, `what-if` and `set-policy`."""
+"""Commands about policies: `pointsman decisions verify FILE`, `what-if` and `set-policy`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ from pointsman.router.core.policy.base import SettingError
 from pointsman.router.io.telemetry.decision_log import DecidedLine, MalformedLine, read_log
 from pointsman.router.v1 import fleet_pb2
 
+# Timeout of a call, s.
 TIMEOUT_S = 60.0
+# Maximum number of differing decisions that `verify` prints.
 SHOWN = 50
 
 
 def verify(
     file: Annotated[Path, typer.Argument(help="a decision log (POINTSMAN_ROUTER_DECISION_LOG_FILE)", dir_okay=False)],
 ) -> None:
-    """Make every decision of a log again and compare bit for bit. Exits with 1 when any differs or cannot be made again."""
+    """Make every decision of a log again and compare it bit for bit.
+
+    Exits with status 1 if a decision differs or cannot be made again.
+    """
     decided = different = 0
     try:
         for number, line in read_log(file):
@@ -37,7 +42,7 @@ def verify(
             except SettingError as error:
                 found = [f"policy.{error}"]
             except (LookupError, ValueError) as error:
-                # What was read is well formed and still no decision, such as one on a view without candidates.
+                # The line is well formed but is not a possible decision, for example one on a view without candidates.
                 found = [f"cannot be made again: {error!r}"]
             if found:
                 different += 1
@@ -53,16 +58,19 @@ def verify(
 
 
 def what_if(
-    policy: Annotated[str, typer.Option(help="policy to decide by (pointsman policies)")],
+    policy: Annotated[str, typer.Option(help="policy to decide with (see pointsman policies)")],
     decision_id: Annotated[
-        str, typer.Argument(help="decision id or request id; omit it for the newest, see --last")
+        str, typer.Argument(help="decision id or request id; default: the newest decisions, see --last")
     ] = "",
-    last: Annotated[int, typer.Option(min=1, max=1000, help="decide the newest N again")] = 1,
+    last: Annotated[int, typer.Option(min=1, max=1000, help="number of the newest decisions to make again")] = 1,
     settings: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE of a policy setting")] = None,
     router: Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router")] = DEFAULT_ROUTER,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of lines")] = False,
 ) -> None:
-    """Where past requests would have gone under another policy, on what the router saw then."""
+    """Show where past requests would have been placed under another policy.
+
+    Each decision is made again on the view of the fleet that the router had at that time. Nothing is sent to an engine.
+    """
     request = fleet_pb2.WhatIfRequest(decision_id=decision_id, last=last, policy=_policy(policy, settings))
     if decision_id:
         answer = of_its_router(router, decision_id, lambda fleet: fleet.WhatIf, request, TIMEOUT_S)
@@ -72,7 +80,7 @@ def what_if(
         typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True))
         return
     for one in answer.changes:
-        via = f" by way of {one.to_prefill_instance_id}" if one.to_prefill_instance_id else ""
+        via = f" via {one.to_prefill_instance_id}" if one.to_prefill_instance_id else ""
         typer.echo(
             f"{one.decision_id}: {one.from_instance_id} -> {one.to_instance_id or 'held'}{via} ({one.reason}), "
             f"{one.cached_tokens_change:+,} cached tokens"
@@ -98,7 +106,7 @@ def _seconds(change: duration_pb2.Duration) -> str:
 
 
 def _mean_change(sums: fleet_pb2.WhatIfResponse | fleet_pb2.WhatIfResponse.Group) -> str:
-    """By how much first tokens would be expected later, in the mean; empty where no curve was learned."""
+    """Return the mean change of the predicted time to the first token, as text; "" if no curve was learned."""
     if not sums.timed:
         return ""
     mean_s = sums.ttft_change.ToNanoseconds() / 1e9 / sums.timed
@@ -106,22 +114,28 @@ def _mean_change(sums: fleet_pb2.WhatIfResponse | fleet_pb2.WhatIfResponse.Group
 
 
 def set_policy(
-    policy: Annotated[str, typer.Argument(help="policy to place by from now on (pointsman policies)")],
-    settings: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE; others get their defaults")] = None,
+    policy: Annotated[str, typer.Argument(help="policy to place with from now on (see pointsman policies)")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="NAME=VALUE of a policy setting; other settings get their defaults"),
+    ] = None,
     router: Annotated[
         list[str] | None,
-        typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router; those that share its Redis follow it"),
+        typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router; routers that share its Redis follow it"),
     ] = None,
 ) -> None:
-    """Change the policy of a router and of all that share its Redis, those that start later, too, without losing anything; tells
-    the policy in force with all its settings."""
+    """Change the policy of a router and of all routers that share its Redis.
+
+    Routers that start later use the new policy, too. No request and no state is lost. Prints the policy in force with all its
+    settings.
+    """
     request = fleet_pb2.SetPolicyRequest(policy=_policy(policy, settings))
     for one in router or [DEFAULT_ROUTER]:
         answer = call(one, lambda fleet: fleet.SetPolicy, request, TIMEOUT_S)
         told = json_format.MessageToDict(answer.policy.settings)
         typer.echo(f"{one}: {answer.policy.name}" + "".join(f" {name}={told[name]}" for name in sorted(told)))
         if answer.this_replica_only:
-            typer.echo(f"{one}: its Redis is away, so other routers follow when it is back", err=True)
+            typer.echo(f"{one}: its Redis is not reachable; other routers follow when it is reachable again", err=True)
 
 
 def _policy(name: str, settings: list[str] | None) -> fleet_pb2.Policy:

@@ -1,4 +1,4 @@
-"""One question to a router from a command line: as an operator, and with a sentence where it cannot be asked."""
+"""Calls of a router from the command line, with the operator's token and with errors as one sentence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pointsman.common.io.settings import Tokens
 from pointsman.router.v1 import fleet_pb2_grpc
 
 DEFAULT_ROUTER = "127.0.0.1:50051"
-UNUSABLE = 2  # The exit status of whoever gives settings that cannot be used, as typer's.
+UNUSABLE = 2  # Exit status for settings that cannot be used; typer uses the same.
 
 T = TypeVar("T")
 
@@ -26,8 +26,8 @@ def call(
     request: object,
     timeout_s: float,
 ) -> T:
-    """The answer to `request` of the method that `method` picks. Ends the program with 1 when there is none, and with 2 when the
-    settings for TLS or tokens cannot be used."""
+    """Call the method that `method` selects from a stub, and return its answer. Ends the program with status 1 if there is no
+    answer, and with status 2 if the settings for TLS or tokens cannot be used."""
     try:
         return ask(router, method, request, timeout_s)
     except grpc.RpcError as error:
@@ -40,13 +40,13 @@ def ask(
     request: object,
     timeout_s: float,
 ) -> T:
-    """As `call`, and raises grpc.RpcError when there is no answer."""
+    """The same as `call`, but raises grpc.RpcError if there is no answer."""
     with dial(router) as channel:
         return method(fleet_pb2_grpc.FleetServiceStub(channel))(request, timeout=timeout_s, metadata=credentials())
 
 
 def dial(router: str) -> grpc.Channel:
-    """A channel to a router. Ends the program with 2 when the settings for TLS cannot be used."""
+    """Open a channel to a router. Ends the program with status 2 if the settings for TLS cannot be used."""
     try:
         return open_blocking_channel(router)
     except (ValueError, OSError) as error:
@@ -54,8 +54,8 @@ def dial(router: str) -> grpc.Channel:
 
 
 def credentials() -> tuple[tuple[str, str], ...]:
-    """Metadata that shows the operator's token, or where there is none the observer's, which lets its bearer look; empty without
-    either. Ends the program with 2 when a file of one cannot be read."""
+    """Return metadata with the operator's token, else with the observer's, which permits only queries; empty without either. Ends
+    the program with status 2 if a token's file cannot be read."""
     tokens = Tokens()
     for role in ("operator", "observer"):
         try:
@@ -67,11 +67,11 @@ def credentials() -> tuple[tuple[str, str], ...]:
 
 
 def no_answer(router: str, error: grpc.RpcError) -> NoReturn:
-    """End the program: the router does not answer."""
+    """End the program with status 1 and a gRPC error as one sentence."""
     fail(f"router {router}: {error.code().name}: {error.details()}")
 
 
 def fail(message: str, status: int = 1) -> NoReturn:
-    """End the program with a sentence."""
+    """Print `message` on stderr and end the program with `status`."""
     typer.echo(f"pointsman: {message}", err=True)
     sys.exit(status)

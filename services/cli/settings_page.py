@@ -1,4 +1,4 @@
-"""`pointsman settings`: every setting of every service as a page, made of the classes that read them (docs/settings.md)."""
+"""`pointsman settings`: a page with all settings of all services (docs/settings.md), generated from the settings classes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from pointsman.shadow.io.settings import ReadSettings, ServeSettings
 INTRODUCTION = """\
 # Settings
 
-Made by `pointsman settings`, from the code; a test holds this page against it. A flag wins over its environment variable, which
-wins over the default. Lists are entries with blanks between them; a flag of a list may come several times. A value that is
-not allowed ends the program with status 2 and the setting's name. Times are seconds. Tokens, passwords and keys have no flag or
-are better given without one: everybody on a machine sees flags. The commands of the lab (`simulate`, `compare`, `emulate`, ...)
-tell their settings with `--help`; their variables are `POINTSMAN_COMMAND_NAME`.
+Generated from the code by `pointsman settings`; a test compares this page with the code. A flag overrides its environment
+variable, which overrides the default. A list has entries with blanks between them; the flag of a list may be given several times.
+An invalid value ends the program with status 2 and the setting's name. Times are in seconds. Tokens, passwords and keys have no
+flag, or should be given without one, because all users of a machine can see flags. The commands of the lab (`simulate`,
+`compare`, `emulate`, ...) describe their settings with `--help`; their variables are `POINTSMAN_COMMAND_NAME`.
 """
 
 ENGINES = """\
@@ -44,20 +44,18 @@ ENGINES = """\
 
 
 def settings() -> None:
-    """Every setting of every service, with its flag, variable and default, as a page of Markdown."""
+    """Print all settings of all services, with flags, variables and defaults, as a Markdown page."""
     typer.echo(page(), nl=False)
 
 
 def page() -> str:
-    """docs/settings.md."""
+    """Return the content of docs/settings.md."""
     parts = [INTRODUCTION]
     parts += _section("Router", "`pointsman router`.", RouterSettings, flags=True)
     parts += _section("Agent", "`pointsman agent`, one on every node with engines.", AgentSettings, flags=True)
     parts += _section("Gateway", "`pointsman gateway`.", GatewaySettings, flags=True)
-    parts += _section("Gateway: keys of clients", "Besides `api_keys_file`.", KeysFromEnvironment, flags=False)
-    parts += _section(
-        "One node", "`pointsman up`; its services read their own variables besides.", UpSettings, flags=True
-    )
+    parts += _section("Gateway: keys of clients", "In addition to `api_keys_file`.", KeysFromEnvironment, flags=False)
+    parts += _section("One node", "`pointsman up`; its services also read their own variables.", UpSettings, flags=True)
     parts += _section("Shadow", "`pointsman shadow serve`.", ServeSettings, flags=True)
     parts += _section("Shadow: a log", "`pointsman shadow read`.", ReadSettings, flags=True)
     parts += _section("Tokens", "Router, agent, gateway and operators' commands.", Tokens, flags=False)
@@ -80,7 +78,7 @@ def _section(title: str, where: str, kind: type[BaseSettings], *, flags: bool) -
 
 
 def _operators() -> Iterator[str]:
-    """What the commands that ask a fleet take from the environment."""
+    """Yield the table of environment variables that the operators' commands read."""
     app = typer.Typer()
     fleet_commands.add_fleet_commands(app)
     group = typer.main.get_command(app)
@@ -123,7 +121,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _allowed(field: FieldInfo) -> str:
-    """The bounds of a number, or the words that may stand there; "" where the kind of value says it all."""
+    """Return a number's bounds, the permitted words, or the kind of value; "" if the kind needs no description."""
     kind = field.annotation
     if get_origin(kind) is Literal:
         return ", ".join(f"`{one}`" for one in get_args(kind))

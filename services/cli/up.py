@@ -1,4 +1,4 @@
-"""`pointsman up`: router, agent and gateway in one process tree on one node, with no Redis."""
+"""`pointsman up`: router, agent and gateway as child processes on one node, without Redis."""
 
 from __future__ import annotations
 
@@ -20,29 +20,36 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from pointsman.common.io.settings import Entries
 from pointsman.common.io.tls import TlsSettings
 
+# Maximum time until the gateway is ready, s.
 READY_TIMEOUT_S = 120.0
+# Maximum time from a service's SIGTERM to its end before it is killed, s.
 STOP_TIMEOUT_S = 35.0
 
 
 class UpSettings(BaseSettings):
-    """Environment POINTSMAN_UP_*, or flags of `pointsman up`. Everything else is set through the services' own variables."""
+    """Settings of `pointsman up`, from flags or POINTSMAN_UP_* variables. All other settings are set with the services' own
+    variables."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_UP_")
 
-    engine: Entries = Field(min_length=1, description="base URL of a vLLM server; give it once for each")
+    engine: Entries = Field(min_length=1, description="base URL of each vLLM server")
     listen: str = Field("127.0.0.1:8080", description="HOST:PORT of the gateway")
     router_listen: str = Field("127.0.0.1:50051", description="HOST:PORT of the router's gRPC services")
-    router_metrics: str = Field("127.0.0.1:9100", description="HOST:PORT of the router's /metrics; empty for none")
-    console: str = Field("127.0.0.1:9102", description="HOST:PORT of the router's console; empty for none")
-    agent_metrics: str = Field("127.0.0.1:9101", description="HOST:PORT of the agent's /metrics; empty for none")
+    router_metrics: str = Field("127.0.0.1:9100", description="HOST:PORT of the router's /metrics; empty: none")
+    console: str = Field("127.0.0.1:9102", description="HOST:PORT of the router's console; empty: none")
+    agent_metrics: str = Field("127.0.0.1:9101", description="HOST:PORT of the agent's /metrics; empty: none")
     policy: str = Field("unified", description="policy at start")
-    tokenizer: Entries = Field(default_factory=list, description="MODEL=FOLDER, where the engine's own is not readable")
-    state_dir: Path = Field(Path(".state/agent"), description="where the agent keeps what it knows over restarts")
+    tokenizer: Entries = Field(
+        default_factory=list, description="MODEL=FOLDER of a tokenizer; default: the engine's own, if readable here"
+    )
+    state_dir: Path = Field(
+        Path(".state/agent"), description="folder for the agent's saved state; must persist over restarts"
+    )
     log_level: str = Field("warning", description="debug, info, warning or error")
 
 
 def run_up(settings: UpSettings) -> None:
-    """Start the three services, say when they are ready, and end them all when one ends or on SIGTERM or SIGINT."""
+    """Start the three services, print when they are ready, and stop them all when one ends or on SIGTERM or SIGINT. Blocks."""
     if taken := unusable_addresses(settings):
         for problem in taken:
             typer.echo(f"pointsman up: {problem}", err=True)
@@ -67,14 +74,17 @@ def run_up(settings: UpSettings) -> None:
     except KeyboardInterrupt:
         typer.echo("stopping")
     finally:
-        # A second one, as `timeout` sends it, would end this before the children have ended.
+        # A second SIGTERM, which `timeout` sends, would end this process before its children.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         children.stop()
 
 
 def unusable_addresses(settings: UpSettings) -> list[str]:
-    """Which addresses cannot be listened on, each with its flag. A part that found its own taken would leave the others to work
-    with whoever listens there."""
+    """Return one message, with flag and reason, for each address that cannot be listened on.
+
+    The addresses are checked before the start, because otherwise the services would use another process that listens at an
+    address of one of them.
+    """
     found = []
     for name in ("listen", "router_listen", "router_metrics", "console", "agent_metrics"):
         if address := getattr(settings, name):
@@ -103,7 +113,7 @@ def _services(settings: UpSettings) -> list[tuple[str, list[str]]]:
 
 
 class ChildProcesses:
-    """Child processes that share this one's fate."""
+    """Child processes that are stopped together."""
 
     def __init__(self) -> None:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -111,37 +121,37 @@ class ChildProcesses:
     def start(self, name: str, arguments: Sequence[str]) -> None:
         """Start `pointsman NAME ARGUMENTS`."""
         command = [sys.executable, "-m", "pointsman.cli.main", name, *arguments]
-        # A group of its own: a terminal's Ctrl-C must reach the parent alone, which ends the children in order.
+        # A separate process group: a terminal's Ctrl-C must reach only the parent, which stops the children in order.
         self._running[name] = subprocess.Popen(command, process_group=0)
 
     def ended(self) -> tuple[str, int] | None:
-        """The first child that ended, with its status."""
+        """Return a child that has ended, with its status; None if all run."""
         for name, process in self._running.items():
             if (status := process.poll()) is not None:
                 return name, status
         return None
 
     def wait(self) -> tuple[str, int]:
-        """Block until a child ends."""
+        """Block until a child ends; return its name and status."""
         while (ended := self.ended()) is None:
             time.sleep(0.2)
         return ended
 
     def stop(self) -> None:
-        """End all, the gateway first, so that streams drain while router and agent still work."""
+        """Stop all children in reverse order: the gateway first, so that streams drain while router and agent still run."""
         for name, process in reversed(self._running.items()):
             if process.poll() is None:
                 process.terminate()
             try:
                 process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                typer.echo(f"pointsman up: {name} does not stop; killing it", err=True)
+                typer.echo(f"pointsman up: {name} did not stop in time; killing it", err=True)
                 process.kill()
                 process.wait()
 
 
 def wait_ready(url: str, children: ChildProcesses) -> str:
-    """Poll a health address; returns "" when it answers 200, else what went wrong."""
+    """Poll a health URL until it answers 200. Return "" then, or the problem if a child ends or READY_TIMEOUT_S passes."""
     until = time.monotonic() + READY_TIMEOUT_S
     last = "no answer"
     while time.monotonic() < until:

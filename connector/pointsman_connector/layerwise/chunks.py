@@ -1,4 +1,4 @@
-"""The scheduler's side: which blocks of which prompts does a step compute. Knows vLLM's scheduler output by its shape only."""
+"""The scheduler's side: computes which blocks of which prompts a step computes. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pointsman_connector.layerwise.progress import blocks_of
 
 @dataclass(frozen=True)
 class Chunk:
-    """One step's work on one prompt whose KV goes to another engine.
+    """Part of a prompt that one step computes, if the prompt's KV is for another engine.
 
-    `new_blocks` are ids of the engine's blocks that the prompt got since its last chunk, all of them when it `restarted`;
-    `up_to` is the number of leading blocks that may be sent once a layer is through, `total` the prompt's.
+    `new_blocks` are the ids of the engine's blocks that the prompt got since its last chunk, or all of its blocks if it
+    `restarted`. `up_to` is the number of leading blocks that may be sent when a layer is computed, `total` that of the prompt.
     """
 
     transfer_id: str
@@ -26,7 +26,7 @@ class Chunk:
 
 
 class Request(Protocol):
-    """What of vLLM's Request is read here."""
+    """The attributes of vLLM's Request that this module reads."""
 
     request_id: str
     num_prompt_tokens: int
@@ -35,14 +35,14 @@ class Request(Protocol):
 
 
 class BlockTable(Protocol):
-    """What of vLLM's KVConnectorBlockState is read here."""
+    """The methods of vLLM's KVConnectorBlockState that this module calls."""
 
     def get_block_ids(self, req_id: str) -> tuple[list[int], ...] | None:
-        """The request's blocks, a list for each KV group."""
+        """Return the request's blocks, one list for each KV cache group."""
 
 
 class SchedulerOutput(Protocol):
-    """What of vLLM's SchedulerOutput is read here."""
+    """The attributes of vLLM's SchedulerOutput that this module reads."""
 
     num_scheduled_tokens: dict[str, int]
     kv_connector_block_state: BlockTable | None
@@ -58,26 +58,27 @@ class _Followed:
 
 
 class ChunkTracker:
-    """Follows the prompts that are computed for other engines, from their first chunk to their last."""
+    """Tracks the prompts that are computed for other engines, from their first chunk to their last."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._followed: dict[str, _Followed] = {}
 
     def follow(self, request: Request, transfer_id: str) -> None:
-        """`request` was given its first blocks, or its first ones after a preemption."""
+        """Start to track `request`, which got its first blocks, or its first ones after a preemption. Mutates."""
         if request.request_id not in self._followed:
             self._followed[request.request_id] = _Followed(transfer_id, request, preemptions=request.num_preemptions)
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """Stop tracking a request. Mutates."""
         self._followed.pop(request_id, None)
 
     def __len__(self) -> int:
         return len(self._followed)
 
     def step(self, output: SchedulerOutput) -> Iterator[Chunk]:
-        """The chunks of the step that `output` describes. Called before the scheduler counts its tokens as computed."""
+        """Yield the chunks of the step that `output` describes. Must be called before the scheduler counts the step's tokens as
+        computed. Mutates."""
         if not self._followed or output.kv_connector_block_state is None:
             return
         for request_id, one in self._followed.items():

@@ -1,4 +1,4 @@
-"""LayerwiseMooncakeConnector: vLLM's MooncakeConnector, whose transfers can hide behind the prefill."""
+"""LayerwiseMooncakeConnector: vLLM's MooncakeConnector with transfers that run during the prefill."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ logger = init_logger(__name__)
 
 
 class LayerwiseMooncakeConnector(AnyDeviceMooncakeConnector):
-    """MooncakeConnector that pushes each layer's KV while the prompt is computed, when its receiver already waits.
+    """MooncakeConnector that pushes each layer's KV while the prompt is computed, if the receiver already waits.
 
-    `"layerwise": false` in kv_connector_extra_config, or a model or engine that `support` names: vLLM's own, unchanged.
+    It behaves as vLLM's connector, unchanged, with `"layerwise": false` in kv_connector_extra_config, and for a model or engine
+    that `support` excludes.
     """
 
     worker_class: ClassVar[type[LayerwiseWorker]] = LayerwiseWorker
@@ -47,7 +48,7 @@ class LayerwiseMooncakeConnector(AnyDeviceMooncakeConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self._layerwise = enabled(vllm_config.kv_transfer_config.kv_connector_extra_config)
         if self._layerwise and (reason := unsupported_cache(kv_cache_config) or unsupported_engine(vllm_config)):
-            logger.warning("Layer-wise push is off, KV goes after the prefill: %s", reason)
+            logger.warning("Layer-wise push is off, KV is sent after the prefill: %s", reason)
             self._layerwise = False
         if not self._layerwise:
             super().__init__(vllm_config, role, kv_cache_config)
@@ -67,16 +68,16 @@ class LayerwiseMooncakeConnector(AnyDeviceMooncakeConnector):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """A whole captured graph would run without calling `save_kv_layer`."""
+        """Return whether CUDA graphs must be piecewise: a whole captured graph would not call `save_kv_layer`."""
         return enabled(extra_config)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Statistics from their wire form."""
+        """Return statistics from their serialised form."""
         return LayerwiseStats(data=data or {})
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """A step begins. vLLM calls `start_load_kv` after the forward pass: too late for the chunks."""
+        """Start a step. vLLM calls `start_load_kv` only after the forward pass, which is too late for the chunks."""
         super().bind_connector_metadata(connector_metadata)
         if self._layerwise:
             assert self.connector_worker is not None
@@ -86,13 +87,13 @@ class LayerwiseMooncakeConnector(AnyDeviceMooncakeConnector):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """`layer_name` of this step is computed."""
+        """Record that `layer_name` of this step is computed."""
         if self._layerwise:
             assert self.connector_worker is not None
             self.connector_worker.save_layer(layer_name)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """What was sent, received and lost since the last step."""
+        """Return the requests that were sent, received or failed since the last step."""
         if not self._layerwise:
             return super().get_transfer_results(finished_req_ids)
         metadata = self._get_connector_metadata()
@@ -102,7 +103,7 @@ class LayerwiseMooncakeConnector(AnyDeviceMooncakeConnector):
 
 
 class LayerwiseMetadata(MooncakeConnectorMetadata):
-    """Upstream's message from scheduler to worker, with the step's chunks. `idle` steps compute nothing."""
+    """Upstream's message from scheduler to worker, with the step's chunks. An `idle` step computes nothing."""
 
     def __init__(self, chunks: list[Chunk], *, idle: bool) -> None:
         super().__init__()
@@ -111,21 +112,21 @@ class LayerwiseMetadata(MooncakeConnectorMetadata):
 
 
 class LayerwiseScheduler(MooncakeConnectorScheduler):
-    """Upstream's scheduler side, which also tells the worker what each step computes for others."""
+    """Upstream's scheduler side, which also sends the worker what each step computes for other engines."""
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._tracker = ChunkTracker(self.block_size)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """`request` has blocks."""
+        """Handle that `request` got blocks. Track the request if its KV is for another engine."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode") and (transfer_id := params.get("transfer_id")):
             self._tracker.follow(request, transfer_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """The message of one step."""
+        """Return the message of one step."""
         upstream = super().build_connector_meta(scheduler_output)
         metadata = LayerwiseMetadata(
             list(self._tracker.step(scheduler_output)), idle=scheduler_output.total_num_scheduled_tokens == 0
@@ -138,6 +139,6 @@ class LayerwiseScheduler(MooncakeConnectorScheduler):
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """`request` is over; whether its blocks are still needed."""
+        """Handle the end of `request`. Return whether its blocks are still needed, and upstream's parameters."""
         self._tracker.forget(request.request_id)
         return super().request_finished(request, block_ids)

@@ -1,7 +1,7 @@
-"""How far a prompt's KV is computed, layer by layer, and how far each receiver has it. Pure: no torch, no vLLM, no clock.
+"""Progress of a prompt's KV: what is computed, layer by layer, and what each receiver has. Pure: no torch, no vLLM, no clock.
 
-Positions are counts of leading blocks of the prompt: "5" means that blocks 0..4 are there. A prefill computes a prompt in chunks;
-within a chunk the layers finish one after the other, so for a while the early layers are one chunk ahead of the late ones.
+Positions are counts of leading blocks of the prompt: "5" means blocks 0..4. A prefill computes a prompt in chunks. Within a chunk
+the layers finish one after the other, so early layers can be one chunk ahead of late ones.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Span:
-    """Blocks `first`..`end - 1` of one region, to be written now."""
+    """Blocks `first`..`end - 1` of one region, which can be written."""
 
     region: int
     first: int
@@ -21,16 +21,17 @@ class Span:
 
 @dataclass(frozen=True)
 class Batch:
-    """Spans that go in one write. `epoch` is that of the computation that they were read from."""
+    """Spans of one write. `epoch` is the epoch of the computation that they are read from."""
 
     spans: tuple[Span, ...]
     epoch: int
 
 
 class ComputedBlocks:
-    """The sender's side of one prompt: which blocks the engine has, and how many of them each layer has computed.
+    """The sender's side of one prompt: the engine's blocks of it, and how many of them each layer has computed.
 
-    `total` is the number of blocks of the whole prompt. `layers` are the names of all layers that will be saved.
+    `total` is the number of blocks of the whole prompt. `layers` are the names of all layers that will be saved. `epoch` counts
+    the restarts of the computation.
     """
 
     def __init__(self, total: int, layers: Collection[str]) -> None:
@@ -40,7 +41,8 @@ class ComputedBlocks:
         self._computed = dict.fromkeys(layers, 0)
 
     def begin_chunk(self, new_blocks: Sequence[int], *, restarted: bool) -> None:
-        """A chunk starts. After a preemption (`restarted`) the prompt begins anew in other blocks."""
+        """Add the blocks of a chunk that starts. If `restarted` (after a preemption) the prompt starts over in new blocks.
+        Mutates."""
         if restarted:
             self.epoch += 1
             self.blocks.clear()
@@ -48,27 +50,27 @@ class ComputedBlocks:
         self.blocks.extend(new_blocks)
 
     def layer_saved(self, layer: str, up_to: int) -> None:
-        """`layer` now holds the KV of the first `up_to` blocks. Layers that are not ours are ignored."""
+        """Record that `layer` has the KV of the first `up_to` blocks. Unknown layers are ignored. Mutates."""
         if layer in self._computed:
             self._computed[layer] = max(self._computed[layer], min(up_to, self.total))
 
     def of(self, layers: Collection[str]) -> int:
-        """How many leading blocks all of `layers` have."""
+        """Return the number of leading blocks that all of `layers` have."""
         return min(self._computed[layer] for layer in layers)
 
     @property
     def complete(self) -> bool:
-        """Every layer has the whole prompt."""
+        """Whether every layer has the whole prompt."""
         return all(up_to == self.total for up_to in self._computed.values())
 
 
 @dataclass
 class Delivery:
-    """One receiver of a prompt: what it has of each region, and whether a write to it is under way.
+    """One receiver of a prompt: which blocks of each region it has, and whether a write to it is in progress.
 
-    `regions[i]` names the layers that region i holds, of which a block takes `block_bytes[i]`. `wanted` is how many of the
-    prompt's last blocks the receiver lacks; it has the others in its own cache. One write at a time: a later one may overwrite
-    what an earlier one wrote, never the reverse. Writes of fewer than `least_bytes` wait for more, until all is computed.
+    `regions[i]` names the layers of region i, and `block_bytes[i]` is the size of a block in it. `wanted` is the number of the
+    prompt's last blocks that the receiver needs; it has the others in its own cache. There is one write at a time, so that an
+    earlier write never overwrites a later one. A write of fewer than `least_bytes` waits for more blocks, until all is computed.
     """
 
     regions: Sequence[Collection[str]]
@@ -81,7 +83,8 @@ class Delivery:
     _epoch: int = 0
 
     def next_batch(self, computed: ComputedBlocks) -> Batch | None:
-        """Everything that can be written now, as one batch; None when there is nothing, or a write is under way, or failed."""
+        """Return all spans that can be written now, as one batch, and mark a write as in progress. None if there is nothing to
+        write yet, a write is in progress, or a write failed. Mutates."""
         if self.writing or self.failed:
             return None
         spans = self._missing(computed)
@@ -91,23 +94,23 @@ class Delivery:
         return Batch(tuple(spans), computed.epoch)
 
     def write_finished(self, batch: Batch) -> None:
-        """`batch` is written. What was read before a restart does not count."""
+        """Record that `batch` is written. A batch that was read before a restart does not count. Mutates."""
         self.writing = False
         if batch.epoch == self._epoch:
             for span in batch.spans:
                 self._sent[span.region] = span.end
 
     def write_failed(self) -> None:
-        """The write under way failed: nothing that was pushed counts any more."""
+        """Record that the write in progress failed. The whole delivery then counts as failed. Mutates."""
         self.writing = False
         self.failed = True
 
     def give_up(self) -> None:
-        """No further writes."""
+        """Mark the delivery as failed, so that there are no further writes. Mutates."""
         self.failed = True
 
     def done(self, computed: ComputedBlocks) -> bool:
-        """The receiver has all that it wanted."""
+        """Return whether the receiver has all blocks that it needs."""
         return not self.failed and computed.complete and not self._missing(computed)
 
     def _bytes(self, spans: Sequence[Span]) -> int:
@@ -126,7 +129,8 @@ class Delivery:
 
 
 def blocks_of(tokens: int, prompt_tokens: int, block_size: int) -> int:
-    """How many leading blocks may be sent when `tokens` of a prompt are computed: full ones, and at its end the last one, too."""
+    """Return the number of leading blocks that may be sent when `tokens` of a prompt are computed: the full blocks, and at the
+    prompt's end also the last, partial one."""
     if tokens >= prompt_tokens:
         return -(-prompt_tokens // block_size)
     return tokens // block_size

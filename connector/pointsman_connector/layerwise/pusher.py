@@ -1,6 +1,6 @@
-"""From a layer that is computed to its bytes in the receiver's memory: one write at a time for each receiver.
+"""Writes computed layers to a receiver's memory, one write at a time for each receiver.
 
-All state belongs to the sender loop's thread; a thread of the executor waits for a write.
+All state belongs to the thread of the sender's event loop. A thread of the executor waits for a write.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from pointsman_connector.layerwise.transfer import Receiver, Transfer
 
 logger = init_logger(__name__)
 
-# What is ready goes in one write when it is so much, or all that is left: many small writes cost more than their bytes.
+# Minimum size of a write before the whole prompt is computed, bytes. Many small writes cost more than their bytes.
 LEAST_WRITE_BYTES = 1 << 20
 
 
 class LayerwisePusher(MooncakeConnectorWorker):
-    """MooncakeConnectorWorker that can write a part of a prompt's layers and blocks. Its waits for writes are asleep, upstream's
-    own after the prefill, too."""
+    """MooncakeConnectorWorker that can write a part of a prompt's layers and blocks. Threads sleep while they wait for a write,
+    also for upstream's own writes after the prefill."""
 
     engine: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Transfers whose blocks may have been overwritten.
+        # Ids of transfers whose blocks may have been overwritten.
         self._overwritten: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         super().__init__(*args, **kwargs)
@@ -45,7 +45,7 @@ class LayerwisePusher(MooncakeConnectorWorker):
         self.xfer_stats = LayerwiseStats()
 
     def _layers_in(self, region: TransferRegion) -> Collection[str]:
-        """The layers whose memory lies in `region`: upstream joins neighbours into one."""
+        """Return the layers whose memory is in `region`. Upstream joins adjacent layers into one region."""
         start, end = region.base_addr, region.base_addr + region.kv_block_len
         views = zip(self.registered_layer_names, self.kv_caches_base_addr, self.kv_block_len_per_layer, strict=True)
         inside = {name for name, base, length in views if start <= base and base + length <= end}
@@ -57,7 +57,7 @@ class LayerwisePusher(MooncakeConnectorWorker):
             self._spawn(self._push(transfer, transfer.computed, receiver, batch))
 
     async def _push(self, transfer: Transfer, computed: ComputedBlocks, receiver: Receiver, first: Batch) -> None:
-        """Write `first`, then whatever became ready meanwhile, in as few writes as that takes."""
+        """Write `first`, then everything that became ready meanwhile, each time in one batch."""
         batch: Batch | None = first
         try:
             while batch is not None:
@@ -90,7 +90,7 @@ class LayerwisePusher(MooncakeConnectorWorker):
     ) -> int:
         if fence is not None:
             fence()
-        # A process that was stopped goes on here, whatever the loop's timers say.
+        # A process that was stopped may resume here before the event loop has run its timers.
         if self.sender_loop.time() > latest:
             return -1
         return self._send_blocks(session, src, dst, lengths)
@@ -98,7 +98,8 @@ class LayerwisePusher(MooncakeConnectorWorker):
     async def _pointers(
         self, transfer: Transfer, computed: ComputedBlocks, receiver: Receiver, batch: Batch
     ) -> tuple[list[int], list[int], list[int]]:
-        """Addresses and lengths of a batch, by upstream's own arithmetic for a part of the regions and of the blocks."""
+        """Return source addresses, target addresses and lengths of a batch. Upstream's own method computes them, called with only
+        the batch's regions and blocks."""
         src: list[int] = []
         dst: list[int] = []
         lengths: list[int] = []

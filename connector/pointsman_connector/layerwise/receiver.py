@@ -1,4 +1,4 @@
-"""The engine that waits for a prompt's KV: lets its core rest meanwhile, and notices when the sender dies."""
+"""The side of the engine that waits for a prompt's KV: sleeps while it waits, and detects that a sender has ended."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from pointsman_connector.layerwise.sleeping_writes import WRITE_S
 
 logger = init_logger(__name__)
 
-# An engine that only waits for KV steps without pause, at a whole core's cost. It looks up this often instead, and at once when
-# KV is there; a new request waits for it at most as long.
+# Maximum sleep of a step that computes nothing while requests wait for KV, s. Without the sleep such an engine steps without a
+# pause and uses a whole core. KV that arrives ends the sleep at once; a new request waits for its end.
 IDLE_SLEEP_S = 0.002
-# How often a sender is asked whether it lives, and how long what a dead one had sent may still be on its way.
+# PROBE_S: interval between two checks that a sender is alive, s. GRACE_S: time for which writes of an ended sender may still
+# arrive, s.
 PROBE_S, GRACE_S = 1.0, 1.0
 
 
 class LayerwiseWorker(LayerwiseSender):
-    """Both sides of layer-wise push in an engine's worker."""
+    """Worker of an engine with both sides of layer-wise push."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._awaited: set[str] = set()
@@ -39,13 +40,14 @@ class LayerwiseWorker(LayerwiseSender):
         super().__init__(*args, **kwargs)
 
     def start_load_kv(self, metadata: MooncakeConnectorMetadata) -> None:
-        """Ask for the KV of the requests that begin to wait for it."""
+        """Request the KV of the requests that start to wait for it."""
         for pulls in metadata.reqs_to_recv.values():
             self._awaited.update(request for request, pull in pulls.items() if any(pull.local_block_ids))
         super().start_load_kv(metadata)
 
     def transfer_results(self, *, idle: bool) -> KVConnectorTransferResults:
-        """What arrived and what was sent. An `idle` step, one that computed nothing, rests first."""
+        """Return the requests that were received, sent or failed. An `idle` step, which computed nothing, first sleeps for up to
+        IDLE_SLEEP_S if requests wait for KV."""
         if idle and self._awaited:
             self._arrived.wait(IDLE_SLEEP_S)
         self._arrived.clear()
@@ -54,7 +56,7 @@ class LayerwiseWorker(LayerwiseSender):
         return results
 
     def process_pulling_result(self, response: MooncakeXferResponse, pull_metas: dict[str, PullReqMeta]) -> None:
-        """The sender says whose KV is written."""
+        """Handle the sender's message that names the requests whose KV is written or has failed."""
         super().process_pulling_result(response, pull_metas)
         if (conversation := asyncio.current_task()) is not None:
             self._answered_requests[conversation].update(response.ok_reqs or (), response.err_reqs or ())
@@ -65,8 +67,11 @@ class LayerwiseWorker(LayerwiseSender):
         self._arrived.set()
 
     async def receive_kv_from_single_worker(self, worker_addr: str, pull_metas: dict[str, PullReqMeta]) -> None:
-        """Wait for the sender's answer, or for its end: a process that is gone answers nobody, and upstream would wait on. One
-        that is stopped may go on: until its own time is over, nothing else may use the blocks."""
+        """Wait for the sender's answer, for the end of its process, or for a timeout.
+
+        An ended process does not answer, and upstream would continue to wait. A stopped process may resume and write: the blocks
+        must not be reused until the sender's own deadline has passed.
+        """
         answer = asyncio.create_task(super().receive_kv_from_single_worker(worker_addr, pull_metas))
         told = self._answered_requests[answer] = set()
         death = asyncio.create_task(_wait_until_gone(worker_addr))
@@ -78,10 +83,10 @@ class LayerwiseWorker(LayerwiseSender):
                 over, _ = await asyncio.wait(
                     {answer, death}, timeout=sender_timeout_s(), return_when=asyncio.FIRST_COMPLETED
                 )
-            reason = "the sender said nothing of it"
+            reason = "the sender did not answer for it"
             if death in over:
-                reason = f"the sender at {worker_addr} is gone"
-            # A sender that gave a prompt up at the wrong moment ends the conversation without a word about it.
+                reason = f"the sender at {worker_addr} has ended"
+            # A sender that aborts a prompt at certain moments ends the conversation without an answer for the prompt.
             self._handle_failed_recv(pull_metas, [one for one in pull_metas if one not in told], reason)
         finally:
             answer.cancel()
@@ -90,13 +95,17 @@ class LayerwiseWorker(LayerwiseSender):
 
 
 def sender_timeout_s() -> float:
-    """How long to wait for a word of the sender: it may begin a last write one write after its own time is over."""
+    """Return the timeout for a sender's next message, in s. A sender may start a last write one write timeout after the abort
+    timeout, and that write may take another write timeout."""
     return envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT + 2 * WRITE_S
 
 
 async def _wait_until_gone(worker_addr: str) -> None:
-    """Returns when nothing listens at `worker_addr` any more. A sender that is merely stopped or slow still listens: its writes
-    could come later, so its receivers keep their blocks for it until upstream's timeout."""
+    """Return when no process listens at `worker_addr` any more.
+
+    A sender that is only stopped or slow still listens. Its writes may arrive later, so its receivers keep their blocks until the
+    timeout.
+    """
     address = urlsplit(worker_addr)
     while True:
         await asyncio.sleep(PROBE_S)

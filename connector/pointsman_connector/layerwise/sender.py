@@ -1,7 +1,8 @@
-"""The engine that computes a prompt: follows what is computed, for whom, and what has become of it; `pusher` writes.
+"""The side of the engine that computes a prompt: tracks what is computed for which receivers; `pusher` writes.
 
-All state belongs to the sender loop's thread. The engine's thread only posts to it: a step's chunks, then each layer's name.
-Whatever was not pushed, or failed, is written by vLLM's own transfer when the prompt is done: that path is used unchanged.
+All state belongs to the thread of the sender's event loop. The engine's thread only posts to this loop: a step's chunks, then
+each layer's name. Blocks that were not pushed, or whose push failed, are written by vLLM's own transfer, unchanged, when the
+prompt is computed.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ from pointsman_connector.layerwise.transfer import Receiver, Transfer, session_o
 
 logger = init_logger(__name__)
 
-# The receiver is told that it waited in vain after the abort timeout; no write may still be under way then.
+# Share of the abort timeout after which no push is started. The receiver gets an error after the abort timeout, and no write may
+# be in progress then.
 LAST_WRITE_SHARE = 0.9
 
 Params = tuple[list[int], list[int], list[int], list[str], str | None]
 
 
 class LayerwiseSender(LayerwisePusher):
-    """MooncakeConnectorWorker that begins to send before the prompt is done."""
+    """MooncakeConnectorWorker that starts to send before the prompt is computed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._transfers: dict[str, Transfer] = {}
@@ -52,7 +54,8 @@ class LayerwiseSender(LayerwisePusher):
         self._steps_layers = False
         self._done_sending: set[str] = set()
         self._may_free: set[str] = set()
-        # When a conversation's receivers may have given up: seconds of the loop's clock, which runs on in a stopped process.
+        # By conversation, the time after which its receivers may have timed out: s of the event loop's clock, which continues
+        # while the process is stopped.
         self._deadline_of: dict[asyncio.Task[Any] | None, float] = {}
         # A blocking event lets the thread that waits for it sleep.
         self._mark = marker(partial(torch.cuda.Event, blocking=True) if torch.cuda.is_available() else None)
@@ -61,16 +64,18 @@ class LayerwiseSender(LayerwisePusher):
     # ---- called by the engine's thread ----
 
     def begin_step(self, chunks: Sequence[Chunk], overwritten: Collection[str]) -> None:
-        """A step is about to compute `chunks`. The blocks of the transfers `overwritten` may be overwritten by it: what is read
-        of them from here on counts for nothing, and a write that ends later must see that at once, not when the loop hears of
-        it."""
+        """Start a step that computes `chunks`. The step may overwrite the blocks of the transfers `overwritten`.
+
+        Data that is read from these blocks from now on is invalid. A write that ends later must see this at once, so the ids are
+        added here and not in the event loop.
+        """
         self._overwritten.update(overwritten)
         if chunks or self._steps_layers:
             self._steps_layers = bool(chunks)
             self.sender_loop.call_soon_threadsafe(self._begin, chunks)
 
     def save_layer(self, layer: str) -> None:
-        """The step has written `layer`'s KV, or has told its stream to."""
+        """Handle that the step has written `layer`'s KV, or has queued the write on its stream."""
         if self._steps_layers:
             self.sender_loop.call_soon_threadsafe(self._saved, layer, self._mark())
 
@@ -102,7 +107,7 @@ class LayerwiseSender(LayerwisePusher):
                 self._announce(transfer, computed)
 
     def _announce(self, transfer: Transfer, computed: ComputedBlocks) -> None:
-        """The whole prompt is computed: receivers are served from now on, one step before the scheduler knows its end."""
+        """Serve the receivers from now on: the whole prompt is computed. The scheduler knows this one step later."""
         transfer.announced = True
         waiting = self.reqs_need_send.get(transfer.transfer_id)
         if waiting is None:
@@ -115,7 +120,8 @@ class LayerwiseSender(LayerwisePusher):
     # ---- the receivers' side ----
 
     async def _sender_worker(self, sock: zmq.asyncio.Socket) -> None:
-        # Upstream serves at most 20 messages at a time. Here most of them wait for a prompt that is still computed: a task each.
+        # Upstream serves at most 20 messages at a time. Here most messages wait for a prompt that is still computed, so each one
+        # has its own task.
         while True:
             identity, message = await self.sender_worker_queue.get()
             self.sender_worker_queue.task_done()
@@ -137,11 +143,12 @@ class LayerwiseSender(LayerwisePusher):
             del self._deadline_of[conversation]
 
     def _last_write_deadline(self) -> float:
-        """When receivers of whom was heard now must not be written to any more. They wait for one write longer."""
+        """Return the time after which no write may start to receivers that sent a message now. They wait one write timeout
+        longer."""
         return self.sender_loop.time() + envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT + WRITE_S
 
     def _start_pushing(self, meta: MooncakeXferMetadata) -> None:
-        """Start to push to the receivers that come while their prompt is computed. Upstream refuses those that do not fit."""
+        """Start to push to receivers whose prompt is still computed. Upstream rejects the receivers that do not fit."""
         local, remote, error = self._prepare_transfer_regions(meta)
         if error is not None or not self._fits(meta, local, remote):
             return
@@ -171,9 +178,10 @@ class LayerwiseSender(LayerwisePusher):
             self._push_on(transfer, receiver)
 
     def _fits(self, meta: MooncakeXferMetadata, local: list[TransferRegion], remote: list[TransferRegion]) -> bool:
-        """Whether upstream will serve this receiver, too: nothing may be written to one that it refuses."""
+        """Return whether to push to this receiver: only if upstream will serve it, too. Nothing may be written to a receiver that
+        upstream rejects."""
         if reason := unsupported_receiver(meta, tp_size=self.tp_size, pp_size=self.pp_size):
-            logger.warning_once("KV for %s goes after the prefill: %s", meta.remote_hostname, reason)
+            logger.warning_once("KV for %s is sent after the prefill: %s", meta.remote_hostname, reason)
             return False
         heads = None if self.use_mla or self.kv_cache_config.has_mamba_layers else self.transfer_topo.total_num_kv_heads
         return (
@@ -196,7 +204,7 @@ class LayerwiseSender(LayerwisePusher):
         local_regions: list[TransferRegion],
         remote_regions: list[TransferRegion],
     ) -> Params:
-        """What is still to be written for receivers whose prompt is done: nothing for those who have it."""
+        """Return the writes that remain for receivers whose prompt is computed: none for receivers that have all of it."""
         session = session_of(agent_meta)
         rest, never, late = [], [], []
         for request_id, send_meta in ready_reqs:
@@ -204,12 +212,12 @@ class LayerwiseSender(LayerwisePusher):
             receiver = transfer.receivers.get((session, request_id)) if transfer is not None else None
             computed = transfer.computed if transfer is not None else None
             if receiver is not None:
-                # The answer lets the receiver use these blocks for something else: no write may come after it.
+                # After the answer the receiver may reuse these blocks, so no write may be in progress.
                 await receiver.idle.wait()
             if receiver is not None and computed is not None and receiver.delivery.done(computed):
                 continue
             if transfer is not None and any(agent_meta.req_blocks[request_id][1]):
-                # Only the scheduler can say that the blocks stay what they are until they are sent.
+                # Only the scheduler can confirm that the blocks are not reused until they are sent.
                 await transfer.scheduler_confirmed.wait()
                 if transfer.aborted_at is not None:
                     never.append(request_id)
@@ -225,12 +233,12 @@ class LayerwiseSender(LayerwisePusher):
         )
         self._deadline_of[asyncio.current_task()] = self._last_write_deadline()
         if never or late:
-            reason = "the prefill was given up" if never else "the receiver has given up"
+            reason = "the prefill was aborted" if never else "the receiver may have timed out"
             return src, dst, lengths, [*errors, *never, *late], message or reason
         return src, dst, lengths, errors, message
 
     def _drop_answered_receivers(self, meta: MooncakeXferMetadata) -> None:
-        """The receivers of `meta` have been answered: forget what was only kept for them."""
+        """Drop the state of the receivers of `meta`, which have been answered."""
         session = session_of(meta)
         for request_id, (transfer_id, _) in meta.req_blocks.items():
             transfer, waiting = self._transfers.get(transfer_id), self.reqs_need_send.get(transfer_id)
@@ -239,13 +247,13 @@ class LayerwiseSender(LayerwisePusher):
             if waiting is None:
                 self._delivered(transfer)
             elif waiting.ready.is_set() and not waiting.sending and waiting.need_send <= 1:
-                # Its only receiver could not be served and will not ask again: nothing is gained by keeping the blocks.
+                # The only receiver could not be served and will not retry, so the blocks need not be kept.
                 del self.reqs_need_send[transfer_id]
                 if transfer is None or transfer.aborted_at is None:
                     self.finished_sending_reqs.add(waiting.p_req_id)
                 self._delivered(transfer)
             elif not waiting.p_req_id and (transfer is None or transfer.computed is None):
-                # The prompt never came here.
+                # The prompt's request never arrived at this engine.
                 del self.reqs_need_send[transfer_id]
                 self._transfers.pop(transfer_id, None)
 
@@ -259,7 +267,7 @@ class LayerwiseSender(LayerwisePusher):
     # ---- the scheduler's side ----
 
     async def record_send_reqs(self, metadata: MooncakeConnectorMetadata) -> None:
-        """The scheduler says which requests began, ended, or will never be sent."""
+        """Handle the scheduler's message about requests that started, ended, or will never be sent."""
         known = MooncakeConnectorMetadata()
         for request_id, (transfer_id, blocks) in metadata.reqs_to_send.items():
             transfer = self._transfers.get(transfer_id)
@@ -269,13 +277,13 @@ class LayerwiseSender(LayerwisePusher):
                     transfer.scheduler_confirmed.set()
             if transfer is not None and transfer.announced:
                 if transfer_id not in self.reqs_need_send:
-                    # Its receivers were served before the scheduler's word came here.
+                    # The receivers were served before the scheduler's message arrived.
                     self._delivered(transfer)
                     continue
                 if not blocks:
                     continue
             elif blocks and transfer is not None:
-                # Some layer was never seen: upstream serves the receivers now.
+                # The computation of a layer was not reported, so upstream serves the receivers now.
                 transfer.announced = True
             known.reqs_to_send[request_id] = (transfer_id, blocks)
         await super().record_send_reqs(known)
@@ -284,7 +292,7 @@ class LayerwiseSender(LayerwisePusher):
             self._overwritten.discard(transfer_id)
 
     def _abort(self, transfer_id: str) -> None:
-        """The prompt will never be complete: tell who waits for it, now or when it comes."""
+        """Abort a prompt that will never be complete: its receivers get an error, now or when they arrive."""
         transfer = self._transfers.setdefault(transfer_id, Transfer(transfer_id))
         transfer.scheduler_confirmed.set()
         if transfer.delivered or (transfer.announced and transfer_id not in self.reqs_need_send):
@@ -301,10 +309,10 @@ class LayerwiseSender(LayerwisePusher):
         waiting.ready.set()
 
     async def fetch_finished_sending_reqs(self) -> set[str]:
-        """Requests whose blocks the scheduler may free: sent or given up, and finished there, too."""
+        """Return the requests whose blocks the scheduler may free: sent or aborted here, and finished in the scheduler, too."""
         self._done_sending |= await super().fetch_finished_sending_reqs()
         freed = self._done_sending & self._may_free
-        # What was given up here after it was sent, the scheduler has freed by itself.
+        # The scheduler itself has freed requests that were aborted after they were sent.
         self._done_sending &= self._transfer_of.keys() - freed
         self._may_free -= freed
         for request_id in freed:
@@ -313,7 +321,7 @@ class LayerwiseSender(LayerwisePusher):
         return freed
 
     def _reap(self) -> None:
-        """Prompts given up whose receiver never came."""
+        """Drop aborted prompts whose receiver did not arrive within the abort timeout."""
         oldest = time.monotonic() - envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
         late = [
             one.transfer_id

@@ -1,4 +1,4 @@
-"""Writes to other engines' memory, waited for asleep. Knows the transfer engine by its shape only."""
+"""Writes to other engines' memory whose threads sleep while they wait. Does not import the transfer engine."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-# After so long the transport gives a write up.
+# Timeout of a write in the transport, s.
 WRITE_S = float(os.environ.get("MC_TRANSFER_TIMEOUT", "30"))
 
-# Of the time that a write is expected to take, how much the waiting thread sleeps. The rest is the engine's own wait.
+# Share of a write's expected duration for which the waiting thread sleeps. For the rest the engine's own call waits.
 SLEEP_SHARE = 0.8
-# A shorter sleep costs as much as it saves.
+# Minimum sleep, s. A shorter one costs as much as it saves.
 SHORTEST_SLEEP_S = 0.0002
-# Smaller writes tell nothing of a link's speed.
+# Minimum size of a write from which a link's speed is measured, bytes.
 MEASURABLE_BYTES = 1 << 18
-# Asking after a write that has landed takes less CPU time than this.
+# Maximum CPU time of a status query for a write that is already complete, s.
 QUERY_CPU_S = 0.0002
-# What a new measurement counts beside all earlier ones.
+# Weight of a new measurement in the moving average of a link's speed.
 NEW_SPEED_WEIGHT = 0.25
 
 
 class TransferEngine(Protocol):
-    """What of mooncake.engine.TransferEngine is used."""
+    """The methods of mooncake.engine.TransferEngine that this package uses."""
 
     def batch_transfer_sync_write(
         self, session: str, src: Sequence[int], dst: Sequence[int], lengths: Sequence[int]
     ) -> int:
-        """0 when all is written; asks without pause until then."""
+        """Write and busy-wait until the end; return 0 if all is written."""
 
     def batch_transfer_async_write(
         self, session: str, src: Sequence[int], dst: Sequence[int], lengths: Sequence[int]
     ) -> int:
-        """A batch's id; 0 when it could not be begun."""
+        """Start a write; return its batch id, or 0 if it could not be started."""
 
     def get_batch_transfer_status(self, batches: list[int]) -> int:
-        """0 when all of the batches are written, negative when one failed or WRITE_S have passed since it began. Asks without
-        pause until then; the ids are free afterwards."""
+        """Busy-wait until the batches have ended. Return 0 if all are written, a negative value if one failed or WRITE_S have
+        passed since its start. The ids are free afterwards."""
 
 
 class SleepingTransferEngine:
-    """A transfer engine whose `batch_transfer_sync_write` sleeps through most of the time that the write takes.
+    """A transfer engine whose `batch_transfer_sync_write` sleeps for most of the duration of the write.
 
-    Mooncake's own keeps a core busy all the while. Its asynchronous calls have no question that does not wait, but for
-    `transfer_check_status`, which tells only of a batch's first piece: so the thread sleeps for most of the time that so many
-    bytes took lately on the way to that host, and asks then. All else is the engine's.
+    Mooncake's own method keeps a core busy until the end. Its asynchronous API has no status query that does not wait, except
+    `transfer_check_status`, which reports only on a batch's first piece. So the thread sleeps for most of the duration that
+    recent writes to the same host suggest for the size, then queries the status. All other methods are the engine's.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SleepingTransferEngine:
         self._sleep = sleep
         self._clock = clock
         self._cpu_clock = cpu_clock
-        # Bytes per second by host. Several threads write: one may overwrite what another has just learned, which does no harm.
+        # Bytes per second by host. Several threads write here. A lost update of one of them does no harm.
         self._speeds: dict[str, float] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -70,13 +70,13 @@ class SleepingTransferEngine:
     def batch_transfer_sync_write(
         self, session: str, src: Sequence[int], dst: Sequence[int], lengths: Sequence[int]
     ) -> int:
-        """Write `lengths` bytes from each of `src` to each of `dst` at `session` (host:port): 0 when they are there, else
-        negative, at the latest WRITE_S and a nanosecond per byte after the beginning."""
+        """Write `lengths` bytes from each of `src` to each of `dst` at `session` (host:port). Return 0 if all is written, else a
+        negative value. Returns at the latest WRITE_S and a nanosecond per byte after the start."""
         size, host = sum(lengths), session.rpartition(":")[0]
         began = self._clock()
         batch = self._engine.batch_transfer_async_write(session, src, dst, lengths)
         if not batch:
-            # The synchronous call also forgets what it knew of a peer that is gone.
+            # The synchronous call also drops the engine's cached state of a peer that has ended.
             return self._engine.batch_transfer_sync_write(session, src, dst, lengths)
         rest = self._sleep_s(host, size)
         if rest:
@@ -89,15 +89,15 @@ class SleepingTransferEngine:
         return status
 
     def _sleep_s(self, host: str, size: int) -> float:
-        """How long to sleep through a write of `size` bytes, in s: not at all through a short one, or on an unknown link."""
+        """Return how long to sleep during a write of `size` bytes, in s; 0 for a short write and for an unknown link."""
         rest = SLEEP_SHARE * min(size / self._speeds.get(host, math.inf), WRITE_S)
         return rest if rest >= SHORTEST_SLEEP_S else 0.0
 
     def _learn(self, host: str, speed: float, *, at_least: bool) -> None:
-        """A write to `host` went at `speed` bytes per second, or at_least at that."""
+        """Record the speed of a write to `host`, in bytes per second. `at_least`: the real speed may be higher. Mutates."""
         before = self._speeds.get(host)
         if before is None:
-            # The first write also opened the connection: it tells nothing.
+            # The first write also opened the connection, so its duration is no measure of the speed.
             self._speeds[host] = math.inf
         elif at_least or before == math.inf:
             self._speeds[host] = speed

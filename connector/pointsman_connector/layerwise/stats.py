@@ -1,4 +1,4 @@
-"""Counts of layer-wise pushes beside upstream's own transfer statistics."""
+"""Counts of layer-wise pushes, in addition to upstream's own transfer statistics."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.stats import MooncakeKVConnectorStats
 
-# Each key holds a list, as upstream's do: lists of two intervals are joined by `aggregate`.
+# Each key has a list, as upstream's keys do: `aggregate` joins the lists of two intervals.
 PUSHES, FALLBACKS = "num_pushed_regions", "num_push_fallbacks"
 
 
 @dataclass
 class LayerwiseStats(MooncakeKVConnectorStats):
-    """Upstream's statistics (each push is one of its transfers), with how many regions each push wrote and how many receivers
-    were served after the prefill because a push had failed or come too late."""
+    """Upstream's statistics, in which each push is one transfer, and two more: the number of regions of each push, and the number
+    of receivers that were served after the prefill because a push had failed or was too late."""
 
     def reset(self) -> None:
         """Start an interval."""
@@ -22,28 +22,28 @@ class LayerwiseStats(MooncakeKVConnectorStats):
         self.data[FALLBACKS] = []
 
     def record_push(self, regions: int) -> None:
-        """One write of `regions` regions landed while its prompt was computed, or right after."""
+        """Count a completed write of `regions` regions, during its prompt's computation or directly after."""
         with self._lock:
             self.data[PUSHES].append(regions)
 
     def record_fallback(self) -> None:
-        """A receiver did not have everything when its prompt was done."""
+        """Count a receiver that did not have all blocks when its prompt was computed."""
         with self._lock:
             self.data[FALLBACKS].append(1)
 
     def clone_and_reset(self) -> LayerwiseStats:
-        """This interval's statistics; a new one begins."""
+        """Return the statistics of this interval and start a new one."""
         with self._lock:
             taken = {name: list(values) for name, values in self.data.items()}
             self.reset()
         return LayerwiseStats(data=taken)
 
     def is_empty(self) -> bool:
-        """Nothing happened in the interval."""
+        """Return whether the interval has no events."""
         return super().is_empty() and not self.data[PUSHES] and not self.data[FALLBACKS]
 
     def reduce(self) -> dict[str, int | float]:
-        """The interval in a few numbers, for the engine's log."""
+        """Return a summary of the interval for the engine's log."""
         pushes = self.data[PUSHES]
         return super().reduce() | {
             "Num pushes": len(pushes),

@@ -1,5 +1,7 @@
-"""For which engines and models layer-wise push works; for all others KV goes after the prefill. Knows vLLM's objects by their
-shape only."""
+"""Decides for which engines and models layer-wise push works. For all others KV is sent after the prefill.
+
+The functions only read attributes of vLLM's objects and do not import vLLM.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ from typing import Any
 
 
 def enabled(extra_config: Mapping[str, Any]) -> bool:
-    """Whether the engine's configuration wants layer-wise push: yes unless it says no."""
+    """Return whether layer-wise push is enabled in the engine's configuration. It is by default."""
     return bool(extra_config.get("layerwise", True))
 
 
 def unsupported_engine(vllm_config: Any) -> str:
-    """Why an engine of this VllmConfig cannot push layer by layer; empty when it can, as far as its configuration tells."""
+    """Return why an engine with this VllmConfig cannot push layer by layer; "" if its configuration permits it."""
     if vllm_config.speculative_config is not None:
         return "speculative decoding is on"
     parallel = vllm_config.parallel_config
@@ -25,8 +27,8 @@ def unsupported_engine(vllm_config: Any) -> str:
 
 
 def unsupported_receiver(meta: Any, *, tp_size: int, pp_size: int) -> str:
-    """Why nothing is pushed layer by layer to the sender of a MooncakeXferMetadata by a worker of an engine of this shape; empty
-    when it is. It gets its KV after the prefill."""
+    """Return why a worker with these parallel sizes does not push layer by layer to the sender of `meta`, a MooncakeXferMetadata;
+    "" if it does. An unsupported receiver gets its KV after the prefill."""
     for kind, theirs, ours in (("tensor", meta.remote_tp_size, tp_size), ("pipeline", meta.remote_pp_size, pp_size)):
         if theirs != ours:
             return f"its {kind} parallelism is {theirs}, here it is {ours}"
@@ -34,20 +36,22 @@ def unsupported_receiver(meta: Any, *, tp_size: int, pp_size: int) -> str:
 
 
 def full_attention_only(vllm_config: Any) -> bool:
-    """Whether the model's KV cache will be one that layer-wise push takes, as far as its configuration tells: an engine's front
-    end never sees the cache itself, by which `unsupported_cache` decides."""
+    """Return whether the model's KV cache will be one that layer-wise push supports, as far as its configuration shows.
+
+    An engine's front end does not have the KVCacheConfig, by which `unsupported_cache` decides.
+    """
     model = vllm_config.model_config
     if model.is_hybrid or model.is_encoder_decoder:
         return False
     if model.get_sliding_window() is None and model.attention_chunk_size is None:
         return True
-    # Layers that look back at a part get a cache like the others' where groups are merged, but only beside some that see all.
+    # With merged groups, layers with a limited window get the same cache as full-attention layers, if the model has such layers.
     merged = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
     return bool(merged) and "full_attention" in (getattr(model.hf_text_config, "layer_types", None) or ())
 
 
 def unsupported_cache(kv_cache_config: Any) -> str:
-    """Why KV of this KVCacheConfig cannot be pushed layer by layer; empty when it can."""
+    """Return why KV of this KVCacheConfig cannot be pushed layer by layer; "" if it can."""
     groups = kv_cache_config.transfer_groups
     if len(groups) != 1:
         return f"the model has {len(groups)} KV cache groups"

@@ -1,4 +1,4 @@
-"""What a sender keeps of the prompts that it computes for others, and of those who wait for them."""
+"""State of a sender: the prompts that it computes for other engines, and the receivers that wait for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pointsman_connector.layerwise.progress import ComputedBlocks, Delivery
 
 @dataclass
 class Receiver:
-    """An engine's worker that waits for a prompt's KV, and what it said of its memory."""
+    """A worker of another engine that waits for a prompt's KV, with its description of its memory."""
 
     delivery: Delivery
     request_id: str
@@ -29,16 +29,16 @@ class Receiver:
 
     @property
     def session(self) -> str:
-        """Its address for the transfer engine."""
+        """The receiver's address for the transfer engine."""
         return session_of(self.meta)
 
 
 @dataclass
 class Transfer:
-    """A prompt that is computed here for others. `computed` is None until its first chunk.
+    """A prompt that this engine computes for other engines. `computed` is None until its first chunk.
 
-    `delivered` is set when all receivers have it, `aborted` when it will never be complete; both wait here for the other side:
-    the scheduler that has not heard of the end, or a receiver that comes late.
+    `delivered` is set when all receivers have the prompt, `aborted_at` (monotonic s) when it will never be complete. In both
+    states the transfer is kept for the other side: for the scheduler, which does not know the end yet, or for a late receiver.
     """
 
     transfer_id: str
@@ -49,10 +49,10 @@ class Transfer:
     announced: bool = False
     delivered: bool = False
     aborted_at: float | None = None
-    # The scheduler's word is here: the prompt's blocks are kept until it is sent, or it is given up.
+    # Set when the scheduler has confirmed that it keeps the prompt's blocks until they are sent, or when the prompt is aborted.
     scheduler_confirmed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 def session_of(meta: MooncakeXferMetadata) -> str:
-    """A receiver's address for the transfer engine."""
+    """Return a receiver's address for the transfer engine."""
     return f"{meta.remote_hostname}:{meta.remote_port}"

@@ -1,4 +1,5 @@
-"""What this package relies on inside vLLM, checked when it is loaded: a clear error instead of wrong KV."""
+"""Checks at load time that vLLM's internals are those that this package uses, so that a change is an error instead of wrong
+KV."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
 from vllm.v1.core.sched import output
 
+# vLLM version that this package is written for.
 TESTED = "0.32"
 
-# Methods that are overridden or called here, with their parameters.
+# Methods that this package overrides or calls, with their parameters.
 _SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
     "MooncakeConnectorScheduler": {
         "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
@@ -47,17 +49,18 @@ _SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
-# Hooks of the engine that must still be called so, and what is read of its messages.
+# Hooks that the engine must call with these parameters.
 _HOOKS: dict[str, tuple[str, ...]] = {
     "bind_connector_metadata": ("connector_metadata",),
     "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata", "kwargs"),
     "get_transfer_results": ("finished_req_ids",),
     "requires_piecewise_for_cudagraph": ("extra_config",),
 }
+# Fields of the engine's messages that this package reads.
 _READ: dict[str, tuple[str, ...]] = {
     "SchedulerOutput": ("num_scheduled_tokens", "total_num_scheduled_tokens", "kv_connector_block_state"),
 }
-# What MooncakeConnectorWorker keeps, where it may send.
+# Attributes of a MooncakeConnectorWorker that may send.
 _KEPT = (
     "reqs_need_send",
     "finished_sending_reqs",
@@ -72,12 +75,12 @@ _KEPT = (
     "transfer_topo",
     "xfer_stats",
 )
-# What of its transfer engine is called.
+# Methods of its transfer engine that this package calls.
 _ENGINE = ("batch_transfer_sync_write", "batch_transfer_async_write", "get_batch_transfer_status")
 
 
 class IncompatibleVllm(RuntimeError):
-    """This vLLM's MooncakeConnector is not the one that layer-wise push was written for; `differences` says where."""
+    """This vLLM's MooncakeConnector differs from the one that layer-wise push was written for; `differences` lists where."""
 
     def __init__(self, differences: list[str]) -> None:
         import vllm
@@ -90,14 +93,14 @@ class IncompatibleVllm(RuntimeError):
 
 
 def check() -> None:
-    """Raises IncompatibleVllm unless everything that is overridden or called has the shape that it had when this was written."""
+    """Raise IncompatibleVllm unless all methods and fields that this package uses are as expected."""
     if found := differences():
         raise IncompatibleVllm(found)
 
 
 def check_worker(worker: object) -> None:
-    """Raises IncompatibleVllm unless an upstream worker, just made, keeps what is used of it here. It must be one that may
-    send."""
+    """Raise IncompatibleVllm unless a new upstream worker has the attributes that this package uses. The worker must be one that
+    may send."""
     engine = getattr(worker, "engine", None)
     missing = [f"no MooncakeConnectorWorker.{name}" for name in _KEPT if not hasattr(worker, name)]
     if missing := missing + [f"no TransferEngine.{name}" for name in _ENGINE if not hasattr(engine, name)]:
@@ -105,7 +108,7 @@ def check_worker(worker: object) -> None:
 
 
 def differences() -> list[str]:
-    """What is missing or takes other parameters than expected."""
+    """Return one text for each method or field that is missing or has unexpected parameters."""
     found = []
     for class_name, methods in _SHAPES.items():
         found += _changed(upstream, class_name, methods)

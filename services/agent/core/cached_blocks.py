@@ -1,9 +1,9 @@
-"""The cached blocks of one instance's prefix cache: what the engine holds, under our keys, with reference counts. Pure.
+"""Reference-counted copy of one instance's prefix cache, under block keys. Pure.
 
-Engines name a block by their own hash and may hold it several times; routers want a set of 64-bit keys
-(pointsman.common.core.block_keys) per tier. The cached blocks map the one to the other. They count references per (hash,
-medium), then blocks per (tier, key), and turn only the steps 0 -> 1 and 1 -> 0 of the latter into Deltas. A phantom block
-is worse than a forgotten one, so whatever cannot be placed under the chain's root with certainty is left out.
+An engine names a block by its own hash and may hold the block several times. Routers need a set of 64-bit keys
+(pointsman.common.core.block_keys) per tier. `CachedBlocks` maps engine hashes to keys. It counts references per (hash,
+location), then blocks per (tier, key). Only the changes 0 -> 1 and 1 -> 0 of the second count become Deltas. A key of a
+block that the engine does not hold is worse than a missing key, so blocks whose chain to the root is uncertain are ignored.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ import msgspec
 from pointsman.agent.core.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 from pointsman.common.core.block_keys import KEY_TOKENS, digest_of, extend_keys, root_key
 
+# Maximum number of deltas kept for routers that resume.
 RING_DELTAS = 4096
 _MASK = (1 << 64) - 1
-# Attention kinds in which a hit needs every block before it, which is what a chain of keys can tell.
+# Attention kinds in which a hit needs every block before it. A chain of keys can express only these.
 _CHAINED_KINDS = frozenset({None, "unknown", "full_attention", "mla_attention", "sink_full_attention"})
 
 
 class Tier(IntEnum):
-    """Where blocks live; the numbers are those of pointsman.agent.v1.Tier."""
+    """Where blocks are stored. The numbers equal those of pointsman.agent.v1.Tier."""
 
     DEVICE = 1
     HOST = 2
     STORAGE = 3
 
 
-# (medium, locality, ownership) as the engine says it: the same block can be in several places.
+# (medium, locality, ownership) as the engine reports them. The same block can be in several locations.
 BlockLocation = tuple[str, str, str]
 
 
 def location_of(event: BlockStored | BlockRemoved) -> BlockLocation:
-    """The place that an event speaks of. No medium means the engine's own cache."""
+    """Return the location that an event names. No medium means the engine's own cache."""
     return (event.medium or "GPU").upper(), event.locality or "", event.ownership or ""
 
 
 def tier_of(place: BlockLocation) -> Tier:
-    """The tier of a place. A CPU engine calls its own cache GPU too; CPU always means an offloading connector."""
+    """Return the tier of a location. A CPU engine reports its own cache as GPU, too; CPU always means an offloading connector."""
     medium, locality, _ = place
     if medium == "GPU":
         return Tier.DEVICE
@@ -51,7 +52,7 @@ def tier_of(place: BlockLocation) -> Tier:
 
 @dataclass(slots=True)
 class Block:
-    """One engine block: the keys of its tokens in order, and how often each place holds it."""
+    """One engine block: the keys of its tokens in order, and the number of references per location."""
 
     keys: tuple[int, ...]
     refs: dict[BlockLocation, int] = field(default_factory=dict)
@@ -59,7 +60,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One change of the set of (tier, key) pairs; the same meaning as pointsman.agent.v1.Delta."""
+    """One change of the set of (tier, key) pairs. It has the meaning of pointsman.agent.v1.Delta."""
 
     seq: int
     tier: Tier
@@ -70,7 +71,7 @@ class Delta:
 
 @dataclass(slots=True)
 class BlockEventCounts:
-    """What happened to the events so far. Counts of blocks, except `batches` and `clears`."""
+    """Counts of what the events so far did. All count blocks, except `batches` and `clears`."""
 
     batches: int = 0
     stored: int = 0
@@ -84,8 +85,9 @@ class BlockEventCounts:
 class CachedBlocks:
     """The reference-counted copy of one instance's prefix cache.
 
-    `apply` and `clear` are the only mutators. `capacity_blocks` is how many blocks the engine's own cache has (0: unknown):
-    more references than that prove that some are counted twice, and from then on the first removal of a block wins.
+    After `restore`, `apply` and `clear` are the only mutators. `capacity_blocks` is the number of blocks of the engine's own
+    cache (0: unknown). More references than that prove that some are counted twice. From then on the first removal of a
+    block drops all of its references at that location.
     """
 
     def __init__(self, model: str, *, capacity_blocks: int = 0, ring: int = RING_DELTAS, latest_seq: int = 0) -> None:
@@ -96,7 +98,7 @@ class CachedBlocks:
         self.counts = BlockEventCounts()
         self.digest = 0
         self.unusable_reason = ""
-        """Why this instance's keys cannot be known; empty while they can. Once set, all keys are gone for good."""
+        """Why this instance's keys cannot be known; empty while they can. Once set, there are no keys and events are ignored."""
         self._keys: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}
         self._ring: deque[Delta] = deque(maxlen=ring)
         self._device_refs = 0
@@ -114,20 +116,20 @@ class CachedBlocks:
 
     @property
     def oldest_seq(self) -> int:
-        """Sequence number of the first delta in the ring; latest_seq + 1 when it is empty."""
+        """Sequence number of the first delta in the ring; latest_seq + 1 when the ring is empty."""
         return self._ring[0].seq if self._ring else self.latest_seq + 1
 
     @property
     def refcounts_unsure(self) -> bool:
-        """True once references were seen to be counted twice."""
+        """True after references were found to be counted twice, until the next clear."""
         return self._refcounts_unsure
 
     def keys(self, tier: Tier) -> KeysView[int]:
-        """The set of keys in `tier`."""
+        """Return the set of keys in `tier`."""
         return self._keys[tier].keys()
 
     def delta(self, seq: int) -> Delta:
-        """The delta `seq`. Raises LookupError when it is not in the ring."""
+        """Return the delta `seq`. Raises LookupError if the ring does not have it."""
         index = seq - self.oldest_seq
         if not 0 <= index < len(self._ring):
             raise LookupError(f"delta {seq} is not in the ring of {self.oldest_seq}..{self.latest_seq}")
@@ -136,7 +138,7 @@ class CachedBlocks:
     # -- changing ------------------------------------------------------------------------------------------------
 
     def apply(self, events: Iterable[Event]) -> bool:
-        """Apply one batch; at most one Delta per tier comes of it. Returns whether the set changed."""
+        """Apply one batch and return whether the set changed. One batch appends at most one Delta per tier. Mutates."""
         if self.unusable_reason:
             return False
         self.counts.batches += 1
@@ -153,13 +155,12 @@ class CachedBlocks:
         return self._emit()
 
     def clear(self) -> bool:
-        """Drop all knowledge (a gap that no replay could fill). Returns whether the set changed."""
+        """Remove all blocks, for example after a gap that no replay could fill. Return whether the set changed. Mutates."""
         self._forget()
         return self._emit()
 
     def restore(self, blocks: Iterable[tuple[BlockHash, tuple[int, ...], dict[BlockLocation, int]]]) -> None:
-        """Fill these cached blocks, which are empty, without emitting deltas: readers start from a snapshot or from
-        `latest_seq`."""
+        """Fill empty cached blocks without emitting deltas: routers start from a snapshot or from `latest_seq`. Mutates."""
         assert not self.blocks
         for name, keys, refs in blocks:
             block = self.blocks[name] = Block(keys)
@@ -169,7 +170,7 @@ class CachedBlocks:
             self._added[tier].clear()
 
     def check(self) -> None:
-        """Assert that everything kept incrementally equals what the blocks say. For tests: O(cached blocks)."""
+        """Assert that the incremental state equals the state computed from all blocks. For tests; O(cached blocks)."""
         expected: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}
         device_refs = 0
         for block in self.blocks.values():
@@ -205,7 +206,7 @@ class CachedBlocks:
         if fresh == len(hashes):
             return
         if not event.token_ids:
-            # A placeholder: blocks after an unknown one can still be known by their hash.
+            # A placeholder event has no tokens. Blocks after an unknown one can still be known by their hash.
             for name in hashes[fresh:]:
                 if (block := self.blocks.get(name)) is not None:
                     self._hold(block, place, 1)
@@ -233,7 +234,7 @@ class CachedBlocks:
             self._hold(block, place, 1)
 
     def _parent_key(self, event: BlockStored, fresh: int) -> int | None:
-        """The key before block `fresh` of the event, or None when it is not known."""
+        """Return the key before block `fresh` of the event, or None if the key is not known."""
         if fresh:
             return self.blocks[event.block_hashes[fresh - 1]].keys[-1]
         if event.parent_block_hash is None:
@@ -320,10 +321,10 @@ class CachedBlocks:
                 removed.add(key)
 
     def _forget(self) -> None:
-        """Drop everything. An engine's reset names no medium, so the offloaded tiers go too: better forgotten than phantom."""
+        """Remove all blocks of all tiers. An engine's reset names no medium, and a missing key is better than a wrong one."""
         self.counts.clears += 1
         self._refcounts_unsure = False
-        # Something was in the set before this batch exactly when keys, less this batch's additions, are left.
+        # Number of keys before this batch: undo its additions and removals. A clear of an empty set is no change.
         before = self.key_count - sum(map(len, self._added.values())) + sum(map(len, self._removed.values()))
         self._cleared = self._cleared or before > 0
         self.blocks = {}
@@ -355,7 +356,7 @@ class CachedBlocks:
 
 
 def _cache_salt(event: BlockStored) -> str:
-    """The salt of a prompt's first block: the string that is not the adapter's name. Embedding digests are bytes."""
+    """Return the salt of a prompt's first block: the string that is not the adapter's name. Embedding digests are bytes."""
     entry = event.extra_keys[0] if event.extra_keys else None
     strings = [item for item in entry or [] if isinstance(item, str)]
     if event.lora_name and strings and strings[0] == event.lora_name:
@@ -364,7 +365,7 @@ def _cache_salt(event: BlockStored) -> str:
 
 
 def _extra_bytes(entry: list[object] | None, lora_name: str | None, *, has_salt: bool) -> bytes:
-    """What an `extra_keys` entry says beyond adapter and salt, which enter the root; b"" for nothing."""
+    """Return an `extra_keys` entry without adapter and salt, as msgpack; b"" if nothing is left. The root key has these two."""
     if not entry:
         return b""
     rest = list(entry)

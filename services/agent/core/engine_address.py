@@ -1,4 +1,4 @@
-"""An engine's address with its options, as the settings give it. Pure.
+"""Parsing of an engine's address and its options, as in the setting `engines`. Pure.
 
 `http://127.0.0.1:8000?events=tcp://127.0.0.1:5557&replay=tcp://127.0.0.1:5558&topic=kv&advertise=http://10.0.0.7:8000&gpus=0,1`
 `http://127.0.0.1:8000?kv=mooncake&bootstrap=http://10.0.0.7:8998&kv-role=both`
@@ -30,13 +30,17 @@ KV_ROLES = ("both", "producer", "consumer")
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """What to watch. `url` is where the agent reaches the engine, `advertise` where gateways do, both without a trailing
-    slash. `events` and `replay` are ZMQ addresses to connect to, empty to ask the engine. `gpus` are indices on this node,
-    None when not given. `kv` is the protocol of its KV connector (one of KV_PROTOCOLS), `bootstrap` the base URL at which
-    gateways and other engines reach its bootstrap server, both empty when not given; `kv_role` (one of KV_ROLES) is the sides of
-    a transfer that it can be. `hardware` is one word for all engines that are equally fast (empty: as NVML says),
-    `long_prefill_token_threshold` its long_prefill_token_threshold (tokens, 0 for none). A running vLLM tells none of these by
-    itself."""
+    """One engine to monitor.
+
+    `url` is where the agent reaches the engine, `advertise` where gateways do, both without a trailing slash. `events` and
+    `replay` are ZMQ addresses to connect to (empty: query the engine). `gpus` are device indices on this node, None if not
+    given.
+
+    The following options exist because a running vLLM does not report their values by itself. `kv` is the protocol of the
+    engine's KV connector (one of KV_PROTOCOLS, empty if not given). `bootstrap` is the base URL at which gateways and other
+    engines reach its bootstrap server (empty if not given). `kv_role` (one of KV_ROLES) names the sides of a transfer that the
+    engine supports. `hardware` is one word shared by all engines that are equally fast (empty: the name that NVML reports).
+    `long_prefill_token_threshold` is the engine's setting of this name (tokens, 0: none)."""
 
     url: str
     advertise: str
@@ -52,7 +56,7 @@ class EngineAddress:
 
     @property
     def host(self) -> str:
-        """Host of `url`, as a ZMQ address needs it."""
+        """Host of `url` in the form of a ZMQ address: IPv6 in brackets."""
         host = urlsplit(self.url).hostname or ""
         return f"[{host}]" if ":" in host else host
 
@@ -62,7 +66,7 @@ class EngineAddress:
         return _port(self.url)
 
     def instance_id(self, rank: int | None) -> str:
-        """The fleet-wide name: host:port of the advertised URL, and the rank where there are several."""
+        """Return the fleet-wide name: host:port of the advertised URL, with "/rank" unless `rank` is None."""
         parts = urlsplit(self.advertise)
         host = parts.hostname or ""
         name = f"{f'[{host}]' if ':' in host else host}:{_port(self.advertise)}"
@@ -70,7 +74,7 @@ class EngineAddress:
 
 
 def parse_engine_address(text: str) -> EngineAddress:
-    """Read an engine's URL and options. Raises ValueError that names what is wrong."""
+    """Parse an engine's URL and options. Raises ValueError with the reason if they are invalid."""
     parts = urlsplit(text)
     url = _base(text, urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")))
     options = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
@@ -109,7 +113,7 @@ def parse_engine_address(text: str) -> EngineAddress:
 
 
 def connect_address(endpoint: str | None, host: str) -> str:
-    """The address at which a subscriber reaches `endpoint` of an engine on `host`: wildcards become the host."""
+    """Return the address at which a subscriber reaches `endpoint` of an engine on `host`: wildcards become the host."""
     if not endpoint:
         return ""
     for wildcard in ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:", "tcp://:::"):
@@ -119,7 +123,7 @@ def connect_address(endpoint: str | None, host: str) -> str:
 
 
 def offset_port(endpoint: str, rank: int) -> str:
-    """`endpoint` of data-parallel rank `rank`: its port plus the rank, as vLLM counts."""
+    """Return `endpoint` for data-parallel rank `rank`: vLLM adds the rank to the port."""
     if not rank or not endpoint.startswith("tcp://"):
         return endpoint
     base, _, port = endpoint.rpartition(":")
@@ -135,5 +139,5 @@ def _base(text: str, url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"not an engine URL: {text!r}")
-    parts.port  # noqa: B018 - raises ValueError for a port that is none
+    parts.port  # noqa: B018 - raises ValueError for an invalid port
     return url.rstrip("/")

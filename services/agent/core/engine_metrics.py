@@ -1,6 +1,6 @@
-"""An engine's Prometheus text: only the series that the agent reports, by data-parallel rank. Pure.
+"""Parsing of an engine's Prometheus page: only the series that the agent reports, by data-parallel rank. Pure.
 
-The page is about 55 KB; one compiled pattern over the bytes finds the dozen lines that matter in well under a millisecond.
+The page is about 55 KB. One compiled pattern over the bytes finds the dozen lines that are needed in well under a millisecond.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TOKENIZER = "pointsman_tokenizer_info"
 _PROCESS_START = "process_start_time_seconds"
 
 NAMES = (*_GAUGES_AND_COUNTERS, _CACHE_CONFIG, _KV_TRANSFER, _TOKENIZER, _PROCESS_START)
-"""The series that `parse_metrics` reads, for servers that can restrict their answer to them."""
+"""The series that `parse_metrics` reads. A server can be requested to return only these."""
 
 _LINE = re.compile(
     rb"^(" + b"|".join(re.escape(name.encode()) for name in NAMES) + rb")(?:\{(.*)\})? (\S+)", re.MULTILINE
@@ -37,7 +37,8 @@ _ESCAPE = re.compile(r"\\(.)")
 
 @dataclass(slots=True)
 class Sample:
-    """One rank's figures. Gauges: requests, share of KV blocks 0 to 1. Counters (tokens, times) run from the engine's start."""
+    """Metrics of one rank. Gauges: numbers of requests, share of KV blocks in use (0 to 1). Counters (tokens, preemptions)
+    count from the engine's start."""
 
     running: float = 0
     waiting: float = 0
@@ -52,25 +53,25 @@ class Sample:
 
     @property
     def block_size(self) -> int:
-        """Tokens per KV block; 0 when the engine does not tell."""
+        """Tokens per KV block; 0 if the engine does not report it."""
         return _integer(self.cache_config.get("block_size"))
 
     @property
     def kv_blocks(self) -> int:
-        """KV blocks of the engine's own cache; 0 when the engine does not tell."""
+        """KV blocks of the engine's own cache; 0 if the engine does not report it."""
         return _integer(self.cache_config.get("num_gpu_blocks"))
 
     @property
     def kv_capacity_tokens(self) -> int:
-        """Tokens that the KV cache holds; 0 when the engine does not tell."""
+        """Capacity of the KV cache in tokens; 0 if the engine does not report it."""
         return _integer(self.cache_config.get("kv_cache_size_tokens")) or self.kv_blocks * self.block_size
 
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """One page. `process_start` is in seconds of the engine's wall clock, None where the process does not tell it (several
-    API server processes). `ranks` is keyed by the `engine` label. `kv_transfer` and `tokenizer` are what the connector
-    package announces, empty for an engine without it."""
+    """One parsed page. `process_start` is in seconds of the engine's wall clock, None if the process does not report it
+    (several API server processes). `ranks` is keyed by the `engine` label. `kv_transfer` and `tokenizer` are the labels that
+    the connector package announces, empty for an engine without the package."""
 
     process_start: float | None
     ranks: Mapping[int, Sample]
@@ -78,8 +79,10 @@ class Scrape:
     tokenizer: Mapping[str, str] = field(default_factory=dict)
 
     def tokenizer_place(self, root: str) -> str:
-        """Where the engine's tokenizer is from: a folder, or a hub id with or without @REVISION. `root` is what /v1/models says
-        of the model: it counts without the package, and where it is a hub id and the tokenizer is in a folder of the engine's."""
+        """Return where the engine's tokenizer is from: a folder, or a hub id with or without @REVISION.
+
+        `root` is the model's root in /v1/models. It is returned if the engine has no connector package, and if `root` is a hub
+        id but the tokenizer is in a folder of the engine's machine."""
         place, revision = self.tokenizer.get("tokenizer") or root, self.tokenizer.get("revision", "")
         if place.startswith("/") and not root.startswith("/"):
             return root
@@ -87,7 +90,7 @@ class Scrape:
 
 
 def parse_metrics(page: bytes) -> Scrape:
-    """Read a page. Ranks without a `vllm:` series are absent. Raises ValueError for a value that is no number."""
+    """Parse a page. Ranks without a `vllm:` series are absent. Raises ValueError if a value is not a number."""
     process_start: float | None = None
     ranks: dict[int, Sample] = {}
     announced: dict[str, dict[str, str]] = {}
@@ -119,5 +122,5 @@ def _unescape(match: re.Match[str]) -> str:
 
 
 def _integer(text: str | None) -> int:
-    """`text` as a whole number; 0 for absent, None and the like, which is how vLLM prints what it does not know."""
+    """Return `text` as an integer; 0 if it is absent or no integer, such as "None", which vLLM prints for unknown values."""
     return int(text) if text is not None and text.isdigit() else 0

@@ -1,8 +1,8 @@
-"""What is due to one router of one instance's keys: a snapshot, the deltas after it, checks in between. Pure.
+"""Sequence of messages that reports one instance's keys to one router: a snapshot, deltas, consistency checks. Pure.
 
-The stream holds no queue of its own: it has a cursor into the ring of deltas, and copies the keys once when it has to send them
-all. Deltas that happen meanwhile wait in the ring behind the snapshot; a stream so slow that the ring has moved past its cursor
-sends a snapshot instead. Nothing that a router does can make the agent's memory grow.
+The stream has no queue. It has a cursor into the ring of deltas, and copies the keys once when it must send all of them. Deltas
+that are created during a snapshot wait in the ring. A stream whose cursor the ring has passed sends another snapshot. So no
+router can make the agent's memory grow.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Protocol
 
 from pointsman.agent.core.cached_blocks import Delta, Tier
 
-# Of a snapshot, in one message: it holds a router's event loop for 2 ms where the router knows 4 million keys. 32,768 held it
-# for 20 to 40.
+# Maximum number of keys in one message of a snapshot. 2,048 keys block the event loop of a router that has 4 million keys for
+# 2 ms; 32,768 keys blocked it for 20 to 40 ms.
 CHUNK_KEYS = 2_048
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBegin:
-    """All keys as of `seq` follow."""
+    """Start of a snapshot: all keys as of `seq` follow."""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotChunk:
-    """Some of them."""
+    """Part of a snapshot's keys, all of one tier."""
 
     tier: Tier
     keys: Sequence[int]
@@ -36,7 +36,7 @@ class SnapshotChunk:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEnd:
-    """That was all of them."""
+    """End of a snapshot, with the number and the digest of its keys."""
 
     seq: int
     key_count: int
@@ -45,7 +45,7 @@ class SnapshotEnd:
 
 @dataclass(frozen=True, slots=True)
 class ConsistencyCheck:
-    """What the router must have after delta `seq`."""
+    """Number and digest of the keys that the router must have after delta `seq`."""
 
     seq: int
     key_count: int
@@ -56,15 +56,16 @@ KeyMessage = SnapshotBegin | SnapshotChunk | SnapshotEnd | Delta | ConsistencyCh
 
 
 class ReportedKeys(Protocol):
-    """What is told: a set of keys by tier, and its newest changes. CachedBlocks, or a simulation's stand-in for them."""
+    """Keys to report: a set by tier, and its newest changes. `CachedBlocks` has this interface, and so has a simulation's
+    replacement for it."""
 
     @property
     def oldest_seq(self) -> int:
-        """The first change that is still known; latest_seq + 1 when there is none."""
+        """Sequence number of the first change that is still available; latest_seq + 1 if none is."""
 
     @property
     def latest_seq(self) -> int:
-        """The last change."""
+        """Sequence number of the last change."""
 
     @property
     def key_count(self) -> int:
@@ -72,19 +73,19 @@ class ReportedKeys(Protocol):
 
     @property
     def digest(self) -> int:
-        """Of the (tier, key) pairs, see digest_of."""
+        """Digest of the (tier, key) pairs, see digest_of."""
 
     def keys(self, tier: Tier) -> Collection[int]:
-        """The keys in `tier`."""
+        """Return the keys in `tier`."""
 
     def delta(self, seq: int) -> Delta:
-        """The change `seq`, one of oldest_seq to latest_seq."""
+        """Return the change `seq`, from oldest_seq to latest_seq."""
 
 
 class KeyStream:
-    """One stream, from its welcome on. Take messages with `next_message` until it has none.
+    """The key messages of one stream after its welcome. Call `next_message` until it returns None.
 
-    `consistency_check_interval_s` is the time between two checks. `snapshots` counts those that were begun.
+    `consistency_check_interval_s` is the time between two checks. `snapshots` counts the snapshots begun.
     """
 
     def __init__(self, keys: ReportedKeys, consistency_check_interval_s: float) -> None:
@@ -97,7 +98,8 @@ class KeyStream:
         self._check_due = 0.0
 
     def welcome(self, resume_from_seq: int, now: float, *, snapshot: bool) -> None:
-        """The router welcomes the stream, and wants all keys (`snapshot`), or the deltas from `resume_from_seq` on. Mutates."""
+        """Start the stream after the router's welcome: with all keys if `snapshot`, else with the deltas from `resume_from_seq`
+        on, if the ring has them. Mutates."""
         self.welcomed = True
         self._check_due = now + self._interval_s
         self._cursor = resume_from_seq
@@ -105,7 +107,7 @@ class KeyStream:
             self.begin_snapshot()
 
     def next_message(self, now: float) -> KeyMessage | None:
-        """The next message, or None when there is nothing to say before `wake_at` or the next change. Mutates."""
+        """Return the next message, or None if there is no message before `wake_at` or the next change. Mutates."""
         if not self.welcomed:
             return None
         keys = self._keys
@@ -121,16 +123,16 @@ class KeyStream:
             return keys.delta(self._cursor - 1)
         if now >= self._check_due:
             self._check_due = now + self._interval_s
-            # Only here has the router been told every delta, so that the present figures are the ones it can compare.
+            # Every delta is sent at this point, so the router can compare the current figures with its copy.
             return ConsistencyCheck(keys.latest_seq, keys.key_count, keys.digest)
         return None
 
     def wake_at(self) -> float | None:
-        """When `next_message` has something to say even if nothing changes; None before the welcome."""
+        """Return when `next_message` has a message even if nothing changes; None before the welcome."""
         return self._check_due if self.welcomed else None
 
     def begin_snapshot(self) -> None:
-        """All keys are to be sent, as when the router asks for it. Mutates."""
+        """Send all keys next, for example because the router requests a snapshot. Mutates; copies all keys."""
         self.snapshots += 1
         keys = self._keys
         self._cursor = keys.latest_seq + 1

@@ -1,8 +1,8 @@
 """vLLM's KV-event wire format: ZMQ frames to typed events. Pure.
 
-A message has the frames `[topic, seq (8 bytes, big endian, from 0), payload]`; the payload is msgpack `[ts, [event, ...],
+A message has the frames `[topic, seq (8 bytes, big endian, from 0), payload]`. The payload is msgpack `[ts, [event, ...],
 dp_rank]` with events as maps tagged `type` (vllm/distributed/kv_events.py, seen with 0.32). Fields that later versions add
-are ignored; fields that they leave out have defaults.
+are ignored. Fields that they omit have defaults.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 class BlockStored(msgspec.Struct, tag=True, gc=False):
     """Full blocks that follow `parent_block_hash`; `token_ids` has block_size ids for each hash.
 
-    A placeholder (no token_ids, block_size 0) names blocks that an offloading connector moved, by hash alone.
+    A placeholder (no token_ids, block_size 0) names blocks that an offloading connector moved, only by their hashes.
     `extra_keys` has one entry per block: LoRA name, multimodal (id, offset) pairs, cache salt and embedding digests, in this
     order, or None.
     """
@@ -56,7 +56,7 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, gc=False):
-    """What one engine step changed. `ts` is the engine's wall clock, in seconds."""
+    """Changes of one engine step. `ts` is the engine's wall clock, in seconds."""
 
     ts: float
     events: list[Event]
@@ -67,15 +67,15 @@ _decoder = msgspec.msgpack.Decoder(EventBatch)
 
 
 def decode_batch(payload: bytes) -> EventBatch:
-    """One payload frame. Raises msgspec.MsgspecError when it is none of the known events."""
+    """Decode one payload frame. Raises msgspec.MsgspecError if it is not a batch of known events."""
     return _decoder.decode(payload)
 
 
 def decode_seq(frame: bytes) -> int:
-    """The sequence number in a frame of 8 bytes; -1 ends a replay."""
+    """Return the sequence number in a frame of 8 bytes; -1 ends a replay."""
     return int.from_bytes(frame, "big", signed=True)
 
 
 def encode_seq(seq: int) -> bytes:
-    """The frame for `seq`."""
+    """Return the frame for `seq`."""
     return seq.to_bytes(8, "big", signed=True)

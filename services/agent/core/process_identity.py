@@ -1,9 +1,9 @@
-"""Which process answers at an address, told from what it says about itself. Pure.
+"""Detection of which process answers at an engine address. Pure.
 
-An incarnation is one lifetime of an engine. vLLM's /metrics carries process_start_time_seconds, fixed for a process and new
-with the next (to 10 ms); with several API server processes it is absent, and then a counter that went down, or KV events that
-start over, tell of a new lifetime. An address that answers for A, then B, then A again is a load balancer: no placement
-through it can mean one instance.
+An incarnation is one lifetime of an engine. vLLM's /metrics has process_start_time_seconds, which is constant for a process
+and differs between processes (resolution 10 ms). With several API server processes the series is absent. Then a counter that
+fell, or KV events that start over, show a new lifetime. An address that answers for process A, then B, then A again is a
+load balancer: a placement through this address cannot select one instance.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ from __future__ import annotations
 from collections import deque
 from enum import Enum
 
+# Number of consecutive scrapes with an unchanged identity after which an address no longer counts as alternating.
 _STABLE_AFTER = 60
+# Maximum number of earlier identities kept.
 _REMEMBERED = 16
-# Processes that do not tell their start time never show an old identity again; they change too fast to be restarts.
+# A change is quick if the previous identity was repeated in fewer scrapes than this.
 _QUICK = 5
+# Number of consecutive quick changes that show a load balancer. Needed for processes that do not report their start time: they
+# never show an earlier identity again, but change too fast for restarts.
 _QUICK_CHANGES = 3
 
 
 def process_name(start: float) -> str:
-    """The identity of the process that started at `start`, in seconds of the engine's wall clock."""
+    """Return the identity of the process that started at `start`, in seconds of the engine's wall clock."""
     return f"{start:.3f}"
 
 
 class IdentityChange(Enum):
-    """What the newest look at an address says."""
+    """Result of the newest scrape of an address."""
 
     SAME = "same"
     NEW = "new"
@@ -32,11 +36,11 @@ class IdentityChange(Enum):
 
 
 class ProcessIdentity:
-    """Follows the identities that one address shows, one `observe` per scrape."""
+    """Tracks the identities that one address shows, with one `observe` per scrape."""
 
     def __init__(self) -> None:
         self.current = ""
-        """The identity of the process that answers now; empty before the first look."""
+        """The identity of the process that answers now; empty before the first scrape."""
         self.alternating = False
         self._earlier: deque[str] = deque(maxlen=_REMEMBERED)
         self._steady = 0
@@ -46,9 +50,11 @@ class ProcessIdentity:
         self._anonymous = 0
 
     def observe(self, process_start: float | None, generation_tokens: float, queries: float) -> IdentityChange:
-        """One look: the process's start time if it tells, and two counters (tokens, all ranks) that only a restart lowers.
+        """Record one scrape and return what it shows. `process_start` is None if the process does not report its start time.
+        `generation_tokens` and `queries` are counters (tokens, sum of all ranks) that only a restart lowers.
 
-        ALTERNATING lasts until one identity was seen 60 times on end; that look answers NEW.
+        ALTERNATING is returned until an identity has been repeated in 60 consecutive scrapes. The last of these returns NEW.
+        Mutates.
         """
         fell = generation_tokens < self._generation_tokens or queries < self._queries
         self._generation_tokens, self._queries = generation_tokens, queries
@@ -77,10 +83,10 @@ class ProcessIdentity:
         return IdentityChange.ALTERNATING if self.alternating else IdentityChange.NEW
 
     def unreachable(self) -> None:
-        """A look that failed: what answers next may well be another process, and no load balancer."""
+        """Record a failed scrape: a restart is likely, so the next change of identity does not suggest a load balancer."""
         self._quick_changes = 0
 
     @property
     def anonymous(self) -> bool:
-        """True when the process does not tell its start time, so that the identity is this agent's own count."""
+        """True if the process does not report its start time, so that the agent numbers the identities itself."""
         return self.current.startswith("anonymous-")

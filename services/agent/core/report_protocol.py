@@ -1,8 +1,8 @@
-"""The report protocol of one instance towards one router, without I/O. Pure.
+"""The agent's side of the report protocol, for one instance and one router. Pure.
 
     Hello -> Welcome -> (SnapshotBegin SnapshotChunk* SnapshotEnd)? -> Delta*      with Load and ConsistencyCheck in between
 
-What is due of the keys, and when, KeyStream says.
+`KeyStream` determines the messages about keys.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pointsman.common.core.block_keys import KEY_SCHEME
 
 
 class ProtocolError(Exception):
-    """The router sent something that the order of the protocol does not allow."""
+    """The router sent a message that the protocol does not allow at that point."""
 
 
 class ReportProtocol:
-    """One stream, from Hello on. Feed it with `received` and `load`; take messages with `next_message` until it has none.
+    """The messages of one stream from Hello on. Pass input to `received` and `load`; call `next_message` until it returns None.
 
-    `consistency_check_interval_s` is the time between consistency checks, `report_interval_s` the one between two loads.
+    `consistency_check_interval_s` is the time between two consistency checks, `report_interval_s` the time between two loads.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ReportProtocol:
         return self._stream.snapshots
 
     def received(self, response: pb.ReportResponse, now: float) -> None:
-        """A message of the router. Raises ProtocolError."""
+        """Handle a message of the router. Raises ProtocolError if the protocol does not allow it. Mutates."""
         kind = response.WhichOneof("kind")
         if kind == "welcome":
             if self.welcomed or self._hello is not None:
@@ -78,11 +78,11 @@ class ReportProtocol:
             raise ProtocolError(f"unknown message {kind}")
 
     def load(self, load: pb.Load, taken_at: float) -> None:
-        """The newest sample, as of `taken_at`; it replaces one that was not sent yet."""
+        """Send `load`, sampled at `taken_at`, next. It replaces a load that is not sent yet. Mutates."""
         self._load = (load, taken_at)
 
     def next_message(self, now: float) -> pb.ReportRequest | None:
-        """The next message to write, or None when there is nothing to say before `wake_at` or the next change. Mutates."""
+        """Return the next message to write, or None if there is no message before `wake_at` or the next change. Mutates."""
         if self._hello is not None:
             hello, self._hello = self._hello, None
             return hello
@@ -97,7 +97,7 @@ class ReportProtocol:
         return None if told is None else _to_wire(told)
 
     def wake_at(self) -> float | None:
-        """When `next_message` has something to say even if nothing changes; None before Welcome."""
+        """Return when `next_message` has a message even if nothing changes; None before Welcome."""
         return self._stream.wake_at()
 
 

@@ -1,4 +1,4 @@
-"""What an engine with the connector package's stat logger pushes after each step: a msgpack map. Pure."""
+"""The message that an engine with the connector package's stat logger pushes after each step: a msgpack map. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pointsman.agent.v1 import agent_pb2 as pb
 
 
 class Counters(msgspec.Struct, frozen=True):
-    """Since the engine's start; queries and hits in tokens. The engine's `connector` statistics stay with its own metrics."""
+    """Counts since the engine's start; queries and hits are in tokens. The engine's `connector` statistics are not part of them;
+    they are only in its own metrics."""
 
     generation_tokens: int
     preemptions: int
@@ -19,8 +20,8 @@ class Counters(msgspec.Struct, frozen=True):
 
 
 class StepLoad(msgspec.Struct, frozen=True):
-    """An engine right after a step. `process` is its process_start_time_seconds, `ports` are the TCP ports on which that process
-    listens, `rank` is its data-parallel rank."""
+    """Load of an engine directly after a step. `process` is its process_start_time_seconds, `ports` are the TCP ports on which
+    that process listens, `rank` is its data-parallel rank."""
 
     process: float
     ports: list[int]
@@ -31,7 +32,7 @@ class StepLoad(msgspec.Struct, frozen=True):
     counters: Counters
 
     def to_wire(self, gpus: list[pb.Gpu]) -> pb.Load:
-        """As routers are told. `gpus` were sampled by the agent itself."""
+        """Return the load in the form that routers receive. `gpus` are samples of the agent."""
         counters = self.counters
         return pb.Load(
             running=self.running,

@@ -1,4 +1,4 @@
-"""What an engine says over HTTP: metrics at every scrape; models, version and event sources when it is new."""
+"""HTTP client of an engine: metrics at every scrape; models, version and event sources when the engine is new."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _RESTRICTED = "/metrics/?" + "&".join(f"name[]={quote(name, safe=':')}" for name
 
 
 class ProbeError(Exception):
-    """The engine did not answer, or with something that is no vLLM's. The text says which."""
+    """The engine did not answer, or its answer is not one of vLLM. The message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """What GET /v1/models tells: names of the model itself, of its adapters, where it came from, its longest context."""
+    """Content of GET /v1/models: names of the model and of its adapters, the model's source, its maximum context in tokens."""
 
     served_names: tuple[str, ...]
     lora_names: tuple[str, ...]
@@ -33,7 +33,7 @@ class ServedModels:
 
 @dataclass(frozen=True, slots=True)
 class KvEventSources:
-    """KV-event publishers by data-parallel rank. `reason` says why there are none."""
+    """KV-event publishers by data-parallel rank. If there are none, `reason` says why."""
 
     by_rank: dict[int, KvEventSource]
     reason: str = ""
@@ -45,9 +45,10 @@ class EngineProbe:
     def __init__(
         self, address: EngineAddress, *, timeout_s: float, api_key: str = "", tls: ssl.SSLContext | None = None
     ) -> None:
-        """`tls`: whom to trust where the engine is served by HTTPS; None for whom the system trusts."""
+        """`tls` has the trusted authorities for an HTTPS engine; None: the system's."""
         self._address = address
-        # A fresh connection per question: a kept one would pin us to one process behind a load balancer and hide it.
+        # A new connection per request: a kept connection would always reach the same process behind a load balancer, and so
+        # hide the load balancer.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(force_close=True, ssl=True if tls is None else tls),
             timeout=aiohttp.ClientTimeout(total=timeout_s),
@@ -64,10 +65,10 @@ class EngineProbe:
         await self._session.close()
 
     async def scrape(self) -> Scrape:
-        """One look at /metrics. Raises ProbeError.
+        """Read and parse /metrics. Raises ProbeError.
 
-        vLLM mounts prometheus_client's own application beside the instrumented page, which renders only the series asked
-        for: a tenth of the engine's cost. Servers without it (or with several API processes) get the plain question.
+        vLLM mounts prometheus_client's own application beside the instrumented page. It renders only the requested series, at a
+        tenth of the engine's cost. Servers without it, or with several API processes, are requested the whole page.
         """
         if self._restricted:
             found = await self._metrics(_RESTRICTED, missing_ok=True)
@@ -99,7 +100,8 @@ class EngineProbe:
         return str(answer.get("version", ""))
 
     async def sources(self, ranks: list[int]) -> KvEventSources:
-        """Where the KV events of `ranks` come from: the target's options, else GET /kv_event_sources. Raises ProbeError."""
+        """Return the KV-event publishers of `ranks`, from the address's options, else from GET /kv_event_sources. Raises
+        ProbeError."""
         address = self._address
         if address.events:
             several = len(ranks) > 1
@@ -118,7 +120,7 @@ class EngineProbe:
         if not by_rank:
             return KvEventSources({}, "the engine publishes no KV events (--kv-events-config)")
         if len(ranks) == 1 and len(by_rank) == 1:
-            # Behind an external load balancer each rank is a server of its own, and may number its source otherwise.
+            # With vLLM's external load balancing each rank is a separate server, and may number its source differently.
             by_rank = {ranks[0]: next(iter(by_rank.values()))}
         return KvEventSources(by_rank)
 
@@ -144,7 +146,7 @@ class EngineProbe:
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise ProbeError(_failed(path, error)) from error
         if not isinstance(body, dict):
-            raise ProbeError(f"{path} answered no object")
+            raise ProbeError(f"{path} did not answer with a JSON object")
         return body
 
 
@@ -155,7 +157,7 @@ def _refused(path: str, status: int) -> str:
 
 def _failed(path: str, error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        return f"{path}: the engine's certificate is not trusted ({error.certificate_error}): name its authority by engine_ca"
+        return f"{path}: the engine's certificate is not trusted ({error.certificate_error}): set engine_ca to its authority"
     return f"{path}: {type(error).__name__} {error}".rstrip()
 
 
@@ -170,7 +172,7 @@ def _publishes(config: Any) -> bool:
 
 
 def _source(config: dict[str, Any], host: str) -> KvEventSource:
-    # Without a buffer the replay socket answers nothing, which would look like a publisher that started over.
+    # Without a buffer the replay socket returns no batch. The subscriber would take this for a publisher that started over.
     replay = config.get("replay_endpoint") if config.get("buffer_steps", 1) else None
     return KvEventSource(
         connect_address(config["endpoint"], host), connect_address(replay, host), config.get("topic") or ""

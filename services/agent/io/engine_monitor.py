@@ -1,4 +1,5 @@
-"""One engine address: who answers there, what it is, how it does; one InstanceMonitor per data-parallel rank."""
+"""Monitoring of one engine address: identity, properties and load of the engine, with one InstanceMonitor per data-parallel
+rank."""
 
 from __future__ import annotations
 
@@ -23,23 +24,24 @@ from pointsman.agent.v1 import agent_pb2 as pb
 
 log = structlog.get_logger()
 
-# One failed look can be a busy engine; two in a row are worth a word to the routers.
+# Number of consecutive failed scrapes after which an engine is reported unhealthy. One can fail because the engine is busy.
 UNHEALTHY_AFTER = 2
-# An engine that is silent for so long is said goodbye to; until then it stays listed, and its keys stay known.
+# Time without an answer after which an engine's instances are removed from the routers, s. Until then the instances stay listed
+# and their keys stay known.
 GONE_AFTER_S = 60.0
-# Looks at an engine that does not answer come at least so often, in seconds.
+# Maximum interval between two scrapes of an engine that does not answer, s.
 MAX_SCRAPE_PAUSE_S = 5.0
-# An engine whose step was heard of so lately is well, whatever its /metrics says.
+# Time after a pushed step load during which a failed scrape does not count against the engine, s.
 ALIVE_AFTER_STEP_S = 2.0
-# Loads pushed at every step go on to the routers at most so often, in seconds: 20 a second for each of a fleet's instances.
+# Minimum interval between two step loads sent to the routers, s: at most 20 a second for each instance of a fleet.
 STEP_LOAD_INTERVAL_S = 0.05
-# Models and adapters are asked for again after so long: adapters come and go at run time.
+# Interval between two reads of models and adapters, s. Adapters are loaded and unloaded at run time.
 DESCRIBE_EVERY_S = 15.0
 
 
 class EngineMonitor:
-    """Watches one address until its task is cancelled. `gpus` are the indices whose samples its instances carry, `tls` is whom to
-    trust where the address is one of HTTPS, None for whom the system trusts."""
+    """Monitors one address until its task is cancelled. `gpus` are the indices of the devices whose samples are reported with its
+    instances. `tls` has the trusted authorities for an HTTPS address (None: the system's)."""
 
     def __init__(
         self,
@@ -56,10 +58,10 @@ class EngineMonitor:
         self.instances: dict[int, InstanceMonitor] = {}
         """By data-parallel rank (the `engine` label)."""
         self.healthy = False
-        self.problem = "not looked at yet"
-        """Why nothing is reported, or why it is unhealthy; empty when all is well."""
+        self.problem = "not scraped yet"
+        """Why nothing is reported or the engine is unhealthy; empty if there is no problem."""
         self.ambiguous_address = False
-        """Whether the address was found to be a load balancer."""
+        """Whether several processes answer at the address (a load balancer)."""
         self.scrapes = 0
         self.scrape_failures = 0
         self.step_loads = 0
@@ -82,7 +84,7 @@ class EngineMonitor:
         self._log = log.bind(engine=address.url)
 
     async def run(self) -> None:
-        """Look, and look again. Ends by cancellation, which saves and keeps what the instances know."""
+        """Scrape the engine periodically until cancelled. The cancellation saves the instances' state and stops them."""
         timeout_s = max(2.0, 2 * self._interval)
         try:
             async with EngineProbe(self.address, timeout_s=timeout_s, api_key=self._api_key, tls=self._tls) as probe:
@@ -99,12 +101,12 @@ class EngineMonitor:
             await self._stop("")
 
     def is_from_this_engine(self, load: StepLoad) -> bool:
-        """Whether a pushed load can be this engine's: of the process that answered last."""
+        """Return whether a pushed load can be of this engine: of the process that answered the last scrape."""
         known = not self._identity.anonymous and self._identity.current == process_name(load.process)
         return known and load.rank in self.instances
 
     def step_load_received(self, load: StepLoad) -> None:
-        """This engine pushed its load."""
+        """Record a load that this engine pushed, and forward it to the routers, at most every STEP_LOAD_INTERVAL_S."""
         self.step_loads += 1
         self._last_step = time.monotonic()
         self._pushed[load.rank] = (load, self._last_step)
@@ -112,7 +114,7 @@ class EngineMonitor:
             self._forward_step_loads()
 
     def _forward_step_loads(self) -> None:
-        """Tell the routers the newest pushed loads, and again after a while if more came meanwhile."""
+        """Send the newest pushed loads to the routers, and schedule the next call for loads that arrive meanwhile."""
         self._pushing = None
         if not self._pushed:
             return
@@ -125,7 +127,7 @@ class EngineMonitor:
         self._pushing = asyncio.get_running_loop().call_later(STEP_LOAD_INTERVAL_S, self._forward_step_loads)
 
     async def _pause(self, seconds: float) -> None:
-        """Until the next look; sooner when an instance's events say that it is over."""
+        """Wait until the next scrape; less if an instance's monitor ends before."""
         if seconds <= 0:
             await asyncio.sleep(0)
             return
@@ -163,7 +165,7 @@ class EngineMonitor:
                 instance.report_load(load, taken_at)
 
     async def _update_instances(self, probe: EngineProbe, scrape: Scrape) -> None:
-        """Make `instances` those of the process that answered."""
+        """Update `instances` to those of the process that answered. Raises ProbeError."""
         tokens = sum(sample.generation_tokens for sample in scrape.ranks.values())
         queries = sum(sample.prefix_cache_queries for sample in scrape.ranks.values())
         seen = self._identity.observe(scrape.process_start, tokens, queries)
@@ -249,16 +251,16 @@ class EngineMonitor:
             before = instance.instance
             after = pb.Instance()
             after.CopyFrom(before)
-            # The pool's name stays: it is part of every key.
+            # The pool's name is not updated, because it is part of every key.
             after.served_names[:] = models.served_names
             after.lora_names[:] = models.lora_names
             after.model_root = scrape.tokenizer_place(models.root)
-            # Of a process that does not tell its start, a restart may have gone unnoticed.
+            # A restart of a process that does not report its start time may be undetected, so the KV transfer support may differ.
             self._describe_kv_transfer(after, scrape, scrape.ranks[rank])
             if after == before:
                 continue
             self._log.info(
-                "the engine's description has changed",
+                "the engine's models or KV transfer support have changed",
                 lora_names=models.lora_names,
                 passes_kv_on=after.HasField("kv_transfer"),
             )
@@ -274,7 +276,7 @@ class EngineMonitor:
     async def _scrape_failed(self, reason: str) -> None:
         self.scrape_failures += 1
         if time.monotonic() - self._last_step < ALIVE_AFTER_STEP_S:
-            # It computes: its HTTP server is only too busy to answer.
+            # The engine computes; only its HTTP server is too busy to answer.
             self.problem = reason
             return
         self._failures += 1
@@ -295,7 +297,8 @@ class EngineMonitor:
             instance.report_load(load, self._last_answer)
 
     async def _stop(self, goodbye: str) -> None:
-        """End all instances. A cancellation cuts none of them short: the next call, at the latest that of `run`, waits for it."""
+        """Stop all instances. A cancellation does not interrupt their stops: the next call, at the latest that at the end of
+        `run`, waits for them."""
         instances, self.instances = self.instances, {}
         self._last_loads.clear()
         self._pushed.clear()
@@ -309,7 +312,7 @@ class EngineMonitor:
 
 
 def _no_prefix(sample: Sample, sources: KvEventSources, rank: int) -> str:
-    """Why the keys of a rank cannot be known; empty when they can."""
+    """Return why the keys of a rank cannot be known; "" if they can."""
     if sample.cache_config.get("enable_prefix_caching") == "False":
         return "the engine runs without prefix caching"
     if sources.reason:

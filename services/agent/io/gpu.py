@@ -1,4 +1,4 @@
-"""GPU models, utilisation and memory by NVML. A node without NVIDIA GPUs has no samples; that is no error."""
+"""GPU models, utilisation and memory from NVML. A node without NVIDIA GPUs has no samples, without an error."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pointsman.agent.v1 import agent_pb2 as pb
 
 
 class GpuSampler:
-    """Reads the node's devices. Calls block for a millisecond or so each: keep them off the event loop."""
+    """Samples the node's devices. Each call blocks for about a millisecond, so call it in a thread."""
 
     def __init__(self) -> None:
         self.absent_reason = ""
-        """Why there are no devices; empty when there are."""
+        """Why there are no devices, or the last error of one; empty otherwise."""
         try:
             pynvml.nvmlInit()
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(at) for at in range(pynvml.nvmlDeviceGetCount())]
@@ -30,9 +30,11 @@ class GpuSampler:
         return len(self._handles)
 
     def hardware(self, indices: Sequence[int], ranks: int) -> str:
-        """One word for what each of an engine's `ranks` data-parallel ranks computes on: "2x-nvidia-h200". `indices` are the
-        engine's devices; of an engine that named none of several on its node the number is unknown: "nvidia-h200". Empty where
-        the node's devices do not tell, or are not alike."""
+        """Return one word for the devices of each of an engine's `ranks` data-parallel ranks: "2x-nvidia-h200".
+
+        `indices` are the engine's devices. If they are empty or do not divide evenly among the ranks, the word has no number:
+        "nvidia-h200". Empty if a device's model is unknown or the models differ; without indices all devices of the node count.
+        """
         models = {self._models[index] for index in indices or range(self.count) if index < self.count}
         if len(models) != 1 or "" in models:
             return ""
@@ -40,7 +42,8 @@ class GpuSampler:
         return f"{each}x-{models.pop()}" if each and not rest else models.pop()
 
     def sample(self, indices: Sequence[int] | None = None) -> list[pb.Gpu]:
-        """One sample per device, of all or of those named. What a device does not tell stays 0 (MIG has no utilisation)."""
+        """Return one sample for each device, or for each in `indices`. A value that a device does not report stays 0 (MIG has no
+        utilisation)."""
         samples = []
         for index, handle in enumerate(self._handles):
             if indices is not None and index not in indices:
@@ -63,7 +66,7 @@ class GpuSampler:
 
 
 def _model(handle: object) -> str:
-    """The device's model as one word; empty when it does not tell."""
+    """Return the device's model as one word; "" if NVML does not report it."""
     try:
         name = pynvml.nvmlDeviceGetName(handle)
     except pynvml.NVMLError:

@@ -1,4 +1,4 @@
-"""One instance during one incarnation: its cached blocks, the subscriber that fills them, its file, and a reporter per router."""
+"""Reporting of one instance during one incarnation: cached blocks, KV subscriber, state file, and one reporter per router."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from pointsman.common.io.channel import ReloadingChannel
 
 log = structlog.get_logger()
 
-# Saving may take a fiftieth of the time, however many blocks are cached.
+# The pause after a save is at least this multiple of the save's duration, so that saving takes at most 1/50 of the time.
 SAVE_SHARE = 50
 
 
 @dataclass(frozen=True, slots=True)
 class AgentContext:
-    """What all instances of an agent share."""
+    """Resources and settings that all instances of an agent share."""
 
     channels: Mapping[str, ReloadingChannel]
     metadata: CallMetadata
@@ -45,10 +45,10 @@ class AgentContext:
 class InstanceMonitor:
     """Reports one instance from `start` to `stop`.
 
-    `instance.incarnation` may be empty, to take the process's name or a made-up one. `process` is the engine's identity, empty
-    when it does not tell one. `witnessed` says that this agent saw the incarnation
-    begin, so that no router can know it yet. `ended` is set, with `end_reason`, when the KV events show that the incarnation is
-    over or something here failed: the owner then stops this object and starts another.
+    If `instance.incarnation` is empty, `start` sets it to `process` or, if that is empty too, to a random name. `process` is the
+    engine's identity, empty if the engine does not report one. `saw_start` means that this agent saw the incarnation begin, so
+    no router can know it yet. `ended` is set, with `end_reason`, when the KV events show that the incarnation has ended or a task
+    of this object failed. The owner then stops this object and starts another.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class InstanceMonitor:
         self._log = log.bind(instance=instance.instance_id)
 
     async def start(self) -> None:
-        """Restore, subscribe, catch up, then report."""
+        """Restore the saved state, subscribe to KV events, catch up by replay, then start the reporters."""
         if not self.instance.incarnation:
             self.instance.incarnation = self._process or new_incarnation("")
         if self.source is not None:
             await self._follow(self.source)
         self._log.info(
-            "instance_found",
+            "instance found",
             incarnation=self.instance.incarnation,
             model=self.instance.model,
             block_size=self.instance.block_size,
@@ -119,14 +119,14 @@ class InstanceMonitor:
             task.add_done_callback(self._task_done)
 
     async def stop(self, goodbye: str = "") -> None:
-        """End everything. Without a reason the engine lives on: the state is saved so that the next agent goes on here."""
+        """Stop all tasks and reporters. Without a goodbye the engine still runs, so the state is saved for the next agent."""
         for task in self._tasks:
             task.cancel()
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await asyncio.gather(*(reporter.stop(goodbye) for reporter in self.reporters), return_exceptions=True)
             if self._saving is not None:
-                # A save that is under way must not land after the last one.
+                # A save in progress must not finish after the last save.
                 await asyncio.wait([self._saving])
             if self.subscriber is not None and not goodbye:
                 self._save(self._capture(self.subscriber, clean=True))
@@ -134,28 +134,28 @@ class InstanceMonitor:
             if self.subscriber is not None:
                 self.subscriber.close()
         if goodbye:
-            self._log.info("the instance is gone", incarnation=self.instance.incarnation, reason=goodbye)
+            self._log.info("the instance has ended", incarnation=self.instance.incarnation, reason=goodbye)
 
     def report_load(self, load: pb.Load, taken_at: float) -> None:
-        """A new load sample, as of `taken_at`."""
+        """Send a new load, sampled at `taken_at`, to all routers."""
         self._load = (load, taken_at)
         for reporter in self.reporters:
             reporter.load(load, taken_at)
 
     def describe(self, instance: pb.Instance) -> None:
-        """The fixed properties changed: tell all routers."""
+        """Send the instance's changed fixed properties to all routers."""
         self.instance = instance
         for reporter in self.reporters:
             reporter.describe(instance)
 
     async def _follow(self, source: KvEventSource) -> None:
-        """Set up cached blocks and subscriber, from the file if it is this lifetime's and the publisher confirms it."""
+        """Create cached blocks and subscriber, from the file if the file is of this lifetime and the publisher confirms that."""
         state = await asyncio.to_thread(self._restorable)
         if state is not None:
             self.cached_blocks = restore_cached_blocks(state, capacity_blocks=self._capacity_blocks)
             self.instance.incarnation = state.incarnation
         elif not self._saw_start:
-            # Routers may know this incarnation from an agent whose file is lost; its sequence must not be met again.
+            # Routers may know this incarnation from an agent whose file is lost. Its sequence numbers must not be reused.
             self.cached_blocks.latest_seq = int(time.time() * 1e3) << 20
         self.subscriber = KvSubscriber(
             self._agent_context.zmq,
@@ -167,7 +167,7 @@ class InstanceMonitor:
         )
         if not await self.subscriber.start():
             self._log.warning(
-                "the saved state is another process's; beginning anew", incarnation=self.instance.incarnation
+                "the saved state is of another process; starting empty", incarnation=self.instance.incarnation
             )
             self.subscriber.close()
             self.instance.incarnation = new_incarnation(self._process)
@@ -180,15 +180,15 @@ class InstanceMonitor:
         self._changed()
 
     def _restorable(self) -> SavedState | None:
-        """The saved state, if it was this incarnation's; its file is clean no more. A file that is damaged, or cannot be read or
-        written, is logged and forgotten."""
+        """Return the saved state if it is of this incarnation, after marking its file as not clean. A file that is damaged, or
+        cannot be read or written, is logged and ignored."""
         try:
             state = self._file.load()
             if state is None or self._saw_start:
                 return None
             if state.process != self._process or state.model != self.instance.model:
                 return None
-            # From here on routers may hear more than the file knows.
+            # From now on routers may receive deltas that the file does not have.
             self._file.save(replace(state, clean=False))
         except (msgspec.MsgspecError, OSError) as error:
             self._log.warning("the saved state cannot be used", path=str(self._file.path), reason=str(error))
@@ -213,7 +213,7 @@ class InstanceMonitor:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or (error := task.exception()) is None:
             return
-        self._log.error("a fault in a task of the instance", task=task.get_name(), exc_info=error)
+        self._log.error("a task of the instance failed", task=task.get_name(), exc_info=error)
         self.end_reason = f"{type(error).__name__} in its agent"
         self.ended.set()
 
@@ -233,7 +233,7 @@ class InstanceMonitor:
             cost_s = time.monotonic() - began
 
     def _save(self, state: SavedState) -> bool:
-        """Whether the disk took it."""
+        """Write the file; return whether that succeeded."""
         try:
             self._file.save(state)
         except OSError as error:
@@ -253,5 +253,5 @@ class InstanceMonitor:
 
 
 def new_incarnation(process: str) -> str:
-    """A name for a lifetime that the process's own identity does not tell from an earlier one."""
+    """Return a random name for a lifetime whose process identity is missing or was used by an earlier lifetime."""
     return f"{process or 'anonymous'}-{secrets.token_hex(4)}"

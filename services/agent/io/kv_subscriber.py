@@ -1,4 +1,4 @@
-"""KV events from an engine's ZMQ sockets into cached blocks: SUB for what happens, DEALER to replay what was missed."""
+"""Applies KV events from an engine's ZMQ sockets to cached blocks: SUB for live events, DEALER to replay missed ones."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ from pointsman.agent.core.kv_events import decode_batch, decode_seq, encode_seq
 
 log = structlog.get_logger()
 
-# The engine's publisher answers a replay between two batches, or after 0.1 s without one.
+# Timeout for the next message of a replay, s. The engine's publisher answers a replay between two batches, or after 0.1 s
+# without a batch.
 REPLAY_SILENCE_S = 5.0
-# With no event for so long, ask for what follows the last one: the tail of a broken connection leaves no gap to see.
+# Time without an event after which the subscriber requests a replay of what follows the last one, s. Batches lost at the end of a
+# broken connection leave no gap in the sequence.
 TAIL_CHECK_S = 5.0
-# The first of these checks comes sooner and the pause doubles from there: a subscription takes effect some time after the first
-# replay, and what an idle engine publishes in between shows in no later sequence number.
+# Time until the first of these checks, s; it doubles up to TAIL_CHECK_S. A subscription takes effect some time after the first
+# replay. A batch that an engine publishes in between is missed, and no gap shows it while the engine is idle.
 FIRST_TAIL_CHECK_S = 0.2
-# ZeroMQ's default send queue is 1,000 messages and drops the rest, so one replay of 10,000 can need several questions.
+# Maximum number of replays to catch up. ZeroMQ's default send queue has 1,000 messages and drops the rest, so a replay of 10,000
+# can need several requests.
 MAX_REPLAYS = 100
-# Other tasks get a turn after so many batches.
+# Number of batches after which other tasks of the event loop may run.
 FAIR_BATCHES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class KvEventSource:
-    """ZMQ addresses to connect to. `replay` is empty where the engine keeps no replay buffer."""
+    """ZMQ addresses to connect to. `replay` is empty if the engine has no replay buffer."""
 
     events: str
     replay: str = ""
@@ -43,7 +46,7 @@ class KvEventSource:
 
 @dataclass(slots=True)
 class SubscriberCounts:
-    """Gaps in the live sequence, gaps that no replay filled, failed replays, batches not understood."""
+    """Counts of gaps in the live sequence, gaps that no replay filled, failed replays, and batches that cannot be decoded."""
 
     gaps: int = 0
     lost: int = 0
@@ -52,13 +55,14 @@ class SubscriberCounts:
 
 
 class ReplayFailed(Exception):
-    """The replay socket did not answer to the end."""
+    """A replay ended before its last batch, or did not catch up."""
 
 
 class KvSubscriber:
-    """Follows one publisher for one lifetime. `applied` and `applied_digest` say where the cached blocks stand.
+    """Follows one publisher for one lifetime.
 
-    `on_change` is called after each batch that changed the cached blocks' keys.
+    `applied` is the number of the last batch in the cached blocks (-1: none), `applied_digest` the XXH3-64 of its payload (0:
+    unknown). `on_change` is called after each batch that changed the cached blocks' keys.
     """
 
     def __init__(
@@ -84,23 +88,23 @@ class KvSubscriber:
 
     @property
     def applied(self) -> int:
-        """The last batch in the cached blocks, -1 before the first."""
+        """Number of the last batch in the cached blocks, -1 before the first."""
         return self._sequence.applied
 
     @property
     def applied_digest(self) -> int:
-        """XXH3-64 of that batch's payload; 0 when unknown."""
+        """XXH3-64 of the payload of the last batch in the cached blocks; 0 if unknown."""
         return xxh3_64_intdigest(self._last_payload) if self._last_payload is not None else self._last_digest
 
     async def start(self) -> bool:
-        """Subscribe, then catch up by replay. False when the publisher is not the one that `applied` was counted by.
+        """Subscribe, then catch up by replay. Return False if the publisher is not the one that `applied` is a batch of.
 
-        A publisher that cannot confirm what restored cached blocks say costs that knowledge: they are cleared.
+        If the publisher cannot confirm restored cached blocks, they are cleared.
         """
         self._sub = self._socket(zmq.SUB, self._source.events)
         self._sub.subscribe(self._source.topic.encode())
         if not self._source.replay:
-            self._drop("no replay socket to confirm restored knowledge")
+            self._drop("no replay socket to confirm the restored cached blocks")
             self._sequence = EventOrder()
             return True
         try:
@@ -112,11 +116,11 @@ class KvSubscriber:
             return True
 
     async def run(self) -> None:
-        """Follow the publisher; returns when it starts over, with the cached blocks cleared. Ends by cancellation otherwise."""
+        """Apply live batches until cancelled. If the publisher starts over, clear the cached blocks and return."""
         assert self._sub is not None
         since_yield = 0
         patience = FIRST_TAIL_CHECK_S
-        # A future is waited for and not the call: a timeout that cancels it in the moment in which a message came loses that.
+        # Waits for a future, not for the call: a timeout that cancels the call when a message has just arrived loses the message.
         coming = asyncio.ensure_future(self._sub.recv_multipart())
         try:
             while True:
@@ -146,11 +150,11 @@ class KvSubscriber:
             self._sub = None
 
     async def _live(self, seq: int, payload: bytes) -> bool:
-        """One live batch; False when the publisher started over."""
+        """Handle one live batch; return False if the publisher started over."""
         verdict = self._sequence.on_live(seq)
         if verdict is BatchAction.GAP:
             self.counts.gaps += 1
-            self._log.info("KV events are missing; asking for them again", wanted=self.applied + 1, got=seq)
+            self._log.info("KV events are missing; requesting a replay", wanted=self.applied + 1, got=seq)
             try:
                 if self._source.replay and not await self._catch_up():
                     return False
@@ -171,22 +175,23 @@ class KvSubscriber:
         try:
             return await self._catch_up()
         except ReplayFailed as failed:
-            # An engine that is gone or busy: the scrapes say which, and the next check asks again.
+            # The engine has ended or is busy. The scrapes show which, and the next check retries.
             self.counts.replay_failures += 1
             self._log.debug("missing KV events cannot be replayed", reason=str(failed))
             return True
 
     async def _catch_up(self) -> bool:
-        """Replay until nothing is missing. False when the publisher's own record shows another lifetime."""
+        """Replay until no batch is missing. Return False if the replay shows another lifetime. Raises ReplayFailed."""
         for _ in range(MAX_REPLAYS):
             if (complete := await self._replay_once()) is not None:
                 return complete
         raise ReplayFailed(f"{MAX_REPLAYS} replays were not enough")
 
     async def _replay_once(self) -> bool | None:
-        """One replay. True: complete; False: another lifetime; None: messages were dropped on the way, ask again.
+        """Run one replay. Return True if it is complete, False if it shows another lifetime, None if messages were dropped and
+        another replay is needed. Raises ReplayFailed.
 
-        The question includes the last batch applied, whose payload tells whether this is the publisher we know.
+        The replay starts at the last batch applied. Its payload shows whether this is still the same publisher.
         """
         known = self.applied
         first = True
@@ -205,11 +210,11 @@ class KvSubscriber:
                     self._apply(seq, payload)
                 if seq % FAIR_BATCHES == 0:
                     await asyncio.sleep(0)
-        # A publisher that has sent `known` and keeps a buffer always has something from there on.
+        # A publisher that has sent `known` and has a buffer always returns at least one batch.
         return not (first and known >= 0)
 
     async def _replayed(self, start: int) -> AsyncGenerator[tuple[int, bytes], None]:
-        # A socket per question: the late rest of an earlier answer must not be taken for this one's.
+        # A new socket per replay: late messages of an earlier replay must not be read as part of this one.
         socket = self._socket(zmq.DEALER, self._source.replay)
         try:
             await socket.send_multipart([b"", encode_seq(start)])
@@ -234,15 +239,15 @@ class KvSubscriber:
         try:
             batch = decode_batch(payload)
         except msgspec.MsgspecError as error:
-            # It may have removed blocks, so nothing known before it can be trusted.
+            # The batch may have removed blocks, so the cached blocks before it may be wrong.
             self.counts.undecodable += 1
-            self._drop(f"batch {seq} is not understood: {error}")
+            self._drop(f"batch {seq} cannot be decoded: {error}")
             return
         if self._cached_blocks.apply(batch.events):
             self._on_change()
 
     def _lose(self, seq: int) -> None:
-        """Batches before `seq` are gone for good."""
+        """Continue at `seq`: batches before it are lost. Clear the cached blocks, unless no batch was applied yet."""
         lost = self.applied >= 0
         if lost:
             self.counts.lost += 1
@@ -252,7 +257,7 @@ class KvSubscriber:
     def _drop(self, reason: str) -> None:
         if self._cached_blocks.key_count:
             self._log.warning(
-                "what was known of the engine's cache is dropped", reason=reason, keys=self._cached_blocks.key_count
+                "the copy of the engine's cache is cleared", reason=reason, keys=self._cached_blocks.key_count
             )
         if self._cached_blocks.clear():
             self._on_change()

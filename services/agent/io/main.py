@@ -1,4 +1,4 @@
-"""The agent's process: one monitor per engine, one channel per router, until SIGTERM or SIGINT."""
+"""The agent's process: one monitor per engine and one channel per router, until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 
 def run(settings: AgentSettings) -> None:
-    """Watch and report until a signal ends it. Blocks. Exits with 1 and the reason when it cannot start."""
+    """Run the agent until SIGTERM or SIGINT. Blocks. Exits with status 1 and the reason if the agent cannot start."""
     configure_logs("agent", settings.log_level)
     try:
         TlsSettings().for_channel()
@@ -45,7 +45,7 @@ def run(settings: AgentSettings) -> None:
 
 
 async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
-    """Watch and report until `stop` is set, then save what the instances know and leave. Shared with tests and `up`."""
+    """Run the agent until `stop` is set, then save the instances' state and return. Tests and `up` call this function, too."""
     async with AsyncExitStack() as resources:
         await _serve(settings, stop, resources)
     log.info("the agent has stopped")
@@ -56,7 +56,7 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
     sampler = await asyncio.to_thread(GpuSampler)
     resources.callback(sampler.close)
     context = zmq.asyncio.Context()
-    # Not term(), which blocks the loop for as long as any socket is open.
+    # Not term(), which blocks the event loop while any socket is open.
     resources.callback(context.destroy, linger=0)
     channels: dict[str, ReloadingChannel] = {}
     for router in settings.routers:
@@ -74,7 +74,7 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
     )
     engine_tls = _engine_tls(settings)
     addresses = [parse_engine_address(text) for text in settings.engines]
-    # A lone engine owns the node's devices; several have to say which are whose.
+    # A single engine has all of the node's devices. With several engines each address must name its devices.
     everything = tuple(range(sampler.count)) if len(addresses) == 1 else ()
     monitors = [
         EngineMonitor(
@@ -91,7 +91,7 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
     if settings.metrics_listen:
         await _serve_status(settings.metrics_listen, monitors, resources)
     log.info(
-        "agent_started",
+        "the agent has started",
         engines=[address.url for address in addresses],
         routers=settings.routers,
         gpus=sampler.count,
@@ -104,7 +104,7 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
         )
     stopped = asyncio.create_task(stop.wait())
     try:
-        # A monitor, or the receiver of loads, never ends by itself: if one does, the agent is broken and says so by ending.
+        # A monitor and the receiver of loads end only by a fault. The agent then ends, too, so that the fault is noticed.
         await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
     finally:
         stopped.cancel()
@@ -117,8 +117,8 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
 
 
 def _engine_tls(settings: AgentSettings) -> ssl.SSLContext | None:
-    """Whom to trust for an engine's certificate, None for whom the system trusts. Raises OSError and ValueError that name a file
-    that cannot be used."""
+    """Return a context with the authorities trusted for engines' certificates; None: the system's. Raises OSError or ValueError
+    with the name of a file that cannot be used."""
     if settings.engine_ca is None:
         return None
     return client_context(settings.engine_ca)

@@ -1,4 +1,4 @@
-"""Keeps one instance reported to one router: a stream, and another when it breaks, until told to stop."""
+"""Reports one instance to one router over a gRPC stream, and opens another stream when one breaks."""
 
 from __future__ import annotations
 
@@ -21,18 +21,23 @@ from pointsman.common.io.channel import ReloadingChannel
 
 log = structlog.get_logger()
 
+# Timeout for a router's welcome after a stream is opened, s.
 WELCOME_S = 10.0
+# Maximum time that an ending stream waits for the router to end its side, s.
 GOODBYE_S = 1.0
-# A router that reads nothing more does not hold a reporter that is told to stop.
+# Maximum duration of `stop`, s. A router that no longer reads must not block it.
 STOP_S = 3.0
+# Backoff after a stream that the router welcomed, s. Each stream without a welcome doubles the backoff.
 FIRST_RETRY_S = 0.1
+# Maximum backoff unless the router refuses the instance, s.
 LAST_RETRY_S = 1.0
-# What an operator has to change first: another key scheme, a block size, a token.
+# Retry interval after a refusal that an operator must resolve (another key scheme, a block size, a token), s.
 REFUSED_RETRY_S = 30.0
-# Another agent reports the instance, and the newest one is heard: two that took turns at once would have the router forget and
-# read all of its keys ten times a second. Sooner than routers forget a lost instance, in case that the other one leaves.
+# Retry interval after another agent has replaced this one as the instance's reporter, s. A router accepts the newest agent. Two
+# agents that replaced each other without a pause would make the router drop and read all of the instance's keys ten times a
+# second. The interval is shorter than the time after which routers remove a lost instance, in case the other agent stops.
 DISPLACED_RETRY_S = 10.0
-# How soon to ask a router again that has refused the instance, by its answer.
+# Retry interval by the status code with which a router refuses an instance, s.
 _REFUSED_FOR = {
     grpc.StatusCode.FAILED_PRECONDITION: REFUSED_RETRY_S,
     grpc.StatusCode.UNAUTHENTICATED: REFUSED_RETRY_S,
@@ -47,7 +52,7 @@ Call = grpc.aio.StreamStreamCall[pb.ReportRequest, pb.ReportResponse]
 
 @dataclass(slots=True)
 class ReporterCounts:
-    """Streams opened, snapshots begun on streams that have ended, and resyncs asked for, since the reporter began."""
+    """Counts since the reporter's start: streams opened, snapshots begun on streams that have ended, resyncs requested."""
 
     streams: int = 0
     snapshots: int = 0
@@ -55,7 +60,8 @@ class ReporterCounts:
 
 
 class Reporter:
-    """Reports `cached blocks` and `load` as `instance` over `channel`. Call `changed` after each change of the cached blocks."""
+    """Reports the cached blocks and the load of `instance` over `channel`, in a task that starts at once. Call `changed` after
+    each change of the cached blocks."""
 
     def __init__(
         self,
@@ -71,9 +77,9 @@ class Reporter:
     ) -> None:
         self.router = router
         self.connected = False
-        """Whether the router has welcomed the stream that is open now."""
+        """Whether the router has welcomed the open stream."""
         self.refusal = ""
-        """What the router answered when it refused the instance; empty otherwise."""
+        """The router's reason if it refused the instance; empty otherwise."""
         self.counts = ReporterCounts()
         self._stub: agent_pb2_grpc.AgentServiceAsyncStub = agent_pb2_grpc.AgentServiceStub(channel)  # type: ignore[call-overload]
         self._metadata = metadata
@@ -93,28 +99,28 @@ class Reporter:
 
     @property
     def snapshots(self) -> int:
-        """Snapshots begun so far, those of the open stream included."""
+        """Number of snapshots begun, including those of the open stream."""
         return self.counts.snapshots + (self._machine.snapshots if self._machine is not None else 0)
 
     def changed(self) -> None:
-        """There may be something to say."""
+        """Wake the task, because the cached blocks have changed."""
         self._wake.set()
 
     def load(self, load: pb.Load, taken_at: float) -> None:
-        """The newest sample, as of `taken_at` on the monotonic clock."""
+        """Send `load`, sampled at `taken_at` on the monotonic clock, on this stream and first on the next ones."""
         self._load = (load, taken_at)
         if self._machine is not None:
             self._machine.load(load, taken_at)
         self._wake.set()
 
     def describe(self, instance: pb.Instance) -> None:
-        """Say hello again, as `instance`: its fixed properties changed, its keys did not."""
+        """Open a new stream with a hello for `instance`: its fixed properties have changed, its keys have not."""
         self._instance = instance
         self._again = True
         self._wake.set()
 
     async def stop(self, goodbye: str = "") -> None:
-        """End the stream; with a reason, say goodbye first. Returns when the task has ended, at the latest after STOP_S."""
+        """End the stream, after a goodbye if there is a reason. Returns when the task has ended, at the latest after STOP_S."""
         self._stopping.set()
         self._goodbye = goodbye
         self._wake.set()
@@ -145,11 +151,11 @@ class Reporter:
             await _wait(self._stopping, retry_s * random.uniform(0.8, 1.0))
 
     async def _after_failure(self, call: Call, slower_s: float) -> float:
-        """Log why the call ended and say how long to wait, in seconds."""
+        """Log why the call ended; return the time to wait before the next, in s."""
         call.cancel()
         code, details = await call.code(), await call.details()
         if code is grpc.StatusCode.UNAUTHENTICATED and self.connected:
-            # The token was good when the stream began, and another may be in the file by now.
+            # The token was valid when the stream began, and the file may have a new one by now.
             self._log.warning("the report to a router has ended", code=code.name, reason=details)
             return FIRST_RETRY_S
         if (refused_s := _REFUSED_FOR.get(code)) is not None:
@@ -158,12 +164,12 @@ class Reporter:
             self.refusal = details or code.name
             return refused_s
         level = self._log.warning if self.connected else self._log.debug
-        level("report_stream_lost", code=code.name, reason=details)
+        level("the report stream broke", code=code.name, reason=details)
         return FIRST_RETRY_S if self.connected else slower_s
 
     async def _stream(self, call: Call) -> None:
-        """One stream from Hello to its end. Returns when it ended in order; raises gRPC's errors, ProtocolError and
-        TimeoutError when no welcome came."""
+        """Run one stream from Hello to its end. Returns when the stream has ended in order. Raises gRPC's errors, ProtocolError,
+        and TimeoutError if no welcome came."""
         machine = self._machine = ReportProtocol(
             self._cached_blocks,
             self._instance,
@@ -192,12 +198,12 @@ class Reporter:
             if reading.done():
                 await reading
                 return
-            # A hello that is written is read before its goodbye, whether its welcome has come back or not.
+            # The router reads a written hello before the goodbye, so the goodbye need not wait for the welcome.
             if self._stopping.is_set() and self._goodbye and greeted:
                 await call.write(pb.ReportRequest(goodbye=pb.Goodbye(reason=self._goodbye)))
             await call.done_writing()
             with contextlib.suppress(TimeoutError):
-                # The router ends its side once it has read everything; cancelling sooner could discard what was written.
+                # The router ends its side when it has read everything. An earlier cancel could discard written messages.
                 async with asyncio.timeout(GOODBYE_S):
                     await reading
         finally:
@@ -208,25 +214,25 @@ class Reporter:
 
     async def _read(self, call: Call, machine: ReportProtocol) -> None:
         try:
-            # What is no message is gRPC's mark of the end.
+            # gRPC returns a value that is not a message at the end of the stream.
             while isinstance(response := await call.read(), pb.ReportResponse):
                 machine.received(response, time.monotonic())
                 if response.HasField("welcome"):
                     self.connected = True
                     self.refusal = ""
                     self._log.info(
-                        "a router takes the report", router_id=response.welcome.router_id, snapshots=machine.snapshots
+                        "a router accepts the report", router_id=response.welcome.router_id, snapshots=machine.snapshots
                     )
                 else:
                     self.counts.resyncs += 1
-                    self._log.warning("a router asks for a snapshot", reason=response.resync.reason)
+                    self._log.warning("a router requests a snapshot", reason=response.resync.reason)
                 self._wake.set()
         finally:
             self._wake.set()
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
-    """Until `event` is set or the time is over."""
+    """Wait until `event` is set or the time has passed."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -1,4 +1,4 @@
-"""The agent's settings: flags, or environment variables with the prefix POINTSMAN_AGENT_."""
+"""The agent's settings, from flags or from environment variables with the prefix POINTSMAN_AGENT_."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ class AgentSettings(BaseSettings):
 
     engines: Entries = Field(
         default_factory=list,
-        description="base URL of an engine, with options as a query: events, replay, topic (ZMQ; asked from the engine when "
-        "not given), advertise (URL for gateways), gpus (indices on this node), kv (mooncake or nixl: its KV connector, when "
-        "the engine does not announce it), kv-role (both, producer or consumer), bootstrap (base URL of Mooncake's bootstrap "
-        "server; without it the announced port, or 8998, of the advertised host)",
+        description="base URL of each engine, with options as a query: events, replay, topic (ZMQ; default: the engine's "
+        "answer), advertise (URL for gateways), gpus (indices on this node), kv (mooncake or nixl: the engine's KV connector, if "
+        "it does not announce one), kv-role (both, producer or consumer), bootstrap (base URL of Mooncake's bootstrap server; "
+        "default: the announced port, or 8998, of the advertised host), hardware (one word for engines of equal speed; default: "
+        "NVML's name), long-prefill-token-threshold (the engine's setting)",
     )
     routers: Entries = Field(default_factory=list, description="HOST:PORT of each router replica")
     state_dir: Path = Field(
-        Path(".state/agent"), description="folder that survives the agent: saved cached blocks of its engines"
+        Path(".state/agent"), description="folder for the saved cached blocks of engines; must persist over restarts"
     )
     scrape_interval_s: float = Field(
-        1.0, ge=0.05, le=60, description="time between two scrapes of an engine, in seconds"
+        1.0, ge=0.05, le=60, description="interval between two scrapes of an engine, in seconds"
     )
     consistency_check_interval_s: float = Field(
-        5.0, ge=0.1, le=600, description="time between two consistency checks, in seconds"
+        5.0, ge=0.1, le=600, description="interval between two consistency checks, in seconds"
     )
     save_interval_s: float = Field(
-        5.0, ge=0.1, le=600, description="least time between two saves of the cached blocks, in seconds"
+        5.0, ge=0.1, le=600, description="minimum interval between two saves of the cached blocks, in seconds"
     )
-    metrics_listen: str = Field("127.0.0.1:9101", description="HOST:PORT of /metrics and /health; empty for none")
+    metrics_listen: str = Field("127.0.0.1:9101", description="HOST:PORT of /metrics and /health; empty: none")
     step_loads_listen: str = Field(
         "",
         description="ZMQ address to bind for step loads, which engines with Pointsman's stat logger push after each step "
-        "(ipc:///run/pointsman/loads, tcp://127.0.0.1:9102); empty: only what /metrics says",
+        "(ipc:///run/pointsman/loads, tcp://127.0.0.1:9102); empty: loads only from /metrics",
     )
-    engine_api_key: SecretStr = Field(SecretStr(""), description="what engines started with --api-key ask for")
+    engine_api_key: SecretStr = Field(SecretStr(""), description="API key for engines that are started with --api-key")
     engine_ca: Path | None = Field(
         None,
-        description="certificates (PEM) that engines' own are signed by, where they are served by HTTPS; else the system's",
+        description="certificates (PEM) of the authorities trusted for HTTPS engines; default: the system's",
     )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
 

@@ -1,8 +1,8 @@
-"""The cached blocks on disk, so that an agent restarts beside a running engine without forgetting what it holds.
+"""Cached blocks on disk, so that a restarted agent keeps the cached blocks of an engine that still runs.
 
-A file is one msgpack map, written to a temporary name and renamed. `clean` says that the agent that wrote it said nothing
-more to any router afterwards; only then may the sequence of deltas go on where it stopped. Otherwise it jumps ahead, and
-routers ask for a snapshot.
+A file is one msgpack map, written to a temporary name and renamed. `clean` means that the agent sent nothing to any router after
+it wrote the file. Only then may the sequence of deltas continue where it stopped. Otherwise the sequence jumps ahead, and routers
+request a snapshot.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pointsman.agent.core.cached_blocks import BlockLocation, CachedBlocks
 from pointsman.agent.core.kv_events import BlockHash
 
 FORMAT = 2
-# More deltas than an agent can send between two saves.
+# Number of deltas by which an unclean sequence jumps ahead: more than an agent can send between two saves.
 SEQ_JUMP = 1 << 32
 
 SavedBlock = tuple[BlockHash, bytes, list[tuple[BlockLocation, int]]]
 
 
 class SavedState(msgspec.Struct, array_like=False):
-    """What is kept of one instance.
+    """Saved state of one instance.
 
-    `process` is the engine's identity, empty when it does not tell one; `applied` the last KV-event batch applied and
-    `applied_digest` the XXH3-64 of its payload (0 when unknown); `latest_seq` the last delta. A block is (engine hash, its
-    keys as native u64, [(place, references)]).
+    `process` is the engine's identity, empty if the engine does not report one. `applied` is the number of the last KV-event
+    batch applied, `applied_digest` the XXH3-64 of its payload (0: unknown). `latest_seq` is the number of the last delta. A block
+    is (engine hash, its keys as u64 in native byte order, [(location, references)]).
     """
 
     format: int
@@ -47,7 +47,7 @@ class SavedState(msgspec.Struct, array_like=False):
 def to_saved_state(
     cached_blocks: CachedBlocks, *, clean: bool, process: str, incarnation: str, applied: int, applied_digest: int
 ) -> SavedState:
-    """A copy of the cached blocks and where it stands, independent of what happens to it later."""
+    """Return a copy of the cached blocks and their position in both sequences. Later changes do not affect the copy."""
     blocks: list[SavedBlock] = [
         (name, array("Q", block.keys).tobytes(), list(block.refs.items()))
         for name, block in cached_blocks.blocks.items()
@@ -66,7 +66,7 @@ def to_saved_state(
 
 
 def restore_cached_blocks(state: SavedState, *, capacity_blocks: int) -> CachedBlocks:
-    """The cached blocks that `state` was captured from."""
+    """Return cached blocks equal to those that `state` was made from. The sequence jumps by SEQ_JUMP unless `state` is clean."""
     latest_seq = state.latest_seq if state.clean else state.latest_seq + SEQ_JUMP
     cached_blocks = CachedBlocks(state.model, capacity_blocks=capacity_blocks, latest_seq=latest_seq)
     cached_blocks.restore(_entries(state.blocks))
@@ -81,13 +81,13 @@ def _entries(blocks: list[SavedBlock]) -> Iterable[tuple[BlockHash, tuple[int, .
 
 
 class StateFile:
-    """One instance's file under `folder`."""
+    """The state file of one instance in `folder`."""
 
     def __init__(self, folder: Path, instance_id: str) -> None:
         self.path = folder / f"{quote(instance_id, safe='')}.blocks"
 
     def save(self, state: SavedState) -> None:
-        """Replace the file in one step. Raises OSError."""
+        """Replace the file atomically. Raises OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_suffix(f".{os.getpid()}.tmp")
         with beside.open("wb") as file:
@@ -97,9 +97,9 @@ class StateFile:
         beside.replace(self.path)
 
     def load(self) -> SavedState | None:
-        """The last state saved; None when there is none or it was written by another version of this format.
+        """Return the last saved state; None if there is no file or the file has another version of the format.
 
-        Raises OSError, and msgspec.MsgspecError for a file that is damaged.
+        Raises OSError, and msgspec.MsgspecError if the file is damaged.
         """
         if not self.path.is_file():
             return None

@@ -1,4 +1,4 @@
-"""The agent about itself: /metrics for Prometheus and /health for probes."""
+"""The agent's own status: /metrics for Prometheus and /health for probes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from pointsman.agent.io.instance_reporting import InstanceMonitor
 
 
 class AgentCollector(Collector):
-    """Reads the watches when Prometheus asks; nothing is counted twice and nothing costs anything in between."""
+    """Reads the monitors' counters when Prometheus scrapes. There are no second counters, and no cost between scrapes."""
 
     def __init__(self, monitors: Sequence[EngineMonitor]) -> None:
         self._monitors = monitors
 
     def collect(self) -> Iterable[Metric]:
-        """One family after the other."""
+        """Yield the metric families."""
         yield from self._engines()
         yield from self._instances()
         yield from self._reports()
 
     def _engines(self) -> Iterable[Metric]:
         up = GaugeMetricFamily(
-            "pointsman_agent_engine_up", "1 when the last scrape of the engine succeeded", labels=["engine"]
+            "pointsman_agent_engine_up", "1 while the engine is healthy: it answers scrapes", labels=["engine"]
         )
         ambiguous_address = GaugeMetricFamily(
             "pointsman_agent_engine_address_ambiguous",
-            "1 when the address answers for several processes",
+            "1 while several processes answer at the address",
             labels=["engine"],
         )
         looks = CounterMetricFamily("pointsman_agent_scrapes", "Scrapes of the engine", labels=["engine", "result"])
@@ -53,7 +53,7 @@ class AgentCollector(Collector):
         batches = CounterMetricFamily("pointsman_agent_event_batches", "KV-event batches applied", labels=["instance"])
         blocks = CounterMetricFamily(
             "pointsman_agent_event_blocks",
-            "Engine blocks in KV events by what became of them",
+            "Engine blocks in KV events, by result",
             labels=["instance", "kind"],
         )
         problem = CounterMetricFamily(
@@ -82,7 +82,7 @@ class AgentCollector(Collector):
         )
         events = CounterMetricFamily(
             "pointsman_agent_report_events",
-            "Streams opened, snapshots sent, resyncs asked for",
+            "Streams opened, snapshots begun, resyncs requested",
             labels=["instance", "router", "kind"],
         )
         for name, instance in self._named():
@@ -100,7 +100,7 @@ class AgentCollector(Collector):
 
 
 def health_of(monitors: Sequence[EngineMonitor]) -> dict[str, object]:
-    """What /health answers. The agent is healthy when it runs; an engine's or router's trouble is named, not failed on."""
+    """Return the content of /health. The status is "ok" while the agent runs; problems of engines and routers are only named."""
     return {
         "status": "ok",
         "engines": [
@@ -128,7 +128,7 @@ def health_of(monitors: Sequence[EngineMonitor]) -> dict[str, object]:
 
 
 def make_app(monitors: Sequence[EngineMonitor]) -> web.Application:
-    """The HTTP surface."""
+    """Return the HTTP application with /metrics and /health."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(AgentCollector(monitors))
 

@@ -1,4 +1,5 @@
-"""Loads that engines push after each step, through the connector package's stat logger: fresher than any look at /metrics."""
+"""Receiver of the loads that engines with the connector package's stat logger push after each step. They are more recent than any
+scrape of /metrics."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ log = structlog.get_logger()
 
 
 async def receive_step_loads(context: zmq.asyncio.Context, address: str, monitors: Sequence[EngineMonitor]) -> None:
-    """Bind `address` and give each load to the monitor of its engine. Ends by cancellation. ZMQError when the address is taken.
+    """Bind `address` and pass each load to the monitor of its engine, until cancelled. Raises ZMQError if the address is in use.
 
-    What is not a load is logged and dropped: whoever reaches the address can only misstate the load of engines whose start it
-    knows to the millisecond, so it belongs on the loopback interface or in a folder of its own.
+    A message that is not a load is logged and dropped. A sender cannot do more than misstate the load of an engine whose start
+    time it knows to the millisecond. So the address should be on the loopback interface or in a separate folder.
     """
     decoder = msgspec.msgpack.Decoder(StepLoad)
     socket = context.socket(zmq.PULL)
@@ -34,7 +35,7 @@ async def receive_step_loads(context: zmq.asyncio.Context, address: str, monitor
                 continue
             sources = [monitor for monitor in monitors if monitor.is_from_this_engine(load)]
             if len(sources) > 1:
-                # Started at the same moment, as far as /metrics tells moments.
+                # These engines have the same start time at the resolution of /metrics.
                 sources = [monitor for monitor in sources if monitor.address.port in load.ports]
             if len(sources) == 1:
                 sources[0].step_load_received(load)

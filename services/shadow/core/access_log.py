@@ -1,16 +1,16 @@
-"""Parses a router's access log: one JSON object a line, of which these fields are read.
+"""Parses another router's access log: one JSON object per line. These fields are read.
 
 | field | |
 |---|---|
-| `time` | unix s at which the line was written, the request's end; or an ISO 8601 text |
-| `duration_s` | from its arrival to its end (nginx: `$request_time`) |
-| `id` | joins a line with the mirrored request whose X-Request-ID it is |
-| `path`, `body` | as they came; `body` as text (as nginx escapes it) or as an object |
-| `model`, `prompt_token_ids` | in place of a body |
-| `session` | the client's own name for its conversation |
+| `time` | time at which the line was written, which is the request's end: unix s, or an ISO 8601 text |
+| `duration_s` | time from the request's arrival to its end, s (nginx: `$request_time`) |
+| `id` | the X-Request-ID of the mirrored request that the line belongs to |
+| `path`, `body` | as received; `body` as text (as nginx escapes it) or as an object |
+| `model`, `prompt_token_ids` | instead of a body |
+| `session` | the client's name for its conversation |
 | `upstream` | HOST:PORT that answered (nginx: `$upstream_addr`; the last of several that were tried) |
 | `status` | HTTP status |
-| `usage` | as the engine's answer had it; or `cached_tokens`, `output_tokens` by themselves |
+| `usage` | as in the engine's answer; or `cached_tokens`, `output_tokens` as separate fields |
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ COMPLETIONS = "/v1/completions"
 
 
 class LineError(ValueError):
-    """A line that cannot be used; the message names the field."""
+    """A line cannot be used. The message names the field."""
 
 
 class LogLine(msgspec.Struct, kw_only=True):
-    """One line, its fields as the log has them; empty texts are missing ones."""
+    """One line with its fields as in the log. An empty text means that the field is missing."""
 
     time: float | str
     duration_s: float | str = 0.0
@@ -48,7 +48,7 @@ class LogLine(msgspec.Struct, kw_only=True):
 
     @property
     def ended_at(self) -> float:
-        """Unix s."""
+        """Time of the request's end, unix s. Raises LineError."""
         if isinstance(self.time, float):
             return self.time
         try:
@@ -62,12 +62,12 @@ class LogLine(msgspec.Struct, kw_only=True):
 
     @property
     def arrived_at(self) -> float:
-        """Unix s."""
+        """Time of the request's arrival, unix s. Raises LineError."""
         return self.ended_at - (_number("duration_s", self.duration_s) or 0.0)
 
     @property
     def request(self) -> tuple[str, bytes] | None:
-        """Path and body of the request, when the line has them."""
+        """Path and body of the request; None if the line does not have them. Raises LineError."""
         if self.prompt_token_ids is not None:
             if not self.model:
                 raise LineError("model: missing beside prompt_token_ids")
@@ -79,7 +79,7 @@ class LogLine(msgspec.Struct, kw_only=True):
 
     @property
     def end(self) -> RequestOutcome:
-        """How the request ended."""
+        """Outcome of the request. Raises LineError."""
         usage = self.usage or {}
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
         cached, output = self.cached_tokens, self.output_tokens
@@ -99,7 +99,7 @@ _decoder = msgspec.json.Decoder(LogLine)
 
 
 def read_line(line: bytes) -> LogLine:
-    """A line. Raises LineError, which names the field."""
+    """Parse one line. Raises LineError, which names the field."""
     try:
         return _decoder.decode(line)
     except msgspec.DecodeError as error:
@@ -107,8 +107,10 @@ def read_line(line: bytes) -> LogLine:
 
 
 def upstream_of(text: str) -> str:
-    """HOST:PORT of the engine that answered: of `$upstream_addr` the last one ("a:1, b:2"; "a:1 : b:2" after a redirect inside
-    nginx), of a URL its address; empty for none."""
+    """Return HOST:PORT of the engine that answered; "" for none.
+
+    Of several addresses in nginx's `$upstream_addr` the last counts ("a:1, b:2"; "a:1 : b:2" after a redirect inside nginx).
+    """
     last = text.replace(" : ", ",").rpartition(",")[2].strip()
     return "" if last == "-" else last.removeprefix("http://").removeprefix("https://").partition("/")[0]
 
@@ -121,4 +123,4 @@ def _number(name: str, value: float | int | str) -> float | None:
     try:
         return float(value)
     except ValueError:
-        raise LineError(f"{name}: {value!r} is no number") from None
+        raise LineError(f"{name}: {value!r} is not a number") from None

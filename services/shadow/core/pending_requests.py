@@ -1,4 +1,4 @@
-"""Holds requests in the order of their arrival until it is known how each ended."""
+"""Keeps requests in the order of their arrival until their outcomes are known."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.lab.simulation.counterfactual import ObservedRequest
 
-# So many ends wait for their requests, the newest.
+# Maximum number of outcomes kept for requests that have not arrived yet; the oldest are dropped.
 MAX_EARLY_ENDS = 10_000
 
 
 @dataclass(frozen=True)
 class ArrivedRequest:
-    """A request as it came: `at` in unix s; `keys` of its prompt's full blocks, empty where nobody can tell them;
-    `max_output_tokens` 0 when open."""
+    """A request as received. `at` is its arrival in unix s. `keys` are the keys of its prompt's full blocks, empty if they cannot
+    be computed. `max_output_tokens` is 0 if the request has no limit."""
 
     request_id: str
     at: float
@@ -30,7 +30,7 @@ class ArrivedRequest:
 
 @dataclass(frozen=True)
 class RequestOutcome:
-    """How a request ended, as far as it is told; `instance` empty and tokens None where it is not. A status of 0 is unknown."""
+    """How a request ended. Unknown values: `status` 0, `instance` empty, tokens None."""
 
     status: int = 0
     instance: str = ""
@@ -39,7 +39,7 @@ class RequestOutcome:
 
     @property
     def failed(self) -> bool:
-        """Whether no engine answered it."""
+        """Whether the request failed: a status of 400 or more."""
         return self.status >= 400
 
 
@@ -52,9 +52,9 @@ class _Entry:
 
 
 class PendingRequests:
-    """Waits for the ends of requests for up to `window_s`, and gives them out in the order of their arrival.
+    """Keeps requests until their outcomes are known, for at most `window_s`, and returns them in the order of their arrival.
 
-    `output_tokens` is assumed of answers whose length is not told.
+    `output_tokens` is the assumed length of an answer whose length is unknown.
     """
 
     def __init__(self, window_s: float, output_tokens: int) -> None:
@@ -62,7 +62,7 @@ class PendingRequests:
         self._output_tokens = output_tokens
         self._entries: list[_Entry] = []
         self._open: dict[str, _Entry] = {}
-        # Ends of requests that are not known yet: a log may be ahead of a mirror.
+        # Outcomes of requests that have not arrived yet: an access log can be ahead of the mirrored requests.
         self._early: OrderedDict[str, RequestOutcome] = OrderedDict()
         self._number = 0
         self.failed = 0
@@ -71,7 +71,7 @@ class PendingRequests:
         return len(self._entries)
 
     def add(self, asked: ArrivedRequest, ended: RequestOutcome | None = None) -> None:
-        """A request came; `ended` when its end is known or never will be. Mutates."""
+        """Add a request. `ended` is its outcome, if it is known or will never be known. Mutates."""
         self._number += 1
         ended = ended or self._early.pop(asked.request_id, None)
         entry = _Entry(asked.at, self._number, asked, ended)
@@ -80,7 +80,8 @@ class PendingRequests:
             self._open[asked.request_id] = entry
 
     def end(self, request_id: str, ended: RequestOutcome, *, follows: bool = False) -> bool:
-        """A request ended; False when none of that name is open. `follows`: it may still come. Mutates."""
+        """Record a request's outcome. Return False if no request with this id is open. `follows`: the request may still arrive,
+        so the outcome is kept. Mutates."""
         entry = self._open.pop(request_id, None)
         if entry is not None:
             entry.ended = ended
@@ -91,8 +92,10 @@ class PendingRequests:
         return entry is not None
 
     def due(self, now: float, complete_until: float) -> Iterator[ObservedRequest]:
-        """What can be told in order: all arrivals up to `complete_until` are known, both in unix s. Those that failed are
-        counted only. Mutates."""
+        """Remove and yield the requests that can be returned in order, except failed ones, which are only counted.
+
+        `now` and `complete_until` are in unix s; all arrivals up to `complete_until` are known. A request whose outcome is still
+        unknown after `window_s` is returned without it. Mutates."""
         while self._entries:
             first = self._entries[0]
             overdue = first.at <= now - self._window_s
@@ -129,7 +132,8 @@ class PendingRequests:
 
     @staticmethod
     def _blocks(entry: _Entry) -> tuple[int, ...]:
-        """The prompt's keys; what has none (behind an image, of an unknown tokenizer) has names that nothing else has."""
+        """Return the prompt's keys, then a unique negative name for each full block without a key (after an image, or without a
+        known tokenizer)."""
         keys = entry.asked.keys
         missing = entry.asked.input_tokens // KEY_TOKENS - len(keys)
         return (*keys, *(-(entry.number << 20) - place for place in range(missing)))

@@ -1,4 +1,4 @@
-"""The shadow's findings as tables for people, and as JSON."""
+"""The shadow's report, as tables for a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pointsman.lab.report.terminal import make_table, percent
 
 
 def summary_of(models: Mapping[str, Any], excluded: Mapping[str, int]) -> dict[str, Any]:
-    """All figures as JSON: by model (Study.summaries), and the requests that were `excluded`, by reason."""
+    """Return the report as JSON: `models` from PlacementComparison.summaries, and the number of excluded requests by reason."""
     return {
         "models": models,
         "excluded": {reason: count for reason, count in sorted(excluded.items()) if count},
@@ -19,12 +19,12 @@ def summary_of(models: Mapping[str, Any], excluded: Mapping[str, int]) -> dict[s
 
 
 def print_report(console: Console, summary: Mapping[str, Any], policy: str, assumed: str) -> None:
-    """Print a summary as summary_of() or a serving shadow makes it."""
+    """Print a summary of summary_of() or of a serving shadow."""
     for model, found in summary["models"].items():
         _print_model(console, model, found, policy, assumed)
     if excluded := summary["excluded"]:
         told = ", ".join(f"{count:,} {reason}" for reason, count in excluded.items())
-        console.print(f"left out: {told}", highlight=False)
+        console.print(f"excluded: {told}", highlight=False)
     if now := summary.get("now"):
         _print_now(console, now, policy)
 
@@ -34,7 +34,7 @@ def _print_model(console: Console, model: str, found: Mapping[str, Any], policy:
     console.print(
         f"[bold]{model}[/bold], {len(found['engines'])} engines: {found['requests']:,} requests, "
         f"{found['prompt_tokens']:,} prompt tokens"
-        + (f"; {found['failed']:,} that the model could not serve are in no other figure" if found["failed"] else ""),
+        + (f"; {found['failed']:,} that the model could not serve are excluded below" if found["failed"] else ""),
         highlight=False,
     )
     if not answered:
@@ -63,13 +63,13 @@ def _print_model(console: Console, model: str, found: Mapping[str, Any], policy:
     said = found["engine_reported"]
     if said["requests"]:
         console.print(
-            f"how true the model is: of {said['requests']:,} requests' prompts their engines said {percent(said['hit_ratio'])} "
-            f"came from caches, the model says {percent(said['modelled_hit_ratio'])}",
+            f"model accuracy (cached share of the prompts of {said['requests']:,} requests): {percent(said['hit_ratio'])} "
+            f"reported by the engines, in the model {percent(said['modelled_hit_ratio'])}",
             highlight=False,
         )
     for count, what in (
         (unknown, f"of unknown placement, modelled by {assumed}"),
-        (answered - found["keyed"], "of which nobody could tell the tokens, and which share nothing here"),
+        (answered - found["keyed"], "without known tokens, modelled without shared prefixes"),
         (answered - found["output_known"], "of unknown answer length"),
     ):
         if count:
@@ -83,21 +83,21 @@ def _print_model(console: Console, model: str, found: Mapping[str, Any], policy:
 
 def _print_now(console: Console, now: Mapping[str, Any], policy: str) -> None:
     console.print(
-        f"with the engines as they were at each moment, {now['asked']:,} requests: Pointsman ({policy}) would have found "
+        f"live placement of {now['asked']:,} requests, by the engines' real state: Pointsman ({policy}) would have found "
         f"{now['cached_tokens']:,} tokens cached",
         highlight=False,
     )
     if now["placed"]:
         console.print(
-            f"of the {now['placed']:,} whose engine is known: {now['actual_cached_tokens']:,} were cached where they went, "
-            f"{now['would_be_cached_tokens']:,} where Pointsman would have sent them; {now['same']:,} went there",
+            f"of the {now['placed']:,} whose engine is known: {now['actual_cached_tokens']:,} tokens were cached there, "
+            f"{now['would_be_cached_tokens']:,} on the engine of Pointsman's choice; {now['same']:,} have the same engine",
             highlight=False,
         )
     engines = now["engines"]
     if engines["queried_tokens"]:
         console.print(
             f"the engines' own counters since the start, as last reported: {engines['hit_tokens']:,} of "
-            f"{engines['queried_tokens']:,} prompt tokens from caches ({engines['hit_tokens'] / engines['queried_tokens']:.1%})",
+            f"{engines['queried_tokens']:,} prompt tokens cached ({engines['hit_tokens'] / engines['queried_tokens']:.1%})",
             highlight=False,
         )
 

@@ -1,6 +1,6 @@
-"""Dry runs at a Pointsman router that places nothing: its engines, and where a request would go now.
+"""Queries to a Pointsman router that places nothing: its engines, and dry runs of placements.
 
-Only its FleetService is called, whose Explain reserves nothing; the role `observer` may do so and nothing else.
+Only the router's FleetService is called. Its Explain reserves nothing. The role `observer` permits these calls and no others.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from pointsman.shadow.io.placement_comparison import ModelEngines
 
 log = structlog.get_logger()
 
+# Timeout of a query, s.
 ANSWER_S = 2.0
-# How often the router is asked for its instances.
+# Interval between two queries for the router's instances, s.
 ASK_EVERY_S = 2.0
 
 
 @dataclass(frozen=True)
 class LivePlacement:
-    """Where a request would have gone with the engines as they were: `cached` tokens of it by instance."""
+    """Where a request would have been placed by the engines' real state. `cached` is the number of its cached tokens by
+    instance."""
 
     instance: str
     cached: Mapping[str, int]
@@ -38,8 +40,8 @@ class LivePlacement:
 
 @dataclass
 class LivePlacementTotals:
-    """What these answers come to. `same`, `actual_cached_tokens` and `would_be_cached_tokens` are of `placed` requests, whose
-    instance is known."""
+    """Totals of live placements. `same`, `actual_cached_tokens` and `would_be_cached_tokens` count only the `placed` requests,
+    whose instance is known."""
 
     asked: int = 0
     unanswered: int = 0
@@ -50,7 +52,7 @@ class LivePlacementTotals:
     would_be_cached_tokens: int = 0
 
     def add(self, now: LivePlacement, instance: str) -> None:
-        """Count an answer; `instance` is where the request went, empty when unknown. Mutates."""
+        """Count a live placement. `instance` is the one that the other router chose, empty if unknown. Mutates."""
         self.asked += 1
         modelled_cached_tokens = now.cached[now.instance]
         self.cached_tokens += modelled_cached_tokens
@@ -69,7 +71,7 @@ class _Counter:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model of the fleet: other names, its adapters, where its tokenizer is, and its engines."""
+    """A model of the fleet: its served names, adapters, tokenizer source (`root`) and engines."""
 
     served_names: tuple[str, ...]
     lora_names: tuple[str, ...]
@@ -78,10 +80,10 @@ class ServedModel:
 
 
 class FleetQueries:
-    """A channel to one router's FleetService."""
+    """Client of one router's FleetService."""
 
     def __init__(self, address: str, every_s: float, policy: str, policy_settings: Mapping[str, Any]) -> None:
-        """Raises ValueError and OSError for TLS settings that cannot be used."""
+        """Raises ValueError or OSError for TLS settings or a token that cannot be used."""
         self._address = address
         self._every_s = every_s
         self._policy = fleet_pb2.Policy(name=policy)
@@ -93,11 +95,11 @@ class FleetQueries:
         self.totals = LivePlacementTotals()
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the channel."""
         await self._channel.close(None)
 
     async def watch(self, on_models: Callable[[dict[str, ServedModel]], Awaitable[None]]) -> None:
-        """Ask for the instances again and again until cancelled."""
+        """Query the instances periodically until cancelled, and pass their models to `on_models`."""
         away = False
         while True:
             try:
@@ -117,7 +119,7 @@ class FleetQueries:
             await asyncio.sleep(self._every_s)
 
     async def ask(self, request: placement_pb2.PlacementRequest) -> LivePlacement | None:
-        """Where a request would go now; None when the router cannot say."""
+        """Return where the router would place a request now; None if it does not answer or would not place the request."""
         try:
             answer = await self._fleet.Explain(
                 fleet_pb2.ExplainRequest(request=request, policy=self._policy),
@@ -125,7 +127,7 @@ class FleetQueries:
                 metadata=self._metadata(),
             )
         except grpc.aio.AioRpcError as error:
-            log.debug("not explained", code=error.code().name)
+            log.debug("a dry run failed", code=error.code().name)
             self.totals.unanswered += 1
             return None
         steps = answer.decision.steps
@@ -136,7 +138,7 @@ class FleetQueries:
         return LivePlacement(steps[-1].instance.instance_id, cached)
 
     def summary(self) -> dict[str, Any]:
-        """All figures as JSON. `engines`: by the engines' own counters since they were first seen."""
+        """Return the totals as JSON. `engines` has the engines' own counters since their first report."""
         pairs = [(one.last[0] - one.first[0], one.last[1] - one.first[1]) for one in self._counters.values()]
         return vars(self.totals) | {
             "engines": {
@@ -154,7 +156,7 @@ class FleetQueries:
 
 
 def models_of(answer: fleet_pb2.ListInstancesResponse) -> dict[str, ServedModel]:
-    """The models that a router's instances serve. The smallest cache and the shortest context count."""
+    """Return the models that a router's instances serve, by name. A model has its smallest cache and its shortest context."""
     by_model: dict[str, list[Any]] = {}
     for status in answer.instances:
         by_model.setdefault(status.instance.model, []).append(status.instance)

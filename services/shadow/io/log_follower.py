@@ -1,4 +1,4 @@
-"""Follows a file that another process appends to, line by line, over its rotations."""
+"""Follows a file that another process appends to, line by line and across rotations."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import IO
 
+# Interval between two reads of a file without new lines, s.
 LOOK_S = 0.2
+# Maximum number of bytes of one read.
 PIECE = 1 << 20
+# Maximum length of a line without its end, bytes.
 MAX_LINE = 64 << 20
 
 
 async def follow(path: Path) -> AsyncIterator[bytes]:
-    """Lines written to `path` from now on. A file that is replaced is read to its end and the new one from its beginning, as is
-    one that was cut, or that is not there yet. A line of more than MAX_LINE bytes is left out."""
+    """Yield the lines that are written to `path` from now on, until cancelled.
+
+    A file that is replaced is read to its end, and the new file from its beginning. A truncated file, or one that does not exist
+    yet, is read from its beginning, too. Of a line of more than MAX_LINE bytes the first MAX_LINE or more are dropped.
+    """
     file = _open(path)
     if file is not None:
         file.seek(0, 2)

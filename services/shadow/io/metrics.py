@@ -7,13 +7,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pointsman.lab.simulation.counterfactual import RequestPair
 
 _SECONDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
-# Why a request is in no figure: it came too fast, could not be understood (its body, model or path), the other router failed it,
-# no modelled engine could serve it, or the shadow has a fault.
+# Reasons for which a request is excluded: the backlog was full; its body or log line, its model, or its path is unusable; it
+# failed at the other router; no modelled engine could serve it; the shadow has a fault.
 LEFT_OUT = ("backlog", "invalid", "model", "path", "failed", "unserved", "fault")
 
 
 class ShadowMetrics:
-    """One shadow's metrics, in a registry of its own."""
+    """The metrics of one shadow, in a separate registry."""
 
     def __init__(self) -> None:
         of = self.registry = CollectorRegistry()
@@ -24,13 +24,13 @@ class ShadowMetrics:
             ["placed"],
             registry=of,
         )
-        self.excluded = Counter(f"{name}excluded", "Requests that are in no figure", ["reason"], registry=of)
+        self.excluded = Counter(f"{name}excluded", "Requests excluded from all figures", ["reason"], registry=of)
         for reason in LEFT_OUT:
-            self.excluded.labels(reason)  # from 0, or the first one would be no increase
+            self.excluded.labels(reason)  # starts at 0: without a previous value the first count would be no increase
         self.prompt_tokens = Counter(f"{name}prompt_tokens", "Prompt tokens of compared requests", registry=of)
         self.cached_tokens = Counter(
             f"{name}cached_tokens",
-            "Of them, cached in the modelled fleet that places as recorded, or as Pointsman would",
+            "Prompt tokens cached in the modelled fleet that places as recorded, or as Pointsman would",
             ["placement"],
             registry=of,
         )
@@ -38,24 +38,24 @@ class ShadowMetrics:
             f"{name}ttft_seconds", "Modelled time to first token", ["placement"], buckets=_SECONDS, registry=of
         )
         self.same = Counter(
-            f"{name}same_instance", "Requests that Pointsman would have sent where they went", registry=of
+            f"{name}same_instance", "Requests that Pointsman would have sent to the same instance", registry=of
         )
         self.said_tokens = Counter(
-            f"{name}engine_cached_tokens", "Tokens that engines said were cached, where the log has it", registry=of
+            f"{name}engine_cached_tokens", "Cached tokens as reported by engines in the access log", registry=of
         )
         self.said_modelled_tokens = Counter(
-            f"{name}engine_cached_tokens_modelled", "What the model of the same placement says of these", registry=of
+            f"{name}engine_cached_tokens_modelled", "Cached tokens of the same requests in the model", registry=of
         )
-        self.waiting = Gauge(f"{name}waiting_requests", "Requests whose end is awaited", registry=of)
-        self.behind = Gauge(f"{name}lag_seconds", "How far the modelled fleets are behind the clock", registry=of)
+        self.waiting = Gauge(f"{name}waiting_requests", "Requests whose end is not known yet", registry=of)
+        self.behind = Gauge(f"{name}lag_seconds", "Lag of the modelled fleets behind the clock", registry=of)
 
     def counts_left_out(self) -> dict[str, int]:
-        """How many requests are in no figure, by reason."""
+        """Return the number of excluded requests by reason."""
         name = "pointsman_shadow_excluded_total"
         return {reason: int(self.registry.get_sample_value(name, {"reason": reason}) or 0) for reason in LEFT_OUT}
 
     def compared(self, one: RequestPair) -> None:
-        """Count a request that ended in both fleets."""
+        """Count a request that has ended in both fleets."""
         if not (one.recorded.ok and one.counterfactual.ok):
             self.excluded.labels("unserved").inc()
             return

@@ -1,4 +1,4 @@
-"""The HTTP handler for mirrored requests: each is answered 204 at once, and nothing is asked of an engine."""
+"""HTTP handler for mirrored requests. It answers each with 204 at once and sends nothing to an engine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pointsman.common.io.metrics_page import metrics_page
 from pointsman.gateway.core.http_message import Headers, Request, Response
 from pointsman.shadow.io.metrics import ShadowMetrics
 
-# What is kept of a request's head; a client's keys are not.
+# Headers kept of a request. A client's API key is not kept.
 KEPT = ("X-Request-ID", "X-Session-ID")
 JSON = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True)
 class MirroredRequest:
-    """A request as it came, at unix s."""
+    """A mirrored request as received; `at` is its arrival in unix s."""
 
     path: str
     headers: Headers
@@ -32,7 +32,7 @@ class MirroredRequest:
 
 
 class Backlog:
-    """Mirrored requests until they are understood, so many bytes at most: what comes beyond them is dropped and counted."""
+    """Queue of mirrored requests that are not read yet. Requests beyond `max_bytes` of bodies are dropped and counted."""
 
     def __init__(self, max_bytes: int, telemetry: ShadowMetrics) -> None:
         self._max_bytes = max_bytes
@@ -43,7 +43,7 @@ class Backlog:
         self._reading: MirroredRequest | None = None
 
     def put(self, one: MirroredRequest) -> None:
-        """A request came. Mutates."""
+        """Add a request, or drop and count it if the queue is full. Mutates."""
         if self._bytes + len(one.body) > self._max_bytes:
             self._telemetry.excluded.labels("backlog").inc()
             return
@@ -52,7 +52,7 @@ class Backlog:
         self._came.set()
 
     async def get(self) -> MirroredRequest:
-        """The oldest; it counts as unread until the next one is asked for. Mutates."""
+        """Wait for and remove the oldest request. It counts as unread until the next call. Mutates."""
         self._reading = None
         while not self._waiting:
             self._came.clear()
@@ -63,13 +63,13 @@ class Backlog:
 
     @property
     def read_until(self) -> float:
-        """Everything that came before this moment (unix s) has been read."""
+        """Time up to which all requests have been read, unix s."""
         oldest = self._reading or (self._waiting[0] if self._waiting else None)
         return oldest.at if oldest is not None else time.time()
 
 
 class MirrorHandler:
-    """The site that a shadow's HTTP server serves."""
+    """Handler of a shadow's HTTP server."""
 
     def __init__(self, backlog: Backlog, telemetry: ShadowMetrics, summary: Callable[[], dict[str, Any]]) -> None:
         self._backlog = backlog
@@ -77,11 +77,11 @@ class MirrorHandler:
         self._summary = summary
 
     def admit(self, request: Request) -> Response | None:
-        """Nobody is refused: a mirror's answers are read by none."""
+        """Refuse no request, because a mirroring router ignores the answers."""
         return None
 
     async def answer(self, request: Request) -> Response | None:
-        """204 to a mirrored request; /metrics, /report and /health."""
+        """Answer /metrics, /report and /health; queue a mirrored request and answer 204."""
         if request.method in ("GET", "HEAD"):
             match request.path:
                 case "/metrics":
@@ -98,6 +98,6 @@ class MirrorHandler:
         return Response(204)
 
     def error(self, status: int, message: str, code: str, path: str) -> Response:
-        """What never became a request."""
+        """Answer and count input that is not a valid HTTP request."""
         self._telemetry.excluded.labels("invalid").inc()
         return Response(status, msgspec.json.encode({"error": {"message": message, "code": code}}), JSON)

@@ -1,4 +1,4 @@
-"""The comparison of two modelled fleets for each model, its totals, and the files written meanwhile."""
+"""Compares two modelled fleets for each model, keeps the totals, and writes the output files."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.io.telemetry.decision_log import DecisionLog
 from pointsman.shadow.io.settings import ModelSettings
 
-# The cache of `pointsman simulate`'s engines.
+# Default capacity of an engine's KV cache, tokens. It is that of the engines of `pointsman simulate`.
 KV_TOKENS = 320_000
 
 
 @dataclass(frozen=True)
 class ModelEngines:
-    """The engines of one model: their names, and in tokens what each one's cache holds and the longest context (0: unknown)."""
+    """The engines of one model: their names, and the KV cache capacity and maximum context of each, in tokens (0: unknown)."""
 
     names: tuple[str, ...]
     kv_capacity_tokens: int = 0
@@ -35,12 +35,11 @@ class ModelEngines:
 
 
 class PlacementComparison:
-    """Compares requests as they are observed. observe() and finish() may take long, a simulation goes on in them, and may run in
-    another thread than the rest."""
+    """Compares the requests that it observes. observe() and finish() run a simulation, so they can take long. They may run in a
+    different thread than the other methods."""
 
     def __init__(self, settings: ModelSettings, on_compared: Callable[[RequestPair], None] | None = None) -> None:
-        """Raises ValueError for a profile that cannot be read and a policy that does not exist, OSError for files that cannot be
-        written."""
+        """Raises ValueError if the profile cannot be read or a policy does not exist, OSError if a file cannot be written."""
         make_policy(settings.policy, settings.policy_map())
         make_policy(settings.assumed, {})
         self._settings = settings
@@ -55,8 +54,8 @@ class PlacementComparison:
         self._lock = threading.Lock()
 
     def add_engines(self, model: str, engines: ModelEngines) -> None:
-        """The engines that serve a model; others than before are taken as long as no request of it was observed. Raises
-        ValueError for settings that do not go together. Mutates."""
+        """Set the engines that serve a model. Ignored after the model's first observed request. Raises ValueError for settings
+        that do not fit together. Mutates."""
         if model in self._begin_s:
             return
         settings = self._settings
@@ -83,17 +82,17 @@ class PlacementComparison:
             self._totals[model] = PlacementTotals()
 
     def engines_of(self, model: str) -> tuple[str, ...]:
-        """The names of a model's engines; none when it is not known."""
+        """Return the names of a model's engines; none if the model is not known."""
         fleets = self._fleets.get(model)
         return fleets.names if fleets else ()
 
     @property
     def open(self) -> int:
-        """Requests that have not ended in both fleets of their model."""
+        """Number of requests that have not ended in both fleets of their model."""
         return sum(fleets.open for fleets in self._fleets.values())
 
     def summaries(self) -> dict[str, dict[str, Any]]:
-        """The figures of each model (Totals.summary)."""
+        """Return the figures of each model (PlacementTotals.summary)."""
         with self._lock:
             return {
                 model: {"engines": list(self._fleets[model].names)} | totals.summary()
@@ -101,7 +100,7 @@ class PlacementComparison:
             }
 
     def observe(self, request: ObservedRequest) -> None:
-        """The next request. KeyError for a model whose engines were not told. Mutates."""
+        """Add the next request to both fleets. Raises KeyError for a model without add_engines(). Mutates."""
         fleets = self._fleets[request.model]
         self._begin_s.setdefault(request.model, request.timestamp_ms / 1e3)
         if self._record is not None:
@@ -110,7 +109,7 @@ class PlacementComparison:
             self._note(one)
 
     def finish(self) -> None:
-        """Let all requests end, and close the files. Mutates."""
+        """Simulate until all requests have ended, and close the files. Mutates."""
         for fleets in self._fleets.values():
             for one in fleets.finish():
                 self._note(one)
@@ -147,7 +146,7 @@ class PlacementComparison:
 
 
 def line_of(one: RequestPair) -> dict[str, Any]:
-    """A compared request as JSON, without its blocks. Times in s, `at` unix."""
+    """Return a compared request as JSON, without its blocks. Times are in s; `at` is unix time."""
     request = one.request
     return {
         "id": request.request_id,

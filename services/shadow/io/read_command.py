@@ -1,4 +1,4 @@
-"""`pointsman shadow read`: plays a router's access log, or what a serving shadow recorded, in virtual time."""
+"""`pointsman shadow read`: replays a router's access log, or a record of a serving shadow, in virtual time."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _recorded = msgspec.json.Decoder(ObservedRequest)
 
 
 class _Named(msgspec.Struct):
-    """A request's model, whatever else it says."""
+    """The model of a request body; other fields are ignored."""
 
     model: str = ""
 
 
 class LogReader:
-    """One log, read once or twice."""
+    """Compares the requests of one log. The log is read twice, first for its engines."""
 
     def __init__(self, settings: ReadSettings) -> None:
         """Raises ValueError, OSError and TokenizerNotFound for settings that cannot be used."""
@@ -50,8 +50,8 @@ class LogReader:
         self.excluded: Counter[str] = Counter()
 
     async def run(self) -> None:
-        """Read it all. Raises TraceError for a file that cannot be read, ValueError for one without a request, or settings that
-        do not go together."""
+        """Read and compare the whole log. Raises TraceError if the file cannot be read, ValueError if it has no usable request or
+        the settings do not fit together."""
         path = self._settings.log
         recorded = _is_recorded(path)
         named = tuple(self._settings.instances)
@@ -59,9 +59,9 @@ class LogReader:
             if names := named or tuple(sorted(found)):
                 self.comparison.add_engines(model, ModelEngines(names))
             else:
-                raise ValueError("instances: the log names no upstream; say how many engines there are, by any names")
+                raise ValueError("instances: the log names no upstream; list the engines, under any names")
         if not self.comparison.summaries():
-            raise ValueError(f"{path}: no request of a known model")
+            raise ValueError(f"{path}: no request is for a known model")
         await (self._read_recorded() if recorded else self._read_log())
         self.comparison.finish()
 
@@ -81,11 +81,11 @@ class LogReader:
                 headers = Headers([("X-Request-ID", line.id or f"line-{number}"), ("X-Session-ID", line.session)])
                 asked, _ = await self._reader.read(path, headers, body, line.arrived_at)
                 if not self.comparison.engines_of(asked.model):
-                    raise UnusableRequest("model", "no engine of its model is known")
+                    raise UnusableRequest("model", "no engine of the model is known")
                 pending.add(asked, line.end)
             except (LineError, UnusableRequest) as error:
                 self.excluded[error.reason if isinstance(error, UnusableRequest) else "unreadable lines"] += 1
-                log.debug("left out", line=number, reason=str(error))
+                log.debug("a line of the log is ignored", line=number, reason=str(error))
                 continue
             for observed in pending.due(ended_at, ended_at - window_s):
                 self.comparison.observe(observed)
@@ -100,10 +100,10 @@ class LogReader:
             except LineError as error:
                 if counting:
                     self.excluded["unreadable lines"] += 1
-                    log.debug("left out", line=number, reason=str(error))
+                    log.debug("a line of the log is ignored", line=number, reason=str(error))
 
     def _logged_engines(self) -> dict[str, set[str]]:
-        """The upstreams of each model that is understood."""
+        """Return the upstreams of each known model."""
         found: dict[str, set[str]] = {}
         for _, line in self._lines(counting=False):
             try:
@@ -128,7 +128,7 @@ class LogReader:
 
 
 def _is_recorded(path: Path) -> bool:
-    """Whether a file is what --record writes: its lines have blocks."""
+    """Return whether a file was written by --record: its first line has blocks."""
     _, line = next(lines_of(path), (0, b"{}"))
     try:
         return "hash_ids" in msgspec.json.decode(line, type=dict[str, object])
@@ -137,7 +137,8 @@ def _is_recorded(path: Path) -> bool:
 
 
 def run_read(settings: ReadSettings) -> None:
-    """Read the log and print what it comes to. Exits with 2 when it cannot be read."""
+    """Run `pointsman shadow read`: compare the log's requests and print the report. Exits with status 2 if the log or a setting
+    cannot be used."""
     configure_logs("shadow", settings.log_level)
     try:
         reader = LogReader(settings)

@@ -1,4 +1,4 @@
-"""Reads requests as a gateway does, by its parsing, templates, tokens, keys and sessions, and sends nothing anywhere."""
+"""Reads requests with the gateway's own parsing, templates, tokenizers, keys and sessions, without sending anything."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from pointsman.shadow.core.pending_requests import ArrivedRequest
 
 log = structlog.get_logger()
 
+# Maximum size of the token cache, bytes.
 TOKEN_CACHE_BYTES = 128 << 20
 
 
 class UnusableRequest(Exception):
-    """A request that cannot be compared; `reason` is one of a few words, for a metric's label."""
+    """A request cannot be compared. `reason` is a short fixed text, for a metric's label."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -36,15 +37,15 @@ class UnusableRequest(Exception):
 
 
 class RequestReader:
-    """Understands requests for the models that it is told of."""
+    """Reads requests for the models that were added to it."""
 
     def __init__(self, tokenizers: Mapping[str, str], aliases: Mapping[str, str]) -> None:
-        """Tokenizers (model -> path or hub id) are read now. Raises TokenizerNotFound."""
+        """Load `tokenizers` (path or hub id by model). Raises TokenizerNotFound."""
         self._cache = TokenCache(TOKEN_CACHE_BYTES)
         self._preparer = RequestPreparer(self._cache)
-        # An engine takes a client's own cache salt, where no gateway of ours has taken it out.
+        # An engine uses a client's own cache salt. Only a Pointsman gateway removes it.
         self._rules = ClientRules(aliases, client_cache_salt=True)
-        # By any name: the model, and the LoRA adapter that the name means.
+        # By name: the model's state, and the LoRA adapter if the name is one.
         self._known: dict[str, tuple[PoolState, str]] = {}
         for model, source in tokenizers.items():
             self.add_model(model, source)
@@ -52,13 +53,13 @@ class RequestReader:
     def add_model(
         self, model: str, source: str, served_names: tuple[str, ...] = (), lora_names: tuple[str, ...] = ()
     ) -> None:
-        """A model there is, by these other names, too, and with these adapters. Raises TokenizerNotFound. Mutates."""
+        """Add a model with its other names and adapters, and load its tokenizer. Raises TokenizerNotFound. Mutates."""
         folder = find_tokenizer(source, HubRules(other_revision=True))
         self._add(model, load_tokenizer(folder, self._cache), served_names, lora_names)
 
     def add_model_without_tokenizer(self, model: str, served_names: tuple[str, ...], why: str) -> None:
-        """A model whose requests have no keys. Mutates."""
-        log.warning("no tokens of a model: its requests share nothing", model=model, reason=why)
+        """Add a model whose requests have no keys. Mutates."""
+        log.warning("no tokenizer of a model: its requests share no prefixes", model=model, reason=why)
         self._add(model, None, served_names, ())
 
     def _add(
@@ -70,26 +71,27 @@ class RequestReader:
         self._known |= dict.fromkeys((model, *names), (state, ""))
 
     def has_model(self, model: str) -> bool:
-        """Whether requests for it are understood."""
+        """Return whether requests for `model` can be read."""
         return model in self._known
 
     async def read(
         self, path: str, headers: Headers, body: bytes, at: float
     ) -> tuple[ArrivedRequest, placement_pb2.PlacementRequest]:
-        """A request that came `at` (unix s), and what a gateway would ask a router about it. Raises UnusableRequest."""
+        """Read a request that arrived `at` (unix s). Return it with the placement request that a gateway would send. Raises
+        UnusableRequest."""
         try:
             endpoint = Endpoint(path)
         except ValueError:
-            raise UnusableRequest("path", f"{path} is none of an engine's") from None
+            raise UnusableRequest("path", f"{path} is not an endpoint of an engine") from None
         if not endpoint.generates:
-            raise UnusableRequest("path", f"{path} reads no prefix cache")
+            raise UnusableRequest("path", f"{path} does not use the prefix cache")
         try:
             call = parse(endpoint, body, self._rules)
         except ApiRequestError as error:
             raise UnusableRequest("invalid", str(error)) from None
         found = self._known.get(call.model)
         if found is None:
-            raise UnusableRequest("model", f"nothing is known of {call.model!r}")
+            raise UnusableRequest("model", f"unknown model {call.model!r}")
         state, lora = found
         now = time.monotonic()
         request_id = secrets.token_hex(16)
@@ -112,7 +114,7 @@ class RequestReader:
         return asked, placement
 
     async def _tokens(self, incoming: IncomingCall) -> Tokens:
-        """The prompt's tokens and keys, as far as they can be told. Raises ApiRequestError."""
+        """Return the prompt's tokens and keys, or an estimate of the number of tokens. Raises ApiRequestError."""
         tokenizer = incoming.tokenizer
         if tokenizer is not None:
             try:

@@ -1,4 +1,4 @@
-"""`pointsman shadow serve`: compares mirrored requests while the other router serves, and follows its access log."""
+"""`pointsman shadow serve`: compares mirrored requests while the other router serves them, and follows its access log."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ from pointsman.shadow.io.settings import ServeSettings
 
 log = structlog.get_logger()
 
+# Interval between two checks for requests that can be compared, s.
 LOOK_S = 0.25
+# Maximum size of the bodies of mirrored requests that are not read yet, bytes.
 BACKLOG_BYTES = 256 << 20
 
 
 class ShadowService:
-    """One shadow. All methods belong to one event loop; the study goes on in a thread, one step at a time."""
+    """One shadow. All methods run in one event loop. The comparison runs in a thread, one batch of requests at a time."""
 
     def __init__(self, settings: ServeSettings) -> None:
         """Raises ValueError, OSError and TokenizerNotFound for settings that cannot be used."""
@@ -54,30 +56,30 @@ class ShadowService:
         if settings.router:
             self._fleet = FleetQueries(settings.router, ASK_EVERY_S, settings.policy, settings.policy_map())
         elif not settings.instances or not settings.tokenizers:
-            raise ValueError("instances, tokenizers: without a router that knows the engines, both are needed")
+            raise ValueError("instances, tokenizers: both must be given unless a router reports the engines")
         for model in settings.tokenizer_map():
             if settings.instances:
                 self._comparison.add_engines(model, ModelEngines(tuple(settings.instances)))
-        # The engines that a router told of last, by model.
+        # The engines that the router reported last, by model.
         self._told: dict[str, tuple[str, ...]] = {}
         self._live_placements: dict[str, LivePlacement] = {}
-        # The log has requests of its own, which are known at their ends only.
+        # Whether the log has whole requests. These are known only when they have ended.
         self._from_log = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Compare until `stop`; then what is still open is taken as it is."""
+        """Compare until `stop` is set. Then compare the requests that are still open, without their outcomes."""
         tasks = [self._understand()]
         if self._settings.access_log is not None:
             tasks.append(self._follow(self._settings.access_log))
         if self._fleet is not None:
             tasks.append(self._fleet.watch(self._add_models))
         running = [asyncio.create_task(task) for task in tasks]
-        # It ends by itself: a step of the study that is under way must be over before the last one.
+        # This task is not cancelled, because a running batch of the comparison must end before the last one starts.
         comparing = asyncio.create_task(self._compare(stop))
         stopping = asyncio.create_task(stop.wait())
         try:
-            # None of the others does: a fault in one is the shadow's end, and the traffic's no concern.
+            # The other tasks end only by a fault. A fault ends the shadow, which does not affect the traffic.
             await asyncio.wait([stopping, comparing, *running], return_when=asyncio.FIRST_COMPLETED)
             for task in (comparing, *running):
                 if task.done():
@@ -93,7 +95,7 @@ class ShadowService:
         await asyncio.to_thread(self._comparison.finish)
 
     def summary(self) -> dict[str, Any]:
-        """All figures as JSON."""
+        """Return the report as JSON."""
         summary = summary_of(self._comparison.summaries(), self.telemetry.counts_left_out())
         summary["waiting"] = len(self._pending) + self._comparison.open
         if self._fleet is not None:
@@ -111,12 +113,12 @@ class ShadowService:
         try:
             asked, placement = await self._reader.read(path, headers, body, at)
         except UnusableRequest as reason:
-            log.debug("not understood", reason=str(reason))
+            log.debug("a request cannot be used", reason=str(reason))
             self.telemetry.excluded.labels(reason.reason).inc()
             return
         except Exception:
-            # One request that nobody foresaw must not end the study of all others.
-            log.exception("a fault in the shadow")
+            # An unexpected error in one request must not end the comparison of all others.
+            log.exception("a request could not be read because of a fault")
             self.telemetry.excluded.labels("fault").inc()
             return
         if not self._comparison.engines_of(asked.model):
@@ -146,7 +148,7 @@ class ShadowService:
                 headers = Headers([("X-Request-ID", entry.id), ("X-Session-ID", entry.session)])
                 arrived_at = entry.arrived_at
             except LineError as error:
-                log.debug("a line of the access log is left out", reason=str(error))
+                log.debug("a line of the access log is ignored", reason=str(error))
                 self.telemetry.excluded.labels("invalid").inc()
                 continue
             self._from_log = True
@@ -154,7 +156,7 @@ class ShadowService:
             await self._read(path, headers, body, arrived_at, ended)
 
     async def _add_models(self, models: dict[str, ServedModel]) -> None:
-        """A router told of the fleet."""
+        """Add the models and engines that the router reported."""
         for name, model in models.items():
             if not self._reader.has_model(name):
                 source = self._settings.tokenizer_map().get(name) or model.root
@@ -168,9 +170,9 @@ class ShadowService:
                 continue
             self._comparison.add_engines(name, ModelEngines(names, engines.kv_capacity_tokens, engines.max_model_len))
             if self._comparison.engines_of(name) == names:
-                log.info("engines", model=name, instances=len(names))
+                log.info("the engines of a model are set", model=name, instances=len(names))
             elif self._told.get(name) != names:
-                log.warning("engines came or went: the modelled fleets stay as they are", model=name)
+                log.warning("the engines of a model have changed; its modelled fleets have not", model=name)
             self._told[name] = names
 
     async def _compare(self, stop: asyncio.Event) -> None:
@@ -207,7 +209,7 @@ async def _serve(settings: ServeSettings) -> None:
         address, bound = await server.start(host.strip("[]"), int(port))
     except (OSError, ValueError, TokenizerNotFound) as error:
         raise SystemExit(f"pointsman shadow serve: {error}") from None
-    typer.echo(f"mirrored requests to http://{address}:{bound}")
+    typer.echo(f"send mirrored requests to http://{address}:{bound}")
     console = make_console()
 
     async def report() -> None:
@@ -227,6 +229,6 @@ async def _serve(settings: ServeSettings) -> None:
 
 
 def run_serve(settings: ServeSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Blocks."""
+    """Run `pointsman shadow serve` until SIGTERM or SIGINT. Blocks. Exits with status 1 and the reason if it cannot start."""
     configure_logs("shadow", settings.log_level)
     uvloop.run(_serve(settings))

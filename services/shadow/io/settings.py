@@ -1,4 +1,4 @@
-"""The shadow's settings: flags and POINTSMAN_SHADOW_* variables from the same fields."""
+"""The shadow's settings. The same fields define flags and POINTSMAN_SHADOW_* variables."""
 
 from __future__ import annotations
 
@@ -13,43 +13,51 @@ from pointsman.common.io.settings import ARGUMENT, Entries, HostPort, Pairs, by_
 
 
 class ModelSettings(BaseSettings):
-    """What is known of the engines beside which the shadow stands, and what would place for them."""
+    """Settings of both shadow commands: the engines of the other router, the policy to compare, and the output files."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_SHADOW_")
 
     tokenizers: Pairs = Field(
         default_factory=list,
-        description="MODEL=PATH or MODEL=HUB_ID: whose requests are understood, and by which tokens",
+        description="MODEL=PATH or MODEL=HUB_ID: the models to compare and their tokenizers",
     )
-    aliases: Pairs = Field(default_factory=list, description="NAME=MODEL: requests for NAME are MODEL's")
+    aliases: Pairs = Field(default_factory=list, description="NAME=MODEL: NAME is another name of MODEL")
     instances: Entries = Field(
         default_factory=list,
-        description="HOST:PORT of every engine, as the log names upstreams; default: those that the router or the log names",
+        description="HOST:PORT of every engine, as the log names upstreams; default: all that the router or the log names",
     )
-    policy: str = Field("unified", description="the policy that would place")
+    policy: str = Field("unified", description="Pointsman's policy to compare with")
     policy_settings: str = Field("{}", description="JSON object of the policy's settings that differ from its defaults")
-    assumed: str = Field("round_robin", description="policy that stands in where nobody says where a request went")
-    kv_capacity_tokens: int = Field(
-        0, ge=0, description="tokens that an engine's KV cache holds; 0: what the router knows, else 320,000"
+    assumed: str = Field(
+        "round_robin", description="policy for requests that the other router placed at an unknown engine"
     )
-    max_model_len: int = Field(0, ge=0, description="prompt and answer together, in tokens; 0: what the cache holds")
-    max_num_batched_tokens: int = Field(8_192, ge=1, description="tokens per engine step")
+    kv_capacity_tokens: int = Field(
+        0, ge=0, description="capacity of each engine's KV cache, tokens; 0: as the router reports, else 320,000"
+    )
+    max_model_len: int = Field(
+        0,
+        ge=0,
+        description="maximum tokens of prompt and answer together; 0: as the router reports, else the cache's capacity",
+    )
+    max_num_batched_tokens: int = Field(8_192, ge=1, description="maximum tokens per engine step")
     profile: Path | None = Field(
-        None, description="what the engines' steps cost: a file of `pointsman profile`, or reference or slow"
+        None, description="costs of the engines' steps: a file of `pointsman profile`, or reference or slow"
     )
     output_tokens: int = Field(
-        200, ge=1, description="tokens of an answer whose length nobody says, unless its request allows fewer"
+        200, ge=1, description="assumed tokens of an answer of unknown length, unless its request allows fewer"
     )
     prompts_include_answers: bool = Field(True, description="a session's next prompt begins with the answer before it")
     record: Path | None = Field(
         None,
-        description="append every request as it was: a trace of hashes, without texts, for read, simulate, compare",
+        description="file to append each request to, with hashes instead of texts: a trace for read, simulate, compare",
     )
-    decisions: Path | None = Field(None, description="append would-be decisions, for `pointsman decisions verify`")
+    decisions: Path | None = Field(
+        None, description="file to append Pointsman's decisions to, for `pointsman decisions verify`"
+    )
     compared: Path | None = Field(
-        None, description="append a line of JSON for each request: where to, and what was cached"
+        None, description="file to append a JSON line per request to: both placements and their cached tokens"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level to log")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="minimum level to log")
 
     @field_validator("policy_settings")
     @classmethod
@@ -59,43 +67,45 @@ class ModelSettings(BaseSettings):
         return value
 
     def policy_map(self) -> dict[str, Any]:
-        """Settings of the policy that would place."""
+        """Return the settings of `policy`."""
         settings: dict[str, Any] = json.loads(self.policy_settings)
         return settings
 
     def alias_map(self) -> dict[str, str]:
-        """Name asked for -> model."""
+        """Return the model by alias."""
         return by_name(self.aliases)
 
     def tokenizer_map(self) -> dict[str, str]:
-        """Model -> path or hub id."""
+        """Return the tokenizer's path or hub id by model."""
         return by_name(self.tokenizers)
 
 
 class ReadSettings(ModelSettings):
-    """One reading of a log."""
+    """Settings of `pointsman shadow read`."""
 
     log: Path = Field(
-        description="access log of the router, or what --record wrote (jsonl, jsonl.gz)", json_schema_extra=ARGUMENT
+        description="access log of the router, or a file of --record (jsonl, jsonl.gz)", json_schema_extra=ARGUMENT
     )
     window_s: float = Field(
-        600.0, gt=0, description="no request takes longer: lines come as requests end, not as they arrive"
+        600.0, gt=0, description="maximum duration of a request, in seconds (the log is in the order of requests' ends)"
     )
-    out: Path | None = Field(None, description="file for all figures as JSON")
+    out: Path | None = Field(None, description="file to write all figures to as JSON")
 
 
 class ServeSettings(ModelSettings):
-    """One shadow beside a router that serves."""
+    """Settings of `pointsman shadow serve`."""
 
     listen: HostPort = Field(
         "127.0.0.1:8090", description="HOST:PORT for mirrored requests, and for /metrics and /report"
     )
     access_log: Path | None = Field(
-        None, description="the router's access log, followed: where requests went and how they ended; by X-Request-ID"
+        None, description="the router's access log to follow, for placements and outcomes; matched by X-Request-ID"
     )
-    window_s: float = Field(600.0, gt=0, description="how long a request's line in the access log is waited for")
+    window_s: float = Field(600.0, gt=0, description="maximum wait for a request's line in the access log, in seconds")
     router: str = Field(
-        "", description="HOST:PORT of a Pointsman router that places nothing, whose agents watch the engines"
+        "", description="HOST:PORT of a Pointsman router that places nothing, whose agents monitor the engines"
     )
-    max_body_bytes: int = Field(32 << 20, gt=0, description="largest request body in bytes")
-    report_interval_s: float = Field(60.0, ge=0, description="how often the figures are printed; 0: at the end only")
+    max_body_bytes: int = Field(32 << 20, gt=0, description="maximum size of a request body, in bytes")
+    report_interval_s: float = Field(
+        60.0, ge=0, description="interval between two prints of the report, in seconds; 0: only at the end"
+    )
