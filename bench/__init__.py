@@ -1,1 +1,1 @@
-"""Benchmarks: `make bench` runs all, prints a table and appends one JSON object a figure to bench/results.jsonl."""
+"""Benchmarks. `make bench` runs all short ones, prints a table and appends one JSON object per figure to bench/results.jsonl."""

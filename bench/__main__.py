@@ -1,9 +1,11 @@
-"""Run the benchmarks: all, or those named.
+"""Run the named benchmarks, or without names all short ones.
 
-`python -m bench growth`, for one: 260,000 requests, which take three to four minutes; the others take a minute or less each.
-`large_fleet` and `first_choice` take an hour each, `soak` half of one, `autoscale_sweep` ten minutes, `autoscale` two, `elastic`,
-`layerwise`, `layerwise_cpu`, `layerwise_cpu_long`, `layerwise_trace` minutes, most of them until real engines are up, `hostile`
-some minutes; `http_lint` installs httplint, `h2load` needs Debian's nghttp2-client: only run when they are named.
+A short benchmark takes a minute or less, except `growth`: 260,000 requests, three to four minutes.
+
+The following benchmarks run only if they are named. `large_fleet` and `first_choice` take an hour each, `soak` half an hour,
+`autoscale_sweep` ten minutes, `autoscale` two, and `hostile` some minutes. `elastic`, `layerwise`, `layerwise_cpu`,
+`layerwise_cpu_long` and `layerwise_trace` take minutes each, most of them to start real engines. `http_lint` installs httplint;
+`h2load` needs Debian's nghttp2-client.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ BENCHMARKS: dict[str, Callable[[], object]] = {
         simulate,
     )
 }
-# Only run when they are named.
+# Benchmarks that run only if they are named.
 LONG: dict[str, Callable[[], object]] = {
     one.__name__: one
     for one in (
@@ -85,12 +87,12 @@ LONG: dict[str, Callable[[], object]] = {
 
 
 def names_of(words: list[str]) -> list[str]:
-    """The benchmarks that the command line names; without any all that are not long. Exits with an error for another name."""
+    """Return the benchmarks that the command line names, or BENCHMARKS without names. Exits with an error for an unknown name."""
     known = BENCHMARKS | LONG
     parser = argparse.ArgumentParser(
         "python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    # Not by `choices`: argparse holds no names at all for a wrong one.
+    # Not `choices`: with nargs="*" argparse would reject an empty list of names.
     parser.add_argument("names", metavar="NAME", nargs="*", help=f"one of {', '.join(known)}")
     names: list[str] = parser.parse_args(words).names
     for name in names:
@@ -100,7 +102,7 @@ def names_of(words: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Print a table; append to results.jsonl."""
+    """Run the benchmarks; append each figure to results.jsonl and print a table at the end."""
     names = names_of(sys.argv[1:])
     configure_logs("bench", "error")
     table = Table("metric", "value", "unit", "baseline", "ratio", "note", box=None, pad_edge=False)

@@ -1,7 +1,7 @@
-"""A fleet that is scaled on the router's backlog, beside others, while the load rises: in simulation, with the shipped manifest's
-rules. Not run by default.
+"""Simulates a fleet that is scaled on the router's backlog, and on other signals, while the load rises. Not run by default.
 
-`python -m bench autoscale` compares signals; `python -m bench autoscale_sweep` thresholds, ramps and startup times.
+The scaling rules are those of the shipped manifest. `python -m bench autoscale` compares signals; `python -m bench
+autoscale_sweep` compares thresholds, ramps and startup times.
 """
 
 from __future__ import annotations
@@ -35,16 +35,19 @@ from pointsman.lab.workload.synthetic_trace import AGENTIC, SMALL, SessionShape,
 
 COMPONENT = Path(__file__).parents[1] / "deploy/k8s/components/autoscaling-hpa"
 SHIPPED = settings_of_hpa(yaml.safe_load((COMPONENT / "autoscaler.yaml").read_text()))
-# Over how many minutes the shipped query averages, as readings of Prometheus.
+# Averaging window of the shipped query, in minutes and then as a number of readings.
 _AVERAGED = re.search(r"avg_over_time\(.*\[(\d+)m\]", (COMPONENT / "adapter-rule.yaml").read_text())
 READINGS = round(int(_AVERAGED[1]) * 60 / SYNC_EVERY_S) if _AVERAGED else 1
-# How many times as many instances as at the beginning there may be.
+# Maximum number of instances, as a multiple of the initial number.
 GROWTH = 4
+# Time at the start of a run that is not measured, s.
 SETTLE_S = 300.0
 RAMP = Ramp(before_s=900.0, rise_s=300.0, after_s=480.0, factor=2.5)
+# Time until a new instance answers, s.
 STARTUP_S = 120.0
+# Number of draws of the sessions per figure.
 DRAWS = 5
-# Beside RAMP and STARTUP_S: other ramps, and other times until a new instance answers.
+# Further (ramp, startup time) pairs of the sweep.
 VARIED = (
     (replace(RAMP, rise_s=600.0), STARTUP_S),
     (replace(RAMP, factor=2.0), STARTUP_S),
@@ -56,8 +59,8 @@ VARIED = (
 
 @dataclass(frozen=True)
 class Setup:
-    """Sessions of a `shape`, of which `rate` start in a second for each of the `instances` at the beginning, which scales by
-    `threshold_s`. `thresholds_s` are what else is tried."""
+    """A workload and its fleet. `rate`: sessions of `shape` that start per second and initial instance. `threshold_s`: the
+    backlog that the fleet is scaled on. `thresholds_s`: the thresholds of the sweep."""
 
     name: str
     shape: SessionShape
@@ -68,7 +71,8 @@ class Setup:
     thresholds_s: tuple[float, ...]
 
 
-# TTFT p90 is some 7 s and 1 s before the rise, as on fleets with time to spare. The shipped threshold is for the first kind.
+# TTFT p90 before the rise is about 7 s (agentic) and 1 s (small), as on fleets with spare capacity. The shipped threshold is for
+# the first setup.
 SETUPS = (
     Setup("agentic", AGENTIC, 0.012, 8, EngineConfig(max_model_len=200_000), SHIPPED.target, (1.0, 2.0, 3.0, 4.0, 6.0)),
     Setup("small", SMALL, 0.13, 3, EngineConfig(max_model_len=70_000), 0.5, (0.25, 0.5, 1.0, 2.0)),
@@ -77,7 +81,7 @@ SETUPS = (
 
 @dataclass(frozen=True)
 class Scaler:
-    """What a fleet is scaled on; without a signal it stays as it is."""
+    """The signal that a fleet is scaled on, with its target; without a signal the fleet is not scaled."""
 
     name: str
     signal: Callable[[], Signal] | None
@@ -86,13 +90,14 @@ class Scaler:
 
 
 def backlog(target: float, readings: int = READINGS) -> Scaler:
-    """On the router's backlog, averaged over the last readings."""
+    """Return a scaler on the router's backlog, averaged over the last `readings`."""
     return Scaler(f"backlog_{target:g}s_of_{readings}", lambda: AverageOverTime(backlog_seconds, readings), target)
 
 
 FIXED = Scaler("fixed", None)
 RIVALS = (
-    # The default of vLLM's production-stack, as low as it can be, and what guides have beside it.
+    # The default of vLLM's production-stack, the same with the lowest possible target, and the other signal that guides
+    # recommend.
     Scaler("waiting_5", lambda: requests_waiting, 5.0, "AverageValue"),
     Scaler("waiting_1", lambda: requests_waiting, 1.0, "AverageValue"),
     Scaler("kv_usage_0.5", lambda: kv_usage, 0.5),
@@ -100,7 +105,8 @@ RIVALS = (
 
 
 def autoscale() -> list[Figure]:
-    """For each kind of sessions and each signal, medians over draws: how TTFT p90 fared, when it was decided, what was paid."""
+    """Return for each setup and signal, as medians over draws: TTFT p90, the time of the decision to scale, and the instances
+    paid."""
     figures = []
     for setup in SETUPS:
         figures += _compared(setup, (FIXED, backlog(setup.threshold_s), *RIVALS), show=True)
@@ -108,7 +114,8 @@ def autoscale() -> list[Figure]:
 
 
 def autoscale_sweep() -> list[Figure]:
-    """The same of thresholds, of one reading in place of an average, and of other ramps and startup times."""
+    """Return the figures of autoscale() for other thresholds, for one reading instead of an average, and for the ramps and
+    startup times of VARIED."""
     figures = []
     for setup in SETUPS:
         figures += _compared(setup, [backlog(threshold_s) for threshold_s in setup.thresholds_s])
@@ -121,7 +128,7 @@ def autoscale_sweep() -> list[Figure]:
 def _compared(
     setup: Setup, scalers: Sequence[Scaler], ramp: Ramp = RAMP, startup_s: float = STARTUP_S, *, show: bool = False
 ) -> list[Figure]:
-    """Figures of each scaler; with `show` the course of the first draw is printed."""
+    """Return the figures of each scaler; with `show` print a table of the first draw over time."""
     figures = []
     columns: list[list[tuple[str, str]]] = []
     for scaler in scalers:
@@ -147,7 +154,7 @@ def _compared(
 
 @lru_cache
 def _p90_before_s(setup: Setup, ramp: Ramp, seed: int) -> float:
-    """TTFT p90 before the rise, in s, of the fleet that stays as it is."""
+    """Return TTFT p90 before the rise on the fleet that is not scaled, in s."""
     records = _simulator(setup, FIXED, ramp, STARTUP_S, seed).run_until(ramp.before_s)
     return TtftWindows.of(records).p90(SETTLE_S, ramp.before_s)
 
@@ -171,7 +178,7 @@ def _simulator(setup: Setup, scaler: Scaler, ramp: Ramp, startup_s: float, seed:
 def _column(
     simulator: AutoscaledSimulator, windows: TtftWindows, ramp: Ramp, p90_before_s: float
 ) -> list[tuple[str, str]]:
-    """(minute after the rise began, TTFT p90 over that of before and the instances wanted), each two minutes."""
+    """Return (minute since the rise began, TTFT p90 relative to before the rise and the instances wanted) for each window."""
     cells = []
     for number in range(int((ramp.end_s - ramp.before_s) / WINDOW_S) + 3):
         at = ramp.before_s + (number - 2) * WINDOW_S
@@ -183,7 +190,7 @@ def _column(
 
 
 def _figures(name: str, outcomes: Sequence[ScalingOutcome]) -> list[Figure]:
-    """One row for each: TTFT p90 over that of before, the instances' time paid over the fixed fleet's."""
+    """Return two figures: TTFT p90 relative to before the rise, and the paid instance time relative to the fixed fleet's."""
     in_time = sum(one.in_time for one in outcomes)
     decided = [one.decided_s for one in outcomes if one.decided_s is not None]
     doubled = [one.doubled_s for one in outcomes if one.doubled_s is not None]

@@ -1,7 +1,7 @@
-"""Two real engines of one kind, a control plane before them, and `pointsman calibrate` over both.
+"""Runs `pointsman calibrate` on two real engines of one kind behind a control plane.
 
-`python -m bench.calibrate FOLDER [flags of pointsman calibrate]` takes some seven minutes and says how true the lab's
-engine model is on this machine. Logs, profile, bundles, calibration.json and calibration.md are left in FOLDER.
+`python -m bench.calibrate FOLDER [flags of pointsman calibrate]` takes about seven minutes, and reports how accurate the lab's
+engine model is on this machine. It writes logs, profile, bundles, calibration.json and calibration.md to FOLDER.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from tests.support.repository import REPOSITORY
 
 
 def main() -> None:
-    """Start everything, calibrate, end everything."""
+    """Start engines and control plane, calibrate, and end all processes."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     model = make_model(folder / "model")
     cores = sorted(os.sched_getaffinity(0))
-    # As vLLM's guide for CPUs has it; engines that wander take from each other what no simulation knows.
+    # Each engine is bound to a core, as vLLM's guide for CPUs recommends. Unbound engines would slow each other down, which the
+    # simulation does not model.
     specs = [EngineSpec(name, core=cores[at % len(cores)]) for at, name in enumerate("ab")]
-    # The agent's own default, which is what is simulated: the tests' haste would take its share of the two cores.
+    # The agent's default interval, which is simulated. The shorter one of the tests would use part of the two cores.
     unhurried = {"--scrape-interval-s": 1.0}
     with (
         running_engines(specs, model, folder) as engines,

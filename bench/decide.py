@@ -1,4 +1,4 @@
-"""The decision alone, and the index: CPU time and memory of the pure core."""
+"""CPU time and memory of the router's pure core: decisions and the prefix index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pointsman.router.core.types import PlacementRequest
 
 GOAL_DECIDE_US = 150.0
 GOAL_FORESIGHT_US = 500.0
-# What each instance of a busy fleet is doing: prompts to compute, and answers to give.
+# Open requests of each instance of a busy fleet, in prefill and in decode.
 OPEN_PREFILLS, OPEN_DECODES = 3, 8
 GOAL_INDEX_MB = 1_000.0
 GOAL_EVENTS_PER_S = 200_000.0
@@ -28,10 +28,10 @@ ROUNDS = 400
 
 
 def decide() -> list[Figure]:
-    """CPU per decision with reservation, 130k-token prompt, full caches, on 8, 64 and 1,000 instances."""
-    keys = array("Q", long_prompt())  # as they come from the wire
+    """Return CPU time per decision with its reservation: 130k-token prompt, full caches, on 8, 64 and 1,000 instances."""
+    keys = array("Q", long_prompt())  # the type in which requests from gateways have their keys
     figures = []
-    # Fewer keys on 1,000 instances, so that the case fits a small machine; a decision looks at the prompt's keys only.
+    # Fewer keys on 1,000 instances, so that the case fits a small machine. A decision reads only the prompt's keys.
     for instances, count in ((8, KEYS_PER_INSTANCE), (64, KEYS_PER_INSTANCE), (1_000, 4_500)):
         state = filled(instances, keys, count)
         times = []
@@ -50,7 +50,7 @@ def decide() -> list[Figure]:
 
 
 def foresight() -> list[Figure]:
-    """CPU per decision of `foresight` on 64 busy instances, light and heavy, with what follows of it: reservation or hold."""
+    """Return CPU time per decision of `foresight` on 64 busy instances, light and heavy, with its reservation or hold."""
     keys = array("Q", long_prompt())
     state = filled(64, keys)
     names = [f"i{number:04d}" for number in range(64)]
@@ -80,7 +80,7 @@ def foresight() -> list[Figure]:
 
 
 def index() -> list[Figure]:
-    """Memory of 4 M keys over 64 instances, and how fast key events are taken in."""
+    """Return the memory of 4 M keys over 64 instances, and the rate at which key events are applied."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         megabytes = pool.apply(_index_mb)
@@ -107,7 +107,7 @@ def _index_mb() -> float:
 
 
 def _rss_mb() -> float:
-    # Not ru_maxrss: a child begins with the high-water mark of the process that it came from.
+    # Not ru_maxrss: a child process inherits the high-water mark of its parent.
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**20
 

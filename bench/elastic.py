@@ -1,8 +1,8 @@
-"""Elastic offload on real engines: how many of the HEAVY requests prefill elsewhere as load rises, and why the others do not.
+"""Elastic offload on real engines: the share of HEAVY requests that are offloaded as load rises, and the reasons of the others.
 
-Two vLLM on CPU that pass KV on over Mooncake and TCP, with long answers under way on both, or, for `decode_idle`, on none.
-Clients ask one HEAVY prompt after the other, of 700 new tokens, and a short one between; with more clients P has no time to
-spare.
+Two vLLM on CPU transfer KV over Mooncake and TCP. Both stream long answers meanwhile; for `decode_idle` they have none. Each
+client sends HEAVY prompts of 700 new tokens one after the other, with a short prompt between them. With more clients P has no
+spare time.
 """
 
 from __future__ import annotations
@@ -33,19 +33,22 @@ from tests.support.processes.control_plane import ControlPlane
 
 HEAVY_TOKENS = 700
 SHORT_TOKENS = 40
+# Maximum tokens of a background answer.
 LONG_ANSWER = 3_500
 SETTINGS = {"heavy_new_tokens": 500}
-# clients -> HEAVY requests of each
+# Number of clients -> HEAVY requests of each.
 LOADS = {1: 16, 3: 8, 8: 5}
+# HEAVY requests of the one client without background answers.
 QUIET = 4
 
 _seeds = count(1)
 
 
 def elastic() -> list[Figure]:
-    """The share of HEAVY requests offloaded, by clients, and each reason's count; one row that says so without an engine."""
+    """Return the share of HEAVY requests offloaded by number of clients, and each reason's count; without a real engine one
+    figure that says so."""
     if not ENGINE_PYTHON.exists():
-        return [Figure("elastic_skipped", 1.0, "-", note="no real engine here: `make env-engine` makes one")]
+        return [Figure("elastic_skipped", 1.0, "-", note="no real engine is installed: run `make env-engine`")]
     with tempfile.TemporaryDirectory(prefix="pointsman-elastic-") as folder, _plane(Path(folder)) as plane:
         with plane.client() as client:
             quiet = _decided(plane, client, 1, QUIET)
@@ -75,7 +78,7 @@ def _share(decisions: list[fleet_pb2.Decision], clients: int) -> Figure:
 
 @contextlib.contextmanager
 def _plane(folder: Path) -> Iterator[ControlPlane]:
-    """A control plane before two engines that pass KV on to each other."""
+    """Run a control plane with two engines that transfer KV to each other."""
     specs = [EngineSpec(name, kv_transfer=MOONCAKE) for name in ("p", "d")]
     flags = {"--policy": "elastic", "--policy-settings": json.dumps(SETTINGS)}
     with (
@@ -86,7 +89,7 @@ def _plane(folder: Path) -> Iterator[ControlPlane]:
 
 
 def _decided(plane: ControlPlane, client: openai.OpenAI, clients: int, each: int) -> list[fleet_pb2.Decision]:
-    """What was decided on the prompts of `clients` at once, `each` HEAVY and as many short ones from every client."""
+    """Send `each` HEAVY prompts and as many short ones from each of `clients` concurrent clients; return the decisions."""
 
     def one(_: int) -> list[str]:
         sizes = [HEAVY_TOKENS, SHORT_TOKENS] * each
@@ -98,14 +101,14 @@ def _decided(plane: ControlPlane, client: openai.OpenAI, clients: int, each: int
 
 
 def _complete(client: openai.OpenAI, prompt: str) -> str:
-    """Ask for a short answer; the id of the decision on it."""
+    """Request a short answer; return the decision's id."""
     raw = client.completions.with_raw_response.create(model=SERVED_NAME, prompt=prompt, max_tokens=4, temperature=0)
     return raw.headers["X-Pointsman-Decision"]
 
 
 @contextlib.contextmanager
 def _long_answers(client: openai.OpenAI, streams: int) -> Iterator[None]:
-    """As many long answers under way inside the block, one after the other; they go where there is least to do."""
+    """Keep `streams` long answers in flight inside the block. The router places them on the least loaded instances."""
     over = threading.Event()
     begun = threading.Semaphore(0)
 

@@ -1,4 +1,4 @@
-"""What a benchmark returns, and small helpers for taking figures on a noisy machine."""
+"""The figure that benchmarks return, and percentiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure. `baseline` is what it is compared to in the same run, or the goal where the note says so."""
+    """One measured figure. `baseline`: a value measured in the same run, or the goal if the note says so."""
 
     metric: str
     value: float
@@ -18,11 +18,11 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        """value / baseline."""
+        """value / baseline; None without a baseline."""
         return self.value / self.baseline if self.baseline else None
 
     def row(self) -> dict[str, object]:
-        """As a line of results.jsonl."""
+        """Return the JSON-ready object of a line of results.jsonl."""
         return {
             "metric": self.metric,
             "value": round(self.value, 4),
@@ -34,6 +34,6 @@ class Figure:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` (0 to 1) of the values lie."""
+    """Return the value below which `share` (0 to 1) of the values lie."""
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]

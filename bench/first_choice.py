@@ -1,8 +1,8 @@
-"""What a decision on a part of a large pool costs in quality: the first choice against all instances, in simulation.
+"""Simulates how much quality a decision on a part of a large pool loses: the first choice against all instances.
 
-`python -m bench first_choice`: policies that look at a first choice (core/first_choice.py) and the same policies shown all
-instances, on the same draws. Not run by default: it takes an hour. POINTSMAN_BENCH_FIRST_CHOICE names other cases, each
-POLICY:INSTANCES:LOAD:DRAWS, with commas between them.
+`python -m bench first_choice` runs policies that see only a first choice (core/first_choice.py) and the same policies that see
+all instances, on the same draws. Not run by default: it takes an hour. POINTSMAN_BENCH_FIRST_CHOICE sets other cases, each
+POLICY:INSTANCES:LOAD:DRAWS, separated by commas.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ CASES = ",".join(
     for policy in ("unified", "foresight")
     for load in ("light", "knee")
 )
-# Sessions that start per instance and second; 230 in 600 s on eight instances are the knee of the study in docs/findings.md.
+# Sessions that start per instance and second: 230 in 600 s on eight instances is the knee of the study in docs/findings.md.
 KNEE = 230 / 600 / 8
 LOADS = {"light": 0.5 * KNEE, "knee": KNEE}
-# Longer than most sessions last.
+# Time over which sessions start, s; longer than most sessions last.
 SPAN_S = 150.0
-# As the study behind docs/findings.md has them.
+# The engine of the study in docs/findings.md.
 ENGINE = EngineConfig(max_model_len=200_000, kv_blocks=31_250)
 METRICS = ("ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "tpot_p99_s", "hit_ratio")
 FIRST_SEED = 100
 
 
 class Case(NamedTuple):
-    """What is compared: `load` is one of LOADS, `draws` how many draws of the workload."""
+    """A comparison to run. `load` is one of LOADS; `draws` is the number of draws of the workload."""
 
     policy: str
     instances: int
@@ -59,7 +59,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class _Shown(Policy):
-    """Another policy's decisions, of what this one is shown."""
+    """Wrapper of a policy; the subclass sets which instances it is shown."""
 
     inner: Policy
 
@@ -84,12 +84,12 @@ class _ShownFew(_Shown):
 
 
 def first_choice() -> list[Figure]:
-    """Latencies and the hit ratio with a first choice, beside those when all are scored, and their paired ratio."""
+    """Return latencies and the hit ratio with a first choice and, as baseline, with all instances, and their paired ratio."""
     return [figure for case in cases(os.environ.get(VARIABLE, CASES)) for figure in _figures(case)]
 
 
 def cases(text: str) -> list[Case]:
-    """The cases that the variable names. ValueError for one that cannot be read, SettingError for an unknown policy."""
+    """Parse the cases of the variable. Raises ValueError for an invalid case, SettingError for an unknown policy."""
     found = []
     for one in text.split(","):
         words = one.split(":")
@@ -105,7 +105,7 @@ def _figures(case: Case) -> Iterator[Figure]:
     policy = make_policy(case.policy)
     cells = [_cell(case, shown(policy)) for shown in (_ShownFew, _ShownAll)]
     seeds = range(FIRST_SEED, FIRST_SEED + case.draws)
-    # One after another, since a run of 256 instances takes gigabytes; pair by pair, so that what has been told can be compared.
+    # One process, since a run of 256 instances takes gigabytes. Pair by pair, so that the printed trials can be compared early.
     trials = [one for seed in seeds for one in run_cells(cells, [seed], processes=1, on_trial=partial(_tell, case))]
     few, every = ([one.measures[ALL] for one in trials if one.policy == name] for name in ("few", "all"))
     for metric in METRICS:
@@ -123,7 +123,8 @@ def _figures(case: Case) -> Iterator[Figure]:
 
 
 def _ratio(pairs: Sequence[tuple[float, float]]) -> Estimate:
-    """Of the logarithm of value / baseline: the interval is the ratio's, whatever the draws' own sizes are."""
+    """Return the paired difference of logarithms: its interval is that of value / baseline, and draws of all sizes count
+    equally."""
     return paired_difference([math.log(one) for one, _ in pairs], [math.log(other) for _, other in pairs])
 
 

@@ -1,4 +1,4 @@
-"""The case that the router's figures are taken on: long prompts whose prefixes are spread over a fleet with full caches."""
+"""The state that the router's benchmarks use: long prompts whose prefixes are spread over a fleet with full caches."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ PROMPT_TOKENS = 130_000
 
 
 def long_prompt(seed: int = 0) -> list[int]:
-    """Keys of a 130,000-token prompt: 8,125 of them."""
+    """Return the 8,125 keys of a 130,000-token prompt."""
     rng = random.Random(seed)
     return prompt_keys([rng.randrange(150_000) for _ in range(PROMPT_TOKENS)], "m")
 
 
 def cached_keys(keys: Sequence[int], number: int, count: int = KEYS_PER_INSTANCE) -> list[int]:
-    """What instance `number` holds: a prefix of the prompt of its own length, and other prompts' blocks."""
+    """Return the keys that instance `number` has cached: a prefix of the prompt, of random length, and other prompts' blocks."""
     rng = random.Random(1_000 + number)
     own = list(keys[: rng.randrange(len(keys))])
     return own + [rng.getrandbits(64) for _ in range(count - len(own))]
 
 
 def info(number: int) -> InstanceInfo:
-    """Instance `number` of the fleet."""
+    """Return instance `number` of the fleet."""
     name = f"i{number:04d}"
     return InstanceInfo(name, "1", f"http://{name}", "m", kv_capacity_tokens=KEYS_PER_INSTANCE * 16)
 
 
 def filled(instances: int, keys: Sequence[int], count: int = KEYS_PER_INSTANCE) -> RouterState:
-    """A router's state with `instances` that hold `count` keys each."""
+    """Return a router's state with `instances` that have `count` keys each."""
     state = RouterState(make_policy("unified"), StateSettings())
     for number in range(instances):
         one = info(number)

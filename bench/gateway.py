@@ -1,4 +1,4 @@
-"""What the gateway costs: CPU per streamed chunk beside nginx and vllm-router, and per request; what it leaves behind."""
+"""CPU time of the gateway per streamed chunk (beside nginx and vllm-router) and per request, added TTFT, and leaks."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from tests.support.tiny_tokenizer import make_tokenizer
 
 STREAMS = 64
 SHORT, LONG = 20, 140  # chunks
+# Interval between two chunks of a stream, ms.
 INTERVAL_MS = 20.0
-# Streams that begin together have their chunks together, for as long as they run: one wake-up then serves them all, and serves
-# those best who answer requests fastest. A fleet's streams are not in step.
+# Time over which the streams start. Streams that start together have their chunks together as long as they run. One wake-up then
+# serves all of them, which favours the proxy that answers requests fastest. The streams of a real fleet are not in step.
 SPREAD = {"spread-ms": INTERVAL_MS}
 ROUNDS = 5
 PROMPTS = 1_000
 KILLS = 5
+# Timeout for open requests to end, s.
 SETTLE_S = 20.0
 
 
 async def chunks() -> list[Figure]:
-    """chunk_us, chunk_vs_nginx, chunk_vs_vllm_router: medians of rounds in which each has its turn."""
+    """chunk_us, chunk_vs_nginx, chunk_vs_vllm_router: medians over rounds, each of which measures all proxies in turn."""
     spent: dict[str, list[float]] = {}
     async with contextlib.AsyncExitStack() as running:
         engines, model = await running.enter_async_context(fleet(INTERVAL_MS))
@@ -79,13 +81,19 @@ async def requests() -> list[Figure]:
             600.0,
             f"CPU of gateway and router ({share}), new 1 KB chats, C=16, tokenised, placed by prefix; baseline is the goal",
         ),
-        Figure("added_ttft_ms", added, "ms", 1.0, "C=1, 1 KB, p50 through less p50 direct; baseline is the goal"),
+        Figure(
+            "added_ttft_ms",
+            added,
+            "ms",
+            1.0,
+            "C=1, 1 KB, p50 through the gateway less p50 direct; baseline is the goal",
+        ),
     ]
 
 
 @contextlib.asynccontextmanager
 async def fleet(interval_ms: float) -> AsyncIterator[tuple[list[ServerProcess], str]]:
-    """Two mock engines, and the folder of their model."""
+    """Run two mock engines; yield them and the folder of their model."""
     with tempfile.TemporaryDirectory() as folder:
         model = str(await asyncio.to_thread(make_tokenizer, Path(folder) / "model"))
         async with stack.engine(interval_ms, model) as one, stack.engine(interval_ms, model) as other:
@@ -93,7 +101,7 @@ async def fleet(interval_ms: float) -> AsyncIterator[tuple[list[ServerProcess], 
 
 
 async def _chunk_us(served: ServerProcess) -> float:
-    """CPU per chunk in us: the slope between short and long streams, which leaves out what a request costs."""
+    """Return CPU time per chunk in us: the slope between short and long streams, which excludes the cost of a request."""
     spent = []
     for count in (SHORT, LONG):
         before = stack.cpu_s(*served.pids)
@@ -105,7 +113,7 @@ async def _chunk_us(served: ServerProcess) -> float:
 
 
 async def leaks() -> list[Figure]:
-    """leaks: what the gateway counts and what an engine still computes, after clients and an engine were killed."""
+    """leaks: requests still open at the gateway and at an engine after clients and an engine were killed."""
     async with fleet(INTERVAL_MS) as (engines, model), stack.pointsman(engines, model) as (gateway, _):
         for number in range(KILLS):
             async with stack.open_streams(gateway.port, STREAMS):
@@ -118,7 +126,7 @@ async def leaks() -> list[Figure]:
 
 
 def _left(gateway: int, engine: int) -> float:
-    """What is still open when nothing is, or after SETTLE_S."""
+    """Wait until no request is open, at most SETTLE_S; return the number still open."""
     ends = time.monotonic() + SETTLE_S
     while (left := open_requests(gateway) + _under_way(engine)) and time.monotonic() < ends:
         time.sleep(0.1)
@@ -126,13 +134,13 @@ def _left(gateway: int, engine: int) -> float:
 
 
 def open_requests(port: int) -> float:
-    """What the gateway counts as open."""
+    """Return the number of open requests by the gateway's metric."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("pointsman_gateway_open_requests "))
 
 
 def _under_way(port: int) -> float:
-    """How many answers a mock engine has under way."""
+    """Return the number of answers that a mock engine has in flight."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/open", timeout=10) as answer:
         return float(json.loads(answer.read())["open"])

@@ -1,4 +1,4 @@
-"""nghttp2's h2load against the gateway and nginx: an outside load client, for what each answers by itself and for whole chats."""
+"""Runs nghttp2's h2load, a third-party load client, against the gateway and nginx: /v1/models and whole chats."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CASES = {"models": "/v1/models", "chat": "/v1/chat/completions"}
 
 
 async def h2load() -> list[Figure]:
-    """h2load_models_per_s, h2load_chat_per_s; baseline is nginx before the same engines. Raises FileNotFoundError without h2load,
-    and RuntimeError when a request failed."""
+    """h2load_models_per_s, h2load_chat_per_s; baseline is nginx in front of the same engines. Raises FileNotFoundError without
+    h2load, and RuntimeError if a request failed."""
     executable = shutil.which("h2load")
     if executable is None:
         raise FileNotFoundError("the benchmark needs h2load: apt-get install nghttp2-client")
@@ -43,7 +43,7 @@ async def h2load() -> list[Figure]:
 
 
 async def _run(executable: str, port: int, path: str, sent: list[str]) -> tuple[float, str]:
-    """Requests a second, and h2load's line of times."""
+    """Run h2load; return requests per second and a note of request times."""
     flags = ["--h1", "-n", str(REQUESTS), "-c", str(CLIENTS), *sent, f"http://127.0.0.1:{port}{path}"]
     child = await asyncio.create_subprocess_exec(executable, *flags, stdout=asyncio.subprocess.PIPE)
     told = (await child.communicate())[0].decode()
@@ -52,4 +52,4 @@ async def _run(executable: str, port: int, path: str, sent: list[str]) -> tuple[
     times = re.search(r"time for request: *(\S+) *(\S+) *(\S+)", told)
     if statuses is None or rate is None or times is None or int(statuses[1]) != REQUESTS:
         raise RuntimeError(f"requests failed: {told}")
-    return float(rate[1]), f"a request took {times[1]} to {times[2]}, {times[3]} in the mean"
+    return float(rate[1]), f"a request took {times[1]} to {times[2]}, {times[3]} on average"

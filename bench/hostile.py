@@ -1,4 +1,4 @@
-"""What each kind of hostile client costs ordinary ones beside it: TTFT and gaps between tokens with and without, and memory."""
+"""The effect of each kind of hostile client on ordinary ones: TTFT and gaps between tokens with and without them, and memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from bench.hostile_clients import HOSTILE, KEY
 INTERVAL_MS = 20.0
 SECONDS = 8.0
 KEYS = 10_000
-MAX_MODEL_LEN = 131_072  # without it a chat of 100,000 messages goes on to the mock engine, which stops to parse it
+# With this limit the gateway rejects a chat of 100,000 messages, which would block the mock engine while it parses the chat.
+MAX_MODEL_LEN = 131_072
 WHAT = {"ttft_ms": "TTFT", "gaps_ms": "gap between tokens"}
 
 
 async def hostile() -> list[Figure]:
-    """hostile_KIND_ttft_p99_ms, hostile_KIND_gap_p99_ms, hostile_KIND_peak_mb of each kind; goal of a p99: twice that without."""
+    """hostile_KIND_ttft_p99_ms, hostile_KIND_gap_p99_ms, hostile_KIND_peak_mb of each kind; goal of a p99: twice the p99
+    without."""
     stack.allow_files(10_000)
     figures = []
     with tempfile.TemporaryDirectory() as folder:
@@ -31,7 +33,7 @@ async def hostile() -> list[Figure]:
         keys.write_text("".join(f"t{at}:{KEY if not at else f'sk-{at}-of-many'}\n" for at in range(KEYS)))
         async with fleet(INTERVAL_MS) as (engines, model):
             for kind in HOSTILE:
-                # A gateway of its own each: its peak is what this kind has led to.
+                # A new gateway for each kind, so that its peak of memory is due to this kind alone.
                 flags = ("--api-keys-file", str(keys))
                 async with stack.pointsman(engines, model, *flags, max_model_len=MAX_MODEL_LEN) as (gateway, _):
                     figures += await _beside(kind, gateway)
@@ -80,6 +82,6 @@ async def _ordinary(port: int, seconds: float) -> dict[str, Any]:
 
 
 def _peak_mb(pid: int) -> float:
-    """The most memory that was resident so far, in MB (10^6 bytes)."""
+    """Return the process's peak of resident memory, in MB (10^6 bytes)."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024 / 1e6

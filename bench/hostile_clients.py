@@ -1,7 +1,7 @@
-"""One kind of client for `bench hostile`, as a program of its own: `ordinary` ones, who print what they saw, or hostile ones.
+"""Program that runs clients of one kind for `bench hostile`: `ordinary` ones, which print what they measured, or hostile ones.
 
-Hostile ones say "ready" when they are at work, and go on until they are ended. Each does what it does at a rate that is bounded
-here, so that what they cost others is what the gateway makes of them and not that they take its machine's cores.
+Hostile clients print "ready" when they are running, and continue until the process is killed. The rate of each is limited here.
+So their effect on other clients is due to the gateway, and not to the CPU time that they take on its machine.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from bench.load_client import WORDS
 KEY = "sk-0"
 PATH = "/v1/chat/completions"
 CHUNKS = 25
+# Length of a large body, bytes; just under 32 MiB.
 LARGE = (32 << 20) - 1000
 
 
 def chat(words: int = 200, **fields: object) -> bytes:
-    """A chat's body."""
+    """Return the body of a chat request with a new prompt of `words` words."""
     text = " ".join([str(random.random()), *random.choices(WORDS, k=words)])
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], **fields}).encode()
 
 
 def head(length: int, key: str = KEY) -> bytes:
-    """A request's head, for a body of `length` bytes."""
+    """Return a request's head, for a body of `length` bytes."""
     lines = [f"POST {PATH} HTTP/1.1", "Host: h", "Content-Type: application/json", f"Authorization: Bearer {key}"]
     return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
 
 
 class Ordinary(asyncio.Protocol):
-    """Asks for stream after stream, and notes when what came."""
+    """Connection that requests one stream after the other, and records TTFTs, gaps between tokens and failures."""
 
     def __init__(self, ttft_ms: list[float], gaps_ms: list[float], failures: list[str]) -> None:
         self._ttft_ms, self._gaps_ms, self._failures = ttft_ms, gaps_ms, failures
@@ -73,7 +74,7 @@ class Ordinary(asyncio.Protocol):
 
 
 async def ordinary(port: int, connections: int, seconds: float) -> dict[str, object]:
-    """What so many clients saw in so many seconds."""
+    """Run `connections` ordinary clients for `seconds`; return what they measured."""
     ttft_ms: list[float] = []
     gaps_ms: list[float] = []
     failures: list[str] = []
@@ -95,7 +96,7 @@ async def _connected(port: int, room: int = 0) -> socket.socket:
 
 
 async def slow_reader(port: int) -> None:
-    """Asks for a long stream and takes ten bytes a second."""
+    """Requests a long stream and reads ten bytes a second."""
     loop, own = asyncio.get_running_loop(), await _connected(port, 4096)
     body = chat(max_tokens=1_000_000, stream=True)
     await loop.sock_sendall(own, head(len(body)) + body)
@@ -113,7 +114,7 @@ async def slow_writer(port: int) -> None:
 
 
 async def slow_body_writer(port: int) -> None:
-    """Sends a head at once, and the body byte by byte."""
+    """Sends a head at once, and the body byte by byte, ten a second."""
     loop, own = asyncio.get_running_loop(), await _connected(port)
     body = chat(max_tokens=1)
     await loop.sock_sendall(own, head(len(body)))
@@ -123,7 +124,7 @@ async def slow_body_writer(port: int) -> None:
 
 
 async def pipeliner(port: int) -> None:
-    """Sends request after request and reads nothing."""
+    """Sends one request after the other and reads nothing."""
     loop, own = asyncio.get_running_loop(), await _connected(port, 4096)
     body = chat(max_tokens=1)
     for _ in range(10_000):
@@ -132,7 +133,7 @@ async def pipeliner(port: int) -> None:
 
 
 async def half_upload(port: int) -> None:
-    """Sends a body of 32 MB but for its last byte."""
+    """Sends a body of LARGE bytes except for its last byte."""
     loop, own = asyncio.get_running_loop(), await _connected(port)
     await loop.sock_sendall(own, head(LARGE))
     piece = b" " * (256 << 10)
@@ -151,7 +152,7 @@ async def many_messages(port: int) -> None:
 
 
 async def wrong_key(port: int) -> None:
-    """Guesses a key."""
+    """Sends requests with random, wrong API keys."""
     loop, own = asyncio.get_running_loop(), await _connected(port)
     for _ in range(100):
         body = chat(10, max_tokens=1)
@@ -162,14 +163,14 @@ async def wrong_key(port: int) -> None:
 
 
 async def connection(port: int) -> None:
-    """Connects and leaves."""
+    """Connects and closes the connection without a request."""
     own = await _connected(port)
     await asyncio.sleep(0.03)
     own.close()
 
 
 MANY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}] * 100_000, "max_tokens": 1}).encode()
-# Kind -> what one of them does, again and again, and how many there are.
+# Kind -> (what one client does repeatedly, number of clients).
 HOSTILE: dict[str, tuple[Callable[[int], Awaitable[None]], int]] = {
     "slow_readers": (slow_reader, 200),
     "slow_heads": (slow_writer, 500),
@@ -183,7 +184,7 @@ HOSTILE: dict[str, tuple[Callable[[int], Awaitable[None]], int]] = {
 
 
 async def hostile(kind: str, port: int) -> None:
-    """Never ends."""
+    """Run the clients of a hostile kind; never returns."""
     one, count = HOSTILE[kind]
 
     async def again(number: int) -> None:
@@ -201,12 +202,12 @@ async def hostile(kind: str, port: int) -> None:
 
 
 def main() -> None:
-    """Run one kind."""
+    """Run the clients of one kind."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind", choices=["ordinary", *HOSTILE])
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--connections", type=int, default=32, help="of ordinary clients")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of ordinary clients")
+    parser.add_argument("--connections", type=int, default=32, help="number of ordinary clients")
+    parser.add_argument("--seconds", type=float, default=8.0, help="duration of ordinary clients, in s")
     given = parser.parse_args()
     if given.kind == "ordinary":
         print(json.dumps(uvloop.run(ordinary(given.port, given.connections, given.seconds))))

@@ -1,6 +1,6 @@
-"""Writes docs/http_conformance.md: what gateway and nginx, each before mock engines, do with HTTP/1.1 requests of outside sets.
+"""Writes docs/http_conformance.md: how gateway and nginx handle HTTP/1.1 requests of third-party test sets.
 
-`python -m bench.http_conformance` (needs Debian's nginx).
+`python -m bench.http_conformance` (needs Debian's nginx). Both run in front of mock engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from tests.support.http_cases import FILE, HttpCase, Outcome, ask, fault, load
 
 COLUMNS = ("case", "wanted", "gateway", "nginx", "RFC", "from")
 PAGE = Path("docs/http_conformance.md")
-WITHIN_S = 8.0  # nginx goes on reading what it has refused for 5 s
+# Timeout of a case, s. nginx continues to read a refused request for 5 s.
+WITHIN_S = 8.0
+# Maximum number of concurrent cases.
 AT_ONCE = 10
 WANTS = {
     "accept": "2xx",
@@ -50,7 +52,7 @@ is no proof of a violation.
 
 
 async def outcomes(port: int, cases: list[HttpCase]) -> list[Outcome]:
-    """What the server at `port` does with each of the cases."""
+    """Send all cases to the server at `port`; return its outcomes."""
     room = asyncio.Semaphore(AT_ONCE)
 
     async def one(case: HttpCase) -> Outcome:
@@ -61,7 +63,7 @@ async def outcomes(port: int, cases: list[HttpCase]) -> list[Outcome]:
 
 
 async def run() -> tuple[list[HttpCase], list[Outcome], list[Outcome]]:
-    """The cases, and what gateway and nginx do with them."""
+    """Return the cases, and the outcomes of gateway and nginx."""
     cases = load(stack.MODEL)
     async with contextlib.AsyncExitStack() as running:
         engines, model = await running.enter_async_context(fleet(0.0))
@@ -71,7 +73,7 @@ async def run() -> tuple[list[HttpCase], list[Outcome], list[Outcome]]:
 
 
 def page(cases: list[HttpCase], ours: list[Outcome], theirs: list[Outcome], nginx: str) -> str:
-    """The page's text."""
+    """Return the page's text."""
     wrong = [sum(bool(fault(*one)) for one in zip(cases, seen, strict=True)) for seen in (ours, theirs)]
     parts = [
         INTRO.format(
@@ -104,7 +106,7 @@ def _told(case: HttpCase, seen: Outcome) -> str:
 
 
 def main() -> None:
-    """Run once, and write the page."""
+    """Run all cases, and write the page."""
     version = subprocess.run(["/usr/sbin/nginx", "-v"], check=True, capture_output=True, text=True).stderr
     found = re.search(r"nginx/([0-9.]+)", version)
     PAGE.write_text(page(*asyncio.run(run()), found[1] if found else ""), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Has httplint look at the gateway's answers: bad_http_notes, warned_http_notes. It has an environment of its own in .state."""
+"""Checks the gateway's answers with httplint, which is installed into a virtual environment of its own in .state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREFLIGHT = {
     "Access-Control-Request-Method": "POST",
     "Access-Control-Request-Headers": "authorization",
 }
-# What is asked -> method, path, fields, body.
+# Name of a request -> method, path, header fields, body.
 ASKED: dict[str, tuple[str, str, Mapping[str, str], object]] = {
     "models": ("GET", "/v1/models", KEY | {"Origin": ORIGIN}, None),
     "models, HEAD": ("HEAD", "/v1/models", KEY, None),
@@ -45,7 +45,7 @@ ASKED: dict[str, tuple[str, str, Mapping[str, str], object]] = {
 
 
 def executable() -> Path:
-    """httplint in an environment of its own. Raises CalledProcessError where it cannot be installed."""
+    """Return the path of httplint, installed on first use. Raises CalledProcessError if it cannot be installed."""
     folder = Path(".state") / "httplint"
     if not (folder / "bin" / "httplint").exists():
         venv.create(folder, with_pip=True)
@@ -54,7 +54,7 @@ def executable() -> Path:
 
 
 async def answer(port: int, name: str) -> bytes:
-    """The bytes of one answer."""
+    """Send the request `name` of ASKED; return the bytes of the answer."""
     method, path, fields, body = ASKED[name]
     raw = b"" if body is None else json.dumps(body).encode()
     lines = [f"{method} {path} HTTP/1.1", "Host: h", "Connection: close", *(f"{one}: {fields[one]}" for one in fields)]
@@ -68,11 +68,11 @@ async def answer(port: int, name: str) -> bytes:
 
 
 def notes(httplint: Path, name: str, told: bytes) -> list[str]:
-    """What httplint says of an answer, but for what it praises or only explains."""
+    """Return httplint's BAD and WARN notes on an answer."""
     head = told.partition(b"\r\n\r\n")[0] + b"\r\n\r\n" if ASKED[name][0] == "HEAD" else told
     out = subprocess.run([str(httplint), "-n"], input=head, capture_output=True, check=True).stdout.decode()
     said = (line.strip("* ") for line in out.splitlines())
-    # It is not told what was asked: of a preflight's fields it says that only a preflight's answer may have them.
+    # httplint does not see the request, so it does not accept a preflight's fields in the answer to a preflight.
     known = ("[BAD] CORS headers are only allowed in preflight",) if name == "preflight" else ("\0",)
     return [line for line in said if line.startswith(("[BAD]", "[WARN]")) and not line.startswith(known)]
 

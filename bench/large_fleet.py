@@ -1,4 +1,4 @@
-"""A large fleet in simulation: 1,000 instances of ten models, and a million requests. Not run by default: it takes long.
+"""Simulates a large fleet: 1,000 instances of ten models, and a million requests. Not run by default: it takes an hour.
 
 `python -m bench large_fleet`; POINTSMAN_BENCH_LARGE_FLEET sets another number of requests.
 """
@@ -25,16 +25,17 @@ from pointsman.router.core.router_state import StateSettings
 INSTANCES = 1_000
 POOLS = 10
 REQUESTS = 1_000_000
-# About 290 requests of 13k tokens arrive in a second; a fleet of these engines serves some 500.
+# SESSIONS start per window of WINDOW_S. About 290 requests of 13k tokens arrive per second; a fleet of these engines serves about
+# 500.
 WINDOW_S = 10.0
 SESSIONS = 600
-# Ids below are those of the system prompts, which all windows share.
+# Block ids below this number are of the system prompts, which all windows share.
 SYSTEMS = SMALL.agents * int(SMALL.system_tokens) // SMALL.block_size
 ENGINE = EngineConfig(kv_blocks=5_000, max_model_len=70_000)
 
 
 def large_fleet() -> list[Figure]:
-    """CPU seconds of the run, and the most memory that the process had, in MB."""
+    """Return the run's CPU time in s, and the process's peak of memory in MB."""
     wanted = int(os.environ.get("POINTSMAN_BENCH_LARGE_FLEET", REQUESTS))
     simulation = SimulationConfig(
         instances=INSTANCES, pools=POOLS, engine=ENGINE, router=StateSettings(max_keys=16_000_000)
@@ -55,7 +56,7 @@ def large_fleet() -> list[Figure]:
 
 
 def _sessions(requests: int) -> Iterator[Session]:
-    """Sessions in the order of their starts, made window by window, with about so many requests in all."""
+    """Yield sessions in the order of their starts, drawn window by window, until they have at least `requests` requests."""
     windows = (_window(number) for number in count())
     made = 0
     for session in (session for window in windows for session in window):

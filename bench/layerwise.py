@@ -1,9 +1,9 @@
-"""How long an offloaded prompt waits for its transfer, layer by layer and after the prefill, on real engines over Mooncake and
-TCP; `layerwise_cpu` tells what it costs.
+"""How long an offloaded prompt waits for its KV transfer, layer by layer and after the prefill, on real engines over Mooncake and
+TCP.
 
-The tail is the time between P's answer and D's first token. Each figure is the median of pairs of runs that took turns; the
-baseline is the same with vLLM's own connector (its receiver, too, asked first). Two engines on two cores: D's first token
-also waits for D's own step and for the other engine's threads.
+The tail is the time between P's answer and D's first token. Each figure is a median over runs that alternate with those of its
+baseline: the same with vLLM's own connector, and D's request also sent first. Two engines run on two cores, so D's first token
+also waits for D's own step and for the other engine's threads. `layerwise_cpu` measures the CPU cost.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from tests.support.engines.servers import (
 )
 from tests.support.waiting import until
 
-# A block has hardly any bytes: its tail is what asking, answering and D's own step take.
+# Prompt lengths. A block has few bytes: its tail is the time of the requests, the answers and D's own step.
 TOKENS = {"block": 32, "2k": 2_000, "4k": 4_000, "8k": 8_000}
 ROUNDS = {"block": 20, "2k": 16, "4k": 12, "8k": 9}
 STREAMS = 16
 
 
 async def layerwise() -> list[Figure]:
-    """The handshake; tails of several lengths with the receiver asked first, idle and beside decoding streams, and with it asked
-    last."""
+    """Return the handshake's time, and tails: of several lengths with D's request sent first, of one length with D's request sent
+    after P's answer, and of one length beside decoding streams."""
     with tempfile.TemporaryDirectory() as folder, engine_pairs(Path(folder)) as (upstream, pushing, ids):
         rng = random.Random(3)
 
         async def turns(
             http: aiohttp.ClientSession, tokens: int, lead_s: float, rounds: int
         ) -> tuple[list[float], list[float]]:
-            """Both pairs of engines in turn, so that what the machine does meanwhile meets both."""
+            """Measure both pairs of engines in turn, so that other load on the machine affects both; return their tails."""
             runs: tuple[list[float], list[float]] = ([], [])
             for _ in range(rounds):
                 for pair, found in ((upstream, runs[0]), (pushing, runs[1])):
@@ -60,18 +60,24 @@ async def layerwise() -> list[Figure]:
             return runs
 
         async def beside_streams(http: aiohttp.ClientSession, pair: list[Engine]) -> list[float]:
-            """One pair at a time: the other's streams would take its cores."""
+            """Measure one pair at a time, because the other pair's streams would use its cores; return the tails."""
             async with _decoding(http, pair[1], rng, ids):
                 prompts = [[rng.choice(ids) for _ in range(TOKENS["4k"])] for _ in range(ROUNDS["4k"])]
                 return [await tail_of(http, pair, prompt) for prompt in prompts]
 
         figures: list[Figure] = []
         async with session() as http:
-            # An engine learns of the other once, and opens its connections.
+            # At the first offload an engine queries the other one and opens its connections.
             first, again = await turns(http, 300, 0.0, rounds=1), await turns(http, 300, 0.0, rounds=1)
             after_s, layered_s = (one[0] - two[0] for one, two in zip(first, again, strict=True))
             figures.append(
-                Figure("layerwise_handshake_s", layered_s, "s", after_s, "by which the first offload's tail is longer")
+                Figure(
+                    "layerwise_handshake_s",
+                    layered_s,
+                    "s",
+                    after_s,
+                    "tail of the first offload less that of the second",
+                )
             )
             for name, tokens in TOKENS.items():
                 after, layered = await turns(http, tokens, 0.0, ROUNDS[name])
@@ -90,7 +96,11 @@ async def layerwise() -> list[Figure]:
         layered_s, after_s = [megabytes * _write_s_per_mb(pair[0]) for pair in (pushing, upstream)]
         figures.append(
             Figure(
-                "layerwise_write_s_8k", layered_s, "s", after_s, "writes of so many bytes, by the engines' own count"
+                "layerwise_write_s_8k",
+                layered_s,
+                "s",
+                after_s,
+                "time of the writes of 8k tokens, from the engines' logs",
             )
         )
         return figures
@@ -101,7 +111,7 @@ def _tail(metric: str, after: list[float], layered: list[float], note: str) -> F
 
 
 def _write_s_per_mb(engine: Engine) -> float:
-    """How long writes to the other took, from what the engine has logged so far."""
+    """Return the time of the engine's KV writes so far, in s per MB, from its log."""
     log = engine.process.log.read_text()
     found = re.findall(r"transfers=(\d+), Avg xfer time \(ms\)=([\d.]+), .*?Avg MB per transfer=([\d.]+)", log)
     rows = [tuple(map(float, row)) for row in found]
@@ -109,7 +119,7 @@ def _write_s_per_mb(engine: Engine) -> float:
 
 
 async def tail_of(http: aiohttp.ClientSession, pair: list[Engine], prompt: list[int], lead_s: float = 0.0) -> float:
-    """Offload a prompt: how much later than P's answer D's first token was there, in s; negative when it was there before."""
+    """Offload a prompt; return the time from P's answer to D's first token in s, negative if D's token was first."""
     p, d = pair
     offload = Offload(http, p, d, prompt, lead_s, output=1)
 
@@ -131,7 +141,7 @@ async def tail_of(http: aiohttp.ClientSession, pair: list[Engine], prompt: list[
 async def _decoding(
     http: aiohttp.ClientSession, engine: Engine, rng: random.Random, ids: list[int]
 ) -> AsyncIterator[None]:
-    """Streams that generate on `engine` all the while."""
+    """Keep STREAMS streams decoding on `engine` inside the block."""
     streams = [
         asyncio.create_task(post(http, engine, {"prompt": [rng.choice(ids) for _ in range(32)], "max_tokens": 8_000}))
         for _ in range(STREAMS)
@@ -147,7 +157,7 @@ async def _decoding(
 
 @contextlib.contextmanager
 def engine_pairs(folder: Path) -> Iterator[tuple[list[Engine], list[Engine], list[int]]]:
-    """A pair of engines with vLLM's connector, one with ours, and the ids of tokens to make prompts of."""
+    """Run a pair of engines with vLLM's connector and one with the layerwise connector; yield both and token ids for prompts."""
     if not ENGINE_PYTHON.exists():
         raise SystemExit(f"{ENGINE_PYTHON} is missing: `make env-engine` makes it")
     model = make_model(folder / "model")

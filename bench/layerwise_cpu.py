@@ -1,8 +1,8 @@
-"""What pushing a prompt layer by layer costs the engine that computes it, in CPU time, beside vLLM's own connector.
+"""CPU time that pushing a prompt layer by layer costs the engine that computes it, beside vLLM's own connector.
 
-One offload through each pair of engines, in random order, D asked first; many times. What else the machine does disturbs some
-of them: the differences are trimmed. Two engines with the same connector differ, too, by a percent or two, in each run otherwise:
-a figure to the percent takes several runs.
+Each round makes one offload through each pair of engines, in random order, with D's request sent first. Other load on the machine
+disturbs some rounds, so the differences are trimmed. Two engines with the same connector also differ by a percent or two, and the
+difference changes from run to run. A figure exact to the percent therefore takes several runs.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from pointsman.lab.experiments.paired_statistics import trimmed_difference
 from tests.support.engines.direct_offloads import session
 from tests.support.engines.servers import Engine
 
-# What an engine still has to do for an offload when both of its halves have been answered, in s.
+# Time that an engine still works for an offload after both of its requests are answered, s.
 SETTLES_S = 0.02
 
 
 async def layerwise_cpu() -> list[Figure]:
-    """P's CPU time for short prompts."""
+    """Return P's CPU time for short prompts."""
     return await _figures({"block": 200, "2k": 80})
 
 
 async def layerwise_cpu_long() -> list[Figure]:
-    """P's CPU time for long prompts."""
+    """Return P's CPU time for long prompts."""
     return await _figures({"4k": 30, "8k": 16})
 
 
@@ -43,7 +43,7 @@ async def _figures(pairs: Mapping[str, int]) -> list[Figure]:
         async with session() as http:
             figures = []
             for name, count in pairs.items():
-                # An engine learns of the other once, and how fast the link is.
+                # The first three rounds are not measured: each engine queries the other one, and learns the speed of the link.
                 spent: tuple[list[float], list[float]] = ([], [])
                 for number in range(-3, count):
                     both = [(upstream, spent[0]), (pushing, spent[1])]
@@ -73,12 +73,12 @@ async def _p_cpu_s(http: aiohttp.ClientSession, pair: list[Engine], prompt: list
 
 
 def _cpu_s(engine: Engine) -> float:
-    """CPU time of all of an engine's processes, in seconds; from their own clocks, which do not count in ticks."""
+    """Return the CPU time of all processes of an engine, in s, from their CPU-time clocks, which are finer than /proc's ticks."""
     total = 0.0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             if int(stat.read_text().rpartition(")")[2].split()[2]) == engine.process.pid:
-                # What clock_getcpuclockid(3) makes of a process's id.
+                # The clock id that clock_getcpuclockid(3) computes from a process id.
                 total += time.clock_gettime((~int(stat.parent.name) << 3) | 2)
         except (FileNotFoundError, ProcessLookupError):
             continue

@@ -1,7 +1,7 @@
-"""A trace replayed under `migrate` on two real engines, with layer-wise push and with vLLM's own connector.
+"""Replays a trace under `migrate` on two real engines, with layer-wise push and with vLLM's own connector.
 
-Each run begins with empty engines. Migrations are decided by what is under way, so the runs do not move the same requests:
-those that moved in both are compared as pairs, all requests as two distributions.
+Each run starts with empty engines. Migrations depend on the load at the moment, so the runs do not move the same requests.
+Requests that moved in both runs are compared as pairs, all requests as two distributions.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tests.support.engines.fault_switches import installed
 from tests.support.engines.servers import LAYERWISE, MOONCAKE, EngineSpec, make_model, running_engines
 from tests.support.processes.control_plane import ControlPlane
 
-# Prompts of 400 to 5,000 tokens, answers of 100, so that there is something to move away from.
+# Prompts of 400 to 5,000 tokens and answers of 100, so that instances have load to move away from.
 SHAPE = replace(SMALL, mean_turns=3.0, output_tokens=400, max_tokens=24_000, block_size=256)
 SESSIONS, RATE_PER_S, SEED = 14, 2.0, 4
 SCALE, TIME_SCALE = 1 / 4, 0.2
-# Whatever is new moves to an engine that has no more to do.
+# With these settings every request with new tokens moves to an engine that has no more load.
 SETTINGS = {"min_new_tokens": 1, "min_prefill_decode_busy": 0, "min_load_gap": 0, "target_load_ratio": 1.0}
 
 Key = tuple[str, int]
@@ -37,18 +37,18 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run: each request's record and, where it moved, its moments (s)."""
+    """A run: each request's record and, if it moved, its row of the latency breakdown (moments in s)."""
 
     records: Mapping[Key, RequestRecord]
     moved: Mapping[Key, Mapping[str, Any]]
 
     def ttfts(self, keys: Iterable[Key]) -> list[float]:
-        """Of requests with a first token."""
+        """Return the TTFT of each of the requests that has one, in s."""
         found = (self.records[key].ttft_s for key in keys)
         return [ttft for ttft in found if ttft is not None]
 
     def between(self, begin: str, end: str) -> float:
-        """The median time between two moments of the requests that moved, in s; NaN where none has both."""
+        """Return the median time between two moments of the requests that moved, in s; NaN if no request has both."""
         return _median(
             row[end] - row[begin]
             for row in self.moved.values()
@@ -57,7 +57,7 @@ class ComparedRun:
 
 
 def layerwise_trace() -> list[Figure]:
-    """TTFT of the whole trace and of the requests that moved both times, and where the time of those that moved went."""
+    """Return TTFT of all requests and of those that moved in both runs, and the parts of the time of the requests that moved."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_model(folder / "model")

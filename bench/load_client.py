@@ -1,9 +1,9 @@
-"""A load client that costs almost nothing: a program of its own on bare uvloop. Prints one JSON object.
+"""Load client with little CPU cost, a separate program on bare uvloop. Prints one JSON object.
 
-Each of `--connections` keeps asking until `--requests` are answered in all: a chat with a new prompt of about `--prompt` bytes.
-Answers are not parsed: an event stream is over with the chunk after [DONE], any other with its Content-Length. With `--mix` the
-requests are of all kinds (MIX), and some clients leave at the first byte and come back on a new connection. A connection that
-the server has closed as idle when the next request comes on it is no answer's end: the request goes out again on a new one.
+Each of `--connections` sends chats with new prompts of about `--prompt` bytes until `--requests` are answered in all. Answers are
+not parsed: an event stream ends with the empty last chunk, any other answer after its Content-Length. With `--mix` the requests
+are of all kinds (MIX), and some clients disconnect at the first byte and reconnect. If the server closes an idle connection just
+when the next request is sent on it, the request is sent again on a new connection and does not count as failed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import cast
 
 import uvloop
 
-SAMPLES = 1_000  # about as many moments of first bytes are told, from all over their order
+SAMPLES = 1_000  # approximate number of times to first byte that are printed, evenly from their sorted order
 # Kind of request -> its share of a mix.
 MIX = {"stream": 0.55, "whole": 0.2, "leave": 0.1, "wrong": 0.05, "models": 0.1}
 WORDS = [
@@ -46,7 +46,7 @@ WORDS = [
 
 @dataclass
 class LoadRun:
-    """What is asked, and what came of it."""
+    """Parameters and results of a run, shared by its connections."""
 
     url: tuple[str, int]
     requests: int
@@ -69,7 +69,7 @@ class LoadRun:
     repeated: int = 0  # requests that met a connection closed as idle
 
     def next_request(self) -> tuple[bytes, str] | None:
-        """The bytes of one more request, and its kind; None when all are asked."""
+        """Return the bytes and the kind of the next request; None if all have been returned. Mutates."""
         if self.asked == self.requests:
             return None
         self.asked += 1
@@ -92,11 +92,11 @@ class LoadRun:
         return f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw, kind
 
     async def connect(self, count: int = 1, spread_s: float = 0.0) -> None:
-        """That many clients more, evenly over `spread_s`."""
+        """Open `count` connections, evenly over `spread_s`."""
         await asyncio.gather(*(self._connect(number * spread_s / count) for number in range(count)))
 
     def reconnect(self, asked: tuple[bytes, str] | None = None) -> None:
-        """A client more; with what it has `asked` already, where that is to be asked again."""
+        """Open a connection in the background; it first sends `asked`, a request to repeat, if given."""
         reconnecting = asyncio.get_running_loop().create_task(self._connect(0.0, asked))
         self.reconnecting.add(reconnecting)
         reconnecting.add_done_callback(self.reconnecting.discard)
@@ -106,7 +106,7 @@ class LoadRun:
         await asyncio.get_running_loop().create_connection(lambda: Client(self, asked), *self.url)
 
     def note(self, *, ok: bool, head: str = "") -> None:
-        """One request is over; `head` is its answer's first line."""
+        """Count an ended request; `head` is its answer's first line. Mutates."""
         self.answered += ok
         self.failed += not ok
         if not ok:
@@ -116,7 +116,7 @@ class LoadRun:
 
 
 class Client(asyncio.Protocol):
-    """One connection."""
+    """One connection, which sends a request after each answer."""
 
     def __init__(self, run: LoadRun, asked: tuple[bytes, str] | None = None) -> None:
         self._run = run
@@ -191,7 +191,7 @@ class Client(asyncio.Protocol):
 
 
 async def go(run: LoadRun, connections: int, group: int, spread_s: float) -> dict[str, object]:
-    """Run to the end; what came of it."""
+    """Open the connections and wait until all requests are answered; return the results. With `hold` it never returns."""
     began = time.perf_counter()
     for start in range(0, connections, group):
         await run.connect(min(group, connections - start), spread_s)
@@ -215,21 +215,23 @@ async def go(run: LoadRun, connections: int, group: int, spread_s: float) -> dic
 
 
 def main() -> None:
-    """Run once."""
+    """Run the client."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--connections", type=int, default=16)
     parser.add_argument(
         "--group", type=int, default=100, help="connections opened at once; --hold waits for each group"
     )
-    parser.add_argument("--spread-ms", type=float, default=0.0, help="over which each group's connections are opened")
+    parser.add_argument("--spread-ms", type=float, default=0.0, help="time over which a group's connections are opened")
     parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--chunks", type=int, default=0, help="0: not streamed")
+    parser.add_argument("--chunks", type=int, default=0, help="chunks of each answer; 0: not streamed")
     parser.add_argument("--prompt", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--hold", action="store_true", help='say "held" when every answer has begun, and stay')
-    parser.add_argument("--prompts", type=int, default=0, help="as many different ones; 0: each is new")
-    parser.add_argument("--mix", action="store_true", help="requests of all kinds")
+    parser.add_argument(
+        "--hold", action="store_true", help='print "held" when every answer has begun, and keep running'
+    )
+    parser.add_argument("--prompts", type=int, default=0, help="number of different prompts; 0: each is new")
+    parser.add_argument("--mix", action="store_true", help="send requests of all kinds")
     given = parser.parse_args()
 
     async def run() -> dict[str, object]:

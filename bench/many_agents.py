@@ -1,8 +1,9 @@
 """Agents of many instances in one process, which report to a router: `python -m bench.many_agents ADDRESS`.
 
-It reads lines `INSTANCES KEYS INCARNATION`: all instances say hello at once in this incarnation, each sends a snapshot of KEYS
-keys, and "done" is printed when the router knows all. Their loads follow once a second. Each node has a connection of its own,
-which its engines share. The process runs at a low priority: agents are on other machines and take nothing from a router's.
+The process reads lines `INSTANCES KEYS INCARNATION`. For each line all instances send a hello with this incarnation at once, and
+each sends a snapshot of KEYS keys. "done" is printed when the router has all of them. Load reports follow once a second. Each
+node has its own connection, which its engines share. The process has a low priority, because real agents do not use the router's
+machine.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from pointsman.common.io.channel import open_channel
 from tests.support.instances import IN_STEP
 from tests.support.router import Client, Report
 
+# Interval between two load reports of an instance, s.
 LOAD_INTERVAL_S = 1.0
-# Asked more often, a list of a thousand instances would be a load of its own.
+# Interval between two listings of the instances, s. More frequent listings of a thousand instances would load the router.
 POLL_INTERVAL_S = 0.5
 ON_A_NODE = 8  # engines
 NICENESS = 10
-# Agents are processes of their own, so many of which have something to send at a time.
+# Maximum number of instances that send a snapshot at the same time.
 AT_ONCE = 64
 
 
 async def main(address: str) -> None:
-    """Until standard input ends."""
+    """Run until standard input ends."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     reports: dict[str, Report] = {}

@@ -1,4 +1,4 @@
-"""What the gateway keeps in memory: with streams open, and after 200,000 requests of all kinds."""
+"""Memory of the gateway: with open streams, and its growth over 200,000 requests of all kinds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ LONG_STREAMS = 100
 WARM_UP = 60_000
 REQUESTS = 200_000
 ROUND = 20_000
-CACHE_MB = 16  # of tokens: full long before the warm-up ends, as is what is remembered of so many sessions
+# Size of the token cache, MB. The cache and the store of sessions are full long before the warm-up ends.
+CACHE_MB = 16
 PROMPTS = 10_000
 
 
@@ -30,7 +31,7 @@ async def memory() -> list[Figure]:
                 some = stack.rss_mb(gateway.pids[0])
             async with stack.open_streams(gateway.port, MANY):
                 many = stack.rss_mb(gateway.pids[0])
-        # Without the cache of tokens, which is bounded and no stream's own.
+        # Without the token cache, which is bounded and not part of a stream's memory.
         async with stack.pointsman(engines, model, "--token-cache-mb", "0") as (gateway, _):
             async with stack.open_streams(gateway.port, 1, LONG_BYTES):
                 one = stack.rss_mb(gateway.pids[0])
@@ -56,7 +57,7 @@ async def memory() -> list[Figure]:
 
 
 async def growth() -> list[Figure]:
-    """rss_growth_mb_200k. The longest of all: three to four minutes on two cores."""
+    """rss_growth_mb_200k. The longest benchmark that runs by default: three to four minutes on two cores."""
     mb: list[float] = []
     routers: list[float] = []
     cache = "--token-cache-mb", str(CACHE_MB)

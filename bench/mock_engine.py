@@ -1,7 +1,8 @@
-"""An engine that costs almost nothing: a program of its own on bare uvloop, so that it is not what a benchmark measures.
+"""Mock engine with little CPU cost, a separate program on bare uvloop, so that benchmarks do not measure the engine.
 
-A chat or completion gets `max_tokens` chunks, one each `--interval-ms`, or a small JSON object. /tokenize answers with the
-tokens of `--model`'s tokenizer, so that a gateway trusts its own. GET /open tells how many answers are under way.
+A chat or completion is answered with `max_tokens` chunks, one per `--interval-ms`, or with a small JSON object. /tokenize answers
+with the tokens of `--model`'s tokenizer, so that the gateway's tokenizer status is EXACT. GET /open returns the number of answers
+in flight.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _framed(data: bytes) -> bytes:
 
 
 class Engine(asyncio.Protocol):
-    """One connection. Requests come one by one."""
+    """One connection. Its client must wait for each answer before it sends the next request."""
 
     open_answers = 0
     tokenizer: ModelTokenizer | None = None

@@ -1,4 +1,4 @@
-"""What a router keeps of an open request: on a fleet of a thousand instances, and of many on few instances."""
+"""Memory of a router per open request: on a fleet of a thousand instances, and with many requests on few instances."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import PlacementRequest
 
 INSTANCES = 1_000
-# Prompt tokens -> requests open. A long one takes 40 ms here, most of them to trace 8,125 numbers.
+# Prompt tokens -> number of open requests. A long request takes 40 ms here, mostly because tracemalloc traces its 8,125 numbers.
 OPEN = {1_024: 10_000, PROMPT_TOKENS: 1_000}
-# Until its first token a request's keys are kept.
+# Number of requests open in prefill. The router keeps a request's keys until its first token.
 IN_PREFILL = 1_000
-# So many on each of few instances, where what is kept of one must not grow with the others.
+# Many open requests on few instances: the memory of a request must not grow with the number of others.
 FEW_INSTANCES, OPEN_ON_FEW = 10, 5_000
 GOAL_BYTES = 8_000.0
 
 
 def open_request_bytes() -> list[Figure]:
-    """open_request_bytes_1k and _130k, of requests that are answered, and open_prefill_bytes_* of those that are not yet;
-    *_crowded: many of them on each of few instances."""
+    """open_request_bytes_1k and _130k of requests in decode, and open_prefill_bytes_* of requests in prefill; *_crowded: with
+    many requests on each of few instances."""
     figures = []
     for tokens, count in OPEN.items():
         name, case = f"{tokens // 1_000}k", _case(tokens, INSTANCES)
@@ -60,24 +60,24 @@ def _in_prefill(name: str, size: float, count: int, case: str) -> Figure:
 
 
 def _bytes_each(tokens: int, count: int, *, answered: bool, instances: int = INSTANCES) -> float:
-    """Bytes that the state grows by with each of `count` requests, without what is bounded for all of them together."""
+    """Return the growth of the router's state per request, in bytes, over `count` requests; bounded shared state is excluded."""
     state = filled(instances, [0], 16)
     rng = random.Random(1)
     now = 1.0
     state.handle(ev.GatewayHello("g"), now)
-    # What grows once for all: orders of loads, snapshots of instances, a mean.
+    # The first requests create state that all requests share: orders of loads, snapshots of instances, a mean.
     for number in range(2):
         _open(state, f"first{number}", tokens, rng, now)
         state.handle(ev.FirstToken(_id(f"first{number}")), now)
     gc.collect()
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    # All prefill at once, so that what is kept of each might hold all that came before it.
+    # All requests are in prefill at once, so that the state of each could include all requests before it.
     for number in range(count):
         _open(state, f"r{number}", tokens, rng, now)
     for number in range(count if answered else 0):
         state.handle(ev.FirstToken(_id(f"r{number}")), now)
-    # What was just computed counts as cached for a while, up to a bound.
+    # Provisional blocks are kept for a while, up to a bound; they must not count.
     now += 2 * PROVISIONAL_S
     state.handle(ev.Tick(), now)
     gc.collect()

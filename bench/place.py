@@ -1,4 +1,4 @@
-"""Placements over gRPC, from a gateway's message to its answer, on a router in a process of its own."""
+"""Placements over gRPC, from a gateway's message to its answer, with a router in a separate process."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from tests.support.processes.redis import redis_server
 from tests.support.router import Client, Report
 
 INSTANCES = 64
-# A fleet that one router is to carry. Fewer keys on each, so that the case fits a small machine: a decision looks at the prompt's
-# keys only.
+# Size of a fleet that one router must handle. Each instance has fewer keys, so that the case fits a small machine. A decision
+# reads only the prompt's keys.
 MANY_INSTANCES, MANY_KEYS = 1_000, 4_500
 ROUNDS = 500
 IN_FLIGHT = 64
 
 
 async def place() -> list[Figure]:
-    """place_rpc_*, place_per_s, place_cpu_*, restart_kb_* and resync_s, in memory; place_rpc_* with Redis beside them."""
+    """place_rpc_*, place_per_s, place_cpu_*, restart_kb_* and resync_s without a shared store, and place_rpc_redis_* with
+    Redis."""
     figures: list[Figure] = []
     keys = long_prompt()
     async with stack.router() as (address, served), open_channel(address) as channel:
@@ -102,7 +103,7 @@ async def _rate(session: Session, served: ServerProcess, count: int = 6_000) -> 
 
 
 async def _restart(session: Session, channel: grpc.aio.Channel, agents: list[Report]) -> Figure:
-    """What a gateway is told until it knows that one engine of the fleet has restarted."""
+    """Restart one engine; return the bytes that the router sends to a gateway up to the update about the restart."""
     agents[0].call.cancel()
     name = info(0).instance_id
     told = 0
@@ -127,8 +128,11 @@ async def _restart(session: Session, channel: grpc.aio.Channel, agents: list[Rep
 async def _played(
     session: Session, served: ServerProcess, count: int, tokens: int, prompt: list[int] | None = None
 ) -> tuple[float, float]:
-    """`count` requests as a gateway sends them: IN_FLIGHT at a time, each with its first token and its end, in batches. How long
-    they take (s), and the router's CPU for each (us). Without a `prompt` (keys) each has its own."""
+    """Send `count` requests as a gateway does: IN_FLIGHT at a time, each with its first token and its end, in batches.
+
+    Returns the total time (s), and the router's CPU time per request (us). All requests have the keys `prompt`; without it each
+    has its own.
+    """
     rng = random.Random(1)
     batch_queue: BatchQueue[placement_pb2.SessionRequest] = BatchQueue()
     numbers = iter(range(count))
@@ -191,7 +195,7 @@ async def _placement(session: Session) -> placement_pb2.Placement:
 
 
 async def _placements(session: Session) -> list[placement_pb2.Placement]:
-    """Those of the next message that has any."""
+    """Return the placements of the next message that has any. Raises RuntimeError for a refusal."""
     found: list[placement_pb2.Placement] = []
     while not found:
         message = await session.read()
@@ -205,7 +209,7 @@ async def _placements(session: Session) -> list[placement_pb2.Placement]:
 async def _fill(
     channel: grpc.aio.Channel, keys: list[int], instances: int = INSTANCES, count: int = KEYS_PER_INSTANCE
 ) -> list[Report]:
-    """Agents of so many instances, each with `count` keys, when the router knows them all."""
+    """Report `instances` with `count` keys each, and wait until the router has all of them; return their agents."""
     client = Client(channel)
     agents = [Report(client) for _ in range(instances)]
 
@@ -223,5 +227,5 @@ async def _fill(
 
 
 async def _report_again(agents: list[Report]) -> None:
-    """Let all agents tell their load: the keys of one that has said nothing for a while count for nothing."""
+    """Send a load report of every instance: the router ignores the keys of an instance that has not reported for a while."""
     await asyncio.gather(*(agent.send(load=agent_pb2.Load(healthy=True, running=1, kv_usage=0.25)) for agent in agents))

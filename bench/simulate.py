@@ -1,4 +1,4 @@
-"""The simulator: CPU of one run of a trace, in a process of its own."""
+"""CPU time of the simulator for one run of a trace, in a separate process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from pointsman.lab.workload.trace_files import load_trace
 from pointsman.lab.workload.traces import TINY_TRACE, TraceRequest
 
 GOAL_S = 2.0
-# Beside the repository where the project is developed; elsewhere the tiny trace that is shipped is taken, and the note says so.
+# The file is beside the repository on the machines where the project is developed. Without it the tiny trace of the package is
+# used, and the figure's note names it.
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "agentic_coding_1214.jsonl.gz"
 ENGINE = EngineConfig(max_model_len=200_000)
 
 
 def simulate() -> list[Figure]:
-    """CPU seconds of one run under the default policy: a trace on 8 instances, and many small sessions on 1,000."""
+    """Return the CPU time of one run under the default policy, in s: a trace on 8 instances, and 2,000 sessions on 1,000."""
     trace = TRACE if TRACE.exists() else TINY_TRACE
     crowd = generate(2_000, 60.0, seed=1)
     return [
@@ -32,7 +33,7 @@ def simulate() -> list[Figure]:
 
 
 def _run(metric: str, requests: list[TraceRequest], instances: int, note: str, goal_s: float | None = GOAL_S) -> Figure:
-    # As a trial of `pointsman compare` has one: what other benchmarks have left here would be collected in its time.
+    # A separate process, as for a trial of `pointsman compare`: garbage of earlier benchmarks would be collected during the run.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         spent_s = process.submit(_spent_s, requests, instances).result()
     return Figure(metric, spent_s, "s", goal_s, f"{len(requests):,} requests on {instances:,} instances; {note}")

@@ -1,4 +1,5 @@
-"""A fleet of processes under 200,000 requests at full speed: what each process has grown by, and that nothing is left open."""
+"""A fleet of processes under 200,000 requests at full speed: the growth of each process, and a check that no request stays
+open."""
 
 from __future__ import annotations
 
@@ -15,28 +16,29 @@ from tests.support.processes.fleet import ROUTERS, Fleet
 
 REQUESTS = 200_000
 ROUND = 5_000
-# Of the requests. Until then what is bounded fills up: tokens, sessions, decisions, the engines' caches.
+# Share of the requests after which growth is measured. Until then the bounded stores fill: tokens, sessions, decisions, the
+# engines' caches.
 WARM_UP = 0.4
 CONNECTIONS = 32
 PROMPTS = 10_000
 LOAD = {"connections": CONNECTIONS, "chunks": 3, "prompt": 200, "prompts": PROMPTS, "mix": True}
 CACHE_MB = 16
-# Answers after which clients try again: what a machine that is too busy may give.
+# Answers that a client may retry; they can occur on an overloaded machine.
 TRY_AGAIN = ("http/1.1 429", "http/1.1 502", "http/1.1 503")
 
 
 async def soak() -> list[Figure]:
-    """soak_growth_mb_100k of each process: the slope of its resident memory. Half an hour on two cores.
+    """soak_growth_mb_100k of each process: the slope of its resident memory. Takes half an hour on two cores.
 
-    A router fills up while it owns the pool, some 60 MB in its first 30,000 requests. One that has come to own it late grows by
-    that in any case, so each router's figure says how often it was found to be the owner.
+    A router fills its stores while it owns the pool, by about 60 MB over its first 30,000 requests. A router that becomes the
+    owner late grows by that amount in any case. So each router's note says how often it was the owner.
     """
     return await run(REQUESTS, ROUND)
 
 
 async def run(requests: int, by: int) -> list[Figure]:
-    """The same for `requests`, of which `by` come between two looks. Raises AssertionError when anything is left open at the
-    end, and RuntimeError when a request failed for good."""
+    """Run soak() with `requests`, and sample memory and owner after every `by` of them. Raises AssertionError if a request is
+    open at the end, and RuntimeError if a request failed in a way that a client cannot retry."""
     with tempfile.TemporaryDirectory() as folder:
         fleet = Fleet(
             Path(folder),
@@ -69,9 +71,9 @@ async def run(requests: int, by: int) -> list[Figure]:
             await fleet.stop()
     kinds = ", ".join(f"{share:.0%} {kind}" for kind, share in MIX.items())
     what = f"{requests:,} requests ({kinds}), {requests / took_s:,.0f} a second, {dict(failures) or 'none'} failed"
-    what += f", {repeated} asked again"
+    what += f", {repeated} sent again"
     looks = requests // by
-    owned = {name: f"; the owner at {owners[name]} of {looks} looks" for name in ROUTERS}
+    owned = {name: f"; the owner at {owners[name]} of {looks} samples" for name in ROUTERS}
     return [_figure(name, values, by, what + owned.get(name, "")) for name, values in sorted(mb.items())]
 
 

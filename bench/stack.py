@@ -1,4 +1,4 @@
-"""Processes for the benchmarks of the gateway: mock engines, a router, a gateway, nginx, vllm-router, each with its CPU time."""
+"""Processes for the benchmarks: mock engines, router, gateway, nginx, vllm-router and load client; their CPU time and memory."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.support.processes.process import free_port
 from tests.support.router import Client, Report
 from tests.support.waiting import until
 
-MODEL = "m"  # also what Report names
+MODEL = "m"  # also the model of Report's instances
 READY_WITHIN_S = 60.0
 VLLM_ROUTER = "vllm-router==0.1.17"
 
 
 def cpu_s(*pids: int) -> float:
-    """CPU seconds of these processes' living threads, at the scheduler's own resolution (/proc/PID/task/*/schedstat)."""
+    """Return the CPU time of the processes' live threads in s, at the scheduler's resolution (/proc/PID/task/*/schedstat)."""
     return (
         sum(int(file.read_text().split()[0]) for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
         / 1e9
@@ -47,19 +47,19 @@ def _children(pid: int) -> tuple[int, ...]:
 
 def _written(file: Path, text: str) -> str:
     file.write_text(text)
-    file.parent.chmod(0o755)  # nginx's worker is another user
+    file.parent.chmod(0o755)  # nginx's worker runs as another user
     return str(file)
 
 
 def rss_mb(pid: int) -> float:
-    """Resident memory in MB (10^6 bytes)."""
+    """Return a process's resident memory in MB (10^6 bytes)."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 @dataclass
 class ServerProcess:
-    """Something that listens on `port`; `pids` is what it costs."""
+    """A server that listens on `port`. `pids`: the processes whose CPU time and memory are measured."""
 
     port: int
     pids: tuple[int, ...]
@@ -67,7 +67,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def process(command: list[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends with the block."""
+    """Run a process inside the block; end it afterwards."""
     child = subprocess.Popen(command, **options)
     try:
         yield child
@@ -81,14 +81,14 @@ def process(command: list[str], **options: Any) -> Iterator[subprocess.Popen[byt
 
 
 async def wait_until_ready(port: int, path: str = "/health") -> None:
-    """Wait until `path` is answered with 200. Raises AssertionError."""
+    """Wait until `path` is answered with 200. Raises AssertionError after READY_WITHIN_S."""
     url = f"http://127.0.0.1:{port}"
     await asyncio.to_thread(until, lambda: serves(url, path), within_s=READY_WITHIN_S, what=f"{url}{path}")
 
 
 @contextlib.asynccontextmanager
 async def engine(interval_ms: float, model: str = "") -> AsyncIterator[ServerProcess]:
-    """A mock engine."""
+    """Run a mock engine."""
     port = free_port()
     command = [sys.executable, "-m", "bench.mock_engine", "--port", str(port), "--interval-ms", str(interval_ms)]
     with process([*command, "--model", model], stdout=subprocess.DEVNULL) as child:
@@ -97,7 +97,7 @@ async def engine(interval_ms: float, model: str = "") -> AsyncIterator[ServerPro
 
 
 async def load(port: int, may_fail: bool = False, /, **flags: object) -> dict[str, Any]:
-    """Run the load client to its end; what it printed. Raises RuntimeError when a request failed, unless it `may_fail`."""
+    """Run the load client to its end; return its results. Raises RuntimeError if a request failed, unless `may_fail`."""
     given = [part for name, value in flags.items() for part in (f"--{name}", *([] if value is True else [str(value)]))]
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bench.load_client", "--port", str(port), *given, stdout=subprocess.PIPE
@@ -110,7 +110,8 @@ async def load(port: int, may_fail: bool = False, /, **flags: object) -> dict[st
 
 
 def allow_files(count: int) -> None:
-    """Let this process and those it starts open that many files. Raises RuntimeError where that is not allowed."""
+    """Raise the limit of open files to `count` for this process and its children. Raises RuntimeError if that is not
+    permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= count:
         return
@@ -121,7 +122,8 @@ def allow_files(count: int) -> None:
 
 @contextlib.asynccontextmanager
 async def open_streams(port: int, streams: int, prompt: int = 1000, group: int = 100) -> AsyncIterator[None]:
-    """That many streams open, all of which have begun, on prompts of about `prompt` bytes; `group` of them are opened at once."""
+    """Keep `streams` streams open inside the block, after all have begun. Prompts have about `prompt` bytes; `group` open at
+    once."""
     flags = ["--connections", str(streams), "--requests", str(streams), "--chunks", "1000000", "--hold"]
     flags += ["--prompt", str(prompt), "--seed", str(streams), "--group", str(group)]
     child = await asyncio.create_subprocess_exec(
@@ -148,7 +150,7 @@ async def _keep_reporting(reports: list[Report]) -> None:
 
 @contextlib.asynccontextmanager
 async def router(*flags: str) -> AsyncIterator[tuple[str, ServerProcess]]:
-    """A router that answers, and its address."""
+    """Run a router; yield its address and process when it answers."""
     address = f"127.0.0.1:{free_port()}"
     command = pointsman_command("router", "--listen", address, "--metrics-listen", "", "--log-level", "error", *flags)
     with process(command) as child:
@@ -169,7 +171,10 @@ async def router(*flags: str) -> AsyncIterator[tuple[str, ServerProcess]]:
 async def pointsman(
     engines: list[ServerProcess], model: str, *flags: str, max_model_len: int = 0
 ) -> AsyncIterator[tuple[ServerProcess, ServerProcess]]:
-    """A gateway that trusts its tokens, and its router, each a process, over `engines` of that context (0: nobody tells it)."""
+    """Run a router and a gateway with exact tokens before `engines`; yield gateway and router.
+
+    `max_model_len` is reported for the engines (0: not reported).
+    """
     async with router() as (router_at, placing), open_channel(router_at) as channel:
         port = free_port()
         command = pointsman_command("gateway", "--listen", f"127.0.0.1:{port}", "--routers", router_at, *flags)
@@ -209,7 +214,7 @@ http {{
 
 @contextlib.asynccontextmanager
 async def nginx(engines: list[ServerProcess]) -> AsyncIterator[ServerProcess]:
-    """One nginx worker, unbuffered. Raises FileNotFoundError where Debian's nginx is not installed."""
+    """Run nginx with one worker, unbuffered. Raises FileNotFoundError if Debian's nginx is not installed."""
     executable = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if executable is None:
         raise FileNotFoundError("the benchmark needs nginx: apt-get install nginx")
@@ -224,8 +229,8 @@ async def nginx(engines: list[ServerProcess]) -> AsyncIterator[ServerProcess]:
 
 @contextlib.asynccontextmanager
 async def vllm_router(engines: list[ServerProcess]) -> AsyncIterator[ServerProcess]:
-    """The Rust vllm-router, round robin, in an environment of its own under .state. Raises CalledProcessError where it cannot
-    be installed."""
+    """Run the Rust vllm-router with round robin, installed on first use in a virtual environment under .state. Raises
+    CalledProcessError if it cannot be installed."""
     folder = Path(".state") / "vllm-router"
     executable = folder / "bin" / "vllm-router"
     if not executable.exists():

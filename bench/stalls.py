@@ -1,7 +1,7 @@
-"""What holds a router's event loop, and placements meanwhile, at a fleet's size: `python -m bench stalls`. Takes two minutes.
+"""Longest blocks of a router's event loop, and placement times meanwhile, on large fleets: `python -m bench stalls`.
 
-The router is a process of its own (timed_router.py), and so are the agents; placements are asked for from here, one each
-PROBE_INTERVAL_S. A turn is told in ms of the router's CPU time.
+Takes two minutes. The router (timed_router.py) and the agents are separate processes. This process requests placements, with a
+pause of PROBE_INTERVAL_S after each. A turn is one iteration of the event loop, measured in ms of the router's CPU time.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ GOAL_TURN_MS, GOAL_PLACE_MS, GOAL_TAKEOVER_S = 20.0, 10.0, 2.0
 PROBE_INTERVAL_S = 0.01
 SESSIONS, OPEN = 1_000_000, 10_000
 WHAT_IFS, DECISIONS = 20, 1_000
-# Of the sessions that are stored, as many as the probes' own may go: a router keeps a million.
+# Number of stored sessions that may be missing: a router keeps a million, and the sessions of the probes displace as many.
 SOME = 1_000
-# Ahead of the takeover, so that the router's start is not in it.
+# Timeout of each wait, s.
 WITHIN_S = 300.0
+# Prefix of the pool's keys in Redis.
 POOL = "pointsman:{default:m}:"
-# What a page asks for: everywhere, and in its view of the last 15 minutes.
+# Requests of a console page: those of every view, and of the view of the last 15 minutes.
 ASKED: tuple[tuple[str, dict[str, str]], ...] = (
     ("ListInstances", {}),
     ("ListReplicas", {}),
@@ -55,7 +56,7 @@ Stored: TypeAlias = dict[Any, Any]
 
 
 async def stalls() -> list[Figure]:
-    """The longest turn and the placements' p99 in each case, and how long a takeover takes."""
+    """Return the longest turn and the placements' p99 of each case, and the time of a takeover."""
     return [*await _restarts(), *await _thousand(), *await _shared_store()]
 
 
@@ -90,7 +91,7 @@ async def _thousand() -> list[Figure]:
 
 
 async def _console(url: str) -> None:
-    """What a page asks for, for 10 s; histories are asked for more often than a page does."""
+    """Send a console page's requests for 10 s, once a second; a page requests histories less often."""
     ends = time.monotonic() + 10.0
     async with aiohttp.ClientSession(url) as http, http.get("/api/decisions") as decisions:
 
@@ -121,7 +122,7 @@ async def _shared_store() -> list[Figure]:
                     "takeover", "a million sessions, 10,000 open requests", probed=False
                 ) as told:
                     await router.join(64, 1_000, 1)
-                    # Agents, and who they are, are not a part of it.
+                    # The takeover is timed to the first placement. It includes the agents' hellos and small snapshots.
                     await session.place("first")
                     taken_s = time.perf_counter() - begun
                     async with router.probed() as placed:
@@ -152,7 +153,7 @@ async def _sessions_read(client: Client) -> int:
 
 
 async def _fill(store: redis.asyncio.Redis) -> None:
-    """What an owner that died has left."""
+    """Write the state of an owner that died: open requests and sessions."""
     kept = {"gateway_id": "g", "decision_id": "d", "input_tokens": 9_000, "new_tokens": 900, "pool": "m"}
     for first in range(0, OPEN, 1_000):
         names: dict[str, str] = {f"o{number}": f"i{number % 64:04d}" for number in range(first, first + 1_000)}
@@ -166,7 +167,7 @@ async def _fill(store: redis.asyncio.Redis) -> None:
 
 
 class TimedRouter:
-    """A router in a process that times its turns, and the process of its agents."""
+    """A router process that times the turns of its event loop, with the process of its agents."""
 
     def __init__(self, pid: int, told: Path, channel: grpc.aio.Channel, console_url: str) -> None:
         self._pid = pid
@@ -179,7 +180,7 @@ class TimedRouter:
     @classmethod
     @contextlib.asynccontextmanager
     async def running(cls, *flags: str) -> AsyncIterator[TimedRouter]:
-        """One that answers."""
+        """Run a router and its agents; yield the router when it answers."""
         address, console = (f"127.0.0.1:{free_port()}" for _ in range(2))
         with tempfile.TemporaryDirectory() as folder:
             told = Path(folder) / "turns"
@@ -202,7 +203,7 @@ class TimedRouter:
                         await agents.wait()
 
     async def join(self, instances: int, keys: int, incarnation: int) -> None:
-        """All instances say hello at once, and are known with all their keys."""
+        """Let all instances send a hello at once; wait until the router has all of them with all their keys."""
         agents = self._agents
         assert agents is not None
         assert agents.stdin is not None
@@ -213,7 +214,7 @@ class TimedRouter:
 
     @contextlib.asynccontextmanager
     async def measured(self, name: str, note: str, *, probed: bool = True) -> AsyncIterator[list[Figure]]:
-        """Figures of what goes on in the block, in a list that is filled at its end."""
+        """Measure the block; yield a list of figures that is filled at its end."""
         figures: list[Figure] = []
         await self._tell()
         async with contextlib.AsyncExitStack() as probing:
@@ -229,7 +230,7 @@ class TimedRouter:
 
     @contextlib.asynccontextmanager
     async def probed(self, pause_s: float = PROBE_INTERVAL_S) -> AsyncIterator[list[float]]:
-        """Placements are asked for until the block ends, with a pause after each; how long each took, in s."""
+        """Request placements until the block ends, with a pause after each; yield the list of their times, in s."""
         waits: list[float] = []
         session = Session(self.client, f"probe {next(self._numbers)}")
         await session.hello()

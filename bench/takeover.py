@@ -1,4 +1,4 @@
-"""What several replicas owe a fleet, by real routers, a real Redis and `kill -9`: no instance booked twice, no long wait."""
+"""Takeovers and bursts with several router replicas, a real Redis and `kill -9`: waiting times and double bookings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BURSTS, KILLED_EACH = 100, 10
 
 
 async def takeover() -> list[Figure]:
-    """From an owner's death to the next placement, in s: p50 and p99 of ROUNDS kills."""
+    """Return the time from an owner's death to the next placement, in s: p50 and p99 of ROUNDS kills."""
     waits: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         async with replicas(Path(folder)) as fleet:
@@ -38,7 +38,7 @@ async def takeover() -> list[Figure]:
 
 
 async def bursts() -> list[Figure]:
-    """Big prompts that share an instance though there was an idle one for each, over BURSTS bursts through two replicas."""
+    """Return the number of large prompts that share an instance although each could have an idle one, over BURSTS bursts."""
     rng, doubles = random.Random(7), 0
     with tempfile.TemporaryDirectory() as folder:
         async with replicas(Path(folder)) as fleet:

@@ -1,8 +1,9 @@
-"""`pointsman router` in a process that tells how long the turns of its event loop take.
+"""`pointsman router` in a process that measures how long the turns of its event loop take.
 
-`python -m bench.timed_router FILE FLAGS...`. On SIGUSR1 it appends a line of JSON to FILE: the longest turn since the signal
-before, in ms of the CPU time of the loop's thread and by the clock, and its memory in MB. CPU time is what the router needs; the
-clock has what others took from it, too. A timer of 1 ms looks at both: a turn that is longer is told with up to 1 ms beside it.
+`python -m bench.timed_router FILE FLAGS...`. On SIGUSR1 it appends a line of JSON to FILE: the longest turn since the last signal
+and the memory in MB. The turn is in ms, both of the CPU time of the loop's thread and of the clock. CPU time is what the router
+needs; clock time also includes delays by other processes. A timer of 1 ms reads both, so a turn may be reported up to 1 ms too
+long.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TICK_S = 0.001
 
 
 class TurnTimer:
-    """The longest time between two ticks of a loop, less the tick's own."""
+    """Measures the longest time between two ticks of an event loop; from clock times the tick's interval is subtracted."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -31,7 +32,7 @@ class TurnTimer:
         self._longest_cpu_s = self._longest_s = 0.0
 
     def start(self) -> None:
-        """In the loop that runs."""
+        """Start the timer and the signal handler in the running loop."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGUSR1, self._tell)
         loop.call_later(TICK_S, self._tick, loop)
@@ -55,7 +56,7 @@ if __name__ == "__main__":
     run, turn_timer = uvloop.run, TurnTimer(Path(sys.argv[1]))
 
     def run_timed(main: Coroutine[Any, Any, Any], **loop: Any) -> None:
-        """As uvloop.run."""
+        """Run `main` as uvloop.run() does, with the timer."""
 
         async def timed() -> None:
             turn_timer.start()

@@ -1,4 +1,4 @@
-"""What a conversation's next turn costs: CPU of gateway and router, and of its tokens beside those of the whole prompt."""
+"""CPU time of a conversation's next turn: of gateway and router, and of its tokens beside tokenising the whole prompt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from pointsman.gateway.core.tokens.chat_template import ChatTemplate
 from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman.gateway.core.tokens.token_cache import TokenCache, TokenIds
 
-# Characters of prompt, messages, conversations, and the goal in ms. A turn adds an answer and a question of half ADDED each.
+# Characters of prompt, number of messages, number of conversations, and the goal in ms. A turn adds an answer and a question of
+# half ADDED characters each.
 SIZES = {"32k": (32_000, 20, 8, 1.0), "400k": (400_000, 120, 3, 5.0)}
 ADDED = 1_000
 TURNS = 10
@@ -38,7 +39,7 @@ TEMPLATE = (
 
 
 async def turns() -> list[Figure]:
-    """turn_32k_ms, turn_400k_ms, and the same for tokens alone."""
+    """turn_32k_ms and turn_400k_ms, and turn_tokens_* for the tokens alone."""
     text = _text()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
@@ -59,14 +60,14 @@ async def turns() -> list[Figure]:
 
 
 class _Conversation:
-    """One conversation; next() adds a turn."""
+    """A conversation; next() adds a turn."""
 
     def __init__(self, name: str, text: str, number: int) -> None:
         size, count, _, _ = SIZES[name]
         self._text = text
         self._at = number * 450_000
         roles = ["user", "assistant"] * (count // 2)
-        # An odd number, so that the question is the last.
+        # An odd number of messages, so that the last one is a question.
         self.messages = [self._message(role, size // count) for role in roles[:-1]]
 
     def body(self) -> bytes:
@@ -81,7 +82,7 @@ class _Conversation:
 
 
 async def _run(port: int, talks: list[_Conversation], turns: int) -> None:
-    """All conversations at once, each a connection and a thread."""
+    """Run all conversations at once, each on its own connection and thread."""
     await asyncio.gather(*(asyncio.to_thread(_run_one, port, talk, turns) for talk in talks))
 
 
@@ -134,13 +135,13 @@ def _tokens_alone(name: str, tokenizer: Tokenizer, text: str) -> list[Figure]:
 
 
 def _text() -> str:
-    """Code and prose: Python's own library."""
+    """Return text of code and prose: files of Python's standard library."""
     library = Path(sysconfig.get_path("stdlib"))
     return "".join(file.read_text(errors="ignore") for file in sorted(library.glob("*.py"))[:80])
 
 
 def _make_model(folder: Path, text: str) -> Tokenizer:
-    """A byte-level BPE of 8,000 tokens behind Qwen's split, as a model's folder holds it."""
+    """Train a byte-level BPE of 8,000 tokens with Qwen's split, write it into `folder` as a model's tokenizer, and return it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

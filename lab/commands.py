@@ -1,4 +1,4 @@
-"""The lab's part of the `pointsman` command line."""
+"""Lab commands of the `pointsman` command line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_lab_commands(app: typer.Typer) -> None:
         "profile",
         ProfileSettings,
         run_profiler,
-        help_="Measure what an idle vLLM's steps cost, into a profile file.",
+        help_="Measure the step costs of an idle vLLM, and write a profile file.",
     )
     add_settings_command(app, "replay", ReplaySettings, run_replay, help_="Replay a trace against a live gateway.")
     add_settings_command(
@@ -41,31 +41,31 @@ def add_lab_commands(app: typer.Typer) -> None:
         "simulate",
         SimulateSettings,
         run_simulation,
-        help_="Play a trace over modelled instances, in virtual time.",
+        help_="Simulate a trace on modelled instances, in virtual time.",
     )
     add_settings_command(
         app,
         "compare",
         CompareSettings,
         run_comparison,
-        help_="Compare policies over the same draws of a trace, with confidence intervals.",
+        help_="Compare policies on the same draws of a trace, with confidence intervals.",
     )
     add_settings_command(
         app,
         "findings",
         FindingsSettings,
         run_findings,
-        help_="Run the trials behind docs/findings.md, those that are missing, and write it.",
+        help_="Run the missing trials of docs/findings.md, and write the document.",
     )
     add_settings_command(
         app,
         "calibrate",
         CalibrateSettings,
         run_calibration,
-        help_="Replay a trace live and in simulation, and say how far apart they are.",
+        help_="Replay a trace live, simulate it with measured costs, and compare the two.",
     )
     app.command("analyze")(analyze)
     app.add_typer(trace_commands, name="trace")
     add_settings_command(
-        app, "demo", DemoSettings, run_demo, help_="Show it all on this machine, with emulated engines."
+        app, "demo", DemoSettings, run_demo, help_="Run the whole control plane on this machine, with emulated engines."
     )

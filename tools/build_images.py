@@ -1,11 +1,11 @@
-"""Builds the images with docker buildx and writes their tags, and what a registry calls them, into the Kubernetes overlays.
+"""Builds the images with docker buildx, and writes their names and tags into the Kubernetes overlays.
 
     .venv/bin/python -m tools.build_images REGISTRY [--push] [--platforms linux/amd64,linux/arm64]
 
-`make images REGISTRY=... [PUSH=1] [PLATFORMS=...]` calls it. A tag is the project's version and the commit, so that it means one
-thing for ever. Without --push the images stay in this machine's Docker, which holds one platform. The overlays take what
-deploy/k8s/components/images says, which is written when all images are there: with --push their digests, too, so that a
-cluster runs what was built here and nothing else. Exit status 1 with a sentence when something is missing or fails.
+`make images REGISTRY=... [PUSH=1] [PLATFORMS=...]` calls it. A tag is the project's version and the commit, so that its content
+never changes. Without --push the images stay in this machine's Docker, which holds one platform. The overlays read their images
+from deploy/k8s/components/images, which is written after all builds succeeded. With --push it also has the digests, so that a
+cluster runs exactly what was built here. Exits with status 1 and a message if something is missing or fails.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ ROOT = Path(__file__).resolve().parent.parent
 OVERLAY_IMAGES = "deploy/k8s/components/images/kustomization.yaml"
 PARTS = ("router", "agent", "gateway", "lab")
 ENGINE = "pointsman-engine"
-# Emulated engines are for Compose.
+# Images that Kubernetes deploys: all but the lab's, since emulated engines are for Compose only.
 DEPLOYED = (*(f"pointsman-{part}" for part in PARTS if part != "lab"), ENGINE)
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
 
 
 class BuildError(Exception):
-    """An image could not be built; the text says which and why."""
+    """An image could not be built; the message names it and the reason."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """An image to build: its name without a registry, its Dockerfile, and what that is told."""
+    """An image to build: its name without a registry, its Dockerfile, and the Dockerfile's build arguments."""
 
     name: str
     dockerfile: str
@@ -44,26 +44,26 @@ class Image:
 
 
 def images() -> Iterator[Image]:
-    """All of them."""
+    """Yield all images."""
     for part in PARTS:
         yield Image(f"pointsman-{part}", "deploy/docker/Dockerfile", (f"PART={part}",))
     yield Image(ENGINE, "deploy/docker/engine.Dockerfile")
 
 
 def tag_of(root: Path) -> str:
-    """The version and the commit of the checkout; the version alone where the commit is tagged with it. Raises BuildError."""
+    """Return the version and commit of the checkout; the version alone if the commit is tagged with it. Raises BuildError."""
     version = str(tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"])
     if _git(root, "status", "--porcelain", "--untracked-files=no", "--", f":!{OVERLAY_IMAGES}"):
-        raise BuildError("there are changes that are not committed: a tag would not say what is in the image")
+        raise BuildError("there are changes that are not committed, so a tag would not identify the image's content")
     if f"v{version}" in _git(root, "tag", "--points-at", "HEAD").split():
         return version
     return f"{version}-g{_git(root, 'rev-parse', '--short=12', 'HEAD')}"
 
 
 def build(root: Path, registry: str, tag: str, platforms: Sequence[str], *, push: bool) -> dict[str, str]:
-    """Build every image; name -> digest in the registry, empty where it was not pushed. Raises BuildError."""
+    """Build every image; return name -> digest in the registry, empty without `push`. Raises BuildError."""
     if len(platforms) > 1 and not push:
-        raise BuildError("several platforms need a registry to put them together in: add --push (PUSH=1)")
+        raise BuildError("an image of several platforms must be pushed to a registry: add --push (PUSH=1)")
     digests = {}
     with tempfile.TemporaryDirectory() as folder:
         for image in images():
@@ -83,7 +83,7 @@ def build(root: Path, registry: str, tag: str, platforms: Sequence[str], *, push
 
 
 def write_overlay_images(root: Path, registry: str, tag: str, digests: dict[str, str]) -> None:
-    """Write the images that overlays deploy where they take them from."""
+    """Write the DEPLOYED images into OVERLAY_IMAGES."""
     file = root / OVERLAY_IMAGES
     head = file.read_text().partition("images:\n")[0]
     lines = [
@@ -96,12 +96,12 @@ def write_overlay_images(root: Path, registry: str, tag: str, digests: dict[str,
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Build, and say what to set; returns the exit status."""
+    """Build, and print the settings for Compose; return the exit status."""
     here = f"linux/{MACHINES.get(platform.machine(), platform.machine())}"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("registry", help="what comes before /pointsman-router, such as registry.example.com/llm")
-    parser.add_argument("--push", action="store_true", help="push them, and write their digests")
-    parser.add_argument("--platforms", default=here, help=f"with commas between them; {here}")
+    parser.add_argument("registry", help="prefix of the image names, such as registry.example.com/llm")
+    parser.add_argument("--push", action="store_true", help="push the images, and write their digests")
+    parser.add_argument("--platforms", default=here, help=f"platforms, separated by commas; default: {here}")
     given = parser.parse_args(arguments)
     registry = given.registry.rstrip("/")
     try:
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         print(f"images: {error}", file=sys.stderr)
         return 1
     write_overlay_images(root, registry, tag, digests)
-    print(f"{OVERLAY_IMAGES} has them. For Compose, in .env:")
+    print(f"{OVERLAY_IMAGES} is written. For Compose, set in .env:")
     print(f"POINTSMAN_IMAGES={registry}/pointsman\nPOINTSMAN_TAG={tag}\nENGINE_IMAGE={registry}/{ENGINE}:{tag}")
     return 0
 

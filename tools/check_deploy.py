@@ -2,10 +2,10 @@
 
     .venv/bin/python -m tools.check_deploy
 
-Renders the kustomization with throw-away secrets, validates every object against the Kubernetes schemas and the compose
-file against the Compose schema, asks promtool about Prometheus' configuration and rules, holds environment variables
-against the settings classes, and lints the Dockerfiles.
-One line for each problem; exit status 1 when there is one. A tool that is missing is a problem.
+Renders the kustomizations with throw-away secrets, validates every object against the Kubernetes schemas and the compose file
+against the Compose schema, checks Prometheus' configuration and rules with promtool, compares environment variables with the
+settings classes, and lints the Dockerfiles. Prints one line per problem, and exits with status 1 if there is one. A missing tool
+is a problem.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from tools.deploy_checks.kubectl import KubectlMissing, ensure_kubectl
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
 BIN = Path(sys.executable).parent
-# The oldest that the README promises, and the newest whose schemas the pinned validator has.
+# Kubernetes versions to validate against: the oldest one that the README supports, and the newest one that the pinned validator
+# has.
 KUBERNETES = ("1.29", "1.37")
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    """The finished command with its output as text. A program that is not there has status 127 and says so."""
+    """Run a command; return it with its output as text. A missing program has status 127 and a message as stderr."""
     try:
         return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -44,7 +45,8 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def make_secrets(folder: Path) -> set[str]:
-    """Throw-away secrets in `folder`, made as the README says; returns the files' names."""
+    """Create throw-away secrets in `folder` with make-secrets.sh; return the files' names. Raises RuntimeError if the script
+    fails."""
     made = run(DEPLOY / "make-secrets.sh", folder)
     if made.returncode:
         raise RuntimeError(f"make-secrets.sh: {made.stderr.strip()}")
@@ -52,7 +54,7 @@ def make_secrets(folder: Path) -> set[str]:
 
 
 def _made_by_scripts(folder: str, names: list[str]) -> set[str]:
-    """What is not to be copied: what people made for themselves."""
+    """Return the names to leave out of a copy: secrets, certificates and .env, which the user has made."""
     return {
         name for name in names if name in ("secrets", ".env") or (name == "tls" and Path(folder).name != "components")
     }
@@ -61,9 +63,11 @@ def _made_by_scripts(folder: str, names: list[str]) -> set[str]:
 def render(
     kustomization: Path, *components: str, files: Mapping[str, str] = MappingProxyType({})
 ) -> list[dict[str, Any]]:
-    """The objects of a kustomization under deploy/ as kustomize renders them, with throw-away secrets; `components` are those of
-    deploy/k8s to be added behind its own, `files` other contents of files below deploy/. Raises KubectlMissing and
-    RuntimeError."""
+    """Return the objects of a kustomization under deploy/ as kustomize renders them, with throw-away secrets.
+
+    `components`: names of components of deploy/k8s to add after its own. `files`: path below deploy/ -> content that replaces the
+    file's. Raises KubectlMissing and RuntimeError.
+    """
     kubectl = ensure_kubectl()
     with tempfile.TemporaryDirectory() as folder:
         deploy = Path(folder, "deploy")
@@ -88,7 +92,7 @@ def render(
 
 
 def check_k8s(kustomization: Path, *components: str) -> list[str]:
-    """Problems of the Kubernetes manifests."""
+    """Return the problems of a kustomization with `components` added."""
     try:
         objects = render(kustomization, *components)
     except (KubectlMissing, RuntimeError) as error:
@@ -98,7 +102,7 @@ def check_k8s(kustomization: Path, *components: str) -> list[str]:
 
 
 def schema_problems(item: dict[str, Any]) -> list[str]:
-    """Problems of one object with the schema of its kind; unknown fields and unknown kinds are problems."""
+    """Return the violations of one object's schema; unknown fields and unknown kinds are problems."""
     name = f"{item.get('kind')}/{item.get('metadata', {}).get('name')}"
     if str(item.get("apiVersion")).startswith("monitoring.coreos.com/"):
         return [f"{name}: {problem}" for problem in prometheus_operator.schema_problems(item)]
@@ -115,7 +119,7 @@ def schema_problems(item: dict[str, Any]) -> list[str]:
 
 
 def check_compose(file: Path, *above: Path) -> list[str]:
-    """Problems of the compose file with those files on top of it. Folders that scripts make need not be there."""
+    """Return the problems of the compose file merged with the files `above`. Folders that scripts create may be missing."""
     schema = run(
         BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", "--output-format", "json", file, *above
     )  # fmt: skip
@@ -134,7 +138,7 @@ def check_compose(file: Path, *above: Path) -> list[str]:
         parsed = compose.merge(parsed, yaml.safe_load(other.read_text()))
     project = compose.interpolate(parsed, compose.example_env(example)[0])
     missing = [
-        f"{name}: {path} is not there"
+        f"{name}: {path} does not exist"
         for name, path in compose.mounted_files(project)
         if not file.parent.joinpath(path).exists() and not path.startswith("./tls/")
     ]
@@ -143,7 +147,7 @@ def check_compose(file: Path, *above: Path) -> list[str]:
 
 
 def check_telemetry(folder: Path, compose_file: Path) -> list[str]:
-    """Problems of Prometheus' configuration and rules and of the dashboards."""
+    """Return the problems of Prometheus' configuration and rules, and of the files that tools.generate_telemetry writes."""
     problems = []
     for words in (
         ("check", "config", "--syntax-only", *sorted(folder.glob("prometheus.*yaml"))),
@@ -160,7 +164,7 @@ def check_telemetry(folder: Path, compose_file: Path) -> list[str]:
 
 
 def check_dockerfile(file: Path) -> list[str]:
-    """Problems of a Dockerfile: what hadolint says, and sources that are not in the repository."""
+    """Return the problems of a Dockerfile: hadolint's, and COPY sources that are not in the repository."""
     lint = run(BIN / "hadolint", "--no-color", "--format", "json", file)
     if lint.returncode == 127:
         return [lint.stderr]
@@ -173,7 +177,7 @@ def check_dockerfile(file: Path) -> list[str]:
 
 
 def main() -> int:
-    """Run all checks; returns the exit status."""
+    """Run all checks; return the exit status."""
     checks = {
         str(overlay.relative_to(ROOT)): check_k8s(overlay) for overlay in sorted((DEPLOY / "k8s/overlays").iterdir())
     }

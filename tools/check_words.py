@@ -1,7 +1,7 @@
 """Finds words that this project no longer uses: `python -m tools.check_words`, part of `make check`.
 
-tools/retired_words.txt has a regular expression and what to say instead on each line, separated by a tab. Every tracked text
-file is searched but the changelog, which tells what became what, locks, generated stubs and data.
+Each line of tools/retired_words.txt has a regular expression and its replacement, separated by a tab. All tracked text files are
+searched, except the changelog (which names old and new words), the license, locks, generated stubs and data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SKIPPED = ("CHANGELOG.md", "LICENSE", "gen/", "lab/data/", "requirements/", "too
 
 
 def retired_words(text: str) -> dict[str, str]:
-    """Expression -> what to say instead. Raises ValueError for a line without both."""
+    """Return expression -> replacement. Raises ValueError for a line without both."""
     words = {}
     for line in text.splitlines():
         if line and not line.startswith("#"):
@@ -30,7 +30,7 @@ def retired_words(text: str) -> dict[str, str]:
 
 
 def problems(name: str, text: str, words: dict[str, str]) -> Iterator[str]:
-    """One line for each use of a retired word in a file's text."""
+    """Yield one line for each use of a retired word in a file's text."""
     any_word = re.compile("|".join(f"(?:{expression})" for expression in words))
     for number, line in enumerate(text.splitlines(), 1):
         for found in any_word.finditer(line):
@@ -39,7 +39,7 @@ def problems(name: str, text: str, words: dict[str, str]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print every use; the exit status is 1 if there is one."""
+    """Print every use of a retired word; return the exit status, 1 if there is one."""
     words = retired_words(WORDS.read_text())
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     found = []
@@ -47,7 +47,7 @@ def main() -> int:
         path = ROOT / name
         if name and not name.startswith(SKIPPED) and path.is_file() and not path.is_symlink():
             found += problems(name, path.read_text(errors="replace"), words)
-    print("\n".join(found) if found else f"words: {len(words)} retired ones, none in use")
+    print("\n".join(found) if found else f"words: {len(words)} retired words, none in use")
     return 1 if found else 0
 
 

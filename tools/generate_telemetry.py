@@ -1,9 +1,10 @@
-"""Writes what is derived under deploy/telemetry: the Grafana dashboards, from the panels listed here, the alert rules as an
-object of Kubernetes, and Prometheus' configuration for a gateway with TLS.
+"""Writes the generated files of deploy/telemetry: Grafana dashboards, alert rules for Kubernetes, Prometheus' configuration for
+TLS.
 
     .venv/bin/python -m tools.generate_telemetry
 
-What is checked in is what this writes; tools/check_deploy.py compares.
+The dashboards are generated from the panels listed here. The generated files are checked in; tools/check_deploy.py compares them
+with this program's output.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ R, G, A = "pointsman_router_", "pointsman_gateway_", "pointsman_agent_"
 
 @dataclass(frozen=True)
 class Panel:
-    """A graph. `queries` maps PromQL to its legend; `unit` is Grafana's name of one."""
+    """A graph. `queries`: PromQL expression -> legend. `unit`: Grafana's name of the unit."""
 
     title: str
     queries: dict[str, str]
@@ -31,7 +32,7 @@ class Panel:
 
 
 def quantiles(metric: str, by: str = "") -> dict[str, str]:
-    """p50, p90 and p99 of a histogram; `by`: its p90 for each value of that label instead."""
+    """Return queries of a histogram's p50, p90 and p99, or with `by` of its p90 for each value of that label."""
     shares = (0.9,) if by else (0.5, 0.9, 0.99)
     labels, legend = (f"le, {by}", f"{{{{{by}}}}} ") if by else ("le", "")
     return {
@@ -41,7 +42,7 @@ def quantiles(metric: str, by: str = "") -> dict[str, str]:
 
 
 def rates(metric: str, by: str, matching: str = "") -> dict[str, str]:
-    """Events per second by a label."""
+    """Return a query of a counter's increase per second by a label."""
     legend = " ".join(f"{{{{{label.strip()}}}}}" for label in by.split(","))
     return {f"sum by ({by}) (rate({metric}{matching}[$__rate_interval]))": legend}
 
@@ -51,7 +52,7 @@ REQUESTS = [
     Panel("Time to the first token", quantiles(f"{G}ttft_seconds"), "s", "From the request's last byte to the answer's first."),
     Panel("Time per output token", quantiles(f"{G}tpot_seconds"), "s", "Streams, after their first token."),
     Panel("Time to the first token by class, p90", quantiles(f"{R}ttft_seconds", "route_class"), "s"),
-    Panel("Placement, as gateways wait for it", quantiles(f"{G}place_seconds"), "s", "With the time that requests were held."),
+    Panel("Wait of gateways for placement", quantiles(f"{G}place_seconds"), "s", "Includes the time that requests were held."),
     Panel("Deciding and reserving", quantiles(f"{R}decide_seconds"), "s"),
     Panel("Decisions by class", rates(f"{R}decisions_total", "route_class"), "reqps", stacked=True),
     Panel("Decisions by reason", rates(f"{R}decisions_total", "reason"), "reqps", stacked=True),
@@ -61,11 +62,11 @@ REQUESTS = [
         {f"sum by (model, priority) ({R}held_requests)": "{{model}} {{priority}}"},
         about="In the routers' queues.",
     ),
-    Panel("Time held by priority, p90", quantiles(f"{R}held_seconds", "priority"), "s", "Of those that were held."),
+    Panel("Time held by priority, p90", quantiles(f"{R}held_seconds", "priority"), "s", "Of requests that were held."),
     Panel(
         "Open requests",
         {f"sum({R}open_requests)": "reserved by routers", f"sum({G}open_requests)": "open at gateways"},
-        about="The two should be the same; reservations that stay behind are a leak.",
+        about="The two should be equal; a lasting excess of reservations is a leak.",
     ),
     Panel(
         "Cached tokens",
@@ -73,15 +74,15 @@ REQUESTS = [
             f"sum(rate({R}predicted_cached_tokens_total[$__rate_interval]))": "predicted",
             f"sum(rate({R}reported_cached_tokens_total[$__rate_interval]))": "reported by engines",
         },
-        about="Tokens per second, of answers whose engine told its own.",
+        about="Tokens per second, of answers whose engine reported its cached tokens.",
     ),
     Panel("Offloads by outcome", rates(f"{R}offloads_total", "outcome"), "reqps", stacked=True),
     Panel(
-        "Offloads that fell back",
+        "Offload fallbacks",
         {f"sum(rate({R}offload_fallbacks_total[$__rate_interval]))": "answered by one instance alone"},
         "reqps",
     ),
-    Panel("How attempts ended", rates(f"{G}attempts_total", "outcome"), "reqps", stacked=True),
+    Panel("Attempts by outcome", rates(f"{G}attempts_total", "outcome"), "reqps", stacked=True),
     Panel(
         "Placed without a router",
         {f"sum by (replica) (rate({G}degraded_placements_total[$__rate_interval]))": "{{replica}}"},
@@ -92,32 +93,32 @@ REQUESTS = [
 
 FLEET = [
     Panel("Instances by state", {f"sum by (state) (max by (model, state) ({R}instances))": "{{state}}"}, stacked=True),
-    Panel("Reservations open", {f"sum by (instance) ({R}open_requests)": "{{instance}}"}),
-    Panel("Prefill not computed yet", {f"sum by (instance) ({R}pending_prefill_tokens)": "{{instance}}"}, about="Tokens."),
-    Panel("Running, as engines say", {f"max by (instance) ({R}running_requests)": "{{instance}}"}),
-    Panel("Waiting, as engines say", {f"max by (instance) ({R}waiting_requests)": "{{instance}}"}),
+    Panel("Open reservations", {f"sum by (instance) ({R}open_requests)": "{{instance}}"}),
+    Panel("Prefill backlog", {f"sum by (instance) ({R}pending_prefill_tokens)": "{{instance}}"}, about="Tokens."),
+    Panel("Running requests (engines)", {f"max by (instance) ({R}running_requests)": "{{instance}}"}),
+    Panel("Waiting requests (engines)", {f"max by (instance) ({R}waiting_requests)": "{{instance}}"}),
     Panel("KV blocks in use", {f"max by (instance) ({R}kv_usage_ratio)": "{{instance}}"}, "percentunit"),
     Panel("Placements by instance", rates(f"{R}placements_total", "instance"), "reqps", stacked=True),
     Panel("Block keys in the index", {f"max by (instance) ({R}keys)": "{{instance}}"}, about="16 tokens each."),
     Panel("Approximate block keys", {f"max by (instance) ({R}approximate_keys)": "{{instance}}"}, about="Without KV events."),
     Panel(
-        "Prefills that curves were learned from",
+        "Samples of the prefill curves",
         {f"max by (model, hardware) ({R}prefill_curve_samples)": "{{model}} {{hardware}}"},
-        about="Deadlines are foreseen from 50 on. Streamed answers teach; each owner learns anew.",
+        about="TTFT deadlines are predicted from 50 samples on. Streamed answers are sampled; a new owner starts from 0.",
     ),
-    Panel("Report age", {f"min by (instance) ({R}report_age_seconds)": "{{instance}}"}, "s", "Since the agent last spoke."),
-    Panel("Snapshots asked for", rates(f"{R}resyncs_total", "replica"), "cps"),
+    Panel("Report age", {f"min by (instance) ({R}report_age_seconds)": "{{instance}}"}, "s", "Since the agent's last report."),
+    Panel("Snapshot requests", rates(f"{R}resyncs_total", "replica"), "cps"),
     Panel(
         "Failed prediction audits",
         {f"sum by (instance) (increase({R}prediction_audit_failures_total[1h]))": "{{instance}}"},
-        about="Within an hour.",
+        about="In the last hour.",
     ),
     Panel("KV-event batches", rates(f"{A}event_batches_total", "instance"), "cps"),
     Panel("KV-event errors", rates(f"{A}kv_event_errors_total", "instance, kind"), "cps"),
     Panel("Engines that answer", {f"sum({A}engine_up)": "up", f"count({A}engine_up)": "known"}),
     Panel("Routers that are ready", {f"{R}ready": "{{replica}}"}),
     Panel("Models owned", {f"sum by (replica) ({R}pool_owned)": "{{replica}}"}),
-    Panel("Store away", {f"{R}store_degraded": "{{replica}}"}, about="1 while Redis cannot be reached."),
+    Panel("Store unreachable", {f"{R}store_degraded": "{{replica}}"}, about="1 while Redis cannot be reached."),
 ]  # fmt: skip
 
 DASHBOARDS = {
@@ -127,7 +128,7 @@ DASHBOARDS = {
 
 
 def dashboard(uid: str, title: str, panels: list[Panel]) -> dict[str, Any]:
-    """A dashboard as Grafana reads it; the viewer chooses the data source."""
+    """Return a dashboard in Grafana's JSON model; the viewer chooses the data source."""
     return {
         "uid": uid,
         "title": title,
@@ -163,7 +164,7 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
 
 
 def prometheus_rule(rules: str) -> str:
-    """The text of a rule file as the PrometheusRule that the Prometheus operator reads."""
+    """Convert the text of a rule file to that of a PrometheusRule of the Prometheus operator."""
     body = "".join(f"  {line}" if line.strip() else line for line in rules[rules.index("groups:") :].splitlines(True))
     return (
         "# Written by tools/generate_telemetry.py from rules/pointsman.yaml.\napiVersion: monitoring.coreos.com/v1\n"
@@ -172,7 +173,7 @@ def prometheus_rule(rules: str) -> str:
 
 
 def with_tls(prometheus: str) -> str:
-    """The text of prometheus.yaml for a gateway that speaks TLS (deploy/compose/tls.yaml)."""
+    """Convert the text of prometheus.yaml for a gateway with TLS (deploy/compose/tls.yaml)."""
     job = "  - job_name: pointsman-gateway\n"
     assert job in prometheus
     body = prometheus[prometheus.index("global:") :]
@@ -182,7 +183,7 @@ def with_tls(prometheus: str) -> str:
 
 
 def written(folder: Path = FOLDER) -> dict[str, str]:
-    """Path under `folder` -> content of every derived file."""
+    """Return path under `folder` -> content of every generated file."""
     dashboards = {
         f"grafana/dashboards/{uid}.json": json.dumps(dashboard(uid, title, panels), indent=1) + "\n"
         for uid, (title, panels) in DASHBOARDS.items()

@@ -1,6 +1,9 @@
-"""All tests, in runs side by side: while one waits for its processes, others have the machine. Those that only compute are of low
-priority. `--fast` leaves out real engines; other arguments go to the runs that start processes. The first run's report is shown
-as it goes, the others' after it. Exits with a failure's status."""
+"""Runs all tests as concurrent pytest runs: while one run waits for its processes, the others use the machine.
+
+Runs that only compute have a low priority. `--fast` leaves out the tests on real engines; other arguments are passed to the runs
+that start processes. The first run's report is shown as it is written, the other reports after it. Exits with the status of
+largest absolute value of all runs.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,16 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES, UNIT, VIRTUAL = "tests/engine", "tests/unit", "tests/virtual"
 OPTIONS = ("--durations=20", "--durations-min=5")
-# Of a low priority, what only computes takes as long as a busy machine lets it; a hang is found all the same.
+# Options of runs that only compute: their low priority makes them slow on a busy machine, and the long timeout still finds a
+# hang.
 PATIENT = ("--timeout=900",)
+# Ports that the runs share out among them.
 PORTS = range(20_000, 32_000)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One pytest. Several that start processes would take each other's ports: each gets some of its own."""
+    """One pytest process. Runs that start processes would take each other's ports, so each run gets its own part of PORTS."""
 
     name: str
     paths: tuple[str, ...]
@@ -33,11 +38,11 @@ class Run:
     computes: bool = False
 
 
-# The second takes what the others do not name.
+# The second run has all tests that the others do not name.
 RUNS = (
     Run("real engines", (ENGINES,), 0),
     Run("processes", tuple(f"--ignore={path}" for path in (ENGINES, UNIT, VIRTUAL)), 1),
-    # Low enough to leave the others' waits alone, and not so low that a busy machine starves it.
+    # This niceness does not delay the other runs' processes, and a busy machine does not starve the run.
     Run("unit tests and virtual time", (UNIT, VIRTUAL), 4, computes=True),
 )
 
@@ -45,7 +50,7 @@ RUNS = (
 def _begin(
     number: int, run: Run, arguments: list[str], report: IO[bytes] | None, folder: str
 ) -> subprocess.Popen[bytes]:
-    # The cache of what failed is the first run's.
+    # Only the first run writes pytest's cache of failed tests.
     cache = ("-p", "no:cacheprovider") if number else ()
     share = len(PORTS) // len(RUNS)
     ports = PORTS[number * share : (number + 1) * share]
@@ -60,7 +65,7 @@ def _begin(
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Its exit status. An interrupt from the terminal reaches all runs, and each still says what it had done."""
+    """Wait for the process; return its exit status. Ctrl-C also reaches the runs, and each still has to print its report."""
     while True:
         try:
             return process.wait()
@@ -69,7 +74,8 @@ def _ended(process: subprocess.Popen[bytes]) -> int:
 
 
 def _all_ended(processes: list[subprocess.Popen[bytes]]) -> list[int]:
-    """The exit statuses. The last run gives way to nobody any more once the others are over, where one may raise its priority."""
+    """Wait for all processes; return their exit statuses. The last run gets normal priority when the others have ended, if that
+    is permitted."""
     *others, last = processes
     statuses = [_ended(process) for process in others]
     with suppress(PermissionError, ProcessLookupError):
@@ -78,7 +84,7 @@ def _all_ended(processes: list[subprocess.Popen[bytes]]) -> list[int]:
 
 
 def main(arguments: list[str]) -> int:
-    # Hundreds of processes import the same files, and each would compile them.
+    # With the variable set, each of hundreds of processes would compile the same imported files.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     runs = [run for run in RUNS if "--fast" not in arguments or run.paths != (ENGINES,)]
@@ -88,14 +94,14 @@ def main(arguments: list[str]) -> int:
         reports = [stack.enter_context(tempfile.TemporaryFile()) for _ in runs[1:]]
         try:
             for number, run in enumerate(runs):
-                # Runs that share pytest's folder fail where two of them clear away what an earlier one left.
+                # With a shared temporary folder a run fails when two runs remove an earlier run's files at the same time.
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="p", ignore_cleanup_errors=True))
                 processes.append(_begin(number, run, arguments, reports[number - 1] if number else None, folder))
             statuses = _all_ended(processes)
         finally:
             for process in processes:
                 if process.poll() is None:
-                    process.send_signal(signal.SIGINT)  # its fixtures end what they started
+                    process.send_signal(signal.SIGINT)  # lets its fixtures end their processes
                     process.wait()
             for run, report in zip(runs[1:], reports, strict=True):
                 print(f"\n{run.name}:", flush=True)

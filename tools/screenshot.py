@@ -1,8 +1,8 @@
-"""Makes docs/console.png: the console's page of one decision in a headless Chromium, of a fleet that `pointsman demo` started.
+"""Makes docs/console.png: a screenshot of the console's page of one decision, from a fleet that `pointsman demo` starts.
 
     .venv/bin/python -m tools.screenshot [FILE]
 
-Needs Debian's chromium. The demo's own processes end with it.
+Needs Debian's chromium, which runs headless. The demo and its processes end with the program.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from playwright.sync_api import sync_playwright
 DEFAULT = Path(__file__).resolve().parent.parent / "docs/console.png"
 MAX_BYTES = 300_000
 SIZE = {"width": 1280, "height": 900}
-# Answers after which most prompts are cached somewhere.
+# Number of answers to wait for; after them some instance has most prompts cached.
 ANSWERS = 70
+# Timeout of the demo and of the page, s.
 WITHIN_S = 300.0
+# Pause before the screenshot, ms.
 PAUSE_MS = 2_000
 
 
 class NoScreenshot(RuntimeError):
-    """There is no picture; the message says why."""
+    """The screenshot could not be made; the message says why."""
 
 
 def make(file: Path) -> None:
-    """Write the picture. Raises NoScreenshot when the demo or the page does not come to something to see."""
+    """Write the screenshot to `file`. Raises NoScreenshot without Chromium, if the demo ends early, or if the picture is too
+    large."""
     executable = shutil.which("chromium") or shutil.which("google-chrome")
     if executable is None:
         raise NoScreenshot("Chromium is not installed")
@@ -58,7 +61,7 @@ def make(file: Path) -> None:
 
 
 def _wait_for(pattern: str, lines: Iterator[str], times: int = 1) -> str:
-    """The last group of the line that matches for the `times`-th time."""
+    """Return the last group of the `times`-th line that matches. Raises NoScreenshot if the lines end before it."""
     found = 0
     for line in lines:
         if match := re.search(pattern, line):
@@ -70,7 +73,7 @@ def _wait_for(pattern: str, lines: Iterator[str], times: int = 1) -> str:
 
 def _photograph(executable: str, address: str, file: Path) -> None:
     with sync_playwright() as playwright:
-        # Chromium refuses its sandbox to root; what it opens here is this page alone.
+        # Chromium does not run its sandbox as root. It opens only this page.
         browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         try:
             page = browser.new_page(color_scheme="light", viewport=SIZE)  # type: ignore[arg-type]

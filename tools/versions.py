@@ -1,10 +1,10 @@
-"""Holds every place that names a version against the one where it is set.
+"""Checks that every file that names a version agrees with the file that sets it.
 
     .venv/bin/python -m tools.versions
 
-The versions of uv, vLLM, torch and Mooncake are set in the Makefile, the project's and Python's in pyproject.toml. Files that
-can read them there do (tools/lock.sh). The others are listed here; one line for each that differs, exit status 1 when there
-is one.
+The versions of uv, vLLM, torch and Mooncake are set in the Makefile, the project's and Python's in pyproject.toml. Some files
+read them from there (tools/lock.sh); PLACES lists the others. Prints one line per difference, and exits with status 1 if there is
+one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Version -> (file or glob, pattern whose group is what is written there). "minor": the first two numbers.
+# Version -> (file or glob, pattern whose group matches the version in the file). "minor": the first two numbers.
 PLACES: dict[str, tuple[tuple[str, str], ...]] = {
     "project": (
         ("connector/pyproject.toml", r'^version = "(.+)"'),
@@ -60,7 +60,7 @@ PLACES: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def versions(root: Path) -> dict[str, str]:
-    """Every version where it is set."""
+    """Read every version from the file that sets it."""
     makefile = dict(re.findall(r"^(\w+)_VERSION := (\S+)$", (root / "Makefile").read_text(), re.MULTILINE))
     project = _project(root)
     found = {name.lower(): version for name, version in makefile.items()}
@@ -69,7 +69,7 @@ def versions(root: Path) -> dict[str, str]:
 
 
 def check(root: Path) -> Iterator[str]:
-    """A line for each place that names another version, or none where one is expected."""
+    """Yield a line for each place that names another version, and for each pattern without a match."""
     for name, version in versions(root).items():
         for pattern, regex in PLACES.get(name, ()):
             written = {
@@ -84,7 +84,7 @@ def check(root: Path) -> Iterator[str]:
 
 
 def _extras(project: dict[str, Any]) -> Iterator[str]:
-    """A package that several extras need has one bound in all of them."""
+    """Yield a line for each package whose bounds differ between the dependencies and the extras."""
     bounds: dict[str, set[str]] = {}
     for requirement in chain(project["dependencies"], *project["optional-dependencies"].values()):
         name = re.split(r"[\[<>=]", requirement)[0]
@@ -99,7 +99,7 @@ def _project(root: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Check this repository; returns the exit status."""
+    """Check this repository; return the exit status."""
     problems = list(check(ROOT))
     for problem in problems:
         print(problem, file=sys.stderr)

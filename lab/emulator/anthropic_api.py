@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages on the emulated engine: requests as chats, and the bodies and events of answers, as vLLM's. Pure."""
+"""Anthropic's /v1/messages on the emulated engine: converts requests to chats; bodies and events of answers as in vLLM. Pure."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pointsman.gateway.core.api.anthropic_messages import Unconvertible, check_m
 from pointsman.lab.emulator.openai_api import ApiError, GenerationParams, call_id
 from pointsman.lab.emulator.scripted_answers import REASONING, Piece, ReadAnswer, ScriptedAnswer
 
-# What a chat completions body has under the same name.
+# Fields that have the same name in a chat completions body.
 SHARED = ("model", "stream", "max_tokens", "ignore_eos", "session_id", "cache_salt", "priority", "kv_transfer_params")
-_DELTAS = {None: ("text_delta", "text"), REASONING: ("thinking_delta", "thinking")}  # of a call's arguments otherwise
+_DELTAS = {None: ("text_delta", "text"), REASONING: ("thinking_delta", "thinking")}  # otherwise a call's arguments
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
 def as_chat(body: dict[str, Any]) -> dict[str, Any]:
-    """The chat completions body that says the same. Raises ApiError."""
+    """Return the equivalent chat completions body. Raises ApiError."""
     try:
         check_messages(body)
         chat = to_chat(body)
     except ApiRequestError as error:
         raise ApiError(error.status, error.message, error.param) from error
     except Unconvertible as error:
-        raise ApiError(400, f"the emulated engine cannot read {error}", "messages") from error
-    # As vLLM, which does not complain of a choice between no tools here.
+        raise ApiError(400, f"the emulated engine does not support {error}", "messages") from error
+    # vLLM accepts a tool choice without tools here.
     choice = _tool_choice(body.get("tool_choice")) if chat.get("tools") else "none"
     return {name: body[name] for name in SHARED if name in body} | chat | {"tool_choice": choice}
 
@@ -42,17 +42,17 @@ def _tool_choice(choice: Mapping[str, Any] | None) -> str | dict[str, Any]:
 
 
 def error(refused: ApiError) -> dict[str, Any]:
-    """The body of an answer that is an error."""
+    """Return the body of an error response."""
     return {"type": "error", "error": {"type": refused.body()["error"]["type"], "message": refused.message}}
 
 
 def token_count(tokens: int) -> dict[str, Any]:
-    """The body of an answer to count_tokens."""
+    """Return the body of an answer to count_tokens."""
     return {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
 
 
 def usage(used: Mapping[str, Any]) -> dict[str, Any]:
-    """OpenAI's counts under Anthropic's names."""
+    """Return OpenAI's counts under Anthropic's names."""
     cached = used["prompt_tokens_details"]["cached_tokens"]
     counts = {"input_tokens": used["prompt_tokens"] - cached, "output_tokens": used["completion_tokens"]}
     return counts | {"cache_read_input_tokens": cached}
@@ -61,7 +61,7 @@ def usage(used: Mapping[str, Any]) -> dict[str, Any]:
 def message(
     params: GenerationParams, request_id: str, read: ReadAnswer, reason: str, used: dict[str, Any]
 ) -> dict[str, Any]:
-    """The body of an answer that is not streamed."""
+    """Return the body of an answer that is not streamed."""
     content: list[dict[str, Any]] = []
     if read.reasoning:
         content.append({"type": "thinking", "thinking": read.reasoning, "signature": request_id})
@@ -79,17 +79,17 @@ class MessageEvents:
 
     def __init__(self, params: GenerationParams, request_id: str, scripted: ScriptedAnswer | None) -> None:
         self._params, self._id, self._scripted = params, request_id, scripted
-        self._index = -1  # of the content block that is open
-        self._open: int | None = None  # the call that it is of
+        self._index = -1  # of the open content block
+        self._open: int | None = None  # the content of the open block, as in Piece.call
         self._called = False
 
     def start(self, prompt_tokens: int) -> bytes:
-        """What comes before the first text: vLLM tells which tokens were cached at the end alone."""
+        """Return the event before the first text. vLLM reports cached tokens only at the end."""
         counts = {"input_tokens": prompt_tokens, "output_tokens": 0}
         return _event("message_start", message=_empty(self._params, self._id) | {"usage": counts})
 
     def pieces(self, pieces: Sequence[Piece], reason: str) -> bytes:
-        """What was generated since the last time. Mutates."""
+        """Return the events of what was generated since the last call. Mutates."""
         del reason
         out = b""
         for call, text in pieces:
@@ -123,11 +123,11 @@ class MessageEvents:
         return _event("content_block_delta", index=self._index, delta=delta)
 
     def failed(self, error: ApiError) -> bytes:
-        """An error that comes when the answer has begun, and the end."""
+        """Return the event of an error after the answer has begun, which ends the stream."""
         return _event("error", error={"type": "api_error", "message": error.message})
 
     def end(self, used: dict[str, Any], reason: str) -> bytes:
-        """Usage and the end."""
+        """Return the closing events, with the usage."""
         stop_reason = "tool_use" if self._called and reason == "stop" else _REASONS[reason]
         delta = {"stop_reason": stop_reason, "stop_sequence": None}
         return self._close() + _event("message_delta", delta=delta, usage=usage(used)) + _event("message_stop")

@@ -1,4 +1,4 @@
-"""An emulated vLLM server: vLLM's HTTP surface, metrics and KV events over the engine model. It is what a laptop runs."""
+"""An emulated vLLM server: vLLM's HTTP API, metrics and KV events over the engine model. It runs on a laptop."""
 
 from __future__ import annotations
 
@@ -33,42 +33,42 @@ log = structlog.get_logger()
 
 
 class EmulateSettings(BaseSettings):
-    """One emulated engine. Names follow vLLM's flags where there is one."""
+    """Settings of one emulated engine. Names follow vLLM's flags where there is one."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_EMULATE_")
 
     host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one, told on stdout")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one, printed on stdout")
     kv_events_port: int = Field(0, ge=0, le=65535, description="ZMQ port of KV events; 0 picks a free one")
-    replay_port: int = Field(0, ge=0, le=65535, description="ZMQ port of the events' replay; 0 picks a free one")
+    replay_port: int = Field(0, ge=0, le=65535, description="ZMQ port of the KV event replay; 0 picks a free one")
     ssl_certfile: Path | None = Field(None, description="certificate chain (PEM): HTTPS instead of HTTP")
     ssl_keyfile: Path | None = Field(None, description="private key of ssl_certfile (PEM)")
-    api_key: SecretStr = Field(SecretStr(""), description="what clients of the APIs must show")
+    api_key: SecretStr = Field(SecretStr(""), description="API key that clients must send; empty: none")
     model: str = Field("pointsman-emulated", min_length=1, description="served model name")
     tokenizer: Path = Field(TOKENIZER_DIR, description="folder with tokenizer.json and tokenizer_config.json")
     block_size: int = Field(16, description="tokens per KV block, a multiple of 16")
-    kv_blocks: int = Field(20_000, ge=1, description="KV blocks to be filled; vLLM's num_gpu_blocks is one more")
-    max_model_len: int = Field(131_072, ge=2, description="prompt and answer together, in tokens")
-    max_num_batched_tokens: int = Field(8_192, ge=1, description="tokens per step")
-    max_num_seqs: int = Field(256, ge=1, description="running requests")
+    kv_blocks: int = Field(20_000, ge=1, description="number of usable KV blocks; vLLM's num_gpu_blocks is one more")
+    max_model_len: int = Field(131_072, ge=2, description="maximum tokens of prompt and answer together")
+    max_num_batched_tokens: int = Field(8_192, ge=1, description="maximum tokens per step")
+    max_num_seqs: int = Field(256, ge=1, description="maximum number of running requests")
     long_prefill_token_threshold: int = Field(
-        0, ge=0, description="prefill tokens per step of one request; 0 is no limit"
+        0, ge=0, description="maximum prefill tokens of one request per step; 0: unlimited"
     )
     long_prefill_token_threshold_adaptive: bool = Field(
-        False, description="never cut a request below its equal share of a step"
+        False, description="raise the threshold to at least a request's equal share of a step"
     )
-    scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="order of arrival, or of priority first")
-    watermark: float = Field(0.0, ge=0, lt=1, description="share of KV blocks that admitting leaves free")
-    layerwise: bool = Field(False, description="KV is pushed layer by layer while it is computed")
-    profile: Path | None = Field(None, description="profile: a file of `pointsman profile`, or reference or slow")
-    speedup: float = Field(1.0, gt=0, description="how much faster than the modelled engine it runs")
-    seed: int = Field(0, ge=0, description="equal seeds give equal answers to equal prompts")
-    hash_seed: int = Field(0, ge=0, description="another one gives block hashes that cannot be compared")
-    script: Path | None = Field(None, description="file of answers, tool calls among them, for chats with tools")
+    scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="order by arrival, or by priority first")
+    watermark: float = Field(0.0, ge=0, lt=1, description="share of KV blocks that admission leaves free")
+    layerwise: bool = Field(False, description="push KV layer by layer while it is computed")
+    profile: Path | None = Field(None, description="cost profile: a file of `pointsman profile`, or reference or slow")
+    speedup: float = Field(1.0, gt=0, description="factor by which it is faster than the modelled engine")
+    seed: int = Field(0, ge=0, description="seed of the answers; equal seeds answer equal prompts equally")
+    hash_seed: int = Field(0, ge=0, description="seed of the block hashes; other seeds give other hashes")
+    script: Path | None = Field(None, description="file of scripted answers, with tool calls, for chats with tools")
     log_level: str = Field("info", description="debug, info, warning or error")
 
     def engine_config(self, tokenizer: ChatTokenizer) -> EngineConfig:
-        """The model's part. Raises ValueError for settings that vLLM would not start with."""
+        """Return the model's configuration. Raises ValueError for settings that vLLM would not start with."""
         return EngineConfig(
             block_size=self.block_size,
             kv_blocks=self.kv_blocks,
@@ -88,7 +88,7 @@ class EmulateSettings(BaseSettings):
 
 @dataclass
 class EmulatedEngine:
-    """A running emulated engine. `model` is for looking at, not for touching."""
+    """A running emulated engine. `model` may be read, but must not be changed."""
 
     url: str
     model: EngineModel
@@ -99,7 +99,7 @@ class EmulatedEngine:
     _loop_task: asyncio.Task[None]
 
     async def stop(self) -> None:
-        """End it as a killed engine ends: open streams break, nothing more is published."""
+        """Stop the engine as if it were killed: open streams break, and nothing more is published."""
         self._loop_task.cancel()
         try:
             await asyncio.gather(self._loop_task, return_exceptions=True)
@@ -108,17 +108,17 @@ class EmulatedEngine:
             await self._publisher.stop()
 
     async def wait(self) -> None:
-        """Wait until the engine's loop ends, which it only does by an error; raises it."""
+        """Wait until the engine's loop ends, which happens only by an error; raises that error."""
         await asyncio.shield(self._loop_task)
 
 
 async def start(settings: EmulateSettings, profile: Profile | None = None) -> EmulatedEngine:
-    """Start an emulated engine in this process; `profile` goes before the settings' own. Raises ValueError for impossible ones
-    and OSError for a taken port or a file that cannot be read."""
+    """Start an emulated engine in this process. `profile` takes precedence over the settings' profile. Raises ValueError for
+    invalid settings, and OSError for a port in use or a file that cannot be read."""
     if settings.profile is not None:
         file = read_profile(settings.profile)
         profile = profile or file.costs
-        # What was measured of an engine holds where nothing else is asked for.
+        # Engine settings that were measured apply unless they are set explicitly.
         known = {name: value for name, value in file.engine.items() if name not in settings.model_fields_set}
         settings = settings.model_copy(update=known)
     script = parse_script(settings.script.read_bytes()) if settings.script is not None else []
@@ -142,8 +142,8 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
     if settings.ssl_certfile is not None:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         tls.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
-    # Without cancellation a request whose client has gone would keep its blocks until its last token.
-    # A stopped engine breaks its streams at once; to aiohttp a timeout of 0 would mean to wait for them for ever.
+    # Without handler_cancellation, a request whose client has disconnected would keep its blocks until its last token.
+    # A stopped engine breaks its streams at once. In aiohttp a timeout of 0 means to wait for them without limit.
     runner = web.AppRunner(app.make(), handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
     try:
         await runner.setup()
@@ -162,7 +162,7 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
 
 
 def run(settings: EmulateSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Prints one line with the URL to stdout once it answers."""
+    """Serve until SIGTERM or SIGINT. Prints one line with the URL to stdout when it is ready."""
     configure_logs("emulate", settings.log_level)
     asyncio.run(_serve(settings))
 
@@ -174,7 +174,11 @@ async def _serve(settings: EmulateSettings) -> None:
     engine = await start(settings)
     print(f"emulated engine {engine.url}", flush=True)
     log.info(
-        "emulating", url=engine.url, kv_events=engine.kv_endpoint, replay=engine.replay_endpoint, model=settings.model
+        "emulated engine started",
+        url=engine.url,
+        kv_events=engine.kv_endpoint,
+        replay=engine.replay_endpoint,
+        model=settings.model,
     )
     stopping = asyncio.create_task(stop.wait())
     failing = asyncio.create_task(engine.wait())

@@ -1,4 +1,4 @@
-"""Runs an engine model in real time: one task steps it, waits out each step's duration and hands tokens to streams."""
+"""Runs an engine model in real time: one task steps the model, waits for each step's duration and passes tokens to streams."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from pointsman.lab.engine.interface import (
 )
 from pointsman.lab.engine.model import EngineModel
 
-# Waits until so many tokens' KV have come from another instance. Raises ApiError when they do not.
+# Waits until the KV of this number of tokens has come from another instance. Raises ApiError if it does not.
 FetchKv = Callable[[int], Awaitable[None]]
 
-# Sleeping less costs more than it waits; the error does not add up, since every step's end is computed from the last one's.
+# Shortest sleep, s. A shorter one costs more than it waits. The error does not add up: each step's end is computed from the last.
 SHORTEST_SLEEP_S = 0.0005
-# A loop this far behind lets the past go, instead of catching up by running faster than the profile for long.
+# Maximum lag of the loop behind the model's time, s. A greater lag is dropped, so that the loop does not run faster than the
+# profile for long.
 LATEST_S = 0.25
-# While it catches up, let the writers run this often: their chunks then carry several tokens, as vLLM's do to a slow client.
+# Interval at which the writers run while the loop catches up, s. Their chunks then carry several tokens, as vLLM's do to a slow
+# client.
 YIELD_EVERY_S = 0.004
 
 
 class Stream:
-    """One request's tokens on their way out. What is not read in time is read together later, nothing is lost."""
+    """One request's tokens on their way to the client. Tokens that are not read in time are read together later; none is lost."""
 
     def __init__(self, request: EngineRequest, now: float, fetch: FetchKv | None) -> None:
         self.request = request
@@ -47,7 +49,8 @@ class Stream:
         self._news = asyncio.Event()
 
     async def read(self) -> list[int]:
-        """Wait for tokens; an empty list is the end, after which `reason` is set. Raises ApiError when there will be none."""
+        """Wait for tokens and return them. An empty list is the end; `reason` is set then. Raises ApiError if the request
+        failed."""
         while not self._tokens and not self.reason:
             if self._error is not None:
                 raise self._error
@@ -63,18 +66,18 @@ class Stream:
         self._news.set()
 
     def fail(self, error: ApiError) -> None:
-        """Mark that no tokens will come."""
+        """Mark the request as failed: no more tokens will come."""
         self._error = error
         self._news.set()
 
     def end(self, reason: str) -> None:
-        """Mark the end."""
+        """Mark the end of the answer."""
         self.reason = reason
         self._news.set()
 
 
 class EngineLoop:
-    """Owns the model. `publish` is called at each step's end with that step's events."""
+    """Runs the model. `publish` is called at each step's end with that step's events."""
 
     def __init__(
         self, model: EngineModel, metrics: EngineMetrics, speedup: float, publish: Callable[[Sequence[object]], None]
@@ -89,8 +92,8 @@ class EngineLoop:
         self._fetching: set[asyncio.Task[None]] = set()
 
     def open(self, request: EngineRequest, fetch: FetchKv | None = None) -> Stream:
-        """Submit a request, with what fetches the KV of its remote tokens. Raises ValueError when the model refuses it. Every
-        stream must be closed."""
+        """Submit a request; `fetch` gets the KV of its remote tokens. Raises ValueError if the model rejects it. Every stream
+        must be closed."""
         now = time.monotonic()
         self._model.submit(request, now)
         stream = self._streams[request.request_id] = Stream(request, now, fetch)
@@ -99,17 +102,17 @@ class EngineLoop:
         return stream
 
     def close(self, stream: Stream) -> None:
-        """Let go of a stream; one that has not ended is aborted and its blocks are freed at once."""
+        """Remove a stream. One that has not ended is aborted, and its blocks are freed at once."""
         request_id = stream.request.request_id
         if self._streams.pop(request_id, None) is None:
             return
         self._unscheduled.discard(request_id)
-        # The model may have finished it in a step whose end has not come: that is an abort to the client all the same.
+        # The model may have finished the request in a step that has not ended. For the client it is still an abort.
         self._model.abort(request_id, time.monotonic())
         self._metrics.finished["abort"] += 1
 
     async def run(self) -> None:
-        """Step until cancelled."""
+        """Run steps until cancelled."""
         try:
             await self._run()
         finally:
@@ -148,7 +151,7 @@ class EngineLoop:
         try:
             await stream.fetch(awaited.tokens)
         except ApiError as error:
-            # As vLLM with kv_load_failure_policy "fail".
+            # As in vLLM with kv_load_failure_policy "fail".
             self._model.abort(awaited.request_id, time.monotonic())
             stream.fail(error)
         self._model.receive(awaited.request_id, time.monotonic())

@@ -1,4 +1,4 @@
-"""The emulated engine's HTTP routes, named and shaped as vLLM's."""
+"""The emulated engine's HTTP routes, with vLLM's paths, requests and answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Api(Enum):
-    """The APIs that generate; the value begins an answer's id."""
+    """The APIs that generate text; the value is the prefix of an answer's id."""
 
     CHAT = "chatcmpl-"
     COMPLETION = "cmpl-"
@@ -43,7 +43,7 @@ class Api(Enum):
 
 
 class EventWriter(Protocol):
-    """Writes the events of one streamed answer."""
+    """Writes the events of one streamed answer as bytes."""
 
     def start(self, prompt_tokens: int) -> bytes: ...
     def pieces(self, pieces: Sequence[Piece], reason: str) -> bytes: ...
@@ -52,7 +52,7 @@ class EventWriter(Protocol):
 
 
 class EngineApp:
-    """Handlers over one engine loop. `created` is the model's creation time (s since the epoch), `script` what is answered to
+    """HTTP handlers over one engine loop. `created` is the model's creation time (s since the epoch); `script` has the answers to
     chats with tools."""
 
     def __init__(
@@ -81,7 +81,7 @@ class EngineApp:
         self._texts = dict(zip(tokenizer.word_ids, tokenizer.words, strict=True))
 
     def make(self) -> web.Application:
-        """The application."""
+        """Return the application."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors, self._authenticate])
         app.add_routes(
             [
@@ -106,7 +106,7 @@ class EngineApp:
 
     @web.middleware
     async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """As vLLM's --api-key: the APIs ask for it, /metrics and the like do not."""
+        """Require the key as vLLM's --api-key does: for the APIs, not for /metrics and similar paths."""
         shown, wanted = request.headers.get("Authorization", "").encode(), f"Bearer {self._api_key}".encode()
         if self._api_key and request.path.startswith(GUARDED) and not hmac.compare_digest(shown, wanted):
             return web.json_response({"error": "Unauthorized"}, status=401)
@@ -169,7 +169,7 @@ class EngineApp:
             self._loop.close(stream)
 
     def _prepared(self, body: dict[str, Any], params: GenerationParams) -> ScriptedAnswer | None:
-        """What is answered in place of random words, if anything is."""
+        """Return the prepared answer, or None for random words."""
         if not params.chat or not body.get("tools"):
             return None
         seed = f"{self._model.config.seed} {hashlib.sha256(array('L', params.prompt).tobytes()).hexdigest()}"
@@ -189,7 +189,7 @@ class EngineApp:
             tokens += part
         transfer = params.kv_transfer or {}
         if transfer.get("do_remote_decode") and stream.reason == "length":
-            # A prefill that ends by a stop token sends nothing, in vLLM as here.
+            # As in vLLM, a prefill that ends by a stop token transfers nothing.
             prefill_s = stream.first_at - stream.scheduled_at
             self._transfers.prefilled(str(transfer.get("transfer_id")), prefill_s)
         used = api.usage(len(params.prompt), stream.output_tokens, stream.cached_tokens)
@@ -320,7 +320,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except ConnectionResetError:
         if request.transport is not None and not request.transport.is_closing():
             raise
-        # The client has gone before the handler could be cancelled. Nobody reads this, and aiohttp logs what is raised.
+        # The client has disconnected before the handler could be cancelled. aiohttp would log an exception.
         return web.Response()
     except web.HTTPException as error:
         text = json.dumps({"detail": error.reason})

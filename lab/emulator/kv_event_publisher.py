@@ -1,7 +1,7 @@
-"""KV events on the wire, as vLLM 0.32 publishes them (vllm/distributed/kv_events.py): msgpack over ZMQ PUB, with a replay ROUTER.
+"""Publishes KV events as vLLM 0.32 does (vllm/distributed/kv_events.py): msgpack over ZMQ PUB, with a ROUTER socket for replay.
 
-Frames are (topic, sequence number as 8 bytes big endian from 0, payload); the payload is the array [ts, events, dp_rank],
-each event a map with its type under "type".
+Frames are (topic, sequence number as 8 bytes big endian from 0, payload). The payload is the array [ts, events, dp_rank];
+each event is a map with its type under "type".
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ import zmq.asyncio
 from pointsman.lab.engine.block_cache import AllCleared, BlocksRemoved
 from pointsman.lab.engine.block_cache import BlocksStored as Stored
 
+# Sequence number that ends a replay.
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
+# Number of batches that are kept for replay.
 BUFFER_STEPS = 10_000
+# Maximum number of queued messages of the PUB socket for each subscriber.
 HIGH_WATER_MARK = 100_000
 
 
@@ -63,7 +66,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 def to_wire(events: Sequence[object], block_size: int) -> list[WireEvent]:
-    """The block events among `events`, in vLLM's form."""
+    """Return the block events among `events`, in vLLM's form."""
     wire: list[WireEvent] = []
     for event in events:
         if isinstance(event, Stored):
@@ -86,7 +89,7 @@ def to_wire(events: Sequence[object], block_size: int) -> list[WireEvent]:
                 )
             )
         elif isinstance(event, BlocksRemoved):
-            # vLLM tells each eviction by itself.
+            # vLLM reports each eviction in its own event.
             wire += [BlockRemoved(block_hashes=[value], medium="GPU", group_idx=0) for value in event.hashes]
         elif isinstance(event, AllCleared):
             wire.append(AllBlocksCleared())
@@ -94,7 +97,7 @@ def to_wire(events: Sequence[object], block_size: int) -> list[WireEvent]:
 
 
 class KVEventPublisher:
-    """The PUB and ROUTER sockets of one engine; port 0 picks a free one. Close it with stop()."""
+    """The PUB and ROUTER sockets of one engine; port 0 selects a free port. Must be closed with stop()."""
 
     def __init__(self, host: str, port: int, replay_port: int) -> None:
         self._context = zmq.Context()
@@ -113,14 +116,14 @@ class KVEventPublisher:
         self._task = asyncio.get_running_loop().create_task(self._serve_replay())
 
     def publish(self, ts: float, events: list[WireEvent]) -> None:
-        """Send one batch. `ts`: wall clock in s, as vLLM stamps it."""
+        """Send one batch. `ts` is the wall clock in s, as in vLLM."""
         payload = self._encoder.encode(KVEventBatch(ts=ts, events=events, data_parallel_rank=0))
         self._pub.send_multipart((b"", self._next_seq.to_bytes(8, "big"), payload), zmq.NOBLOCK)
         self._buffer.append((self._next_seq, payload))
         self._next_seq += 1
 
     def source(self) -> dict[str, Any]:
-        """What GET /kv_event_sources tells about this publisher."""
+        """Return this publisher's part of the answer to GET /kv_event_sources."""
         return {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -133,7 +136,7 @@ class KVEventPublisher:
         }
 
     async def stop(self) -> None:
-        """Close the sockets. What was published and not yet sent is lost, as with an engine that dies."""
+        """Close the sockets. Events that are published and not yet sent are lost, as with an engine that dies."""
         self._task.cancel()
         try:
             await asyncio.gather(self._task, return_exceptions=True)
@@ -141,7 +144,7 @@ class KVEventPublisher:
             self._close()
 
     def _close(self) -> None:
-        # The replay socket is its shadow context's, which destroy() does not know of.
+        # The replay socket belongs to its shadow context, so destroy() does not close it.
         self._replay.close(linger=0)
         self._context.destroy(linger=0)
 
@@ -159,7 +162,8 @@ class KVEventPublisher:
 
 
 def _bind(socket: zmq.Socket[Any], host: str, port: int) -> str:
-    """Bind and tell the endpoint as vLLM does: a picked port with its address, a given one on all interfaces with "*"."""
+    """Bind and return the endpoint as vLLM reports it: the selected port with its address, "*" as the address of all
+    interfaces."""
     address = "*" if host == "0.0.0.0" else host
     socket.bind(f"tcp://{address}:{port or '*'}")
     bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -1,9 +1,9 @@
-"""Prefill on one emulated instance, decode on another, as with vLLM's MooncakeConnector: transfer_id joins the two requests.
+"""Prefill on one emulated instance, decode on another, as with vLLM's MooncakeConnector. transfer_id joins the two requests.
 
-The prefilling side is asked with {do_remote_decode, transfer_id}; the decoding side with {do_remote_prefill, remote_engine_id,
-remote_bootstrap_addr, transfer_id}: it takes blocks for what it lacks, tells the prefilling side so, and has the KV a transfer's
-time after the prefill; with `layerwise` only what could not be pushed while the prefill ran, from the asking on, is left to do
-then. Only the waiting is emulated.
+The request to the prefilling instance has {do_remote_decode, transfer_id}. The request to the decoding instance has
+{do_remote_prefill, remote_engine_id, remote_bootstrap_addr, transfer_id}. The decoding instance takes blocks for the missing KV
+and requests the transfer. It has the KV one transfer time after the prefill's end. With `layerwise`, the part that can be pushed
+between the request and the prefill's end is saved. Only the waiting is emulated; no KV is sent.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pointsman.lab.emulator.engine_loop import FetchKv
 from pointsman.lab.emulator.openai_api import ApiError
 from pointsman.lab.engine.cost_profile import Profile
 
-# VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT: how long either side waits for the other.
+# Maximum time that either side waits for the other, s; VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT in vLLM.
 ABORT_S = 480.0
 
 
 class KvTransfers:
-    """What this instance has prefilled for others, by transfer_id. `address` is where others reach it."""
+    """Prefills of this instance for other instances, by transfer_id. `address` is where others reach this instance."""
 
     def __init__(self, engine_id: str, profile: Profile, speedup: float, *, layerwise: bool) -> None:
         self.engine_id = engine_id
@@ -33,39 +33,40 @@ class KvTransfers:
         self._profile = profile
         self._speedup = speedup
         self._layerwise = layerwise
-        # By transfer_id: how long the prefill has computed, in s, once it is over.
+        # By transfer_id: the computing time of the prefill, s. Set when the prefill ends.
         self._prefills: dict[str, asyncio.Future[float]] = {}
 
     def bootstrap(self) -> dict[str, Any]:
-        """What GET /query of a Mooncake bootstrap server answers."""
+        """Return the answer of a Mooncake bootstrap server to GET /query."""
         return {"0": {"engine_id": self.engine_id, "worker_addr": {"0": {"0": f"tcp://{self.address}"}}}}
 
     def prefilled(self, transfer_id: str, prefill_s: float) -> None:
-        """A prefill that took `prefill_s` is done: its KV can be fetched, until nobody has for ABORT_S."""
+        """Record the end of a prefill that took `prefill_s`. Its KV can be fetched for ABORT_S."""
         future = self._future(transfer_id)
         if not future.done():
             future.set_result(prefill_s)
 
     async def wait_for(self, transfer_id: str, engine_id: str) -> float:
-        """Wait for a prefill; for how much of it, in s, somebody had been asking. Raises ApiError 404 for another engine's id and
-        504 when it never comes."""
+        """Wait for a prefill; return for how many seconds of it the caller has waited. Raises ApiError 404 for another engine's
+        id, and 504 if the prefill does not end in time."""
         if engine_id != self.engine_id:
-            raise ApiError(404, f"engine {engine_id} is not here")
+            raise ApiError(404, f"engine {engine_id} is not at this address")
         asked_at = time.monotonic()
         try:
             async with asyncio.timeout(ABORT_S):
                 prefill_s = await asyncio.shield(self._future(transfer_id))
         except TimeoutError as error:
-            raise ApiError(504, "the prefill never came") from error
+            raise ApiError(504, "the prefill did not end in time") from error
         finally:
             self._prefills.pop(transfer_id, None)
         return min(time.monotonic() - asked_at, prefill_s)
 
     def fetcher(self, params: Mapping[str, Any]) -> FetchKv:
-        """What fetches a prompt's KV from the instance that `params` name. Raises ApiError 500, at once or later."""
+        """Return a function that fetches a prompt's KV from the instance that `params` name. Raises ApiError 500 if a parameter
+        is missing; the function raises it if the transfer fails."""
         for key in ("transfer_id", "remote_engine_id", "remote_bootstrap_addr"):
             if not isinstance(params.get(key), str):
-                # In vLLM a missing remote_engine_id takes the whole engine down; that lesson is not repeated here.
+                # In vLLM a missing remote_engine_id stops the whole engine. This is not emulated.
                 raise ApiError(500, f"KeyError: {key!r}")
         return partial(self._fetch, params)
 

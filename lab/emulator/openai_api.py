@@ -1,6 +1,6 @@
-"""What an OpenAI request means to the emulated engine, and the bodies of its answers, shaped as vLLM's. Pure.
+"""Parses OpenAI requests for the emulated engine, and makes the bodies of its answers, as in vLLM. Pure.
 
-Beyond what is listed in `GenerationParams`, sampling parameters are accepted and ignored: the model's tokens are a function of
+Sampling parameters other than those in `GenerationParams` are accepted and ignored, because the model's tokens are a function of
 the prompt.
 """
 
@@ -15,12 +15,12 @@ from pointsman.lab.emulator.scripted_answers import REASONING, Piece, ReadAnswer
 from pointsman.lab.emulator.tool_choice import ToolChoice
 from pointsman.lab.workload.tokenizer import ChatError, ChatTokenizer
 
-# What vLLM generates for /v1/completions when max_tokens is not given.
+# vLLM's default of max_tokens for /v1/completions, tokens.
 COMPLETION_TOKENS = 16
 
 
 class ApiError(Exception):
-    """An answer that is an error. `status` is the HTTP status; `param` names the offending field."""
+    """An error response. `status` is the HTTP status; `param` names the offending field."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class ApiError(Exception):
         self.param = param
 
     def body(self) -> dict[str, Any]:
-        """vLLM's ErrorResponse."""
+        """Return vLLM's ErrorResponse."""
         kinds = {400: "BadRequestError", 404: "NotFoundError"}
         kind = kinds.get(self.status, "InternalServerError")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
@@ -37,7 +37,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """A validated request. `prompt` are token ids; `kv_transfer` are kv_transfer_params or None."""
+    """A validated request. `prompt` has token ids; `kv_transfer` has kv_transfer_params, or is None."""
 
     chat: bool
     model: str
@@ -54,25 +54,25 @@ class GenerationParams:
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
-    """The request's JSON object. Raises ApiError 400."""
+    """Return the request's JSON object. Raises ApiError 400."""
     try:
         body = json.loads(raw)
     except ValueError as error:
-        raise ApiError(400, f"the body is no JSON: {error}") from error
+        raise ApiError(400, f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     return body
 
 
 def check_model(body: Mapping[str, Any], served: str) -> None:
-    """Raises ApiError 404 for a model that is not served; none given means the served one, as in vLLM."""
+    """Raise ApiError 404 for a model that is not served. As in vLLM, a missing name means the served model."""
     if body.get("model") not in (None, "", served):
         message = f"The model `{body['model']}` does not exist. Valid aliases: {served}."
         raise ApiError(404, message, "model")
 
 
 def chat_tokens(body: Mapping[str, Any], tokenizer: ChatTokenizer) -> list[int]:
-    """Token ids of a chat's prompt. Raises ApiError 400."""
+    """Return the token ids of a chat's prompt. Raises ApiError 400."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages must be a list of at least one message", "messages")
@@ -94,7 +94,7 @@ def chat_tokens(body: Mapping[str, Any], tokenizer: ChatTokenizer) -> list[int]:
 
 
 def completion_tokens(body: Mapping[str, Any], tokenizer: ChatTokenizer) -> list[int]:
-    """Token ids of a completion's prompt: text, or token ids, or a list of one of either. Raises ApiError 400."""
+    """Return the token ids of a completion's prompt: a text, token ids, or a list of one of either. Raises ApiError 400."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
@@ -108,8 +108,8 @@ def completion_tokens(body: Mapping[str, Any], tokenizer: ChatTokenizer) -> list
 
 
 def parse_tool_choice(body: Mapping[str, Any]) -> ToolChoice:
-    """What a chat completions body that chat_tokens() has read says of its tools. Raises ApiError 400 with the words of vLLM's
-    ChatCompletionRequest.check_tool_usage."""
+    """Return the tool choice of a chat completions body whose types chat_tokens() has checked. Raises ApiError 400 with the
+    messages of vLLM's ChatCompletionRequest.check_tool_usage."""
     tools, chosen = body.get("tools"), body.get("tool_choice")
     names = [tool["function"].get("name") for tool in tools or []]
     if not all(isinstance(name, str) for name in names):
@@ -155,7 +155,7 @@ def parse_generation_params(
     tokenizer: ChatTokenizer,
     max_model_len: int,
 ) -> GenerationParams:
-    """Validate a body of /v1/chat/completions (`chat`) or /v1/completions. Raises ApiError with vLLM's status and words."""
+    """Validate a body of /v1/chat/completions (`chat`) or /v1/completions. Raises ApiError with vLLM's statuses and messages."""
     check_model(body, served)
     prompt = chat_tokens(body, tokenizer) if chat else completion_tokens(body, tokenizer)
     if not prompt:
@@ -193,7 +193,7 @@ def parse_generation_params(
         chat=chat,
         model=served,
         prompt=prompt,
-        # What is left of the context, as vLLM's get_max_tokens().
+        # At most the rest of the context, as in vLLM's get_max_tokens().
         max_tokens=default if asked is None else min(asked, room),
         ignore_eos=body.get("ignore_eos") is True,
         stream=body.get("stream") is True,
@@ -207,7 +207,7 @@ def parse_generation_params(
 
 
 def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """vLLM's UsageInfo with --enable-prompt-tokens-details."""
+    """Return vLLM's UsageInfo with --enable-prompt-tokens-details."""
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + output_tokens,
@@ -217,19 +217,19 @@ def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[st
 
 
 def finish_reason(params: GenerationParams, called: bool, reason: str) -> str:
-    """A chat's finish reason. As in vLLM, and at OpenAI, a call of the function that was named is not told by it."""
+    """Return a chat's finish reason. As in vLLM and at OpenAI, it is not "tool_calls" after a call of a named function."""
     return "tool_calls" if called and reason == "stop" and params.tool_choice.mode != "named" else reason
 
 
 def call_id(request_id: str, number: int) -> str:
-    """The id of an answer's tool call."""
+    """Return the id of an answer's tool call."""
     return f"call_{request_id[-16:]}_{number}"
 
 
 def answer(
     params: GenerationParams, request_id: str, created: int, read: ReadAnswer, reason: str, used: dict[str, Any]
 ) -> dict[str, Any]:
-    """The body of an answer that is not streamed."""
+    """Return the body of an answer that is not streamed."""
     reason = finish_reason(params, bool(read.calls), reason)
     choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": reason, "stop_reason": None}
     calls = [
@@ -268,7 +268,7 @@ class Chunks:
         self._head = f"data: {json.dumps(head)[:-1]}, "
 
     def start(self, prompt_tokens: int) -> bytes:
-        """What comes before the first text: the role of a chat's answer."""
+        """Return the event before the first text: the role of a chat's answer."""
         del prompt_tokens
         if not self._params.chat:
             return b""
@@ -276,7 +276,7 @@ class Chunks:
         return f'{self._head}"choices": [{choice}]}}\n\n'.encode()
 
     def pieces(self, pieces: Sequence[Piece], reason: str) -> bytes:
-        """What was generated since the last time, the last of it with the finish reason (empty before). Mutates."""
+        """Return the events of what was generated since the last call; the last call has the finish reason. Mutates."""
         if self._scripted is None:
             return self.text("".join(piece.text for piece in pieces), reason)
         out = b"".join(self._piece(call, text) for call, text in pieces)
@@ -301,18 +301,18 @@ class Chunks:
         return f'{self._head}"choices": [{json.dumps(choice)}]}}\n\n'.encode()
 
     def text(self, text: str, reason: str = "") -> bytes:
-        """One piece of text, the last one with its finish reason."""
+        """Return the event of a piece of text; the last one has the finish reason."""
         body = f'"delta": {{"content": {json.dumps(text)}}}' if self._params.chat else f'"text": {json.dumps(text)}'
         finish = f'"{reason}"' if reason else "null"
         choice = f'{{"index": 0, {body}, "logprobs": null, "finish_reason": {finish}}}'
         return f'{self._head}"choices": [{choice}]}}\n\n'.encode()
 
     def failed(self, error: ApiError) -> bytes:
-        """An error that comes when the answer has begun, and the end."""
+        """Return the event of an error after the answer has begun, and the end of the stream."""
         return f"data: {json.dumps(error.body())}\n\ndata: [DONE]\n\n".encode()
 
     def end(self, used: dict[str, Any], reason: str) -> bytes:
-        """The usage chunk, when it was asked for, and the end."""
+        """Return the usage chunk, if requested, and the end of the stream."""
         del reason
         tail = f'{self._head}"choices": [], "usage": {json.dumps(used)}}}\n\n' if self._params.include_usage else ""
         return f"{tail}data: [DONE]\n\n".encode()

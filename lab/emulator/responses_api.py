@@ -1,6 +1,6 @@
-"""OpenAI's /v1/responses on the emulated engine: requests as chats, and the bodies and events of answers, as vLLM's. Pure.
+"""OpenAI's /v1/responses on the emulated engine: converts requests to chats; bodies and events of answers as in vLLM. Pure.
 
-Nothing is stored: a response can be neither read again nor continued by its id.
+Nothing is stored: a response cannot be retrieved or continued by its id.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pointsman.lab.emulator.openai_api import ApiError, GenerationParams
 from pointsman.lab.emulator.responses_tools import CalledTools, chat_tool_choice
 from pointsman.lab.emulator.scripted_answers import REASONING, Piece, ReadAnswer, ScriptedAnswer
 
-# What an answer says again of its request, and what it says where the request says nothing.
+# Fields of the request that an answer repeats, with their defaults.
 _ECHOED: Mapping[str, Any] = {
     "instructions": None,
     "metadata": None,
@@ -35,20 +35,20 @@ _ECHOED: Mapping[str, Any] = {
 
 
 def as_chat(body: dict[str, Any]) -> dict[str, Any]:
-    """The chat completions body that says the same. Raises ApiError."""
+    """Return the equivalent chat completions body. Raises ApiError."""
     try:
         check_responses(body)
         chat = to_chat(body)
     except ApiRequestError as error:
         raise ApiError(error.status, error.message, error.param) from error
     except Unconvertible as error:
-        raise ApiError(400, f"the emulated engine cannot read {error}", "input") from error
+        raise ApiError(400, f"the emulated engine does not support {error}", "input") from error
     chat |= {"max_tokens": body.get("max_output_tokens"), "tool_choice": chat_tool_choice(body, chat.get("tools"))}
     return {name: body[name] for name in SHARED if name in body} | chat
 
 
 def usage(used: Mapping[str, Any]) -> dict[str, Any]:
-    """The counts of a chat under this API's names."""
+    """Return the counts of a chat under this API's names."""
     counts = {"input_tokens": used["prompt_tokens"], "output_tokens": used["completion_tokens"]}
     details = {"cached_tokens": used["prompt_tokens_details"]["cached_tokens"], "cache_write_tokens": 0}
     counts |= {"total_tokens": used["total_tokens"], "input_tokens_details": details}
@@ -64,7 +64,7 @@ def response(
     reason: str,
     used: dict[str, Any],
 ) -> dict[str, Any]:
-    """The body of an answer to `asked` that is not streamed."""
+    """Return the body of an answer to `asked` that is not streamed."""
     tools = CalledTools(asked.get("tools"))
     items = [_reasoning_item(request_id, read.reasoning)] if read.reasoning else []
     items += [_text_item(request_id, read.text)] if read.text or not (read.calls or items) else []
@@ -88,17 +88,17 @@ class ResponseEvents:
         self._scripted, self._tools = scripted, CalledTools(asked.get("tools"))
         self._number = 0
         self._items: list[dict[str, Any]] = []
-        self._open: int | None = None  # what the last item is of, as in a Piece
+        self._open: int | None = None  # the content of the last item, as in Piece.call
         self._text = ""
 
     def start(self, prompt_tokens: int) -> bytes:
-        """What comes before the first text. Mutates."""
+        """Return the events before the first text. Mutates."""
         del prompt_tokens
         begun = _response(self._asked, self._params, self._id, self._created, "in_progress", [], None)
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def pieces(self, pieces: Sequence[Piece], reason: str) -> bytes:
-        """What was generated since the last time. Mutates."""
+        """Return the events of what was generated since the last call. Mutates."""
         del reason
         out = b""
         for call, text in pieces:
@@ -127,7 +127,7 @@ class ResponseEvents:
         return out + self._event("response.content_part.added", **at, item_id=item["id"], content_index=0, part=part)
 
     def _close(self) -> bytes:
-        """The end of the item that is open. Mutates."""
+        """Return the events that close the open item. Mutates."""
         if not self._items:
             return b""
         item = self._items[-1] = self._item()
@@ -135,7 +135,7 @@ class ResponseEvents:
         if item["type"] == "function_call":
             out = self._event("response.function_call_arguments.done", **at, name=item["name"], arguments=self._text)
         elif item["type"] == "custom_tool_call":
-            # All of it at once: a text that is being written inside JSON is none yet.
+            # Sent as a whole, because the text is not readable while its JSON is incomplete.
             out = self._event("response.custom_tool_call_input.delta", **at, delta=item["input"])
             out += self._event("response.custom_tool_call_input.done", **at, input=item["input"])
         else:
@@ -160,11 +160,11 @@ class ResponseEvents:
         return self._scripted.tool_calls[call].name
 
     def failed(self, error: ApiError) -> bytes:
-        """An error that comes when the answer has begun, and the end."""
+        """Return the event of an error after the answer has begun, which ends the stream."""
         return self._event("error", code="server_error", message=error.message, param=None)
 
     def end(self, used: dict[str, Any], reason: str) -> bytes:
-        """The whole answer and the end, also of one that was cut short. Mutates."""
+        """Return the events of the whole answer and the end, also for an incomplete answer. Mutates."""
         out = self._close()
         status = "incomplete" if reason == "length" else "completed"
         whole = _response(self._asked, self._params, self._id, self._created, status, self._items, usage(used))

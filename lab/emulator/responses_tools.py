@@ -1,7 +1,7 @@
-"""Tools of /v1/responses: which one a request chooses, and the items that tell of calls, as vLLM's. Pure.
+"""Tools of /v1/responses: the tool choice of a request, and the output items of calls, as in vLLM. Pure.
 
-A chat knows functions only. There a custom tool is a function of one text, and a namespace's function has the namespace before
-its name; an answer's items tell them apart again.
+A chat has functions only. In it a custom tool is a function with one text argument, and a function of a namespace has the
+namespace before its name. The output items of an answer distinguish them again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ _NAMED = ("function", "custom")
 
 
 def chat_tool_choice(body: Mapping[str, Any], functions: object) -> str | dict[str, Any]:
-    """The tool_choice of a chat that has `functions` for tools. Raises ApiError 400. Where a hosted tool is chosen, or some of
-    the tools are allowed, the model is free: `auto`."""
+    """Return the tool_choice of a chat whose tools are `functions`. Raises ApiError 400.
+
+    If a hosted tool is chosen, or only some tools are allowed, the model may choose: "auto".
+    """
     choice = body.get("tool_choice") or "auto"
     if isinstance(choice, dict) and choice.get("type") in _NAMED:
         return {"type": "function", "function": {"name": _full_name(choice.get("name"), body.get("tools"))}}
@@ -33,7 +35,7 @@ def chat_tool_choice(body: Mapping[str, Any], functions: object) -> str | dict[s
 
 
 class _Tool(NamedTuple):
-    """A tool as its client knows it."""
+    """A tool under the client's names."""
 
     kind: str
     name: str
@@ -41,17 +43,17 @@ class _Tool(NamedTuple):
 
 
 class CalledTools:
-    """Makes the output items of calls from the names that a chat has for a request's tools."""
+    """Makes the output items of calls from the names that a request's tools have in the chat."""
 
     def __init__(self, tools: object) -> None:
         self._tools = dict(_named_tools(tools))
 
     def is_custom(self, name: str) -> bool:
-        """Whether the tool takes a text."""
+        """Return whether the tool takes a text instead of JSON arguments."""
         return name in self._tools and self._tools[name].kind == "custom"
 
     def item(self, request_id: str, number: int, name: str, arguments: str) -> dict[str, Any]:
-        """The item of call `number`; `arguments` may be cut short."""
+        """Return the item of call `number`; `arguments` may be truncated."""
         tool = self._tools.get(name, _Tool("function", name))
         called: dict[str, Any] = {"call_id": call_id(request_id, number), "name": tool.name}
         if tool.kind == "custom":
@@ -63,7 +65,7 @@ class CalledTools:
 
 
 def custom_input(arguments: str) -> str:
-    """The text that a custom tool gets; of arguments that are no such object, themselves, as in vLLM."""
+    """Return the text that a custom tool gets. As in vLLM, arguments without a text in "input" are returned unchanged."""
     try:
         given = json.loads(arguments)
     except ValueError:
@@ -84,7 +86,8 @@ def _named_tools(tools: object) -> Iterator[tuple[str, _Tool]]:
 
 
 def _full_name(name: object, tools: object) -> str:
-    """The chat's name of a tool that is chosen by its full name, or by its own where only one namespace has it."""
+    """Return the chat's name of a chosen tool. `name` is its full name, or its name in a namespace if only one namespace has it.
+    Raises ApiError 400."""
     known = dict(_named_tools(tools))
     if isinstance(name, str) and name in known:
         return name

@@ -1,8 +1,8 @@
-"""A value that a JSON schema allows: the arguments of made-up tool calls. Pure.
+"""Draws values that a JSON schema allows, for the arguments of generated tool calls. Pure.
 
-Followed are `type`, `const`, `enum`, `properties` and `required`, `items`, `prefixItems` and their number, `uniqueItems`,
+Supported are `type`, `const`, `enum`, `properties` and `required`, `items`, `prefixItems` and their number, `uniqueItems`,
 lengths, bounds and `multipleOf` of numbers, the usual formats, `$ref` within the schema, `allOf`, and the first of `anyOf` or
-`oneOf`. `pattern`, `not`, `if` and what says how properties depend on one another are not. Only required properties get a value.
+`oneOf`. `pattern`, `not`, `if` and dependencies between properties are not supported. Only required properties get a value.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# The first word of every text. An agent may run what it gets: there is no program, file or host of this name.
+# The first word of every text. An agent may execute what it gets; no program, file or host has this name.
 FIRST_WORD = "emulated"
 _FORMATS = {
     "date": "2026-01-31",
@@ -26,19 +26,23 @@ _FORMATS = {
     "url": "https://example.com/emulated",
     "uuid": "00000000-0000-4000-8000-000000000000",
 }
-# A schema comes from a client and may ask for any amount: beyond these there are null, nothing more, or no longer texts.
+# Limits of the values, since a client's schema may require any amount.
+# Maximum number of values; further values are null.
 MAX_VALUES = 1_000
+# Maximum depth of nesting; deeper values are null.
 MAX_DEPTH = 32
+# Maximum number of items of an array.
 MAX_ITEMS = 32
+# Maximum length of a text, characters.
 MAX_CHARACTERS = 2_000
-# Below this depth a value that may be null or empty is, so that a schema which contains itself comes to an end.
+# Depth below which a value is null or empty if its schema allows that, so that a schema that contains itself has finite values.
 _FULL_DEPTH = 3
 _LARGEST, _FINEST = 2**53, 1e-9
-_SPAN = 100  # integers without an upper or a lower bound
+_SPAN = 100  # range of integers without an upper or a lower bound
 
 
 class SchemaSampler:
-    """Draws values of one schema. `words` (each with its leading space) make up the texts."""
+    """Draws values of one schema. Texts consist of `words` (each with its leading space)."""
 
     def __init__(self, schema: object, draw: random.Random, words: Sequence[str]) -> None:
         self._root = schema
@@ -47,7 +51,7 @@ class SchemaSampler:
         self._values = 0
 
     def arguments(self) -> dict[str, Any]:
-        """An object, whatever the schema says."""
+        """Return an object, whatever the schema's type is."""
         value = self._value({"type": "object", **self._plain(self._root, 0)}, 0)
         return value if isinstance(value, dict) else {}
 
@@ -75,7 +79,7 @@ class SchemaSampler:
                 return self._text(plain)
 
     def _plain(self, schema: object, depth: int) -> dict[str, Any]:
-        """`schema` with its references, `allOf` and one of its alternatives put in."""
+        """Return `schema` with its references, its `allOf` and one of its alternatives merged into it."""
         plain = dict(schema) if isinstance(schema, Mapping) else {}
         for _ in range(MAX_DEPTH):
             reference = plain.pop("$ref", None)
@@ -92,7 +96,7 @@ class SchemaSampler:
         return plain
 
     def _found(self, reference: str) -> object:
-        """What a reference into the schema itself (`#/$defs/Name`) names; nothing for any other."""
+        """Return what a reference into the schema itself (`#/$defs/Name`) refers to; None for any other reference."""
         place: Any = self._root if reference.startswith("#") else None
         for step in reference.removeprefix("#").split("/")[1:]:
             place = place.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
@@ -141,7 +145,7 @@ class SchemaSampler:
         if low <= high:
             return self._draw.randint(low, high) * step
         edges = [one for one in (least, above, most, below) if one is not None]
-        return sum(edges) / len(edges)  # no whole number fits: what lies between the bounds
+        return sum(edges) / len(edges)  # no multiple of the step fits: the mean of the bounds
 
     def _text(self, schema: Mapping[str, Any]) -> str:
         if isinstance(form := schema.get("format"), str) and form in _FORMATS:
@@ -191,7 +195,7 @@ def _count(value: object, default: int) -> int:
 
 
 def _bound(value: object) -> float | None:
-    """A number that can be reckoned with: JSON may hold infinities, and integers that no float can hold."""
+    """Return a number that is safe to compute with, else None: JSON may have infinities, and integers that no float can hold."""
     if type(value) not in (int, float):
         return None
     assert isinstance(value, int | float)

@@ -1,8 +1,8 @@
-"""Answers that are known before they are generated: a script's, and what a client sees of one as it is. Pure.
+"""Scripted answers, and the parts of an answer that a client has seen while it is generated. Pure.
 
-A script is a JSON list of answers, each with `reasoning`, `text`, `tool_calls` (of `name` and `arguments`), or several of them. A
-chat with tools in which the assistant has called tools k times gets answer k, counted from 0, or the last one where there are
-fewer, if its tool choice allows it (`tool_choice.py`).
+A script is a JSON list of answers. Each has one or more of `reasoning`, `text` and `tool_calls` (with `name` and `arguments`). A
+chat with tools in which the assistant has called tools in k messages gets answer k, counted from 0, or the last answer if there
+are fewer. Its tool choice must allow the answer (`tool_choice.py`).
 """
 
 from __future__ import annotations
@@ -16,39 +16,43 @@ import msgspec
 
 from pointsman.lab.workload.tokenizer import ChatTokenizer
 
+# Value of Piece.call for reasoning.
 REASONING = -1
 
 
 class Piece(NamedTuple):
-    """A part of an answer as it is written: of its text (`call` is None), its reasoning (REASONING), or of the arguments of a
-    tool call."""
+    """A part of an answer while it is generated: of its text (`call` is None), of its reasoning (REASONING), or of the arguments
+    of the tool call with that number."""
 
     call: int | None
     text: str
 
 
 class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tool call; `arguments` as the tool gets them."""
+    """One tool call, with the `arguments` that the tool gets."""
 
     name: str
     arguments: dict[str, Any] = {}
 
     @property
     def written(self) -> str:
-        """The arguments as the model writes them, and a template writes them back."""
+        """The arguments as JSON, as the model and the chat template write them."""
         return json.dumps(self.arguments, ensure_ascii=False)
 
 
 class ScriptedAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One answer: reasoning, a text, then tool calls."""
+    """One answer: reasoning, a text, then tool calls; each may be empty."""
 
     text: str = ""
     tool_calls: tuple[ScriptedCall, ...] = ()
     reasoning: str = ""
 
     def parts(self) -> list[tuple[str, Piece | None]]:
-        """The answer as the model writes it, in parts; what a client sees of each. As the lab's template (Hermes) shows calls;
-        reasoning, which it leaves out, as most models write it."""
+        """Return the answer in parts: the text that the model writes, and what a client sees of it (None: nothing).
+
+        Calls are written as in the lab's chat template (Hermes). The template has no reasoning, so reasoning is written as most
+        models write it.
+        """
         parts: list[tuple[str, Piece | None]] = []
         if self.reasoning:
             parts += [("<think>\n", None), (self.reasoning, Piece(REASONING, self.reasoning)), ("\n</think>\n\n", None)]
@@ -62,15 +66,15 @@ class ScriptedAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_script(raw: bytes) -> list[ScriptedAnswer]:
-    """The answers of a script. Raises ValueError."""
+    """Return the answers of a script. Raises ValueError."""
     answers = msgspec.json.decode(raw, type=list[ScriptedAnswer])
     if not answers:
-        raise ValueError("a script needs an answer at least")
+        raise ValueError("a script needs at least one answer")
     return answers
 
 
 def scripted_answer(script: Sequence[ScriptedAnswer], chat: Mapping[str, Any]) -> ScriptedAnswer | None:
-    """Which answer of `script` is a chat completions body's; None where there is none for it."""
+    """Return the answer of `script` to a chat completions body; None without a script or tools."""
     if not script or not chat.get("tools"):
         return None
     turns = sum(1 for message in chat["messages"] if message.get("role") == "assistant" and message.get("tool_calls"))
@@ -78,7 +82,7 @@ def scripted_answer(script: Sequence[ScriptedAnswer], chat: Mapping[str, Any]) -
 
 
 class PieceReader:
-    """Turns an answer's tokens into what a client sees of them, as they are generated."""
+    """Converts an answer's tokens, while they are generated, to what a client sees of them."""
 
     def __init__(self, answer: ScriptedAnswer, tokenizer: ChatTokenizer) -> None:
         self._parts = answer.parts()
@@ -90,7 +94,7 @@ class PieceReader:
         self._seen = 0  # characters
 
     def read(self, tokens: int) -> list[Piece]:
-        """What `tokens` more tokens show. Mutates."""
+        """Return what a client sees of the next `tokens` tokens. Mutates."""
         self._tokens = min(self._tokens + tokens, len(self.ids))
         end = self._ends[self._tokens - 1] if self._tokens else 0
         pieces = []
@@ -101,7 +105,7 @@ class PieceReader:
             piece = self._parts[at][1]
             if piece is None:
                 continue
-            if not piece.text:  # the head of a call, which is known when all of it is
+            if not piece.text:  # the head of a call, which is reported when it is complete
                 if self._seen < stop <= end:
                     pieces.append(piece)
             elif shown := piece.text[max(self._seen - start, 0) : end - start]:
@@ -111,7 +115,7 @@ class PieceReader:
 
 
 class ReadAnswer(NamedTuple):
-    """An answer as far as it was generated: its text, of each call the name and the arguments, and its reasoning."""
+    """An answer as far as it was generated: its text, the name and arguments of each call, and its reasoning."""
 
     text: str
     calls: list[tuple[str, str]]
@@ -119,7 +123,7 @@ class ReadAnswer(NamedTuple):
 
 
 def collected(pieces: Sequence[Piece], answer: ScriptedAnswer | None) -> ReadAnswer:
-    """Pieces put together."""
+    """Join pieces to an answer."""
     texts: dict[int | None, str] = {}
     for number, text in pieces:
         texts[number] = texts.get(number, "") + text

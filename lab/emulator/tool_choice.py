@@ -1,13 +1,13 @@
-"""Which answer a chat with tools gets: a scripted one, a made-up call of a tool, or random words. Pure.
+"""Chooses the answer to a chat with tools: a scripted one, a generated tool call, or random words. Pure.
 
-- `required`, and a function that is named: a call, unless a script has one that will do.
-- `auto`, which is what tools without a choice mean: the script's answer where there is a script; else a call while no tool has
-  answered since the assistant's last message, and then words. So an agent's loop is: a task, a call, its result, a text.
+- `required`, or a named function: a call, from the script if it has a suitable one.
+- `auto`, also the default with tools: the script's answer if there is a script. Otherwise a call while no tool has answered since
+  the assistant's last message, and then words. So an agent's loop is: a task, a call, its result, a text.
   A load generator that fixes the answer's length (`ignore_eos`) gets words.
 - `none`: never a call.
 
-A made-up call is of one of the tools, with arguments that its schema allows; which and what depends on the prompt and the
-engine's seed, and on nothing else.
+A generated call is of one of the tools, with arguments that its schema allows. Tool and arguments depend only on the prompt and
+the engine's seed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pointsman.lab.emulator.scripted_answers import ScriptedAnswer, ScriptedCall
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """What a request says of its tools; `name` is the function's, where one is named."""
+    """The tool choice of a request; `name` is the named function, if any."""
 
     mode: Literal["none", "auto", "required", "named"] = "none"
     name: str = ""
@@ -36,7 +36,7 @@ class ToolChoice:
         return self.mode in ("required", "named")
 
     def allows(self, answer: ScriptedAnswer) -> bool:
-        """Whether an answer is one that this choice leaves the model."""
+        """Return whether this choice allows an answer."""
         if not self.forced:
             return self.mode == "auto" or not answer.tool_calls
         return bool(answer.tool_calls) and all(self.name in ("", call.name) for call in answer.tool_calls)
@@ -45,7 +45,7 @@ class ToolChoice:
 def prepared_answer(
     script: Sequence[ScriptedAnswer], chat: Mapping[str, Any], choice: ToolChoice, seed: str, words: Sequence[str]
 ) -> ScriptedAnswer | None:
-    """The answer to a chat completions body whose tools were checked; None for random words. `words` make up texts."""
+    """Return the answer to a chat completions body whose tools were checked; None for random words. Texts consist of `words`."""
     scripted = scripted_answer(script, chat)
     if scripted is not None:
         if choice.allows(scripted):
@@ -58,8 +58,8 @@ def prepared_answer(
 
 
 def _awaits_call(chat: Mapping[str, Any]) -> bool:
-    """Whether no tool has answered since the assistant spoke. An agent may say more behind a tool's result, as Claude Code does
-    with its reminders, so the last message alone does not tell."""
+    """Return whether no tool has answered since the assistant's last message. An agent may add messages after a tool's result, as
+    Claude Code does with its reminders, so the last message alone is not sufficient."""
     if chat.get("ignore_eos") is True:
         return False
     for message in reversed(chat["messages"]):

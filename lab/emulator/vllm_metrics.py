@@ -1,4 +1,4 @@
-"""The emulated engine's /metrics: vLLM's names and labels over the engine model's counters."""
+"""The emulated engine's /metrics: the engine model's counters under vLLM's names and labels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from pointsman.lab.engine.model import EngineModel
 
-# vllm/v1/metrics/loggers.py
+# Bucket bounds in s, from vllm/v1/metrics/loggers.py.
 TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
     160.0, 640.0, 2560.0,
@@ -36,7 +36,7 @@ HISTOGRAMS = {
 
 
 class Histogram:
-    """Counts per bucket; cheaper than prometheus_client's, which a token stream of thousands per second would feel."""
+    """Counts per bucket. Cheaper than prometheus_client's, whose cost is noticeable at thousands of tokens per second."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -44,12 +44,12 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count `value` (s), `times` over."""
+        """Count `value` (s) `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     def family(self, name: str, labels: dict[str, str]) -> HistogramMetricFamily:
-        """As Prometheus reads it: cumulative."""
+        """Return the histogram as a Prometheus metric, with cumulative buckets."""
         bounds = [*map(str, self._bounds), "+Inf"]
         family = HistogramMetricFamily(name, name, labels=list(labels))
         family.add_metric(list(labels.values()), list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
@@ -57,7 +57,7 @@ class Histogram:
 
 
 class EngineMetrics(Collector):
-    """Reads the model when it is scraped; times and outcomes are told to it by the engine loop."""
+    """Reads the model at each scrape. The engine loop records times and outcomes."""
 
     def __init__(self, model: EngineModel, model_name: str, started_at: float) -> None:
         self._model = model
@@ -69,7 +69,7 @@ class EngineMetrics(Collector):
         self._registry.register(self)
 
     def text(self) -> bytes:
-        """The Prometheus text."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -106,7 +106,7 @@ class EngineMetrics(Collector):
         yield success
         for name, histogram in self.histograms.items():
             yield histogram.family(f"vllm:{name}", self._labels)
-        # vLLM counts the one that it never fills.
+        # vLLM's count includes one block that it never fills.
         blocks = config.kv_blocks + 1
         info = {
             "block_size": str(config.block_size),
@@ -118,5 +118,5 @@ class EngineMetrics(Collector):
         cache = GaugeMetricFamily("vllm:cache_config_info", "cache configuration", labels=list(info))
         cache.add_metric(list(info.values()), 1)
         yield cache
-        # vLLM exports its process's; here it is the emulated engine's, several of which may share a process.
+        # In vLLM it is the process's start. Here it is the emulated engine's, since several engines may share a process.
         yield GaugeMetricFamily("process_start_time_seconds", "start since the epoch in s", value=self._started_at)

@@ -1,13 +1,13 @@
-"""The engine model's KV blocks: reference counts, prefix cache and LRU eviction, as vLLM's BlockPool keeps them. Pure.
+"""The engine model's KV blocks: reference counts, prefix cache and LRU eviction, as in vLLM's BlockPool. Pure.
 
-Modelled on vllm/v1/core/block_pool.py (0.32): a freed block keeps its contents and its hash until it is handed out again; blocks
-without a hash are reused first, the others in the order in which they were freed, the tail of a sequence before its head; two
-requests that compute the same block at once hold two physical blocks of one hash, stored twice and removed twice.
+Modelled on vllm/v1/core/block_pool.py (0.32). A freed block keeps its contents and its hash until it is allocated again. Blocks
+without a hash are reused first, the others in the order in which they were freed, the tail of a sequence before its head. Two
+requests that compute the same block at once hold two physical blocks of one hash, which is stored twice and removed twice.
 
-Which physical block holds what is of no consequence, so none is kept: blocks that follow each other in one chain and were always
-held together are one run, and what happens to a prompt's blocks costs by its runs, not by its thousands of blocks. Runs are a
-radix tree: a chain goes on from a run's end only, and is found by the first hash of each of its runs. Where chains part, where a
-hit stops and where a copy of some blocks loses its last ones, runs are cut, all copies of them alike.
+It does not matter which physical block holds what, so no physical blocks are modelled. Blocks that follow each other in one chain
+and were always held together are one run. An operation on a prompt's blocks therefore costs by its runs, not by its thousands of
+blocks. Runs form a radix tree: a chain continues only at a run's end, and is found by the first hash of each of its runs. A run
+is cut, with all its copies, where chains part, where a hit stops, and where a copy of some blocks loses its last ones.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from xxhash import xxh3_64_intdigest
 
 
 class BlocksStored(msgspec.Struct, frozen=True, gc=False):
-    """Full blocks became cached: `hashes` in order, after the block `parent` (None: the first), holding `token_ids`. Of those
-    in `already_cached` there were blocks before."""
+    """Full blocks became cached: `hashes` in order, after the block `parent` (None: the first), with `token_ids`. The hashes
+    in `already_cached` had physical blocks before."""
 
     hashes: tuple[int, ...]
     parent: int | None
@@ -36,24 +36,24 @@ class BlocksStored(msgspec.Struct, frozen=True, gc=False):
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, gc=False):
-    """One physical block of each hash was evicted; of each in `still_cached` another one remained, which may follow in
-    `hashes`."""
+    """One physical block of each hash was evicted. For each hash in `still_cached` another one remained; the same hash may occur
+    later in `hashes` for that one."""
 
     hashes: tuple[int, ...]
     still_cached: tuple[int, ...] = ()
 
 
 class AllCleared(msgspec.Struct, frozen=True, gc=False):
-    """Every block's hash was forgotten."""
+    """Every block's hash was removed."""
 
 
 def root_hash(seed: int, salt: str = "") -> int:
-    """The hash before a prompt's first block. Another seed gives hashes that cannot be compared, like another engine's."""
+    """Return the hash before a prompt's first block. Hashes of different seeds cannot be compared, like those of two engines."""
     return xxh3_64_intdigest(salt.encode(), seed)
 
 
 def extend_hashes(hashes: list[int], root: int, token_ids: Sequence[int], block_size: int) -> None:
-    """Append to `hashes` those of the full blocks of `token_ids` that it lacks. Each is chained over all tokens before it."""
+    """Append to `hashes` the missing hashes of the full blocks of `token_ids`. Each is chained over all tokens before it."""
     parent = hashes[-1] if hashes else root
     for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
         words = array("I", token_ids[start : start + block_size])
@@ -65,8 +65,8 @@ def extend_hashes(hashes: list[int], root: int, token_ids: Sequence[int], block_
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """Findable blocks of one chain with the same holders. Never empty. While it `grows` its only holder, who made it, may append
-    to it: nothing else follows it, and it has no copies."""
+    """Cached blocks of one chain with the same holders. Never empty. While it `grows`, its only holder, which created it, may
+    append to it: no run follows it, and it has no copies."""
 
     hashes: list[int]
     holders: list[HeldBlocks]
@@ -75,7 +75,7 @@ class _Run:
 
 @dataclass(eq=False, slots=True)
 class HeldBlocks:
-    """One sequence's `blocks`, how many: `full` of them are cached, those after them are not yet."""
+    """The blocks of one sequence: `blocks` is their number, and the first `full` of them are cached."""
 
     blocks: int = 0
     full: int = 0
@@ -91,29 +91,30 @@ class BlockCache:
         self.capacity = capacity
         self.block_size = block_size
         self._empty = capacity
-        # By a run's first hash the run to be hit, and in the order of their coming others of the same hashes.
+        # By a run's first hash: the run that a lookup finds.
         self._run_of: dict[int, _Run] = {}
+        # By a run's first hash: other runs of the same hashes, oldest first.
         self._copies: dict[int, list[_Run]] = {}
         self._num_cached = 0
-        # Runs that nobody holds; the first loses its last block first. An OrderedDict, because hits take runs out of its middle.
+        # Runs without a holder, in eviction order; each loses its last block first. Hits remove runs from the middle.
         self._evictable: OrderedDict[_Run, None] = OrderedDict()
         self._evictable_blocks = 0
 
     @property
     def empty(self) -> int:
-        """Blocks that are free and hold nothing cached."""
+        """Number of blocks that are free and have no cached content."""
         return self._empty
 
     @property
     def free(self) -> int:
-        """Blocks that no request holds; those with a hash can still be hit."""
+        """Number of blocks that no request holds; those with a hash can still be hit."""
         return self._empty + self._evictable_blocks
 
     def find(self, hashes: Sequence[int], limit: int) -> tuple[int, int]:
-        """How many leading blocks of a chain are cached, at most `limit`, and how many of these nobody holds, so that holding
-        them lowers `free`.
+        """Return how many leading blocks of a chain are cached, at most `limit`, and how many of these have no holder, so that
+        holding them lowers `free`.
 
-        Whoever holds a block holds those before it, and lets go of them later: a block is never cached without its parent.
+        The holder of a block holds those before it too, and releases them later: a block is never cached without its parent.
         """
         found = idle = 0
         for run, length in self._walk(hashes, limit):
@@ -123,7 +124,7 @@ class BlockCache:
         return found, idle
 
     def hold(self, hashes: Sequence[int], count: int) -> HeldBlocks:
-        """Hold the first `count` blocks of a chain, which are cached. Mutates."""
+        """Hold the first `count` blocks of a chain, which must be cached. Mutates."""
         holding = HeldBlocks(blocks=count, full=count)
         for run, length in self._walk(hashes, count):
             if length < len(run.hashes):
@@ -137,23 +138,23 @@ class BlockCache:
         return holding
 
     def __len__(self) -> int:
-        """How many different hashes are cached."""
+        """Return the number of different hashes that are cached."""
         return self._num_cached
 
     def allocate(self, holding: HeldBlocks, count: int) -> BlocksRemoved | None:
-        """Hand out `count` empty blocks; what was evicted for them. ValueError when fewer are free. Mutates."""
+        """Allocate `count` blocks to `holding`; return the evicted ones. Raises ValueError if fewer are free. Mutates."""
         if count > self.free:
-            raise ValueError(f"{count} blocks asked for, {self.free} are free")
+            raise ValueError(f"{count} blocks requested, {self.free} are free")
         holding.blocks += count
         unused = min(count, self._empty)
         self._empty -= unused
         return self._evict(count - unused) if count > unused else None
 
     def store(self, holding: HeldBlocks, hashes: Sequence[int]) -> tuple[int, ...]:
-        """Make the next blocks of `holding`, which are filled, cached under `hashes`; those that were so already. Mutates."""
+        """Cache the next blocks of `holding`, which are filled, under `hashes`; return the hashes cached before. Mutates."""
         if not hashes:
             return ()
-        # Whatever follows a block that is not cached is not either.
+        # After a block that is not cached, no block is cached.
         already_cached = self._copy(holding, hashes) if hashes[0] in self._run_of else 0
         if new := hashes[already_cached:]:
             last = holding.runs[-1] if holding.runs else None
@@ -166,7 +167,7 @@ class BlockCache:
         return tuple(hashes[:already_cached])
 
     def release(self, holding: HeldBlocks) -> None:
-        """Let go of all blocks of `holding`. Mutates."""
+        """Release all blocks of `holding`. Mutates."""
         for run in reversed(holding.runs):
             run.holders.remove(holding)
             if not run.holders:
@@ -176,7 +177,7 @@ class BlockCache:
         holding.runs, holding.full, holding.blocks = [], 0, 0
 
     def clear(self) -> bool:
-        """Forget every hash. False, and nothing done, while any block is held."""
+        """Remove every hash. Return False, without a change, while any block is held."""
         if self.free != self.capacity:
             return False
         self._run_of, self._copies = {}, {}
@@ -185,12 +186,12 @@ class BlockCache:
         return True
 
     def cached_hashes(self) -> dict[int, int]:
-        """Every cached hash and how many physical blocks have it."""
+        """Return every cached hash with its number of physical blocks."""
         copies = self._copies
         return {value: 1 + len(copies.get(first, ())) for first, run in self._run_of.items() for value in run.hashes}
 
     def check(self) -> None:
-        """Raise AssertionError when the books do not balance (for tests)."""
+        """Raise AssertionError if the internal counts are inconsistent (for tests)."""
         assert self._empty >= 0
         assert self._evictable_blocks == sum(len(run.hashes) for run in self._evictable)
         assert all(self._copies.values())
@@ -214,7 +215,7 @@ class BlockCache:
         assert empty >= sum(holding.blocks - holding.full for holding in holders)
 
     def _walk(self, hashes: Sequence[int], limit: int) -> Iterator[tuple[_Run, int]]:
-        """The runs to be hit, from a chain's first block to at most `limit`, and how many blocks of each."""
+        """Yield the runs that a lookup finds, from a chain's first block to at most `limit`, and the number of blocks of each."""
         run_of, limit, position = self._run_of, min(limit, len(hashes)), 0
         while position < limit and (run := run_of.get(hashes[position])) is not None:
             whole = len(run.hashes)
@@ -227,7 +228,7 @@ class BlockCache:
             position += length
 
     def _copy(self, holding: HeldBlocks, hashes: Sequence[int]) -> int:
-        """Store copies of those blocks of a chain that are cached: of how many. Mutates."""
+        """Store copies of those blocks of a chain that are cached; return their number. Mutates."""
         count = 0
         for run, length in self._walk(hashes, len(hashes)):
             if length < len(run.hashes):
@@ -240,9 +241,9 @@ class BlockCache:
         return count
 
     def _split(self, run: _Run, length: int) -> _Run:
-        """Make the first `length` blocks of `run`, and of its copies, runs of their own; that of them to be hit.
+        """Split the first `length` blocks of `run`, and of its copies, into separate runs; return the one that a lookup finds.
 
-        What is left of each keeps its place in the order of eviction, and is followed by what was before it.
+        The rest of each run keeps its place in the eviction order; its head follows directly after it.
         """
         first = run.hashes[0]
         heads = []
@@ -276,7 +277,7 @@ class BlockCache:
                     del run.hashes[-count:]
                     self._num_cached -= count
                     break
-                # Its copies keep what it loses.
+                # The copies keep the blocks that this run loses, so all of them are cut.
                 self._split(run, len(run.hashes) - count)
             del self._evictable[run]
             count -= len(run.hashes)
@@ -286,7 +287,7 @@ class BlockCache:
         return BlocksRemoved(tuple(removed), tuple(still_cached))
 
     def _forget(self, run: _Run) -> bool:
-        """Let go of a run; whether a copy of it remains."""
+        """Remove a run; return whether a copy of it remains."""
         first = run.hashes[0]
         copies = self._copies.get(first)
         if copies is None:
@@ -303,6 +304,6 @@ class BlockCache:
 
 
 def _matching_length(known: Sequence[int], hashes: Sequence[int], position: int, length: int) -> int:
-    """How many of the first `length` of `known` are those of a chain from `position` on: those after the first other one are
-    others, too."""
+    """Return how many of the first `length` of `known` equal the chain's hashes from `position` on. All hashes after the first
+    difference differ, so a binary search finds it."""
     return bisect_left(range(length), True, key=lambda at: known[at] != hashes[position + at])

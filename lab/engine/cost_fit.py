@@ -1,10 +1,10 @@
-"""From what steps took to what they cost: least squares over measurements of one engine. Pure.
+"""Fits costs to measured times of one engine by least squares. Pure.
 
 The model is Profile's. A prefill of n tokens after c cached ones in k steps takes wake_s + k * step_s + prefill_token_s * n +
-prefill_pair_s * n * (2c + n) + prefill_kv_token_s * (what was computed before each step, added up); a step that decodes B
-sequences with T tokens of KV together takes step_s + decode_sequence_s * B + decode_kv_token_s * T. All measurements are fitted
-at once, none of the costs negative, so that the sum of the relative errors' sizes is least: by least squares, weighed anew by
-what each measurement missed. A stall of the machine shall not bend the line.
+prefill_pair_s * n * (2c + n) + prefill_kv_token_s * (tokens computed before each step, summed over the steps). A step that
+decodes B sequences with T tokens of KV in total takes step_s + decode_sequence_s * B + decode_kv_token_s * T. All measurements
+are fitted at once, with no cost negative, so that the sum of the absolute relative errors is least: by least squares, reweighted
+repeatedly by each measurement's error. A stall of the machine therefore has little effect on the fit.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from pointsman.lab.engine.cost_profile import STEP_COSTS, Profile
 
 
 class FitError(ValueError):
-    """Measurements that no profile follows from."""
+    """Measurements that do not determine a profile."""
 
 
 @dataclass(frozen=True)
 class PrefillTime:
-    """`new` tokens (2 or more) were computed after `cached` ones, at most `chunk` in a step, in `seconds`, by an engine that had
-    nothing to do before."""
+    """An idle engine computed `new` tokens (2 or more) after `cached` ones, at most `chunk` in a step, in `seconds`."""
 
     new: int
     cached: int
@@ -36,12 +35,12 @@ class PrefillTime:
 
     @property
     def steps(self) -> int:
-        """How many steps it took."""
+        """Number of steps of the prefill."""
         return -(-self.new // self.chunk)
 
     @property
     def before(self) -> int:
-        """Tokens that were computed before each step, of all steps together."""
+        """Tokens that were computed before each step, summed over all steps."""
         return self.steps * self.cached + self.chunk * (self.steps * (self.steps - 1) // 2)
 
     def __str__(self) -> str:
@@ -50,7 +49,7 @@ class PrefillTime:
 
 @dataclass(frozen=True)
 class DecodeTime:
-    """A step that decoded `batch` sequences, with `kv_tokens` of KV together, took `seconds` in the mean."""
+    """The mean duration of a step that decodes `batch` sequences, with `kv_tokens` of KV in total, is `seconds`."""
 
     batch: int
     kv_tokens: float
@@ -62,26 +61,27 @@ class DecodeTime:
 
 Measurement = PrefillTime | DecodeTime
 FloatArray = NDArray[np.float64]
-# Of the reweighting; below so small a relative error measurements weigh the same.
+# Number of rounds of reweighting.
 ROUNDS = 30
+# Relative error below which all measurements have the same weight.
 SMALLEST_ERROR = 0.001
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A profile and what it makes of each measurement, in s. `residual` is the median size of the relative errors."""
+    """A profile and the time that it predicts for each measurement, in s."""
 
     profile: Profile
     rows: tuple[tuple[Measurement, float], ...]
 
     @property
     def residual(self) -> float:
-        """Relative, 0 for a perfect fit."""
+        """Median of the absolute relative errors; 0 for a perfect fit."""
         return float(np.median([abs(fitted / one.seconds - 1) for one, fitted in self.rows]))
 
     def with_streaming_cost(self, streamed_decodes: Sequence[DecodeTime]) -> Profile:
-        """The profile of an engine that shares its machine with those who carry its tokens away: each sequence in a decode step
-        costs what the steps in `streamed_decodes`, in the median, took longer than was fitted to steps without them."""
+        """Return the profile of an engine that shares its machine with the receivers of its tokens. Each sequence in a decode
+        step costs more by the median excess of the steps in `streamed_decodes` over the fit to steps without receivers."""
         costs = self.profile
         more = [(one.seconds - costs.decode_step_s(one.batch, one.kv_tokens)) / one.batch for one in streamed_decodes]
         each_s = max(0.0, median(more)) if more else 0.0
@@ -89,16 +89,16 @@ class Fit:
 
 
 def fit(measured: Sequence[Measurement], base: Profile | None = None) -> Fit:
-    """Fit the step costs; those of transfers are `base`'s. Raises FitError when there are too few different measurements."""
+    """Fit the step costs; the transfer costs are `base`'s. Raises FitError if there are too few different measurements."""
     if any(one.seconds <= 0 for one in measured):
         raise FitError("a measurement took no time")
     terms = np.array([_terms(one) for one in measured], dtype=float).reshape(-1, len(STEP_COSTS))
     seconds = np.array([one.seconds for one in measured])
     weighed = terms / seconds[:, None]
-    # Columns of one size, or the rank would be judged by units.
+    # Scale the columns to one size; otherwise the rank would depend on their units.
     sizes = np.linalg.norm(weighed, axis=0)
     if not sizes.all() or np.linalg.matrix_rank(weighed / sizes) < len(STEP_COSTS):
-        raise FitError(f"{len(measured)} measurements do not tell {len(STEP_COSTS)} costs apart")
+        raise FitError(f"{len(measured)} measurements do not determine {len(STEP_COSTS)} costs")
     costs = _least_absolute_error(weighed, np.ones(len(seconds)))
     profile = replace(
         base or Profile(), **{name: float(f"{value:.5g}") for name, value in zip(STEP_COSTS, costs, strict=True)}
@@ -107,15 +107,15 @@ def fit(measured: Sequence[Measurement], base: Profile | None = None) -> Fit:
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Intercept and slope, neither negative, of y over x: those that the points miss least, as above."""
+    """Return intercept and slope, neither negative, of the line y over x with the least sum of absolute errors."""
     terms = np.array([(1.0, x) for x, _ in points])
     intercept, slope = _least_absolute_error(terms, np.array([max(y, 0.0) for _, y in points]))
     return float(intercept), float(slope)
 
 
 def chunk_size(stored: Sequence[int], block_size: int) -> int | None:
-    """Tokens per step, from how many blocks each step of one long cold prefill filled, its last step included; None when one step
-    did it all. Where several sizes would do, the roundest."""
+    """Return the tokens per step, from the numbers of blocks that each step of one long cold prefill filled, including its last
+    step. Return None if there was only one step. If several sizes fit, return the one with most factors of 2."""
     low, high, total = 1, sum(stored) * block_size + block_size, 0
     for number, blocks in enumerate(stored[:-1], 1):
         total += blocks
@@ -127,9 +127,9 @@ def chunk_size(stored: Sequence[int], block_size: int) -> int | None:
 
 
 def _least_absolute_error(terms: FloatArray, values: FloatArray) -> FloatArray:
-    """x >= 0 for which the sum of |terms @ x - values| is least."""
+    """Return x >= 0 with the least sum of |terms @ x - values|."""
     sizes = np.linalg.norm(terms, axis=0)
-    # A column of zeros says nothing of its x.
+    # A column of zeros does not determine its x.
     sizes[sizes == 0] = 1.0
     smallest = SMALLEST_ERROR * (float(np.mean(values)) or 1.0)
     weights = np.ones(len(values))

@@ -1,4 +1,4 @@
-"""What an engine's steps and its KV transfers cost, and the file that says so."""
+"""The cost of an engine's steps and KV transfers, and its JSON file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 SHIPPED = Path(__file__).parents[1] / "data"
-# The costs of steps; the others are those of transfers.
+# The costs of steps; the other costs are those of transfers.
 STEP_COSTS = (
     "step_s",
     "prefill_token_s",
@@ -22,7 +22,7 @@ STEP_COSTS = (
     "decode_kv_token_s",
     "wake_s",
 )
-# What can be learned of an engine from outside.
+# Engine settings that can be learned from outside.
 ENGINE_FIELDS = ("block_size", "kv_blocks", "max_model_len", "max_num_batched_tokens")
 
 
@@ -32,13 +32,13 @@ class ProfileError(ValueError):
 
 @dataclass(frozen=True)
 class Profile:
-    """What a step costs, in seconds.
+    """The cost of steps and transfers, in seconds.
 
     A chunk of n tokens after c computed ones takes prefill_token_s * n + prefill_pair_s * n * (2c + n), so that a prompt of
-    N costs a*N + b*N^2 however it is cut, and prefill_kv_token_s * c: the KV of what is before a chunk is fetched once for it,
-    however short it is. On CPU that is much of what few new tokens after a long cached prefix cost; where it hides behind the
-    computing it is 0, as in the profiles that ship. The first step after there was nothing to do takes wake_s longer: threads
-    sleep, clocks are down, caches have gone cold; 0 in the profiles that ship.
+    N costs a*N + b*N^2 in any division into chunks. A chunk also takes prefill_kv_token_s * c: the KV before a chunk is read once
+    for the chunk, however short it is. On CPU this is a large part of the cost of few new tokens after a long cached prefix.
+    prefill_kv_token_s is 0 where computing hides that time, as in the profiles that ship. The first step after an idle period
+    takes wake_s longer: threads sleep, clocks are low, caches are cold. wake_s is 0 in the profiles that ship.
 
     The defaults are fitted at 8k and 64k to prefill times measured with a 30B MoE
     coder model on a data-centre GPU (reference 0.575, 1.495, 4.44 and 15.2 s at 8k, 16k, 32k and 64k; this gives 0.575,
@@ -52,54 +52,57 @@ class Profile:
     decode_kv_token_s: float = 3.3e-8
     prefill_kv_token_s: float = 0.0
     wake_s: float = 0.0
-    # A KV transfer between instances once its prefill is over, and what a layer-wise push leaves to do then. Fitted to the
-    # reference's 0.123, 0.202 and 0.529 s at 8k, 16k and 32k (this gives 0.13, 0.26 and 0.50) and 0.058 s layer-wise.
+    # Time of a KV transfer between instances after its prefill, and the time that a layer-wise push still takes then. Fitted to
+    # the reference's 0.123, 0.202 and 0.529 s at 8k, 16k and 32k (this gives 0.13, 0.26 and 0.50) and 0.058 s layer-wise.
     transfer_s: float = 0.010
     transfer_token_s: float = 1.5e-5
     layerwise_tail_s: float = 0.058
 
     def chunk_s(self, tokens: int, computed: int) -> float:
-        """Seconds for `tokens` of one sequence after `computed`; one token is a decode step."""
+        """Return the seconds for `tokens` tokens of one sequence after `computed` ones; one token is a decode step."""
         if tokens == 1:
             return self.decode_sequence_s + self.decode_kv_token_s * computed
         pairs_s = self.prefill_pair_s * tokens * (2 * computed + tokens)
         return self.prefill_token_s * tokens + pairs_s + self.prefill_kv_token_s * computed
 
     def decode_step_s(self, batch: int, kv_tokens: float) -> float:
-        """Seconds of a step in which `batch` sequences with `kv_tokens` of KV together get a token each."""
+        """Return the seconds of a step in which `batch` sequences, with `kv_tokens` of KV in total, get one token each."""
         return self.step_s + self.decode_sequence_s * batch + self.decode_kv_token_s * kv_tokens
 
     def transfer_time_s(self, tokens: int) -> float:
-        """Seconds to move the KV of `tokens` to another instance."""
+        """Return the seconds to move the KV of `tokens` tokens to another instance."""
         return self.transfer_s + self.transfer_token_s * tokens
 
     def transfer_tail_s(self, tokens: int, overlapped_s: float) -> float:
-        """Seconds from a prefill's end until `tokens` of KV are elsewhere, pushed layer by layer during its last `overlapped_s`
-        (0: fetched afterwards). A push hides no more than that, always leaves its last layer, and is never the slower way."""
+        """Return the seconds from a prefill's end until the KV of `tokens` tokens is on the other instance.
+
+        The KV is pushed layer by layer during the prefill's last `overlapped_s` (0: fetched afterwards). A push saves at most
+        `overlapped_s`, always leaves the last layer, and never takes longer than a fetch.
+        """
         whole = self.transfer_time_s(tokens)
         if not overlapped_s:
             return whole
         return min(whole, max(self.layerwise_tail_s, whole - overlapped_s))
 
     def slowed(self, factor: float) -> Profile:
-        """One whose steps take `factor` times as long; transfers take what they took."""
+        """Return a profile whose steps take `factor` times as long; transfers are unchanged."""
         return replace(self, **{name: getattr(self, name) * factor for name in STEP_COSTS})
 
     @property
     def nonzero(self) -> dict[str, float]:
-        """What costs anything, by its field: the same for two profiles that cost the same, though one may know of more costs."""
+        """All costs that are not 0, by field. Equal for two profiles of equal costs, even if one has more fields."""
         return {name: value for name, value in asdict(self).items() if value}
 
     @property
     def name(self) -> str:
-        """What its content is called: two profiles of one name cost the same."""
+        """A hash of the costs: two profiles of the same name have equal costs."""
         return f"{xxh3_64_intdigest(msgspec.json.encode(self.nonzero)):016x}"[:8]
 
 
 class ProfileFile(msgspec.Struct, kw_only=True):
-    """A profile as it is kept: costs, and where it was measured what the engine is and how well they fit.
+    """A profile as stored in a file: costs, and if measured, the engine's settings and the quality of the fit.
 
-    `engine` has EngineConfig's fields as far as they are known. `about` is for people: nothing reads it.
+    `engine` has EngineConfig's fields as far as they are known. `about` is for people; no code reads it.
     """
 
     costs: Profile = Profile()
@@ -107,21 +110,21 @@ class ProfileFile(msgspec.Struct, kw_only=True):
     about: dict[str, Any] = {}
 
     def encode(self) -> bytes:
-        """The file: one JSON object, the costs on its top level."""
+        """Return the file's content: one JSON object, with the costs on its top level."""
         whole = asdict(self.costs) | {"engine": self.engine, "about": self.about}
         return msgspec.json.format(msgspec.json.encode(whole), indent=2) + b"\n"
 
 
 def find_profile(named: Path) -> Path:
-    """The file of a profile that is named by its path, or by a bare name if it ships with the lab ("reference", "slow")."""
+    """Return a profile's file. `named` is its path, or a bare name if it ships with the lab ("reference", "slow")."""
     shipped = SHIPPED / f"{named}.json"
     return shipped if not named.exists() and len(named.parts) == 1 and shipped.exists() else named
 
 
 def read_profile(named: Path) -> ProfileFile:
-    """Read a profile (as find_profile finds it): a JSON object of Profile's fields, in s; missing ones keep their defaults.
+    """Read a profile (found by find_profile): a JSON object of Profile's fields, in s. Missing fields have their defaults.
 
-    Beside them it may have `engine` and `about`. Raises ProfileError.
+    The object may also have `engine` and `about`. Raises ProfileError.
     """
     path = find_profile(named)
     try:
@@ -135,12 +138,12 @@ def read_profile(named: Path) -> ProfileFile:
     _check_names(path, engine, ENGINE_FIELDS)
     for name, value in costs.items():
         if value < 0 or not math.isfinite(value):
-            raise ProfileError(f"{path}: {name}: {value:g} is no time")
+            raise ProfileError(f"{path}: {name}: {value:g} is not a duration")
     return ProfileFile(costs=Profile(**costs), engine=engine, about=about)
 
 
 def load_profile(named: Path) -> Profile:
-    """The costs of a profile. Raises ProfileError."""
+    """Return the costs of a profile. Raises ProfileError."""
     return read_profile(named).costs
 
 

@@ -1,4 +1,4 @@
-"""What an engine model is asked, how it is set up, and what it tells. Pure values."""
+"""Configuration, requests, events and results of an engine model. Pure values."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pointsman.lab.engine.prompt_content import NamedPrompt
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The engine's settings, named as vLLM's flags are. `vocabulary` is what it may generate; `seed` changes its answers.
+    """The engine's settings, named as vLLM's flags are. The engine generates tokens of `vocabulary`; `seed` changes its answers.
 
-    `kv_blocks` can hold KV; vLLM counts one more in num_gpu_blocks, which it never fills.
+    `kv_blocks` is the number of blocks that can hold KV; vLLM's num_gpu_blocks counts one more, which it never fills.
     """
 
     block_size: int = 16
@@ -32,7 +32,7 @@ class EngineConfig:
     watermark: float = 0.0
     vocabulary: Sequence[int] = range(1_000, 2_000)
     eos_token_id: int | None = None
-    # Where a request that may stop by itself does: after so many tokens, drawn from its prompt.
+    # Range of the answer length, in tokens, of a request that may stop by itself. The length is derived from its prompt.
     natural_length: tuple[int, int] = (16, 96)
     seed: int = 0
     hash_seed: int = 0
@@ -55,12 +55,12 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What is asked of the engine. `remote_tokens` leading prompt tokens have their KV delivered from another instance.
+    """A request to the engine. The KV of the first `remote_tokens` prompt tokens is delivered from another instance.
 
-    A smaller `priority` is more urgent; it counts under the scheduling policy of that name. With an `answer` these tokens are
-    what is generated, and then the end of the sequence, where the engine has one.
+    A smaller `priority` is more urgent; it has an effect only under the scheduling policy "priority". With an `answer` the engine
+    generates these tokens, and then the end-of-sequence token, if the engine has one.
 
-    A NamedPrompt's answer always has `max_tokens` tokens, which are not told.
+    The answer to a NamedPrompt always has `max_tokens` tokens; no event reports them.
     """
 
     request_id: str
@@ -75,7 +75,7 @@ class EngineRequest:
 
 
 class WaitingForRemoteKv(msgspec.Struct, frozen=True, gc=False):
-    """The request has taken blocks for the KV of `tokens` prompt tokens, which can now be sent; receive() tells that it came."""
+    """The request holds blocks for the KV of `tokens` prompt tokens, which can now be sent; receive() reports its arrival."""
 
     request_id: str
     tokens: int
@@ -114,9 +114,9 @@ Event = FirstToken | TokenGenerated | Finished | Preempted | BlocksStored | Bloc
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
-    """One step: it takes `duration_s` from its `now`, and its events are seen by others at its end.
+    """One step: it takes `duration_s` from its `now`, and its events become visible to others at its end.
 
-    What is `awaited` is so from the step's beginning on. A step that schedules nothing takes no time.
+    Requests in `awaited` wait for KV from the step's beginning. A step that schedules nothing takes no time.
     """
 
     duration_s: float
@@ -126,8 +126,8 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecodeSteps(msgspec.Struct, frozen=True, gc=False):
-    """`steps` steps to come in which every running request decodes one token and nothing else happens. The first takes `first_s`,
-    each one after it `growth_s` more than the one before. `evicts`: cached blocks have to go for it."""
+    """The next `steps` steps, in which every running request decodes one token and nothing else happens. The first takes
+    `first_s`, each later one `growth_s` more than the one before. `evicts`: cached blocks have to be evicted for them."""
 
     steps: int
     evicts: bool
@@ -135,15 +135,15 @@ class DecodeSteps(msgspec.Struct, frozen=True, gc=False):
     growth_s: float
 
     def seconds(self, steps: int) -> float:
-        """What the first `steps` steps take."""
+        """Return the duration of the first `steps` steps."""
         return steps * (self.first_s + self.growth_s * (steps - 1) / 2)
 
     def steps_by(self, seconds: float) -> int:
-        """How many steps have begun, or are over, so long after the first one's beginning; at least 1, and no more than there
-        are."""
+        """Return how many steps have begun, or ended, `seconds` after the first one's beginning; at least 1, at most `steps`."""
         if self.seconds(self.steps) <= seconds:
             return self.steps
-        # Steps grow little: between as many as all would be of the last one's length and of the first one's there are few.
+        # The result is between the number of steps if all were as long as the last one, and if all were as long as the first one.
+        # Steps grow little, so this range is small.
         most = min(int(seconds / self.first_s) + 1, self.steps - 1)
         least = max(int(seconds / (self.first_s + self.growth_s * self.steps)) - 1, 0)
         return bisect_left(range(1, self.steps), seconds, min(least, most), most, key=self.seconds) + 1

@@ -1,10 +1,10 @@
 """A model of one vLLM engine: continuous batching with chunked prefill over a block cache, in virtual time. Pure.
 
-The emulated engine and the simulator share it. It schedules as vllm/v1/core/sched/scheduler.py (0.32, not asynchronous) does:
-running requests first, in order; when blocks run out the last admitted one, or the least urgent, is preempted and later
-recomputed; then waiting requests while tokens, sequences and blocks last, each only if its whole prompt fits, those first whose
-KV another instance has delivered. tests/engine/test_scheduler.py compares the two step by step. What a step costs comes from a
-Profile.
+The emulated engine and the simulator share it. It schedules as vllm/v1/core/sched/scheduler.py (0.32, not asynchronous) does.
+Running requests are first, in order. When blocks run out, the request that was admitted last, or the least urgent one, is
+preempted and later recomputed. Then waiting requests are admitted while tokens, sequences and blocks last, each only if its whole
+prompt fits. Requests whose KV another instance has delivered are admitted first. tests/engine/test_scheduler.py compares model
+and vLLM step by step. The cost of a step comes from a Profile.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from pointsman.lab.engine.request_queue import ArrivalQueue, EngineSequence, Pri
 
 
 class EngineModel:
-    """One engine. submit, abort, receive, reset_prefix_cache, step, finish_step and finish_decode_steps are the only methods that
-    change it."""
+    """One engine. Only submit, abort, receive, reset_prefix_cache, step, finish_step and finish_decode_steps change its state."""
 
     def __init__(self, config: EngineConfig | None = None, profile: Profile | None = None) -> None:
         self.config = config or EngineConfig()
@@ -43,16 +42,16 @@ class EngineModel:
         self.counters = Counters()
         by_priority = self.config.scheduling_policy == "priority"
         self._by_priority = by_priority
-        # vLLM reckons its share from all blocks, that one included which holds nothing.
+        # vLLM computes the watermark from all blocks, including the one that never holds KV.
         self._watermark = int(self.config.watermark * (self.config.kv_blocks + 1))
         self._waiting: Queue = PriorityQueue() if by_priority else ArrivalQueue()
-        # Those that wait with blocks: their KV is on its way, or has come.
+        # Waiting requests that hold blocks: their KV is being transferred, or has arrived.
         self._waiting_with_blocks: Queue = PriorityQueue() if by_priority else ArrivalQueue()
-        # Aborted while their KV was on its way: their blocks are written to until it is there.
+        # Requests aborted during a KV transfer: the transfer writes to their blocks until it ends.
         self._aborted_loading: dict[str, EngineSequence] = {}
-        # Nothing could be scheduled, and nothing has changed since.
+        # Whether nothing could be scheduled and nothing has changed since.
         self._nothing_schedulable = False
-        # There was nothing to do, and no step since.
+        # Whether there was no work, and no step since then.
         self._was_idle = False
         self._running: list[EngineSequence] = []
         self._sequences: OrderedDict[str, EngineSequence] = OrderedDict()
@@ -61,17 +60,17 @@ class EngineModel:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything. A cleared cache alone is no work: vLLM too tells it with the next request's step."""
+        """Whether a step would do anything. A cleared cache is no work: vLLM, too, reports it with the next request's step."""
         return bool(self._sequences) and not self._nothing_schedulable
 
     @property
     def num_running(self) -> int:
-        """Requests that hold blocks."""
+        """Number of admitted requests, which hold blocks."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests not admitted, preempted ones and those that await KV included."""
+        """Number of requests that are not admitted, including preempted ones and those that wait for KV."""
         return len(self._waiting) + len(self._waiting_with_blocks)
 
     @property
@@ -80,13 +79,13 @@ class EngineModel:
         return 1 - self.cache.free / self.cache.capacity
 
     def cached_tokens(self, hashes: Sequence[int]) -> int:
-        """How many tokens of a prompt with these block hashes are cached, without holding them."""
+        """Return how many tokens of a prompt with these block hashes are cached, without holding their blocks."""
         return self.cache.find(hashes, len(hashes))[0] * self.config.block_size
 
     def submit(self, request: EngineRequest, now: float) -> None:
-        """Queue a request at `now` (s). Raises ValueError for one that no state of the engine could serve."""
+        """Queue a request at `now` (s). Raises ValueError if the engine could never serve it."""
         if request.request_id in self._sequences or request.request_id in self._aborted_loading:
-            raise ValueError(f"request {request.request_id} is already here")
+            raise ValueError(f"request {request.request_id} is already in the engine")
         length = len(request.prompt)
         if not 0 < length < self.config.max_model_len:
             raise ValueError(f"a prompt of {length} tokens does not fit max_model_len {self.config.max_model_len}")
@@ -119,8 +118,8 @@ class EngineModel:
         self._nothing_schedulable = False
 
     def abort(self, request_id: str, now: float) -> bool:
-        """Forget a request and free its blocks, those that await KV once it is there. False when it is not here, for instance
-        because it has finished."""
+        """Remove a request and free its blocks; blocks that wait for KV are freed when the transfer ends. Return False if the
+        request is not in the engine, for instance because it has finished."""
         del now
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
@@ -137,7 +136,8 @@ class EngineModel:
         return True
 
     def receive(self, request_id: str, now: float) -> bool:
-        """The KV that a request awaits is there, or never will be; told of aborted ones, too. False when none is awaited."""
+        """Record that the KV that a request waits for has arrived, or never will; also called for aborted requests. Return False
+        if the request does not wait for KV."""
         del now
         if (orphan := self._aborted_loading.pop(request_id, None)) is not None:
             self._release(orphan)
@@ -149,16 +149,17 @@ class EngineModel:
         return True
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; told with the next step, as vLLM does. False while a request holds blocks."""
+        """Remove all cached blocks; the next step reports it, as in vLLM. Return False, without a change, while a request holds
+        blocks."""
         if not self.cache.clear():
             return False
         self._pending.append(AllCleared())
         return True
 
     def finish_step(self) -> None:
-        """Let go of the requests that the last step finished; to be called at its end (step() does, when nobody has).
+        """Remove the requests that the last step finished. To be called at that step's end; step() does it otherwise.
 
-        Until then they count as running and hold their blocks, as they do in an engine whose step is not over.
+        Until then they count as running and hold their blocks, as in an engine whose step has not ended.
         """
         for sequence in self._finishing:
             if self._sequences.get(sequence.request.request_id) is sequence:
@@ -168,8 +169,8 @@ class EngineModel:
         self._finishing.clear()
 
     def step(self, now: float) -> StepResult:
-        """Run one step that starts at `now` (s). With nothing to do it takes no time and has no events."""
-        del now  # Costs do not depend on it; callers of a discrete-event loop read better with it.
+        """Run one step that starts at `now` (s). Without work it takes no time; its events are only those that were pending."""
+        del now  # Costs do not depend on it. With it, callers in a discrete-event loop are easier to read.
         self.finish_step()
         events: list[Event] = self._pending
         self._pending = []
@@ -179,7 +180,7 @@ class EngineModel:
         preemptions = self.counters.num_preemptions
         scheduled = self._schedule(events, awaited)
         if not scheduled:
-            # After a preemption the next step admits again.
+            # After a preemption the next step can admit requests again.
             self._nothing_schedulable = self.counters.num_preemptions == preemptions
             return StepResult(0.0, events, {}, tuple(awaited))
         profile = self.profile
@@ -199,8 +200,9 @@ class EngineModel:
     # ---- many steps at once ----
 
     def decode_only_steps(self) -> DecodeSteps | None:
-        """The steps from here to the next end of an answer, when until then all running requests only decode, none can be
-        admitted and none need be preempted; None when the next step is of another kind. Changes nothing; for NamedPrompts."""
+        """Return the steps until an answer ends next, if in all of them the running requests only decode, no request can be
+        admitted and none has to be preempted. Return None if the next step is of another kind. Changes nothing; for NamedPrompts
+        only."""
         self.finish_step()
         running, config, profile = self._running, self.config, self.profile
         if not running or self._pending or len(running) > config.max_num_batched_tokens:
@@ -221,7 +223,7 @@ class EngineModel:
         return DecodeSteps(steps, self.cache.empty < blocks, first_s, profile.decode_kv_token_s * len(running))
 
     def finish_decode_steps(self, steps: int) -> list[Event]:
-        """Take the first `steps` of the steps that decode_only_steps() has just returned; the events of all. Mutates."""
+        """Execute the first `steps` of the steps that decode_only_steps() has just returned; return their events. Mutates."""
         events: list[Event] = []
         block_size = self.config.block_size
         for one in self._running:
@@ -236,7 +238,7 @@ class EngineModel:
         return events
 
     def kv_usage_after(self, steps: int) -> float:
-        """kv_usage once the first `steps` of DecodeSteps have begun."""
+        """Return kv_usage after the start of the first `steps` of DecodeSteps."""
         return self.kv_usage + self._blocks_for(steps) / self.cache.capacity if steps else self.kv_usage
 
     def _blocks_for(self, steps: int) -> int:
@@ -258,7 +260,7 @@ class EngineModel:
                 preempted = True
                 victim = self._preempt(events)
                 if victim in scheduled:
-                    # It gives back what this step has given it.
+                    # Return the tokens of the budget that this step had assigned to it.
                     budget += scheduled.pop(victim)
                     position -= 1
                 if victim is sequence:
@@ -267,13 +269,13 @@ class EngineModel:
             scheduled[sequence] = count
             budget -= count
             position += 1
-        # What was just preempted heads the queue: admitting in the same step would only hand its blocks back.
+        # Preempted requests are at the head of the queue: admitting in the same step would only return their blocks to them.
         if not preempted and (self._waiting or self._waiting_with_blocks):
             self._admit(scheduled, budget, chunk_limit, events, awaited)
         return scheduled
 
     def _chunk_limit(self) -> int:
-        """Tokens of one sequence that a step may compute. A lone request has nobody to starve: the threshold is for several."""
+        """Return the maximum number of tokens of one sequence in a step. The threshold applies only to several requests."""
         config, requests = self.config, len(self._sequences)
         budget, threshold = config.max_num_batched_tokens, config.long_prefill_token_threshold
         if not threshold or requests < 2:
@@ -288,7 +290,7 @@ class EngineModel:
         events: list[Event],
         awaited: list[WaitingForRemoteKv],
     ) -> None:
-        """Take waiting sequences in, first those that hold blocks; one that does not fit keeps back all behind it."""
+        """Admit waiting sequences, those that hold blocks first. A sequence that does not fit blocks all behind it."""
         block_size, running = self.config.block_size, self._running
         passed_over: list[EngineSequence] = []
         while budget > 0 and len(running) < self.config.max_num_seqs:
@@ -300,7 +302,7 @@ class EngineModel:
                 passed_over.append(queue.take())
                 continue
             if sequence.held.blocks:
-                # Findable since its KV has come; of a whole prompt the last token is computed for its logits.
+                # The blocks of its delivered KV are cached from here on. The last token of the prompt is computed for its logits.
                 self._grow(sequence, 0, 0, events)
                 sequence.computed = min(sequence.computed, sequence.length - 1)
                 if -(-sequence.length // block_size) - sequence.held.blocks + self._headroom() > self.cache.free:
@@ -330,7 +332,7 @@ class EngineModel:
             self._waiting_with_blocks.put_back(sequence)
 
     def _allocate_cached_blocks(self, sequence: EngineSequence, hit: int, missing_tokens: int) -> None:
-        """Give a sequence its cached blocks, and count as vLLM does: a preempted one's lookup is not told."""
+        """Assign a sequence its cached blocks, and count as vLLM does: the lookup of a preempted sequence is not counted."""
         cached = hit * self.config.block_size
         sequence.held = self.cache.hold(sequence.content.hashes(0, hit), hit)
         sequence.computed = cached + missing_tokens
@@ -345,13 +347,15 @@ class EngineModel:
             counters.external_prefix_cache_hits += missing_tokens
 
     def _missing_remote(self, sequence: EngineSequence, cached: int) -> int:
-        """Prompt tokens to be had from another instance beyond `cached` ones; one preempted since it got them computes them."""
+        """Return the prompt tokens beyond `cached` to be transferred from another instance. A sequence that was preempted after
+        its transfer computes them."""
         if sequence.cached is not None:
             return 0
         return max(0, min(sequence.request.remote_tokens, sequence.length) - cached)
 
     def _room_to_load(self, sequence: EngineSequence, hit: int, missing_tokens: int) -> bool:
-        """Whether blocks for KV to come, held without progress meanwhile, fit beside what prompts under way still need."""
+        """Return whether blocks for KV to be transferred fit beside the blocks that admitted prompts still need. They are held
+        without progress during the transfer."""
         block_size, hashes = self.config.block_size, sequence.content.hashes(0, hit)
         need = -(-(hit * block_size + missing_tokens) // block_size) - hit + self.cache.find(hashes, hit)[1]
         holders = [one for one in self._sequences.values() if one.held.blocks]
@@ -359,13 +363,13 @@ class EngineModel:
         return bool(need + self._headroom() <= self.cache.free - reserved)
 
     def _headroom(self) -> int:
-        """Blocks that admitting one more has to leave."""
+        """Return the number of blocks that admitting one more request must leave free."""
         return self._watermark if self._running else 0
 
     def _room_for(self, sequence: EngineSequence) -> int | None:
-        """The cached blocks of a waiting sequence whose whole prompt fits; None when it does not."""
+        """Return the number of cached blocks of a waiting sequence if its whole prompt fits; else None."""
         length, block_size, cache = sequence.length, self.config.block_size, self.cache
-        # The last token is always computed, for its logits: a hit stops before it.
+        # The last token is always computed, for its logits, so a hit ends before it.
         limit = (length - 1) // block_size
         hit, idle = cache.find(sequence.content.hashes(0, limit), limit)
         missing = -(-length // block_size) - hit + self._headroom()
@@ -375,7 +379,7 @@ class EngineModel:
         if missing > 0 and (removed := self.cache.allocate(sequence.held, missing)):
             events.append(removed)
         block_size, content = self.config.block_size, sequence.content
-        # Blocks are cached from the step that fills them on, as in vLLM, which caches them when it schedules.
+        # A block is cached from the step that fills it, as in vLLM, which caches it when it schedules.
         full = (sequence.computed + count) // block_size
         start = sequence.held.full
         if full <= start:
@@ -388,7 +392,7 @@ class EngineModel:
         events.append(BlocksStored(hashes, parent, tokens, request.session_id, request.cache_salt, already_cached))
 
     def _preempt(self, events: list[Event]) -> EngineSequence:
-        """Put back the running sequence that is the first to go, and free its blocks."""
+        """Preempt the last running sequence, or the least urgent one: free its blocks and queue it again."""
         if self._by_priority:
             victim = max(self._running, key=attrgetter("rank"))
             self._running.remove(victim)

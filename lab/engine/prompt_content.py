@@ -1,4 +1,4 @@
-"""What a request is about, as an engine model sees it: real tokens, or only the names of its blocks. Pure."""
+"""The content of a request for an engine model: real tokens, or only the names of its blocks. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pointsman.lab.engine.block_cache import extend_hashes
 
 @dataclass(frozen=True, slots=True)
 class NamedPrompt:
-    """A prompt of `length` tokens that nobody reads: `names` are its full blocks' hashes, equal where prefixes are, and `answer`
-    has those of the blocks that its answer fills, the one that prompt and answer share included. Makes simulations of long
-    prompts cheap."""
+    """A prompt of `length` tokens without token ids. `names` are the hashes of its full blocks, equal where prefixes are equal.
+    `answer` has the hashes of the blocks that its answer fills, including the block that prompt and answer share. Named prompts
+    make simulations of long prompts cheap."""
 
     length: int
     names: Sequence[int]
@@ -26,7 +26,7 @@ class NamedPrompt:
 
 
 class TokenContent:
-    """Real tokens: the block hashes are computed from them, and answers are a function of the prompt and a seed."""
+    """Real tokens. Block hashes are computed from them, and an answer is a function of the prompt and a seed."""
 
     __slots__ = ("_block_size", "_hashes", "_ids", "_prompt_length", "_root", "_vocabulary", "digest")
 
@@ -41,19 +41,19 @@ class TokenContent:
         extend_hashes(self._hashes, root, self._ids, block_size)
 
     def ids(self, start: int, stop: int) -> tuple[int, ...]:
-        """Token ids of prompt and answer from `start` to before `stop`."""
+        """Return the token ids of prompt and answer from `start` to before `stop`."""
         return tuple(self._ids[start:stop])
 
     def hashes(self, start: int, stop: int) -> tuple[int, ...]:
-        """Hashes of the full blocks of prompt and answer from `start` to before `stop`."""
+        """Return the hashes of the full blocks of prompt and answer from `start` to before `stop`."""
         return tuple(self._hashes[start:stop])
 
     def append(self, last: int | None = None) -> int:
-        """Generate a token, or add `last` instead; its id. Mutates."""
+        """Append a generated token, or `last` if it is given; return its id. Mutates."""
         token = last
         if token is None:
             index = len(self._ids) - self._prompt_length
-            # Reading the digest before the index makes answers of equal prompts equal on every instance of a seed.
+            # The digest depends on prompt and seed only: equal prompts get equal answers on every instance with that seed.
             draw = xxh3_64_intdigest(index.to_bytes(8, "little"), self.digest)
             token = self._vocabulary[draw % len(self._vocabulary)]
         self._ids.append(token)
@@ -62,7 +62,7 @@ class TokenContent:
 
 
 class NamedContent:
-    """Block names alone; there are no token ids to be told, and nothing to be kept of what is generated."""
+    """Block names alone, without token ids; generated tokens are not kept."""
 
     __slots__ = ("_answer", "_names")
 
@@ -71,12 +71,12 @@ class NamedContent:
         self._answer = prompt.answer
 
     def ids(self, start: int, stop: int) -> tuple[int, ...]:
-        """None are known."""
+        """Return an empty tuple: no ids are known."""
         del start, stop
         return ()
 
     def hashes(self, start: int, stop: int) -> tuple[int, ...]:
-        """Names of the full blocks of prompt and answer from `start` to before `stop`."""
+        """Return the names of the full blocks of prompt and answer from `start` to before `stop`."""
         names, beyond = self._names, stop - len(self._names)
         if beyond <= 0:
             return names[start:stop]

@@ -1,4 +1,4 @@
-"""Requests inside an engine model, and how they wait: by arrival or priority, as vllm/v1/core/sched/request_queue.py. Pure."""
+"""Requests in an engine model and their queues, by arrival or priority, as in vllm/v1/core/sched/request_queue.py. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pointsman.lab.engine.prompt_content import NamedContent, TokenContent
 
 @dataclass(eq=False, slots=True)
 class EngineSequence:
-    """A request inside the engine model: its tokens so far are `length`, the prompt's first `prompt_length` among them, of which
-    the KV of `computed` is there.
+    """A request in the engine model. `length` is its number of tokens so far, including `prompt_length` prompt tokens. The KV of
+    the first `computed` tokens is in the cache.
 
     `waits_for_remote_kv`: it holds blocks for KV that another instance has not delivered yet.
     """
@@ -29,29 +29,29 @@ class EngineSequence:
     submitted_at: float
     held: HeldBlocks = field(default_factory=HeldBlocks)
     computed: int = 0
-    # Of the prompt, when it was first admitted; None before.
+    # Cached tokens of the prompt when it was first admitted; None before.
     cached: int | None = None
     remote: int = 0
     waits_for_remote_kv: bool = False
 
     @property
     def decodes(self) -> bool:
-        """Whether it has begun to answer and only its last token is left to compute."""
+        """Whether the answer has begun and only the last token is left to compute."""
         return self.length - self.computed == 1 and self.length > self.prompt_length
 
     @property
     def rank(self) -> tuple[int, float]:
-        """Smaller goes first, greater is preempted first."""
+        """Sort key of urgency: the smallest is served first, the greatest is preempted first."""
         return self.request.priority, self.submitted_at
 
     @property
     def queue_key(self) -> tuple[int, float, str]:
-        """Its place in a queue by priority: rank, then the id, as vLLM's Request compares."""
+        """Sort key in a priority queue: rank, then the id, as vLLM's Request compares."""
         return self.request.priority, self.submitted_at, self.request.request_id
 
 
 class ArrivalQueue(deque[EngineSequence]):
-    """First come, first served; what is put back goes before all others."""
+    """First come, first served; a sequence that is put back is first in the queue."""
 
     add = deque[EngineSequence].append
     put_back = deque[EngineSequence].appendleft
@@ -59,16 +59,16 @@ class ArrivalQueue(deque[EngineSequence]):
 
 
 class PriorityQueue(list[EngineSequence]):
-    """Ordered by queue_key; what is put back goes where it belongs."""
+    """Ordered by queue_key, also for sequences that are put back."""
 
     def add(self, sequence: EngineSequence) -> None:
-        """Insert. Mutates."""
+        """Insert a sequence in order. Mutates."""
         insort(self, sequence, key=attrgetter("queue_key"))
 
     put_back = add
 
     def take(self) -> EngineSequence:
-        """Remove the first. Mutates."""
+        """Remove and return the first sequence. Mutates."""
         return self.pop(0)
 
 

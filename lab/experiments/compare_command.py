@@ -1,4 +1,4 @@
-"""`pointsman compare`: policies, settings, loads and seeds against each other, over the same draws."""
+"""`pointsman compare`: simulates policies, settings and loads on the same draws of the workload, and compares them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from pointsman.router.core.policy.base import SettingError
 from pointsman.router.core.policy.registry import make_policy
 
 DEFAULT_BASELINE = "unified"
-# A sweep tries so many rates at a time, and so many at most: 2^9.5 times the first.
+# SWEEP_STEP: number of rates that a sweep adds at a time. SWEEP_RATES: number of rates from which a sweep adds no more; the 20th
+# rate is 2^9.5 times the first.
 SWEEP_STEP, SWEEP_RATES = 4, 20
 
 
@@ -42,24 +43,24 @@ class CompareSettings(RunSettings):
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_COMPARE_")
 
-    config: Path | None = Field(None, description="TOML file of these settings under the same names; flags win over it")
+    config: Path | None = Field(None, description="TOML file of these settings under the same names; flags override it")
     policies: list[str] = Field(
         ["round_robin", "lmetric", "unified", FLOOR],
         description="NAME or NAME:SETTING=VALUE,...; repeat the flag for each. floor: lower bound without queues, every block "
-        "cached on every instance; pooled: one shared cache as large as all of them",
+        "cached on every instance; pooled: the same with one shared cache as large as all instances' together",
     )
     baseline: str = Field(
         "",
-        description="policy that the others are compared to, written as in policies; without it, unified or the first",
+        description="policy that the others are compared to, written as in policies; default: unified, else the first",
     )
     vary: list[str] = Field(
-        [], description="FIELD=VALUE,...: a setting of the run and the values that it takes, e.g. rate=0.5,1,2"
+        [], description="FIELD=VALUE,...: a setting of the run and the values to run it with, e.g. rate=0.5,1,2"
     )
     sweep: bool = Field(
-        False, description="raise the rate by steps of sqrt(2), from `rate` on, until every policy is saturated"
+        False, description="raise the rate from `rate` by factors of sqrt(2) until every policy is saturated"
     )
     seeds: int = Field(
-        5, ge=1, description="runs per policy and variation, each with another seed; fewer than 5 prove little"
+        5, ge=1, description="number of runs per policy and variation, each with its own seed; at least 5 are advised"
     )
     first_seed: int = Field(0, ge=0, description="seed of the first run")
     starts: Starts = Field("jitter", description=RunSettings.model_fields["starts"].description)
@@ -76,7 +77,7 @@ class CompareSettings(RunSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then the TOML file that they name, then the environment."""
+        """Return the sources by precedence: flags, then the TOML file that they name, then the environment."""
         assert isinstance(init_settings, InitSettingsSource)
         path = init_settings.init_kwargs.get("config")
         sources = [init_settings, env_settings]
@@ -86,8 +87,8 @@ class CompareSettings(RunSettings):
 
 
 def run(settings: CompareSettings) -> None:
-    """Run the trials, print and write what they come to. Exits with 2 when they cannot be run as asked, with 130 when Ctrl-C
-    ended them: what had finished is printed and written all the same."""
+    """Run the trials, then print and write their comparison. Exits with 2 if the settings cannot be run, and with 130 after
+    Ctrl-C; after Ctrl-C the finished trials are still printed and written."""
     try:
         cells = cells_of(settings)
         baseline = _baseline(settings, cells)
@@ -129,7 +130,7 @@ def _run_batch(settings: CompareSettings, cells: Sequence[Cell], progress: Progr
 
 
 def _next_rates(cells: Sequence[Cell], trials: Sequence[Trial]) -> list[float]:
-    """The rates that a sweep tries next; none when all are saturated, or beyond reason."""
+    """Return the rates that a sweep tries next; empty if every policy is saturated or SWEEP_RATES are reached."""
     rates = sorted({cell.workload.arrivals.rate for cell in cells})
     if len(rates) >= SWEEP_RATES or all(knee.saturated for knee in knees(cells, trials) if knee.policy not in BOUNDS):
         return []
@@ -137,18 +138,18 @@ def _next_rates(cells: Sequence[Cell], trials: Sequence[Trial]) -> list[float]:
 
 
 def cells_of(settings: CompareSettings, rates: Sequence[float] = ()) -> list[Cell]:
-    """Every policy under every variation, under these rates where there are any. Raises ValueError, which names the field, for
-    what cannot be run."""
+    """Return a cell for every policy under every variation; a sweep takes `rates`, or its first SWEEP_STEP rates. Raises
+    ValueError, which names the field, for settings that cannot be run."""
     if settings.sweep:
         if any(text.startswith("rate=") for text in settings.vary):
-            raise ValueError("vary: a sweep varies the rate by itself")
+            raise ValueError("vary: rate cannot be varied in a sweep, which sets it")
         rates = rates or [settings.rate * 2 ** (step / 2) for step in range(SWEEP_STEP)]
         settings = settings.model_copy(
             update={"vary": [*settings.vary, "rate=" + ",".join(f"{one:.5g}" for one in rates)]}
         )
     policies = [(text, *_policy(text)) for text in settings.policies]
     if len({text for text, _, _ in policies}) < len(policies):
-        raise ValueError("policies: one is named twice")
+        raise ValueError("policies: a policy is named twice")
     cells = []
     for load, varied in _variations(settings):
         cells += [cell_of(varied, name, wanted, text, load) for text, name, wanted in policies]
@@ -182,7 +183,7 @@ def _baseline(settings: CompareSettings, cells: Sequence[Cell]) -> str:
 
 
 def _policy(text: str) -> tuple[str, dict[str, Any]]:
-    """NAME:SETTING=VALUE,... taken apart; ValueError for a policy or setting that does not exist."""
+    """Parse NAME:SETTING=VALUE,... into name and settings. Raises ValueError for a policy or setting that does not exist."""
     name, _, rest = text.partition(":")
     wanted: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):
@@ -209,13 +210,14 @@ def _scalar(text: str) -> Any:
 
 
 def _variations(settings: CompareSettings) -> list[tuple[str, RunSettings]]:
-    """Every combination of what varies, with its label."""
+    """Return the settings of every combination of the varied fields, each with its label. Raises ValueError for a bad field or
+    value."""
     base = {name: getattr(settings, name) for name in RunSettings.model_fields}
     varied: dict[str, list[str]] = {}
     for text in settings.vary:
         field, equals, values = text.partition("=")
         if field not in RunSettings.model_fields:
-            raise ValueError(f"vary: there is no field {field!r}; there are {', '.join(RunSettings.model_fields)}")
+            raise ValueError(f"vary: there is no field {field!r}; the fields are {', '.join(RunSettings.model_fields)}")
         if not equals or not all(values.split(",")):
             raise ValueError(f"vary: {text!r} is not FIELD=VALUE,...")
         varied.setdefault(field, []).extend(values.split(","))

@@ -1,9 +1,10 @@
-"""Where a fleet's load is best: the knee of latency over throughput. Pure.
+"""The knee of response time over throughput: the load at which a fleet works best. Pure.
 
-The knee is the load at which power, throughput / mean response time, is greatest: below it more load costs little time, above it
-more time than it brings answers. Geometrically the ray from the origin touches the curve of response time over throughput there
-(L. Kleinrock, Power and deterministic rules of thumb for probabilistic problems in computer communications, ICC 1979). It has no
-parameter to choose, and of a single queue with exponential times (M/M/1) it is at half the capacity.
+The knee is the load with the greatest power, which is throughput / mean response time. Below the knee, more load adds little
+response time; above it, response time grows faster than throughput. At the knee the ray from the origin touches the curve of
+response time over throughput (L. Kleinrock, Power and deterministic rules of thumb for probabilistic problems in computer
+communications, ICC 1979). The definition has no parameter to choose. For a single queue with exponential times (M/M/1) the knee
+is at half the capacity.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from statistics import fmean
 from pointsman.lab.experiments.trials import Cell, Trial
 from pointsman.lab.report.measures import ALL, Measures
 
-# A sweep has reached saturation when power is down to this share of its greatest.
+# Share of the greatest power; a policy is saturated when its power at the highest rate is at most this.
 SATURATED = 0.5
 
 
 @dataclass(frozen=True)
 class Knee:
-    """One policy's knee under one load but for the rate: `powers` (answers per s squared) at the `rates` of the sweep, and the
-    rate of the greatest. `agreement` is the share of seeds that have their own greatest there."""
+    """The knee of one policy over loads that differ by the rate alone: `powers` (answers per s squared) at the `rates` of the
+    sweep. `agreement` is the share of seeds whose own greatest power is at the knee."""
 
     policy: str
     loads: tuple[str, ...]
@@ -32,7 +33,7 @@ class Knee:
 
     @property
     def position(self) -> int:
-        """The knee's place among the rates."""
+        """Index of the knee in `rates`."""
         return max(range(len(self.powers)), key=self.powers.__getitem__)
 
     @property
@@ -42,17 +43,18 @@ class Knee:
 
     @property
     def inside(self) -> bool:
-        """Whether lower and higher rates were tried, too; otherwise the knee may lie beyond them."""
+        """Whether the knee is neither the lowest nor the highest rate; at an edge the true knee may lie beyond the rates
+        tried."""
         return 0 < self.position < len(self.rates) - 1
 
     @property
     def saturated(self) -> bool:
-        """Whether the highest rate is well beyond the knee."""
+        """Whether the power at the highest rate is at most SATURATED of the greatest."""
         return self.powers[-1] <= SATURATED * max(self.powers)
 
 
 def power(measures: Measures) -> float | None:
-    """Throughput / mean response time of one trial, in answers per s squared; None where too few were answered to tell."""
+    """Return throughput / mean response time of one trial, in answers per s squared; None if too few requests were answered."""
     whole = measures[ALL]
     if "throughput" not in whole or not whole.get("e2e_mean_s"):
         return None
@@ -60,8 +62,11 @@ def power(measures: Measures) -> float | None:
 
 
 def knees(cells: Sequence[Cell], trials: Sequence[Trial]) -> list[Knee]:
-    """The knee of every policy, for cells that differ by nothing but the rate at which sessions start: of the mean power over the
-    seeds that were run at every such rate. Left out where there are fewer than three rates, or no such seed."""
+    """Return the knee of every series of cells that differ only by the rate at which sessions start.
+
+    The powers are means over the seeds that were run at every rate. A series with fewer than three rates, or without such a seed,
+    is left out.
+    """
     found = []
     for series in _series(cells):
         by_seed = [
@@ -84,7 +89,7 @@ def knees(cells: Sequence[Cell], trials: Sequence[Trial]) -> list[Knee]:
 
 
 def _series(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """The cells by what they have in common but for the rate, each by its rate."""
+    """Group cells that are equal except for their rate; each group is sorted by rate."""
     found: list[tuple[Cell, list[Cell]]] = []
     for cell in cells:
         workload = cell.workload

@@ -1,9 +1,9 @@
-"""What latencies would be if nothing ever waited: the floor, where nothing computed is ever evicted, and `pooled`. Pure.
+"""Lower bounds of latency, where no request waits: `floor`, where no computed block is evicted, and `pooled`. Pure.
 
-No router can place below the floor, but a part of the gap to it is no matter of places: whatever caches of limited size evict has
-to be computed again. `pooled` tells how much: one cache for all, as large as all instances' together, that evicts as an engine
-does, what was used least recently. Neither is a policy of the router: each request has an engine of its own, and what it has
-computed is cached for all from then on.
+No placement can be faster than the floor. A part of the gap to the floor does not depend on placement, because blocks that caches
+of limited size evict must be computed again. `pooled` measures this part: it has one cache for all requests, as large as the
+caches of all instances together, which evicts the least recently used blocks as an engine does. Neither bound is a policy of the
+router: each request has an engine to itself, and the blocks that it has computed are cached for all later requests.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from pointsman.lab.workload.block_names import PromptBlocks
 from pointsman.lab.workload.session_starts import Session
 from pointsman.router.core.types import route_class
 
-# Where a policy's name is asked for, in the lab.
+# Names that the lab's settings accept in place of a policy's name.
 FLOOR, POOLED = "floor", "pooled"
 BOUNDS = (FLOOR, POOLED)
 
 
 class LatencyBound:
-    """One run over a draw; run() may be called once. `config` tells costs, times and which of BOUNDS is meant (any other policy:
-    the floor); of its instances only `pooled` knows, by their blocks."""
+    """One run of a bound over a draw of sessions; run() may be called once.
+
+    `config` sets the costs, the times and, by its policy, which of BOUNDS is computed (any other policy: the floor). Its
+    instances count for `pooled` alone, by the sum of their KV blocks.
+    """
 
     def __init__(self, sessions: Sequence[Session], config: SimulationConfig) -> None:
         self._config = config
@@ -44,7 +47,7 @@ class LatencyBound:
         self._records: list[RequestRecord] = []
 
     def run(self) -> list[RequestRecord]:
-        """The records in the order in which requests ended."""
+        """Run all sessions; return the records in the order in which requests ended."""
         self._clients.start()
         while not self._clients.done:
             self._event_queue.run_next()
@@ -101,20 +104,23 @@ class LatencyBound:
 
 
 class _Cache:
-    """Names of the `limit` blocks that were used last. Of a prompt's blocks the first count as used last, as when an engine lets
-    go of a sequence, so that none outlives the block before it."""
+    """LRU set of block names, at most `limit`.
+
+    The first block of a prompt counts as its most recently used, as when an engine frees a sequence. So no block stays longer
+    than the block before it.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._names: OrderedDict[int, None] = OrderedDict()
 
     def hits(self, names: Sequence[int]) -> int:
-        """How many leading ones are cached."""
+        """Return how many leading `names` are cached."""
         cached = self._names
         return next((at for at, name in enumerate(names) if name not in cached), len(names))
 
     def use(self, names: Sequence[int]) -> None:
-        """They are computed, or read. Mutates."""
+        """Add `names`, or mark them as used; evict the least recently used names above the limit. Mutates."""
         cached = self._names
         for name in reversed(names):
             cached[name] = None
@@ -124,7 +130,7 @@ class _Cache:
 
 
 def prefill_s(config: SimulationConfig, tokens: int, cached: int) -> float:
-    """What a lone engine takes for the first token of a prompt of which `cached` tokens are there already, in s."""
+    """Return the time to the first token of a prompt on an otherwise idle engine with `cached` of its `tokens` cached, in s."""
     profile, largest = config.profile, config.engine.max_num_batched_tokens
     seconds = 0.0
     while cached < tokens:

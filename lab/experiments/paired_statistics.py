@@ -1,4 +1,4 @@
-"""Differences between paired trials, and how sure one can be of them. Pure."""
+"""Differences between paired trials, with confidence intervals. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from scipy.special import stdtrit
 
 CONFIDENCE = 0.95
-# Of the differences, how many are left out at each end by trimmed_difference().
+# Share of the differences that trimmed_difference() leaves out at each end.
 TRIMMED = 0.2
 
 
@@ -24,22 +24,22 @@ class Estimate:
 
     @property
     def low(self) -> float:
-        """The interval's lower end; without an interval minus infinity."""
+        """Lower end of the interval; minus infinity without an interval."""
         return -math.inf if self.half_width is None else self.mean - self.half_width
 
     @property
     def high(self) -> float:
-        """The interval's upper end."""
+        """Upper end of the interval; infinity without an interval."""
         return math.inf if self.half_width is None else self.mean + self.half_width
 
     @property
     def differs(self) -> bool:
-        """Whether the interval does not hold 0."""
+        """Whether 0 is outside the interval."""
         return not self.low <= 0 <= self.high
 
     @property
     def verdict(self) -> str:
-        """Of a difference: "lower", "higher" or "no difference"; "one trial" where there is no interval."""
+        """For an estimate of a difference: "lower", "higher" or "no difference"; "one trial" without an interval."""
         if self.half_width is None:
             return "one trial"
         if not self.differs:
@@ -48,9 +48,12 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean of independent values and its confidence interval: mean +- t * s / sqrt(n), with s the sample's standard deviation and
-    t the quantile of Student's distribution with n - 1 degrees of freedom ("Student", The probable error of a mean,
-    Biometrika 6, 1908). It assumes that means of so many values are about normal. ValueError without values."""
+    """Return the mean of independent values and its confidence interval.
+
+    The interval is mean +- t * s / sqrt(n), with s the sample's standard deviation and t the quantile of Student's distribution
+    with n - 1 degrees of freedom ("Student", The probable error of a mean, Biometrika 6, 1908). It assumes that the mean of n
+    values is about normally distributed. Raises ValueError without values.
+    """
     if not values:
         raise ValueError("no values")
     count = len(values)
@@ -60,22 +63,22 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
-    """The mean of value - baseline over pairs of trials that saw the same draw, and its confidence interval.
+    """Return the mean of value - baseline over pairs of trials that saw the same draw, with its confidence interval.
 
-    Pairing takes out what both have in common, the luck of the draw: the interval is that of the differences, not of two
-    means (Jain, The Art of Computer Systems Performance Analysis, 1991, section 13.4.1). ValueError for unequal lengths.
+    Pairing removes the variation that both trials share, that of the draw: the interval is that of the differences, not of two
+    means (Jain, The Art of Computer Systems Performance Analysis, 1991, section 13.4.1). Raises ValueError for unequal lengths.
     """
     return estimate([value - base for value, base in zip(values, baseline, strict=True)])
 
 
 def trimmed_difference(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
-    """paired_difference() without the fifth of the differences that are lowest and the fifth that are highest: of trials that
-    something else on the machine disturbs now and then.
+    """Return paired_difference() without the lowest fifth and the highest fifth of the differences. For trials that other load on
+    the machine disturbs now and then.
 
-    Tukey and McLaughlin's interval (Less vulnerable confidence and significance procedures for location, Sankhya A 25, 1963):
-    the trimmed mean +- t * s / ((1 - 2 * 0.2) * sqrt(n)), s being the standard deviation with those that were cut off put
-    at the ends of what is left, and t having as many degrees of freedom as values are left, less one. ValueError for unequal
-    lengths and for none.
+    The interval is Tukey and McLaughlin's (Less vulnerable confidence and significance procedures for location, Sankhya A 25,
+    1963): the trimmed mean +- t * s / ((1 - 2 * 0.2) * sqrt(n)). s is the standard deviation with each trimmed value replaced by
+    the nearest value that is left. t has one degree of freedom less than values are left. Raises ValueError for unequal lengths
+    and for no values.
     """
     differences = sorted(value - base for value, base in zip(values, baseline, strict=True))
     cut = int(TRIMMED * len(differences))
@@ -88,7 +91,7 @@ def trimmed_difference(values: Sequence[float], baseline: Sequence[float]) -> Es
 
 
 def difference_by_seed(values: Mapping[int, float], baseline: Mapping[int, float]) -> Estimate | None:
-    """paired_difference() over the seeds that both have; None where there are none."""
+    """Return paired_difference() over the seeds that both have; None if they have none in common."""
     common = [seed for seed in values if seed in baseline]
     if not common:
         return None
@@ -96,5 +99,5 @@ def difference_by_seed(values: Mapping[int, float], baseline: Mapping[int, float
 
 
 def _quantile(count: int) -> float:
-    """Student's t for CONFIDENCE on both sides, with `count` - 1 degrees of freedom."""
+    """Return Student's t for a two-sided interval of CONFIDENCE, with `count` - 1 degrees of freedom."""
     return float(stdtrit(count - 1, (1 + CONFIDENCE) / 2))

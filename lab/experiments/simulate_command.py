@@ -1,4 +1,4 @@
-"""`pointsman simulate`: a trace and a policy over modelled instances, into a bundle like a replay's."""
+"""`pointsman simulate`: simulates a trace under a policy on modelled instances, and writes a bundle as a replay does."""
 
 from __future__ import annotations
 
@@ -27,38 +27,40 @@ from pointsman.router.core.instances.saturation import SaturationLimits
 from pointsman.router.core.requests.hold_queue import QueueSettings
 from pointsman.router.core.router_state import StateSettings
 
-# As many sessions, over as long, as make a trace of some 1,200 requests.
+# Number of synthetic sessions and the time over which they start, s: about 1,200 requests.
 SYNTHETIC_SESSIONS, SYNTHETIC_SPAN_S = 230, 600.0
 _ROUTER = StateSettings()
 
 
 class RunSettings(BaseSettings):
-    """What a simulated run is, but for its policy and its seed."""
+    """Settings of a simulated run, except for its policy and its seed."""
 
     trace: Path = Field(
         TINY_TRACE,
-        description="trace file (jsonl, jsonl.gz), or agentic or small: generated sessions, others for each seed",
+        description="trace file (jsonl, jsonl.gz), or agentic or small: synthetic sessions, drawn anew for each seed",
     )
-    sessions: int = Field(0, ge=0, description="number of sessions used, from the first one of the trace on; 0: all")
+    sessions: int = Field(0, ge=0, description="number of sessions used, the first ones of the trace; 0: all")
     starts: Starts = Field(
         "trace",
         description="starts of sessions: as in the trace; jitter: each moved by up to jitter_s; resample: drawn anew over "
         "the trace's span",
     )
     jitter_s: float = Field(30.0, ge=0, description="maximum shift of a session's start, in s, to either side")
-    rate: float = Field(1.0, gt=0, description="factor on the rate of session starts; the times between turns stay")
+    rate: float = Field(
+        1.0, gt=0, description="factor on the rate of session starts; the times between turns are unchanged"
+    )
     max_sessions: int = Field(0, ge=0, description="maximum sessions in flight; 0: unlimited")
     timing: Literal["trace", "think"] = Field(
-        "trace", description="time of a turn: as in the trace, or think: its pause after the last answer"
+        "trace", description="time of a turn; trace: its timestamp; think: think_ms after the previous answer"
     )
-    time_scale: float = Field(1.0, gt=0, description="factor on the trace's times, those between turns included")
-    instances: int = Field(8, ge=1, le=1024, description="modelled instances")
+    time_scale: float = Field(1.0, gt=0, description="factor on the trace's times, including those between turns")
+    instances: int = Field(8, ge=1, le=1024, description="number of modelled instances")
     profile: Path | None = Field(
-        None, description="JSON file of what an engine's steps cost; without it, the built-in profile"
+        None, description="cost profile of an engine, a JSON file; default: the built-in profile"
     )
-    kv_blocks: int = Field(20_000, ge=1, description="KV blocks of 16 tokens for each instance")
-    max_model_len: int = Field(200_000, ge=2, description="prompt and answer together, in tokens")
-    max_num_batched_tokens: int = Field(8_192, ge=1, description="tokens per engine step")
+    kv_blocks: int = Field(20_000, ge=1, description="KV blocks of 16 tokens per instance")
+    max_model_len: int = Field(200_000, ge=2, description="maximum tokens of prompt and answer together")
+    max_num_batched_tokens: int = Field(8_192, ge=1, description="maximum tokens per engine step")
     long_prefill_token_threshold: int = Field(
         0, ge=0, description="maximum prefill tokens of one request per engine step; 0: unlimited"
     )
@@ -69,34 +71,32 @@ class RunSettings(BaseSettings):
         _ROUTER.limits.max_kv_usage,
         ge=0,
         le=1,
-        description="KV usage from which an instance with waiting requests gets no more; 0: unlimited",
+        description="KV usage (0 to 1) from which an instance with waiting requests gets no more requests; 0: unlimited",
     )
     queue_size: int = Field(_ROUTER.queue.size, ge=0, description="maximum requests held per model; 0: none")
     queue_timeout_s: float = Field(
         _ROUTER.queue.timeout_s, gt=0, description="maximum time that a request is held, in s"
     )
-    retries: int = Field(
-        10, ge=0, description="times that a client sends a request again that was refused with Retry-After"
-    )
-    layerwise: bool = Field(False, description="KV is pushed layer by layer while it is computed")
+    retries: int = Field(10, ge=0, description="maximum retries of a request that was refused with Retry-After")
+    layerwise: bool = Field(False, description="push KV layer by layer while it is computed")
     tokenise_us_per_token: float = Field(0.0, ge=0, description="time to tokenise a prompt, in us per token")
-    placement_ms: float = Field(0.0, ge=0, description="mean time of asking the router, both ways, in ms")
+    placement_ms: float = Field(0.0, ge=0, description="mean round trip from gateway to router, in ms")
     api_ms: float = Field(
-        0.0, ge=0, description="mean time until what is sent to an engine is with its scheduler, in ms"
+        0.0, ge=0, description="mean time from sending a step to an engine until its scheduler has it, in ms"
     )
     report_delay_s: float = Field(0.0, ge=0, description="delay of agents' reports, in s")
     report_loss: float = Field(0.0, ge=0, lt=1, description="share of agents' reports that are lost")
     pools: int = Field(1, ge=1, description="number of models; instances and sessions are assigned to them in turn")
-    routers: int = Field(1, ge=1, description="replicas of the router, of which one owns each pool")
+    routers: int = Field(1, ge=1, description="number of router replicas; each pool is owned by one of them")
     owner_dies_at_s: float | None = Field(
-        None, ge=0, description="when the owner of the first pool dies, in s; without it, never"
+        None, ge=0, description="time at which the owner of the first pool dies, in s; default: never"
     )
-    takeover_s: float = Field(1.5, ge=0, description="time until a dead owner's pools are taken over, in s")
+    takeover_s: float = Field(1.5, ge=0, description="time from an owner's death until its pools are taken over, in s")
     owner_back_after_s: float | None = Field(
-        None, ge=0, description="time until the dead replica is back, in s; without it, never"
+        None, ge=0, description="time from the owner's death until its replica is back, in s; default: never"
     )
     hand_over_at_s: float | None = Field(
-        None, ge=0, description="when the first pool is handed to another replica, in s; without it, never"
+        None, ge=0, description="time at which the first pool is handed to another replica, in s; default: never"
     )
 
 
@@ -107,15 +107,18 @@ class SimulateSettings(RunSettings):
 
     policy: str = Field(
         "unified",
-        description="placement policy; or floor, a lower bound: no queues, and every block is cached on every instance",
+        description="placement policy, or floor, the lower bound: no queues, and every block cached on every instance",
     )
-    policy_settings: str = Field("{}", description="JSON object of the policy's settings that differ from its defaults")
+    policy_settings: str = Field(
+        "{}", description="JSON object of the policy's settings that differ from their defaults"
+    )
     seed: int = Field(0, ge=0, description="seed of all random numbers")
     out: Path = Field(Path("runs/simulate"), description="folder of the run's bundle")
 
 
 def run(settings: SimulateSettings) -> None:
-    """Simulate, write the bundle and print its summary. Exits with 2 when it cannot be run as asked, 1 when a request failed."""
+    """Simulate, write the bundle and print its summary. Exits with 2 if the settings cannot be run, with 1 if a request
+    failed."""
     began = time.perf_counter()
     try:
         policy = json.loads(settings.policy_settings)
@@ -139,9 +142,9 @@ def run(settings: SimulateSettings) -> None:
 def cell_of(
     settings: RunSettings, policy: str, policy_settings: dict[str, Any], name: str = "", load: str = ""
 ) -> Cell:
-    """The cell that the settings describe, under a policy; `name` (by default the policy's) and `load` are its labels.
+    """Return the cell that the settings describe, under a policy; `name` (default: the policy's name) and `load` are its labels.
 
-    Raises ValueError for what does not go together, or for a profile that cannot be read.
+    Raises ValueError for settings that do not fit together, or for a profile that cannot be read.
     """
     engine = EngineConfig(
         kv_blocks=settings.kv_blocks,
@@ -187,12 +190,12 @@ def cell_of(
 
 @dataclass(frozen=True)
 class SyntheticSessions:
-    """Sessions of a shape, a fresh draw for each seed. Two of the same are equal, so that cells can be told to differ by their
-    rate alone."""
+    """Source of sessions of a shape, with a fresh draw for each seed. Equal sources compare equal, so that knees() can find the
+    cells that differ by their rate alone."""
 
     sessions: int
     shape: SessionShape
 
     def __call__(self, seed: int) -> list[TraceRequest]:
-        """The draw of a seed."""
+        """Return the requests of a seed's draw."""
         return generate(self.sessions, SYNTHETIC_SPAN_S, seed, self.shape)

@@ -1,4 +1,4 @@
-"""A comparison as tables for people."""
+"""Printed tables of a comparison and of its knees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pointsman.lab.experiments.trials import MetricComparison
 from pointsman.lab.report.measures import ALL, LATENCIES
 from pointsman.lab.report.terminal import make_table, percent
 
-# What is shown of the whole run beside latencies, and how.
+# Metrics of the whole run that are shown beside the latencies, with their formats.
 WHOLE: dict[str, Callable[[float], str]] = {
     "hit_ratio": percent,
     "imbalance": lambda value: f"{value:.2f}",
@@ -22,20 +22,20 @@ WHOLE: dict[str, Callable[[float], str]] = {
 
 
 def print_comparisons(console: Console, comparisons: Sequence[MetricComparison], baseline: str) -> None:
-    """Print, for every load, each latency by group of requests, then what concerns the whole run. Beside each mean over trials
-    stands the paired difference to the baseline with its 95 % confidence interval."""
+    """Print for every load each latency by group of requests, then the metrics of the whole run. Each mean over trials is
+    followed by its paired difference to the baseline with the 95 % confidence interval."""
     if not comparisons:
         console.print("no trial has finished")
         return
     trials = max(one.value.trials for one in comparisons)
     console.print(
         f"means over {trials} paired trials; in brackets the difference to [bold]{baseline}[/bold] and its 95 % confidence "
-        "interval (Student's t); = is no difference: the interval holds 0",
+        "interval (Student's t); = means no difference: the interval contains 0",
         highlight=False,
     )
     for load in dict.fromkeys(one.load for one in comparisons):
         under = {(one.policy, one.group, one.metric): one for one in comparisons if one.load == load}
-        console.print(f"\n[bold]{load or 'the trace as asked'}[/bold]", highlight=False)
+        console.print(f"\n[bold]{load or 'no varied settings'}[/bold]", highlight=False)
         for latency in LATENCIES:
             metrics = {f"{latency}_{share}_s": share for share in ("p50", "p90", "p99")}
             _table(console, latency.upper(), under, metrics, _time)
@@ -43,7 +43,7 @@ def print_comparisons(console: Console, comparisons: Sequence[MetricComparison],
 
 
 def print_knees(console: Console, knees: Sequence[Knee]) -> None:
-    """Print where each policy's knee is. None is found where no seed gave enough answers at every rate."""
+    """Print each policy's knee, or a line that no seed had enough answers at every rate."""
     if not knees:
         console.print("\nno knee: no seed had enough answers at every rate to tell its throughput", highlight=False)
         return

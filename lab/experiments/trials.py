@@ -1,8 +1,8 @@
-"""Trials: what is compared, over the same draws, on all cores.
+"""Trials: simulations of cells under seeds, run on all cores, and the comparison of their measures.
 
 A cell is one way to run a workload: a policy with its settings, a load, an engine. A trial is a cell under a seed, which fixes
-the draw; cells of one load and engine see the same draws, so that their measures can be paired. A trial's measures depend on
-its cell and seed alone, not on how many processes there are or which one it falls to.
+the draw. Cells of one load and engine see the same draws, so that their measures can be paired. A trial's measures depend on its
+cell and seed alone, not on the number of processes or the process that runs it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pointsman.lab.workload.session_starts import Arrivals, draw_sessions
 from pointsman.lab.workload.trace_files import load_trace
 from pointsman.lab.workload.traces import TraceRequest, first_sessions
 
-# A trace's file, or a function that can be pickled and makes the requests of a seed.
+# A trace file, or a picklable function that returns the requests of a seed.
 TraceSource = Path | Callable[[int], Sequence[TraceRequest]]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked when. `sessions`: only the trace's first so many (0: all)."""
+    """Source of requests and the starts of their sessions. `sessions`: number of the trace's first sessions to use (0: all)."""
 
     source: TraceSource
     arrivals: Arrivals = field(default_factory=Arrivals)
@@ -43,7 +43,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to run a workload. `policy` names what is compared; `load` what it is compared under: cells of one load are paired.
+    """One way to run a workload. `policy` labels the compared policy; `load` labels the conditions: cells of one load are paired.
 
     The seed of `simulation` is replaced by the trial's. Its policy may be one of pointsman.lab.experiments.latency_bounds.BOUNDS.
     """
@@ -56,7 +56,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a cell came to under a seed."""
+    """Measures of a cell under a seed."""
 
     policy: str
     load: str
@@ -66,7 +66,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class MetricComparison:
-    """One metric of one group of requests: its mean over trials beside the baseline's, and their paired difference."""
+    """One metric of one group of requests: its mean over trials, and its paired difference to the baseline (None without one)."""
 
     load: str
     policy: str
@@ -78,15 +78,15 @@ class MetricComparison:
 
     @property
     def verdict(self) -> str:
-        """The difference's, as Estimate has it; empty for the baseline itself."""
+        """Verdict of the difference (see Estimate.verdict); empty without a difference, as for the baseline itself."""
         return self.difference.verdict if self.difference else ""
 
 
 def run_trial(
     cell: Cell, seed: int, on_sample: Callable[[InstanceSample], None] | None = None
 ) -> tuple[list[RequestRecord], Measures]:
-    """Run a cell under a seed, in this process; `on_sample` as in Simulator. Raises ValueError (TraceError, SimulationError,
-    SettingError) for a cell that cannot be run."""
+    """Run a cell under a seed in this process; return its records and measures. `on_sample` is passed to Simulator. Raises
+    ValueError (TraceError, SimulationError, SettingError) for a cell that cannot be run."""
     sessions = draw_sessions(_requests(cell.workload, seed), cell.workload.arrivals, seed)
     config = replace(cell.simulation, seed=seed)
     if config.policy in BOUNDS:
@@ -104,10 +104,11 @@ def run_cells(
     on_trial: Callable[[Trial], None] | None = None,
     bundles: Path | None = None,
 ) -> list[Trial]:
-    """Run every cell under every seed, on `processes` processes (0: as many as there are cores to run on; 1: in this one).
+    """Run every cell under every seed on `processes` processes (0: one per available core; 1: this process).
 
-    Trials are returned in the order of `cells`, then `seeds`, and told to `on_trial` as they end. With `bundles` each writes its
-    bundle there. Ctrl-C (KeyboardInterrupt) ends the run: the trials that have ended are returned. Raises what run_trial raises.
+    Returns the trials in the order of `cells`, then `seeds`; `on_trial` is called with each trial when it ends. With `bundles`
+    each trial writes a bundle into that folder. Ctrl-C (KeyboardInterrupt) ends the run, and the ended trials are returned.
+    Raises what run_trial raises.
     """
     tasks = [(cell, seed) for cell in cells for seed in seeds]
     done: dict[int, Trial] = {}
@@ -129,8 +130,11 @@ def run_cells(
 
 
 def compare(trials: Iterable[Trial], baseline: str) -> list[MetricComparison]:
-    """Every metric of every policy beside `baseline` under the same load, over the seeds that both have run, in the order of the
-    trials. Where a trial has no such requests, or the baseline none, it does not count; a metric of no trial is left out."""
+    """Compare every metric of every policy with `baseline` under the same load; in the order of the trials.
+
+    The difference is over the seeds for which both policies have the metric; a trial without requests of the group does not
+    count. A metric that no trial has is left out.
+    """
     by_cell: dict[tuple[str, str], dict[int, Measures]] = {}
     for trial in trials:
         by_cell.setdefault((trial.load, trial.policy), {})[trial.seed] = trial.measures
@@ -147,7 +151,7 @@ def compare(trials: Iterable[Trial], baseline: str) -> list[MetricComparison]:
 
 
 def cores() -> int:
-    """How many cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
@@ -173,11 +177,11 @@ def _spread(
     tasks: Sequence[tuple[Cell, int]], processes: int, bundles: Path | None, ended: Callable[[int, Trial], None]
 ) -> None:
     others = set(multiprocessing.active_children())
-    # Not forked: this process may have threads (a progress bar's), which a fork would leave in the middle of something.
+    # Not "fork": this process may have threads (a progress bar's), and a fork would copy the locks that they hold.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(processes, len(tasks)), context) as pool:
         try:
-            # What is blocked here stays blocked in the children, which start now: Ctrl-C is for the parent alone.
+            # The children start now and inherit the blocked SIGINT, so that Ctrl-C reaches the parent alone.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 futures = {
@@ -188,7 +192,7 @@ def _spread(
             for future in as_completed(futures):
                 ended(futures[future], future.result())
         except BaseException:
-            # The pool notices that they are gone, and fails what was left to do.
+            # The pool detects that its processes ended, and fails the remaining tasks.
             for child in set(multiprocessing.active_children()) - others:
                 child.terminate()
             raise

@@ -1,10 +1,10 @@
-"""`pointsman calibrate`: the same trace live and simulated, with costs measured on the engines that answer it live.
+"""`pointsman calibrate`: replays a trace live and simulates it with costs measured on the same engines, and compares the two.
 
-The engines must be idle and stand behind the gateway that is asked; they should be alike, for simulated ones are. First the
-trace is replayed once for nothing: whatever is slow only once is over then. Before the first load and after each one all are
-measured, one engine after the other, and then what a request pays beside its engine's own time up to its first token, and what
-each token pays that is carried to the client; a load is simulated with what was measured right before and after it, for a
-machine's speed changes from one minute to the next. What engines that share a machine take from each other is not simulated.
+The engines must be idle and behind the given gateway. They should be alike, because simulated engines are. The trace is first
+replayed once as a warm-up, so that one-time delays do not count. Before the first load and after each load all engines are
+measured, one after the other. Then the request overhead is measured: the time outside the engine up to the first token, and the
+cost of each token that is streamed to the client. A load is simulated with the measurements right before and after it, because a
+machine's speed changes from one minute to the next. The slowdown of engines that share a machine is not simulated.
 """
 
 from __future__ import annotations
@@ -52,35 +52,39 @@ from pointsman.lab.workload.traces import TINY_TRACE, TraceError, TraceRequest, 
 
 
 class CalibrateSettings(BaseSettings):
-    """One calibration."""
+    """Settings of one calibration."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_CALIBRATE_")
 
     url: str = Field("http://127.0.0.1:8080", description="base URL of the gateway")
-    engines: Entries = Field(min_length=1, description="base URL of each engine behind it (repeat)")
+    engines: Entries = Field(min_length=1, description="base URL of each engine behind the gateway (repeat)")
     router: str = Field("", description="HOST:PORT of the router, for the live runs' bundles")
     tokenizer: Path = Field(TOKENIZER_DIR, description="folder of the engines' tokenizer and chat template")
     trace: Path = Field(TINY_TRACE, description="trace file")
-    sessions: int = Field(0, ge=0, description="only the first so many sessions; 0 is all")
+    sessions: int = Field(0, ge=0, description="number of sessions used, the first ones of the trace; 0: all")
     token_scale: float = Field(0.08, gt=0, description="factor on prompt and answer lengths")
-    time_scales: Numbers = Field([1.0, 0.5, 0.25], description="factor on the trace's times, one for each load")
-    policy: str = Field("unified", description="the router's policy")
-    max_num_batched_tokens: int = Field(8_192, ge=1, description="where it cannot be learned from KV events")
-    profile_seconds: float = Field(60.0, gt=0, description="how long each engine is measured each time, in s")
-    profile_longest: int = Field(2_048, ge=0, description="longest prompt measured, in tokens; 0: as the engines can")
-    profile_repeats: int = Field(2, ge=1, description="how often each measurement is taken each time")
-    profile_pause_s: float = Field(0.3, ge=0, description="how long engines idle before a prefill is measured")
+    time_scales: Numbers = Field([1.0, 0.5, 0.25], description="factors on the trace's times, one for each load")
+    policy: str = Field("unified", description="placement policy of the router")
+    max_num_batched_tokens: int = Field(
+        8_192, ge=1, description="maximum tokens per engine step, used if KV events do not show it"
+    )
+    profile_seconds: float = Field(60.0, gt=0, description="time of one measurement of an engine, in s")
+    profile_longest: int = Field(
+        2_048, ge=0, description="longest prompt measured, in tokens; 0: the longest that the engines allow"
+    )
+    profile_repeats: int = Field(2, ge=1, description="number of repetitions of each probe per measurement")
+    profile_pause_s: float = Field(0.3, ge=0, description="idle time before each measured prefill, in s")
     out: Path = Field(
         Path("runs/calibration"), description="folder of calibration.json, calibration.md and the bundles"
     )
 
 
 class CalibrationError(RuntimeError):
-    """A calibration that cannot be made; the message says why."""
+    """A calibration failed; the message says why."""
 
 
 def run(settings: CalibrateSettings) -> None:
-    """Calibrate, print the table and write it. Exits with 2 when it cannot be done, with 130 on Ctrl-C."""
+    """Calibrate, print the table and write it. Exits with 2 if the calibration fails, with 130 on Ctrl-C."""
     console = make_console()
     scales = settings.time_scales
     loads = []
@@ -116,7 +120,7 @@ def run(settings: CalibrateSettings) -> None:
 
 
 async def _measure(settings: CalibrateSettings, chunk: int = 0) -> Measurements:
-    """Measure one engine after the other, then the way to them. `chunk`: max_num_batched_tokens where it is known."""
+    """Measure the engines one after the other, then the request overhead. `chunk`: max_num_batched_tokens, 0 if unknown."""
     found = []
     for url in settings.engines:
         asked = ProfileSettings(
@@ -145,7 +149,7 @@ async def _measure(settings: CalibrateSettings, chunk: int = 0) -> Measurements:
 
 
 def _together(measured: Sequence[Measurements]) -> Measurements:
-    """All measurements as those of one engine."""
+    """Merge measurements as if they were of one engine."""
     whole = Measurements(engine=reduce(smallest_engine, (one.engine for one in measured)))
     for one in measured:
         whole.prefills += one.prefills
@@ -156,14 +160,15 @@ def _together(measured: Sequence[Measurements]) -> Measurements:
 
 
 def _fit_to(settings: CalibrateSettings, folder: Path, measured: Measurements) -> Fit:
-    """Fit what was measured and leave it in the folder's profile.json."""
+    """Fit the costs to the measurements and write the profile to the folder's profile.json."""
     found = fit([*measured.prefills, *measured.decodes])
     (folder / "profile.json").write_bytes(profile_of(" ".join(settings.engines), measured, found).encode())
     return found
 
 
 async def _replay(settings: CalibrateSettings, number: int, scale: float) -> tuple[ReplaySettings, ReplayResult]:
-    """Replay the trace live, with sessions and texts that no other `number` has."""
+    """Replay the trace live, with session ids and texts that no other `number` has. Raises CalibrationError if a request
+    failed."""
     folder = settings.out / (f"load-{number}" if number else "warm-up")
     trace = folder / "trace.jsonl"
     save_trace(trace, with_unique_ids(first_sessions(load_trace(settings.trace), settings.sessions), number))
@@ -187,7 +192,7 @@ async def _replay(settings: CalibrateSettings, number: int, scale: float) -> tup
 def _simulate(
     settings: CalibrateSettings, asked: ReplaySettings, replayed: ReplayResult, measured: Measurements, found: Fit
 ) -> tuple[str, list[LiveComparison]]:
-    """Simulate what was replayed, and compare."""
+    """Simulate the replayed trace, and compare the two runs; return the load's label and the comparisons."""
     requests = load_trace(asked.trace)
     tokenizer = ChatTokenizer(settings.tokenizer)
     sent = as_sent(requests, ChatMaker(requests, tokenizer.words, settings.token_scale), tokenizer)
@@ -205,7 +210,7 @@ def _check_tokens(sent: list[TraceRequest], told: dict[tuple[str, int], int | No
         tokens = told[request.session, request.turn]
         if tokens != request.input_length:
             raise CalibrationError(
-                f"a prompt has {tokens} tokens to the engines and {request.input_length} by --tokenizer: it is not theirs"
+                f"the engines count {tokens} tokens of a prompt and --tokenizer {request.input_length}: it is not their tokenizer"
             )
 
 
@@ -221,7 +226,7 @@ def _simulation(settings: CalibrateSettings, measured: Measurements, found: Fit,
         instances=len(settings.engines),
         policy=settings.policy,
         time_scale=scale,
-        # The live chats have what the trace says in place of what the engines said.
+        # The live chats repeat the trace's answers, not the engines' answers.
         prompts_include_answers=False,
         frontend_s=request_s,
         tokenise_token_s=token_s,

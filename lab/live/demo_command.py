@@ -1,6 +1,6 @@
-"""`pointsman demo`: four emulated engines, the whole control plane, a short agentic replay, and how to ask why.
+"""`pointsman demo`: runs emulated engines, the whole control plane and a short agentic replay, then explains a placement.
 
-Everything runs on this machine in processes of its own, which all end with the demo.
+Everything runs on this machine in child processes, which all end with the demo.
 """
 
 from __future__ import annotations
@@ -35,41 +35,44 @@ from pointsman.lab.report.terminal import make_console
 from pointsman.lab.workload.trace_files import load_trace
 from pointsman.lab.workload.traces import TINY_TRACE, TraceError
 
+# Timeout for each engine's start and for the gateway to be ready, s.
 START_S = 180.0
+# Time that a child has to end after SIGTERM before it is killed, s.
 STOP_S = 40.0
+# Number of rows that the live table shows.
 SHOWN_ROWS = 16
 
 
 class DemoSettings(BaseSettings):
-    """The demo's dimensions; the defaults fit a laptop and half a minute."""
+    """Settings of the demo; with the defaults it runs on a laptop and takes half a minute."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_DEMO_")
 
-    engines: int = Field(4, ge=1, le=64, description="emulated engines")
-    listen_port: int = Field(8080, ge=1, le=65535, description="the gateway's port, or the next free one")
-    router_port: int = Field(50051, ge=1, le=65535, description="the router's port, or the next free one")
-    console_port: int = Field(9102, ge=1, le=65535, description="the console's port, or the next free one")
+    engines: int = Field(4, ge=1, le=64, description="number of emulated engines")
+    listen_port: int = Field(8080, ge=1, le=65535, description="port of the gateway; if taken, the next free port")
+    router_port: int = Field(50051, ge=1, le=65535, description="port of the router; if taken, the next free port")
+    console_port: int = Field(9102, ge=1, le=65535, description="port of the console; if taken, the next free port")
     policy: str = Field("unified", description="placement policy")
     trace: Path = Field(TINY_TRACE, description="trace to replay")
     time_scale: float = Field(0.2, gt=0, description="factor on the trace's times")
-    token_scale: float = Field(0.25, gt=0, description="factor on the trace's lengths")
-    speedup: float = Field(1.0, gt=0, description="how much faster than modelled the engines run")
+    token_scale: float = Field(0.25, gt=0, description="factor on the trace's prompt and answer lengths")
+    speedup: float = Field(1.0, gt=0, description="factor on the speed of the modelled engines")
     out: Path = Field(Path("runs/demo"), description="folder of the run's bundle")
-    keep: bool = Field(False, description="true: leave the fleet running after the replay, until Ctrl-C")
+    keep: bool = Field(False, description="keep the fleet running after the replay, until Ctrl-C")
 
 
 class DemoError(RuntimeError):
-    """The demo could not be set up; the message says which part and how it ended."""
+    """A part of the demo did not start or ended early; the message names it."""
 
 
 def run(settings: DemoSettings) -> None:
-    """Run the demo. Exits with 1 when a request failed or a part did not start."""
+    """Run the demo. Exits with 1 if a request failed or a process did not start, with 130 on Ctrl-C."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     raise typer.Exit(run_demo(settings))
 
 
 def run_demo(settings: DemoSettings) -> int:
-    """Run the demo and end all its processes; 0 when every request was answered."""
+    """Run the demo and end all its processes; return the exit status, 0 if every request was answered."""
     console = make_console()
     folder = Path(tempfile.mkdtemp(prefix="pointsman-demo-"))
     try:
@@ -130,11 +133,11 @@ def _run(settings: DemoSettings, console: Console, processes: _Processes, folder
 
 
 def idle_words(records: Sequence[RequestRecord], instances: Iterable[str]) -> str:
-    """Which instances got nothing, and what the others' figures say of why; empty where each got something."""
+    """Return a sentence that names the instances without requests, with figures that explain why; empty if all had requests."""
     idle = sorted(set(instances) - {record.instance for record in records})
     if not idle:
         return ""
-    # The most are open when one is sent.
+    # The number of open requests grows only when a request is sent, so its maximum is at a sending.
     most = max(sum(one.t_send <= at.t_send < one.t_send + one.e2e_s for one in records) for at in records)
     cached = sum(bool(record.cached_tokens) for record in records)
     return (
@@ -146,7 +149,7 @@ def idle_words(records: Sequence[RequestRecord], instances: Iterable[str]) -> st
 def _explain_a_placement(
     settings: DemoSettings, console: Console, records: Sequence[RequestRecord], listen: str, router: str
 ) -> None:
-    """Ask the router about one placement, and print the commands that ask the rest."""
+    """Run `pointsman explain` for one placement, and print further commands to run."""
     placed = [record for record in records if record.decision]
     reused = [record for record in placed if record.turn > 1]
     if not placed:
@@ -173,7 +176,7 @@ def _explain_a_placement(
 
 
 class _Processes:
-    """Children that end with the block, in the reverse order of their start."""
+    """Child processes, ended at the end of the `with` block: the control plane first, then the engines."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -201,13 +204,13 @@ class _Processes:
         """Start `pointsman ARGUMENTS`; its stderr goes to NAME.log."""
         command = [sys.executable, "-m", "pointsman.cli.main", *arguments]
         with (self._folder / f"{name}.log").open("w") as log:
-            # A group of its own: a terminal's Ctrl-C must reach the demo alone, which ends its children in order.
+            # A new process group: a terminal's Ctrl-C must reach the demo alone, which ends its children in order.
             self._running[name] = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, process_group=0
             )
 
     def read_url(self, name: str, timeout_s: float) -> str:
-        """The URL at the end of a child's first line. Raises DemoError when none comes."""
+        """Return the URL at the end of a child's first line. Raises DemoError if no line comes within `timeout_s`."""
         process = self._running[name]
         assert process.stdout
         with selectors.DefaultSelector() as selector:
@@ -218,13 +221,13 @@ class _Processes:
         return line.split()[-1]
 
     def check(self) -> None:
-        """Raises DemoError when a child has ended."""
+        """Raise DemoError if a child has ended."""
         for name, process in self._running.items():
             if (status := process.poll()) is not None:
                 raise DemoError(f"{name} ended with status {status}: {self._last_log_line(name)}")
 
     def wait(self) -> None:
-        """Block until a child ends, which is an error."""
+        """Block until a child ends. Raises DemoError then."""
         while True:
             self.check()
             time.sleep(0.5)
@@ -235,7 +238,7 @@ class _Processes:
 
 
 class _PlacementTable:
-    """Placements as they end: a live table on a terminal, else a line each."""
+    """Shows requests as they end: a live table on a terminal, else one line per request."""
 
     COLUMNS = ("time", "session", "turn", "instance", "cached", "new", "out", "TTFT", "decision")
 
@@ -270,7 +273,7 @@ class _PlacementTable:
         self._line(row)
 
     def begin(self) -> Live | None:
-        """The live display on a terminal."""
+        """Return the live display if the console is a terminal, else None."""
         if self._console.is_terminal:
             self._live = Live(self._render(), console=self._console, refresh_per_second=8)
         return self._live
@@ -298,7 +301,7 @@ def _table(console: Console) -> Iterator[_PlacementTable]:
 
 
 def _free_port(wanted: int) -> int:
-    """`wanted`, or the next port above it that nobody listens on."""
+    """Return the first free port from `wanted` on. Raises DemoError if 200 ports are taken."""
     for port in range(wanted, min(wanted + 200, 65536)):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -311,7 +314,7 @@ def _free_port(wanted: int) -> int:
 
 
 def _wait_healthy(url: str, engines: int, processes: _Processes) -> None:
-    """Wait until the gateway is ready and knows every engine. Raises DemoError with its last answer."""
+    """Wait until the gateway is ready and reports `engines` instances. Raises DemoError with its last answer after START_S."""
     until = time.monotonic() + START_S
     last = "no answer"
     while time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""A lone engine as seen from outside: its metrics, its KV events, and requests by token ids. For measuring it."""
+"""Client that measures one engine from outside: reads its metrics and KV events, and sends requests as token ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+# Timeout for an answered request to appear in /metrics, s.
 METRICS_WITHIN_S = 30.0
+# Timeout for the next KV event, s.
 EVENTS_WITHIN_S = 2.0
 _LINE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -27,23 +29,24 @@ class EngineError(RuntimeError):
 
 
 class EngineBusyError(EngineError):
-    """Somebody else's requests are in the engine."""
+    """The engine has requests of other clients."""
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """/metrics: each series' sum over its labels, and the cache configuration."""
+    """A reading of /metrics: each metric's sum over its labels, and the cache configuration."""
 
     values: dict[str, float]
     cache: dict[str, str]
 
     def since(self, before: Metrics, name: str) -> float:
-        """What a counter has grown by."""
+        """Return a counter's increase since the reading `before`."""
         return self.values.get(name, 0.0) - before.values.get(name, 0.0)
 
 
 class EngineClient:
-    """One engine. Every probe checks that it has the engine for itself."""
+    """One engine. The caller must be its only client: connect(), check_idle() and wait_until_counted() raise EngineBusyError
+    else."""
 
     def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
         self.url = url.rstrip("/")
@@ -52,7 +55,8 @@ class EngineClient:
         self.max_model_len = 0
 
     async def connect(self) -> Metrics:
-        """Learn the model; the metrics of an idle engine. Raises EngineError, EngineBusyError."""
+        """Read the model's name and length; return the metrics. Raises EngineError, or EngineBusyError if the engine is not
+        idle."""
         models = await self._get("/v1/models")
         try:
             card = msgspec.json.decode(models)["data"][0]
@@ -62,13 +66,13 @@ class EngineClient:
         metrics = await self.metrics()
         if "vllm:request_prefill_time_seconds_sum" not in metrics.values:
             raise EngineError(
-                f"{self.url}/metrics has no times of prefills: it is no vLLM, or runs with --disable-log-stats"
+                f"{self.url}/metrics has no prefill times: the server is not vLLM, or runs with --disable-log-stats"
             )
         self.check_idle(metrics)
         return metrics
 
     async def metrics(self) -> Metrics:
-        """/metrics now."""
+        """Read /metrics. Raises EngineError if the engine does not answer."""
         text = (await self._get("/metrics")).decode()
         values: dict[str, float] = {}
         cache: dict[str, str] = {}
@@ -79,20 +83,23 @@ class EngineClient:
         return Metrics(values, cache)
 
     def check_idle(self, metrics: Metrics) -> None:
-        """Raises EngineBusyError when any request is in the engine."""
+        """Raise EngineBusyError if a request is running or waiting."""
         there = metrics.values.get("vllm:num_requests_running", 0) + metrics.values.get("vllm:num_requests_waiting", 0)
         if there:
             raise EngineBusyError(f"{self.url} has {there:.0f} requests of others: only an idle engine can be measured")
 
     async def tokens_of(self, text: str) -> list[int]:
-        """Token ids by the engine's tokenizer."""
+        """Return the text's token ids from the engine's tokenizer."""
         answer = await self._post("/tokenize", {"model": self.model, "prompt": text, "add_special_tokens": False})
         tokens: list[int] = answer["tokens"]
         return tokens
 
     async def complete(self, prompt: Sequence[int], max_tokens: int, salt: str) -> float:
-        """Generate exactly `max_tokens` after `prompt`, cached for `salt` only; the seconds it took. Streamed, as most clients
-        ask: where an engine shares its machine with its front end, that takes part in what a step takes."""
+        """Generate exactly `max_tokens` after `prompt`; return the duration in s. The prompt's cache entries are for `salt` only.
+
+        The answer is streamed, as most clients request: where an engine shares its machine with its front end, streaming is a
+        part of the duration of a step. Raises EngineError for an incomplete answer.
+        """
         began = time.monotonic()
         body = {
             "model": self.model,
@@ -108,23 +115,24 @@ class EngineClient:
         return time.monotonic() - began
 
     async def wait_until_counted(self, before: Metrics, requests: int) -> Metrics:
-        """The metrics once all of `requests` are counted in them. Raises EngineBusyError when others' are, too."""
+        """Wait until the metrics count `requests` more than `before`; return them. Raises EngineBusyError if they count more."""
         deadline = time.monotonic() + METRICS_WITHIN_S
         while True:
             metrics = await self.metrics()
             counted = metrics.since(before, "vllm:request_prefill_time_seconds_count")
             if counted > requests:
-                raise EngineBusyError(f"{self.url} answers others, too: only an idle engine can be measured")
+                raise EngineBusyError(f"{self.url} answers other clients: only an idle engine can be measured")
             if counted == requests:
                 self.check_idle(metrics)
                 return metrics
             if time.monotonic() > deadline:
-                raise EngineError(f"{self.url}/metrics does not count a request that it has answered")
+                raise EngineError(f"{self.url}/metrics does not count a request that the engine has answered")
             await asyncio.sleep(0.02)
 
     @asynccontextmanager
     async def stored(self) -> AsyncIterator[asyncio.Queue[int]]:
-        """How many blocks each step fills, from the KV events; the queue stays empty where there are none."""
+        """Yield a queue of the number of blocks that each step stores, from the KV events; empty if the engine sends no
+        events."""
         queue: asyncio.Queue[int] = asyncio.Queue()
         endpoint = await self._event_endpoint()
         if not endpoint:
@@ -182,7 +190,7 @@ async def _listen(socket: zmq.asyncio.Socket, queue: asyncio.Queue[int]) -> None
 
 
 async def next_stored(queue: asyncio.Queue[int]) -> int | None:
-    """The next step's blocks; None when none comes for a while."""
+    """Return the next step's number of stored blocks; None after EVENTS_WITHIN_S without an event."""
     try:
         async with asyncio.timeout(EVENTS_WITHIN_S):
             return await queue.get()

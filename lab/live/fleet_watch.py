@@ -1,4 +1,4 @@
-"""Watches a fleet through its router while a replay runs: samples of the instances, and every decision that is made."""
+"""Watches a fleet through its router while a replay runs: samples the instances, and collects all decisions."""
 
 from __future__ import annotations
 
@@ -17,22 +17,27 @@ from pointsman.common.io.pages import whole_async
 from pointsman.lab.report.instance_samples import GpuSample, InstanceSample
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 
+# Timeout of one call to the router, s.
 CALL_S = 10.0
-# A decision's end reaches the router after the client's last byte: the gateway sends ends together.
+# Timeout for the outcomes of the last decisions, s. The router receives an outcome after the client's last byte, because the
+# gateway sends outcomes in batches.
 SETTLE_S = 10.0
+# Interval between two checks for outcomes, s.
 SETTLE_POLL_S = 0.05
+# Pause before a broken stream of decisions is opened again, s.
 RETRY_S = 0.5
+# Number of the newest decisions that are read at the end.
 PAGE = 1_000
 
 
 class FleetError(RuntimeError):
-    """A router that does not answer; the message names it."""
+    """The router cannot be watched; the message names it and says why."""
 
 
 class FleetWatcher:
-    """Samples every `every_s` (s) from entering to leaving; `clock` gives s from the run's start.
+    """Samples the instances every `every_s` seconds inside its `async with` block; `clock` returns s since the run's start.
 
-    A router that goes away in between is asked again until it is back; `missed` counts the samples that there are not.
+    If the router is unreachable in between, the calls are retried until it is back; `missed` counts the failed samples.
     """
 
     def __init__(self, address: str, metadata: CallMetadata, every_s: float, clock: Callable[[], float]) -> None:
@@ -48,7 +53,7 @@ class FleetWatcher:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> FleetWatcher:
-        """Take the first sample. Raises FleetError when there is no router, or one that places nothing."""
+        """Take the first sample. Raises FleetError if the router does not answer, or if other routers own all pools."""
         self._channel = open_channel(self._address)
         self._fleet: Any = fleet_pb2_grpc.FleetServiceStub(self._channel)
         try:
@@ -73,7 +78,7 @@ class FleetWatcher:
         await self._channel.close(None)
 
     async def wait_for_outcomes(self, decision_ids: Collection[str]) -> None:
-        """Wait until the router knows of these decisions' ends, and how the engines were after them, a few seconds at most."""
+        """Wait until these decisions have an outcome and the engines' load reports are newer, at most SETTLE_S; then sample."""
         began = time.monotonic()
         wanted = {name for name in decision_ids if name}
         with contextlib.suppress(grpc.aio.AioRpcError):
@@ -81,7 +86,7 @@ class FleetWatcher:
                 wanted = {name for name in wanted if self._open(name)}
                 asked = time.monotonic()
                 statuses = await self._list()
-                # What an engine said before the last answer's end says nothing of what that left.
+                # A load report from before the wait may miss the effect of the last answers.
                 late = any(one.load.sample_age_ms / 1e3 > asked - began for one in statuses if one.load.healthy)
                 if not wanted and not late:
                     break
@@ -91,14 +96,14 @@ class FleetWatcher:
             await self._sample()
 
     def caches(self) -> dict[str, Any]:
-        """Each instance's cache at the end, and what it gave from the first sample to the last; JSON-ready, in tokens."""
+        """Return each instance's cache at the end and its hits from the first sample to the last; JSON-ready, in tokens."""
         first = {status.instance.instance_id: status for status in self._first}
         return {
             status.instance.instance_id: _cache(first.get(status.instance.instance_id), status) for status in self._last
         }
 
     async def _owners_elsewhere(self) -> str:
-        """Whom to ask where other routers own all pools; empty where this one owns any, or nobody does."""
+        """Return the routers that own pools if this one owns none; empty if this one owns a pool, or no pool has an owner."""
         answer = await self._fleet.ListReplicas(
             fleet_pb2.ListReplicasRequest(), timeout=CALL_S, metadata=self._metadata()
         )
@@ -141,7 +146,7 @@ class FleetWatcher:
             await asyncio.sleep(RETRY_S)
 
     async def _newest(self) -> list[fleet_pb2.Decision]:
-        """What the stream may have missed while it was not there."""
+        """Return the newest decisions, which include those that the stream missed while it was down."""
         request = fleet_pb2.ListDecisionsRequest(page_size=PAGE)
         answer = await self._fleet.ListDecisions(request, timeout=CALL_S, metadata=self._metadata())
         return list(answer.decisions)

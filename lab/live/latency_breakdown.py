@@ -1,4 +1,4 @@
-"""Where the time of each request of a replay went: the router's decisions, made precise by the gateway's own log. Pure."""
+"""Latency breakdown of each request of a replay, from the router's decisions or, more precisely, the gateway's log. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pointsman.lab.report.request_record import RequestRecord
 from pointsman.lab.report.run_summary import percentiles
 from pointsman.router.v1 import fleet_pb2
 
-# Each part of a request's time, and the moments between which it lies.
+# Each part of a request's time -> the moments of its begin and end.
 PARTS = {
     "placing": ("t_recv", "t_placed"),
     "prefill_elsewhere": ("t_prefill_sent", "t_prefill_done"),
@@ -24,7 +24,7 @@ PARTS = {
 
 
 class RequestBreakdown(RequestTiming, kw_only=True):
-    """One request."""
+    """The timing of one request, with the decision that placed it."""
 
     session: str
     turn: int
@@ -36,13 +36,14 @@ class RequestBreakdown(RequestTiming, kw_only=True):
     rule: str
     outcome: str
     status: int
-    # In the order of the plan's steps, and who was second.
+    # Instances of the plan's steps, in their order.
     instances: list[str]
+    # The instance with the second-best score.
     runner_up: str = ""
     session_owner: str = ""
     degraded: bool = False
     notes: list[str] = msgspec.field(default_factory=list)
-    # What failed of the plan.
+    # The part of the plan that failed.
     fallback: str = ""
     held_s: float = 0.0
     decide_s: float = 0.0
@@ -58,10 +59,11 @@ def break_down(
     decisions: Mapping[str, fleet_pb2.Decision],
     gateway_lines: Mapping[str, Mapping[str, Any]],
 ) -> list[RequestBreakdown]:
-    """A row for every record whose decision is known.
+    """Return a row for every record whose decision is known.
 
-    The gateway's line of a decision, where there is one, has every moment. Otherwise they are those that it told the router, in
-    ms from its receipt of the request, which is dated by the decision's time: late by one message from gateway to router.
+    A gateway's line has all moments of its decision. Without one the moments are those that the gateway reported to the router,
+    in ms from its receipt of the request. The receipt is then dated by the decision's time: late by one message from gateway to
+    router.
     """
     rows = []
     for record in records:
@@ -77,7 +79,7 @@ def break_down(
 
 
 def parts(rows: Sequence[RequestBreakdown]) -> dict[str, dict[str, float] | None]:
-    """p50, p90, p99, mean and count of each part of the rows' time in s; None for a part that no row has."""
+    """Return p50, p90, p99, mean (s) and count of each part of the rows' time; None for a part that no row has."""
     return {
         name: percentiles(
             [
@@ -131,5 +133,5 @@ def _of_decision(record: RequestRecord, decision: fleet_pb2.Decision) -> Request
 
 
 def rule_of(decision: fleet_pb2.Decision) -> str:
-    """The rule by which the answering instance was found."""
+    """Return the rule that chose the answering instance; empty without steps."""
     return decision.steps[-1].reason if decision.steps else ""

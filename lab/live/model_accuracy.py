@@ -1,4 +1,4 @@
-"""Is the model true? What a live run and its simulation are compared by. Pure."""
+"""Comparison of a live run with its simulation, which shows how accurate the model is. Pure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from pointsman.lab.workload.chat_maker import ChatMaker
 from pointsman.lab.workload.tokenizer import ChatTokenizer
 from pointsman.lab.workload.traces import TraceRequest
 
+# Largest error that is acceptable, relative to live.
 GOAL = 0.15
+# The compared times: label, field of RequestRecord, percentile.
 TIMES = (("TTFT p50", "ttft_s", 50), ("TTFT p90", "ttft_s", 90), ("E2E p50", "e2e_s", 50), ("E2E p90", "e2e_s", 90))
 
 
 class LiveComparison(msgspec.Struct, frozen=True):
-    """One figure of one load: s, or tokens."""
+    """One metric of one load in both runs, in s or tokens."""
 
     metric: str
     live: float
@@ -28,7 +30,7 @@ class LiveComparison(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> float | None:
-        """Relative to live; None where live is 0 and the simulation is not."""
+        """Error of the simulation relative to live; None if live is 0 and the simulation is not."""
         if not self.live:
             return None if self.simulated else 0.0
         return self.simulated / self.live - 1
@@ -40,7 +42,7 @@ class _StoredComparison(msgspec.Struct):
 
 
 def with_unique_ids(requests: Sequence[TraceRequest], number: int) -> list[TraceRequest]:
-    """The same trace with sessions and blocks that no other `number` has: nothing that an earlier run left cached is in it."""
+    """Return the trace with session and block ids that no other `number` has, so that no earlier run has its prompts cached."""
     first = number * (1 + max((block for request in requests for block in request.hash_ids), default=0))
     return [
         msgspec.structs.replace(
@@ -53,7 +55,7 @@ def with_unique_ids(requests: Sequence[TraceRequest], number: int) -> list[Trace
 
 
 def as_sent(requests: Sequence[TraceRequest], chats: ChatMaker, tokenizer: ChatTokenizer) -> list[TraceRequest]:
-    """The trace that a replay of `requests` really sends: lengths and shared prefixes of its tokens, chat template included."""
+    """Return the trace as a replay of `requests` sends it: lengths and block ids of its actual tokens, with the chat template."""
     root = root_hash(0)
     made = []
     for request in requests:
@@ -73,7 +75,7 @@ def as_sent(requests: Sequence[TraceRequest], chats: ChatMaker, tokenizer: ChatT
 
 
 def smallest_engine(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    """An engine that can what both can, with the larger blocks: simulated instances are all alike."""
+    """Return the limits that both engines meet, with the larger blocks. Simulated instances are all alike."""
     block_size = max(one["block_size"], other["block_size"])
     tokens = min(engine["kv_blocks"] * engine["block_size"] for engine in (one, other))
     least = {name: min(one[name], other[name]) for name in one.keys() & other.keys()}
@@ -83,7 +85,8 @@ def smallest_engine(one: dict[str, int], other: dict[str, int]) -> dict[str, int
 def compare_runs(
     live: Sequence[RequestRecord], simulated: Sequence[RequestRecord], block_size: int
 ) -> list[LiveComparison]:
-    """Times in s and cached tokens of two runs of one trace. Simulated hits are floored to the live engines' blocks."""
+    """Compare TIMES (s) and cached tokens of two runs of one trace. Simulated hits are rounded down to the live engines'
+    blocks."""
     found = []
     for metric, name, share in TIMES:
         values = [[getattr(one, name) for one in run if one.ok] for run in (live, simulated)]
@@ -95,7 +98,7 @@ def compare_runs(
 
 
 def table(loads: Sequence[tuple[str, Sequence[LiveComparison]]]) -> str:
-    """Markdown: a row for each figure of each load."""
+    """Return a Markdown table with a row for each metric of each load."""
     lines = ["| load | figure | live | simulated | error |", "|---|---|---|---|---|"]
     for load, comparisons in loads:
         for one in comparisons:
@@ -109,13 +112,13 @@ def table(loads: Sequence[tuple[str, Sequence[LiveComparison]]]) -> str:
 
 
 def largest_error(loads: Sequence[tuple[str, Sequence[LiveComparison]]]) -> float:
-    """The greatest error's size; infinite where one cannot be told."""
+    """Return the largest absolute error; infinite if an error is None, 0 without comparisons."""
     errors = [one.error for _, comparisons in loads for one in comparisons]
     return max((float("inf") if error is None else abs(error) for error in errors), default=0.0)
 
 
 def from_json(told: dict[str, Any]) -> list[tuple[str, list[LiveComparison]]]:
-    """What plain() was given. Raises msgspec.ValidationError for anything else."""
+    """Return the loads from which to_json() made `told`. Raises msgspec.ValidationError for anything else."""
     kept = msgspec.convert(told, dict[str, dict[str, _StoredComparison]])
     return [
         (load, [LiveComparison(metric, one.live, one.simulated) for metric, one in found.items()])
@@ -124,7 +127,7 @@ def from_json(told: dict[str, Any]) -> list[tuple[str, list[LiveComparison]]]:
 
 
 def to_json(loads: Sequence[tuple[str, Sequence[LiveComparison]]]) -> dict[str, Any]:
-    """For JSON."""
+    """Return the loads as JSON-ready objects: load -> metric -> live, simulated, error."""
     return {
         load: {one.metric: {"live": one.live, "simulated": one.simulated, "error": one.error} for one in comparisons}
         for load, comparisons in loads

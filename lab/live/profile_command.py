@@ -1,7 +1,7 @@
-"""`pointsman profile URL`: what the steps of a running vLLM cost, measured from outside, into a profile file.
+"""`pointsman profile URL`: measures the step costs of a running vLLM from outside, and writes them to a profile file.
 
-It wants the engine for itself, stops when others use it, and leaves nothing behind but its prompts in the prefix cache, which are
-evicted as any. Prefill and decode times are the engine's own, from /metrics: they have no part of the network or of HTTP.
+The engine must be idle; measuring stops if other clients use it. Only the prompts remain in its prefix cache, and they are
+evicted as any other blocks. Prefill and decode times are the engine's own, from /metrics, and so exclude network and HTTP.
 """
 
 from __future__ import annotations
@@ -28,42 +28,51 @@ from pointsman.lab.engine.cost_profile import ProfileFile
 from pointsman.lab.live.engine_client import EngineClient, EngineError, Metrics, next_stored
 from pointsman.lab.report.terminal import make_console, make_table
 
+# Length of the shortest prompt, tokens.
 SHORTEST = 64
+# Output tokens of a measured decode: one from the prefill and 32 decode steps.
 DECODED = 33
+# Numbers of sequences that are decoded together.
 BATCHES = (1, 2, 4, 8, 16)
-# Of the time, that one prefill may take.
+# Maximum share of the measuring time that one prefill may take.
 LONGEST_SHARE = 1 / 30
+# Text whose tokens the prompts are drawn from.
 SAMPLE_TEXT = "The signal at the junction was green, and the train took the left track to the harbour while rain fell."
 
 
 class ProfileSettings(BaseSettings):
-    """One measurement."""
+    """Settings of one measurement."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_PROFILE_")
 
-    url: str = Field(description="base URL of the engine, past any gateway", json_schema_extra=ARGUMENT)
+    url: str = Field(description="base URL of the engine itself, not of a gateway", json_schema_extra=ARGUMENT)
     output: Path = Field(Path("profile.json"), description="file to write the profile to")
-    seconds: float = Field(120.0, gt=0, description="about how long to measure, in s; long prompts are left out first")
+    seconds: float = Field(
+        120.0, gt=0, description="approximate measuring time, in s; if it is short, long prompts are left out first"
+    )
     longest: int = Field(
-        0, ge=0, description="longest prompt in tokens; 0: as the engine can, up to half of its KV cache"
+        0, ge=0, description="longest prompt, in tokens; 0: the engine's limit, at most half of its KV cache"
     )
     max_num_batched_tokens: int = Field(
-        0, ge=0, description="tokens per step, where it cannot be learned from the engine's KV events; 0: unknown"
+        0, ge=0, description="maximum tokens per step, used if the engine's KV events do not show it; 0: unknown"
     )
     repeats: int = Field(
-        5, ge=1, description="how often each measurement is taken, if there is time; their median counts"
+        5, ge=1, description="repetitions of each measurement, as far as time allows; their median is used"
     )
     pause_s: float = Field(
-        0.3, ge=0, description="how long the engine idles before each prefill, as before a request that comes alone"
+        0.3, ge=0, description="idle time before each measured prefill, in s, as before a request that comes alone"
     )
-    timeout_s: float = Field(600.0, gt=0, description="limit of one request, in s")
-    api_key: SecretStr = Field(SecretStr(""), description="sent as bearer token when given")
+    timeout_s: float = Field(600.0, gt=0, description="timeout of one request, in s")
+    api_key: SecretStr = Field(SecretStr(""), description="API key, sent as bearer token; default: none")
 
 
 @dataclass
 class Measurements:
-    """What measuring has found. `frontend_s`: seconds per request and per prompt token that the engine's front end takes;
-    `streamed_decodes`: decode steps of one sequence whose tokens went out through a gateway, where one was asked."""
+    """Results of measuring engines.
+
+    `frontend_s`: seconds of the front end per request and per prompt token. `streamed_decodes`: decode steps of single sequences
+    whose tokens were streamed through a gateway; empty without a gateway. `remarks`: sentences about what could not be measured.
+    """
 
     engine: dict[str, int] = field(default_factory=dict)
     prefills: list[PrefillTime] = field(default_factory=list)
@@ -74,7 +83,7 @@ class Measurements:
 
 
 def run(settings: ProfileSettings) -> None:
-    """Measure, print the fit and write the profile. Exits with 2 when the engine cannot be measured, with 130 on Ctrl-C."""
+    """Measure, print the fit and write the profile. Exits with 2 if the engine cannot be measured, with 130 on Ctrl-C."""
     console, url = make_console(), settings.url
     console.print(f"measuring {url}, which must be idle, for about {settings.seconds:g} s", highlight=False)
     try:
@@ -94,7 +103,7 @@ def run(settings: ProfileSettings) -> None:
 
 
 def profile_of(url: str, measured: Measurements, found: Fit) -> ProfileFile:
-    """The file of what was measured."""
+    """Return the profile file of a fit and its measurements."""
     about = {
         "url": url,
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -106,7 +115,7 @@ def profile_of(url: str, measured: Measurements, found: Fit) -> ProfileFile:
 
 
 def table_of(found: Fit) -> Table:
-    """Measured and fitted, side by side."""
+    """Return a table of measured and fitted times, side by side."""
     table = make_table("measured", "ms", "fitted ms", "error")
     for one, fitted in found.rows:
         table.add_row(str(one), f"{one.seconds * 1e3:,.2f}", f"{fitted * 1e3:,.2f}", f"{fitted / one.seconds - 1:+.1%}")
@@ -114,7 +123,7 @@ def table_of(found: Fit) -> Table:
 
 
 async def measure(settings: ProfileSettings, chunk: int = 0) -> Measurements:
-    """Measure an engine; its max_num_batched_tokens is `chunk` where that is known. Raises EngineError, EngineBusyError."""
+    """Measure an engine. `chunk`: its max_num_batched_tokens, 0 if unknown. Raises EngineError, EngineBusyError."""
     key = settings.api_key.get_secret_value()
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
@@ -126,7 +135,7 @@ async def measure(settings: ProfileSettings, chunk: int = 0) -> Measurements:
 
 @dataclass(frozen=True)
 class _Prefill:
-    """A prefill as it was seen; in how many steps depends on what is learned later."""
+    """One measured prefill. Its number of steps follows from max_num_batched_tokens, which is found later."""
 
     new: int
     cached: int
@@ -138,11 +147,11 @@ class _MeasuringRun:
         self._client = client
         self._settings = settings
         self._found = Measurements()
-        # No prompt begins as another one's: nothing is cached that was not meant to be.
+        # Random prompts share no prefix, so that only the intended tokens are cached.
         self._rng = random.Random(uuid.uuid4().int)
         self._words: list[int] = []
         self._front: list[tuple[float, float]] = []
-        # What was asked for, and each time that it was seen.
+        # Requested (new, cached) tokens -> its measured prefills; requested (batch, context) -> its measured decodes.
         self._prefills: dict[tuple[int, int], list[_Prefill]] = {}
         self._decodes: dict[tuple[int, int], list[DecodeTime]] = {}
         self._ends_at = time.monotonic() + settings.seconds
@@ -152,8 +161,8 @@ class _MeasuringRun:
         metrics = await client.connect()
         block_size, blocks = (int(metrics.cache.get(name, 0)) for name in ("block_size", "num_gpu_blocks"))
         if not block_size or blocks < 2:
-            raise EngineError(f"{client.url}/metrics does not tell block_size and num_gpu_blocks")
-        # vLLM counts a block that it never fills.
+            raise EngineError(f"{client.url}/metrics lacks block_size or num_gpu_blocks")
+        # vLLM's count includes one block that it never fills.
         found.engine = {"block_size": block_size, "kv_blocks": blocks - 1, "max_model_len": client.max_model_len}
         self._words = sorted(set(await client.tokens_of(SAMPLE_TEXT)))
         limit = min(client.max_model_len - DECODED - 1, (blocks - 1) * block_size // 2)
@@ -169,7 +178,7 @@ class _MeasuringRun:
         if chunk:
             found.engine["max_num_batched_tokens"] = chunk
         else:
-            found.remarks.append("max_num_batched_tokens is unknown: each prefill is taken for one step")
+            found.remarks.append("max_num_batched_tokens is unknown: each prefill is counted as one step")
         found.prefills = [
             PrefillTime(one.new, one.cached, chunk or one.new, one.seconds)
             for one in map(median_measurement, self._prefills.values())
@@ -179,10 +188,10 @@ class _MeasuringRun:
         return found
 
     async def _first_round(self, limit: int) -> int:
-        """Find out what to measure, and take each measurement once; the longest prompt."""
+        """Choose the measurements and take each once; return the length of the longest prompt."""
         longest = await self._cold(limit)
         half, quarter = longest // 2, longest // 4
-        # Few tokens after many, as turns of a session are, and about as many.
+        # Few new tokens after many cached ones, as in the turns of a session, and about equal numbers of both.
         few = ((SHORTEST, longest - SHORTEST), (SHORTEST, half), (2 * SHORTEST, half))
         for new, cached in (*few, (quarter, half), (half, quarter)):
             await self._prefill(new, cached)
@@ -190,7 +199,7 @@ class _MeasuringRun:
         return longest
 
     async def _other_rounds(self) -> None:
-        """Take all again: a stall that lasts shall not fall on every one of a measurement's repetitions."""
+        """Repeat all measurements, round by round, so that a long stall does not affect all repetitions of one measurement."""
         for number in range(1, self._settings.repeats):
             if time.monotonic() > self._ends_at:
                 self._found.remarks.append(f"there was time to take each measurement {number} times")
@@ -207,7 +216,7 @@ class _MeasuringRun:
         return f"pointsman-profile-{self._rng.getrandbits(64):x}"
 
     async def _cold(self, limit: int) -> int:
-        """Measure ever longer cold prompts, up to `limit` or until one takes too much of the time; the longest."""
+        """Measure cold prompts of doubled lengths, up to `limit` or until one would take too long; return the longest length."""
         length = SHORTEST
         while True:
             seconds = await self._prefill(length, 0)
@@ -220,7 +229,7 @@ class _MeasuringRun:
             length = longer
 
     async def _prefill(self, new: int, cached: int) -> float:
-        """Measure a prefill; its s."""
+        """Measure the prefill of `new` tokens after `cached` ones; return its duration in s."""
         client, salt, prompt = self._client, self._salt(), self._prompt(cached + new)
         if cached:
             await client.complete(prompt[: cached + 1], 1, salt)
@@ -235,10 +244,10 @@ class _MeasuringRun:
         return seconds
 
     async def _chunk(self, longest: int) -> int | None:
-        """max_num_batched_tokens, from what each step of the longest prompt stores."""
+        """Return max_num_batched_tokens, from the blocks that each step of the longest prompt stores; None if it is not found."""
         block_size = self._found.engine["block_size"]
         async with self._client.stored() as queue:
-            # What is published before the subscription has arrived is lost: ask until something comes.
+            # Events published before the engine has the subscription are lost, so send requests until an event arrives.
             for _ in range(3):
                 await self._client.complete(self._prompt(2 * block_size), 1, self._salt())
                 if await next_stored(queue) is not None:
@@ -261,7 +270,7 @@ class _MeasuringRun:
             for batch in BATCHES:
                 if batch > 1 and batch * (context + DECODED) > capacity // 2:
                     continue
-                # One context for several batches and several contexts for one batch there must be.
+                # The fit needs several batches at one context and several contexts at one batch.
                 if time.monotonic() > self._ends_at and batch > 2:
                     self._found.remarks.append(f"no time was left for a decode of {batch} over {context} each")
                     continue
@@ -269,7 +278,7 @@ class _MeasuringRun:
 
     async def _one_decode(self, batch: int, context: int) -> None:
         client, salt, prompt = self._client, self._salt(), self._prompt(context)
-        # All share one prompt that is cached, so that they begin to decode as good as together.
+        # All sequences share one cached prompt, so that they begin to decode almost together.
         await client.complete(prompt, 1, salt)
         before = await self._quiet()
         await asyncio.gather(*(client.complete(prompt, DECODED, salt) for _ in range(batch)))
@@ -288,5 +297,5 @@ _Seen = TypeVar("_Seen", _Prefill, DecodeTime)
 
 
 def median_measurement(seen: Sequence[_Seen]) -> _Seen:
-    """The one in the middle. Not the least: requests meet the engine as it usually is."""
+    """Return the measurement with the median duration. The minimum would not be typical of what requests see."""
     return sorted(seen, key=lambda one: one.seconds)[len(seen) // 2]

@@ -1,4 +1,4 @@
-"""`pointsman replay`: a trace against a live gateway (or a lone engine), into a bundle with what the router tells of it."""
+"""`pointsman replay`: sends a trace to a live gateway (or one engine) and writes a bundle, with the router's decisions in it."""
 
 from __future__ import annotations
 
@@ -37,49 +37,54 @@ from pointsman.router.v1 import fleet_pb2
 
 OnBegin = Callable[[Sequence[Sequence[TraceRequest]], str], None]
 
+# Exit status after Ctrl-C.
 INTERRUPTED = 130
-# How long after its answers a gateway's last lines are waited for, and how often its file is read.
+# Timeout for the gateway's last lines in its breakdown file after its last answer, s.
 LINES_WITHIN_S = 2.0
+# Interval between two reads of the breakdown file, s.
 LOOK_AGAIN_S = 0.1
 
 
 class ReplaySettings(BaseSettings):
-    """One replay."""
+    """Settings of one replay."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_REPLAY_")
 
     trace: Path = Field(TINY_TRACE, description="trace file (jsonl, jsonl.gz), of any format that lab/README.md names")
     url: str = Field("http://127.0.0.1:8080", description="base URL of a gateway or an engine")
-    model: str = Field("", description="model to ask for; default: the first that /v1/models lists")
-    api_key: SecretStr = Field(SecretStr(""), description="sent as bearer token when given")
+    model: str = Field("", description="model of the requests; default: the first that /v1/models lists")
+    api_key: SecretStr = Field(SecretStr(""), description="API key, sent as bearer token; default: none")
     timing: Literal["trace", "think"] = Field(
         "trace",
-        description="trace: a turn at the later of the previous end and its timestamp; think: think_ms after the end",
+        description="time of a turn; trace: the later of its timestamp and the previous answer's end; think: think_ms "
+        "after that end",
     )
-    time_scale: float = Field(1.0, gt=0, description="factor on timestamps and thinking times")
+    time_scale: float = Field(1.0, gt=0, description="factor on timestamps and think times")
     token_scale: float = Field(1.0, gt=0, description="factor on prompt and answer lengths, e.g. 0.125 for a laptop")
-    max_sessions: int = Field(64, ge=1, description="sessions in flight")
-    sessions: int = Field(0, ge=0, description="replay only the first so many sessions; 0 is all")
-    timeout_s: float = Field(900.0, gt=0, description="limit of one request in s")
+    max_sessions: int = Field(64, ge=1, description="maximum sessions in flight")
+    sessions: int = Field(0, ge=0, description="number of sessions replayed, the first ones of the trace; 0: all")
+    timeout_s: float = Field(900.0, gt=0, description="timeout of one request, in s")
     tokenizer: Path = Field(TOKENIZER_DIR, description="tokenizer folder whose one-token words make up the prompts")
     router: str = Field(
         "",
-        description="HOST:PORT of a router, for decisions, timeline and caches (its token as for `pointsman instances`)",
+        description="HOST:PORT of a router that decisions, timeline and caches are read from (token as for "
+        "`pointsman instances`); default: none",
     )
-    sample_s: float = Field(1.0, gt=0, description="how often the router is asked for its instances, in s")
+    sample_s: float = Field(1.0, gt=0, description="interval between samples of the instances, in s")
     breakdown_file: Path | None = Field(
-        None, description="the gateway's --breakdown-file, where it can be read here: every moment of a request"
+        None,
+        description="the gateway's --breakdown-file, if this machine can read it: adds all moments of each request",
     )
     out: Path = Field(Path("runs/replay"), description="folder of the run's bundle")
 
 
 class ReplayError(RuntimeError):
-    """A replay that cannot begin."""
+    """The replay cannot start; the message says why."""
 
 
 @dataclass
 class ReplayResult:
-    """What a replay left. Without a router there are no samples, caches and breakdown."""
+    """Results of a replay. Without a router there are no samples, caches and breakdown."""
 
     records: list[RequestRecord] = field(default_factory=list)
     interrupted: bool = False
@@ -92,8 +97,8 @@ class ReplayResult:
 def run(settings: ReplaySettings) -> None:
     """Replay, write the bundle and print its summary.
 
-    Exits with 2 when it cannot begin, with 1 when a request failed, with 130 when it was interrupted: the bundle then has what
-    had finished.
+    Exits with 2 if the replay cannot start, with 1 if a request failed, and with 130 on Ctrl-C; the bundle then has the requests
+    that had finished.
     """
     console = make_console()
     try:
@@ -112,7 +117,8 @@ def run(settings: ReplaySettings) -> None:
 
 
 class ReplayProgress:
-    """Tells how far a replay is: a bar on a terminal, else a line for each tenth of its requests; and each that failed."""
+    """Shows the progress of a replay: a bar on a terminal, else a line for each tenth of its requests; and each failed
+    request."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -128,7 +134,7 @@ class ReplayProgress:
             self._bar.stop()
 
     def begin(self, sessions: Sequence[Sequence[TraceRequest]], model: str) -> None:
-        """These sessions are about to be sent."""
+        """Print the number of requests and sessions that will be sent, and start the bar."""
         self._total = sum(map(len, sessions))
         self._console.print(f"{self._total:,} requests of {len(sessions):,} sessions for {model}", highlight=False)
         if self._console.is_terminal:
@@ -136,7 +142,7 @@ class ReplayProgress:
             self._bar.start()
 
     def add(self, record: RequestRecord) -> None:
-        """A request has ended."""
+        """Count an ended request, and print it if it failed."""
         self._done += 1
         self._failed += not record.ok
         if not record.ok:
@@ -151,7 +157,7 @@ class ReplayProgress:
 
 
 def save(settings: ReplaySettings, replayed: ReplayResult) -> dict[str, Any]:
-    """Write the bundle of a replay to `settings.out`; its summary."""
+    """Write the bundle of a replay to `settings.out`; return its summary."""
     summary = summarise(replayed.records)
     write_bundle(
         settings.out,
@@ -166,18 +172,19 @@ def save(settings: ReplaySettings, replayed: ReplayResult) -> dict[str, Any]:
 
 
 def config_of(settings: ReplaySettings) -> dict[str, Any]:
-    """What the bundle keeps of the settings: all but the key."""
+    """Return the settings that the bundle records: all except the API key."""
     return {"kind": "replay"} | settings.model_dump(mode="json", exclude={"api_key"})
 
 
 async def replay(
     settings: ReplaySettings, on_result: OnResult | None = None, on_begin: OnBegin | None = None
 ) -> ReplayResult:
-    """Replay a trace; records in the order in which requests ended, each told to `on_result` when it does. `on_begin` is told the
-    sessions and the model when all is ready.
+    """Replay a trace; return its records in the order in which requests ended.
 
-    Failed requests are recorded and their session goes on. Cancelled, as by Ctrl-C, it returns what has finished. Raises
-    TraceError for a bad trace or one without think_ms where it is needed, ReplayError when `url` does not list a model, `router`
+    `on_result` is called with each record when its request ends, and `on_begin` with the sessions and the model before the first
+    request. A failed request is recorded, and its session continues. If cancelled, as by Ctrl-C, it returns what has finished.
+
+    Raises TraceError for a bad trace or a missing think_ms that is needed. Raises ReplayError if `url` lists no model, `router`
     does not answer or `breakdown_file` cannot be read.
     """
     requests = load_trace(settings.trace)
@@ -216,7 +223,7 @@ async def replay(
 async def _send_all(
     sender: TraceSender, sessions: Sequence[Sequence[TraceRequest]], begin: Callable[[], None] | None
 ) -> bool:
-    """Play to the end, or until cancelled; whether it was."""
+    """Send all sessions; return whether the task was cancelled before the end."""
     if begin is not None:
         begin()
     task = asyncio.current_task()
@@ -230,7 +237,7 @@ async def _send_all(
 
 
 def _annotate(replayed: ReplayResult, watch: FleetWatcher, log: _GatewayLog) -> None:
-    """Add what the router and the gateway's log tell."""
+    """Add the data of the router and of the gateway's log to the results. Mutates `replayed`."""
     for record in replayed.records:
         if (decision := watch.decisions.get(record.decision)) is not None:
             record.mode = word(fleet_pb2.PlacementMode, decision.mode)
@@ -250,10 +257,10 @@ def _annotate(replayed: ReplayResult, watch: FleetWatcher, log: _GatewayLog) -> 
 
 
 class _GatewayLog:
-    """The lines that a gateway appends to its breakdown file from now on."""
+    """Reader of the lines that a gateway appends to its breakdown file after this object is made."""
 
     def __init__(self, file: Path | None) -> None:
-        """Raises ReplayError when the file cannot be read."""
+        """Note the file's size. Raises ReplayError if the file cannot be read."""
         self._file = file
         self._begin = 0
         if file is not None:
@@ -263,14 +270,15 @@ class _GatewayLog:
                 raise ReplayError(f"{file}: cannot be read: {error.strerror}") from error
 
     async def wait_for_lines(self, decisions: Sequence[str]) -> None:
-        """Until the lines of all `decisions` are there, for LINES_WITHIN_S at most: the gateway does not wait for its disk."""
+        """Wait until the file has the lines of all `decisions`, at most LINES_WITHIN_S: the gateway writes them after its
+        answers."""
         for _ in range(round(LINES_WITHIN_S / LOOK_AGAIN_S)):
             if self._file is None or self.read().keys() >= set(decisions):
                 return
             await asyncio.sleep(LOOK_AGAIN_S)
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """By decision; a line that is still being written is left out."""
+        """Return the lines by decision id, without an incomplete last line."""
         if self._file is None:
             return {}
         with self._file.open("rb") as opened:

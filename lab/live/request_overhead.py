@@ -1,8 +1,8 @@
-"""What a request pays beside its engine's own time: client, gateway, router and the engine's front end.
+"""Measures the request overhead: the time of client, gateway, router and the engine's front end.
 
-Measured with requests of their own, chats as a replay sends them, one at a time: from the sending to the first token, less the
-time that the engine, by its own /metrics, took for the prefill. By the same clock each of their tokens is a step of one sequence,
-which takes the longer, the more those who carry it away take of the engine's machine.
+It sends probe requests, chats as a replay sends them, one at a time. The overhead is the time from sending to the first token,
+less the engine's prefill time from its /metrics. /metrics also give the mean decode step of one sequence while its tokens are
+streamed. The step is longer if the processes that stream the tokens share the engine's machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _DECODE_S = "vllm:request_decode_time_seconds_sum"
 
 @dataclass(frozen=True)
 class RequestOverhead:
-    """Seconds per request and per prompt token up to the first token, and what steps took whose token went this way."""
+    """Seconds per request and per prompt token up to the first token, and the decode steps whose tokens were streamed this
+    way."""
 
     request_s: float
     prompt_token_s: float
@@ -44,9 +45,12 @@ async def measure_overhead(
     repeats: int,
     pause_s: float,
 ) -> RequestOverhead:
-    """Measure with `repeats` cold prompts of each length (tokens; the chat template adds a few), each after `pause_s`, sent to
-    `pace.url`, behind which nobody else asks the `engines`. Raises EngineError."""
-    # The lengths take turns, so that a stall that lasts does not fall on all of one length.
+    """Measure with `repeats` cold prompts of each length, sent to `target.url` one at a time, each after a pause of `pause_s`.
+
+    `lengths` are in tokens; the chat template adds a few. The `engines` behind the URL must have no other clients. Raises
+    EngineError.
+    """
+    # The lengths alternate, so that a long stall does not affect all probes of one length.
     probes = [_probe(length) for _ in range(repeats) for length in lengths]
     chats = ChatMaker(probes, tokenizer.words)
     points, decodes = [], []
@@ -69,7 +73,7 @@ async def measure_overhead(
 
 
 def _probe(length: int) -> TraceRequest:
-    """A prompt that nobody has sent before, of one block."""
+    """Return a request with a new prompt of one block."""
     name = uuid.uuid4()
     return TraceRequest(
         timestamp_ms=0.0,
@@ -87,7 +91,7 @@ async def _metrics(clients: Sequence[EngineClient]) -> list[Metrics]:
 
 
 async def _times(clients: Sequence[EngineClient], before: Sequence[Metrics]) -> tuple[float, float]:
-    """Seconds of prefill and of decode since then, once a request is counted."""
+    """Wait until a request more than `before` is counted; return its seconds of prefill and of decode. Raises EngineError."""
     deadline = time.monotonic() + METRICS_WITHIN_S
     while time.monotonic() < deadline:
         pairs = list(zip(await _metrics(clients), before, strict=True))
@@ -98,5 +102,5 @@ async def _times(clients: Sequence[EngineClient], before: Sequence[Metrics]) -> 
             return prefill_s, decode_s
         await asyncio.sleep(0.02)
     raise EngineError(
-        "no engine's /metrics counts a request that was answered: are all named that stand behind the gateway?"
+        "no engine's /metrics counts an answered request: --engines must name every engine behind the gateway"
     )

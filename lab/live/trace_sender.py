@@ -1,4 +1,4 @@
-"""Sends a trace's requests to a gateway as their sessions would, streaming, and records what every request got."""
+"""Sends a trace's requests to a gateway as their sessions would, with streaming, and records each request's result."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ OnResult = Callable[[RequestRecord], None]
 
 
 class ReplayTarget(Protocol):
-    """Where requests go and when."""
+    """Address and timing of the requests that a TraceSender sends."""
 
     @property
     def url(self) -> str:
-        """Base URL."""
+        """Base URL of a gateway or an engine."""
 
     @property
     def timing(self) -> str:
-        """ "trace" or "think"."""
+        """Timing of turns: "trace" or "think"."""
 
     @property
     def time_scale(self) -> float:
-        """Factor on timestamps and thinking times."""
+        """Factor on timestamps and think times."""
 
     @property
     def max_sessions(self) -> int:
-        """Sessions in flight."""
+        """Maximum sessions in flight."""
 
 
 class TraceSender:
-    """Plays sessions of a trace, and records what every request got; `clock` is s since the first of them was due."""
+    """Sends the sessions of a trace, and records each request's result in `records`, in the order in which requests ended."""
 
     def __init__(
         self,
@@ -62,14 +62,14 @@ class TraceSender:
         return time.monotonic() - self._started
 
     async def send(self, sessions: Sequence[Sequence[TraceRequest]]) -> None:
-        """Play all to the end. Cancelled, it gives up what is under way; what has ended is in `records`."""
+        """Send all sessions to their end. If cancelled, it drops the requests in flight; `records` has those that ended."""
         free = asyncio.Semaphore(self._target.max_sessions)
         self._started = time.monotonic()
         self._origin_ms = sessions[0][0].timestamp_ms
         async with asyncio.TaskGroup() as group:
             for turns in sessions:
                 await self._sleep_until(self._due(turns[0]))
-                # A session holds its place from its first turn to its last; others wait for it in the trace's order.
+                # A session counts as in flight from its first turn to its last. Further sessions wait in the trace's order.
                 await free.acquire()
                 group.create_task(self._session(turns)).add_done_callback(lambda _: free.release())
 
@@ -130,7 +130,7 @@ async def _read_stream(response: aiohttp.ClientResponse, record: RequestRecord, 
         if data == b"[DONE]":
             done = True
             continue
-        # Between the first token and the usage nothing is needed of a chunk, and decoding them all would cost the most.
+        # Chunks between the first token and the usage are not needed, and decoding all of them would dominate the client's cost.
         if record.ttft_s is not None and b'"usage"' not in data and b'"error"' not in data:
             continue
         chunk = msgspec.json.decode(data)

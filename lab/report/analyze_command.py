@@ -1,4 +1,4 @@
-"""`pointsman analyze`: bundles of runs as tables, and as one page that needs nothing else."""
+"""`pointsman analyze`: prints the bundles of runs as tables, and writes them as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from pointsman.lab.report.bundle import Bundle, BundleError, read_bundle
 from pointsman.lab.report.sections import Section, Table, sections
 from pointsman.lab.report.terminal import make_console, make_table
 
+# Minimum width of the printed tables, columns.
 WIDTH = 200
 TEMPLATE = Path(__file__).parents[1] / "data" / "report.html.jinja"
 
 
 def analyze(
-    folders: Annotated[list[Path], typer.Argument(help="bundles of runs; the first is what others are compared with")],
+    folders: Annotated[
+        list[Path], typer.Argument(help="bundles of runs; the first is the base that the others are compared with")
+    ],
     html: Annotated[
-        Path | None, typer.Option(help="the page to write; default: report.html in the first bundle")
+        Path | None, typer.Option(help="HTML file to write; default: report.html in the first bundle")
     ] = None,
 ) -> None:
-    """Latencies, splits, tails, instances over time, hotspots, and matched pairs, of replays and simulations alike."""
+    """Report latencies, splits, tails, instances over time, hotspots and matched pairs of replays and simulations."""
     runs: dict[str, Bundle] = {}
     try:
         for name, folder in zip(names_of(folders), folders, strict=True):
@@ -35,7 +38,7 @@ def analyze(
         typer.echo(f"pointsman analyze: {error}", err=True)
         raise typer.Exit(2) from None
     console = make_console()
-    # A narrow terminal folds a line at its end; a table that is squeezed into it would lose its figures.
+    # A narrow terminal wraps long lines; a table that is squeezed into its width would lose figures.
     console.width = max(console.width, WIDTH)
     for section in sections(runs, draw=False):
         _print(console, section)
@@ -50,7 +53,7 @@ def analyze(
 
 
 def render(runs: Mapping[str, Bundle]) -> str:
-    """The page of these runs: HTML with its style and its plots in it, no scripts, no links to elsewhere."""
+    """Return the HTML page of these runs, with its style and plots inline, and without scripts or external links."""
     template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(TEMPLATE.read_text())
     kinds = {str(run.config.get("kind", "run")) for run in runs.values()}
     requests = sum(len(run.records) for run in runs.values())
@@ -63,7 +66,7 @@ def render(runs: Mapping[str, Bundle]) -> str:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Names that tell the folders apart: their last parts, as few as do, or the whole path and a number where none does."""
+    """Return distinct names of the folders: as few of their last parts as differ, or the whole path and a number."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]

@@ -1,16 +1,17 @@
-"""A run's bundle, the same folder for replays and simulations.
+"""Reads and writes a run's bundle, a folder of the same format for replays and simulations.
 
-| file | what |
+| file | content |
 |---|---|
 | config.json | the run's settings and the commit of this source tree |
-| metrics.jsonl | one request a line (`RequestRecord`) |
-| metrics.summary.json | what they come to (`pointsman.lab.report.run_summary.summarise`) |
-| timeline.jsonl | one instance at one moment a line (`InstanceSample`) |
-| cache.json | each instance's cache at the end, and what it gave during the run |
-| gpu_util.csv | the devices over time; a header alone where there are none |
-| breakdown.json | where each request's time went (`pointsman.lab.live.latency_breakdown`), and each part's percentiles |
+| metrics.jsonl | one request per line (`RequestRecord`) |
+| metrics.summary.json | the summary of the requests (`pointsman.lab.report.run_summary.summarise`) |
+| timeline.jsonl | one sample of one instance per line (`InstanceSample`) |
+| cache.json | each instance's cache at the end, and its hits during the run |
+| gpu_util.csv | the GPUs over time; the header alone if no instance reports GPUs |
+| breakdown.json | the latency breakdown of each request (`pointsman.lab.live.latency_breakdown`), and each part's percentiles |
 
-A simulation has all down to the timeline, a replay of a lone engine all but the timeline, a replay that may ask a router all.
+A simulation writes the first three files and the timeline. A replay without a router writes the first three. A replay with a
+router writes all files, but no timeline if it has no samples.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ T = TypeVar("T")
 
 
 class BundleError(ValueError):
-    """A folder that is no bundle; the message names file, line and field."""
+    """The folder is not a valid bundle; the message names file, line and field."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """What a run left. `breakdown` and `caches` are None where nobody told."""
+    """The content of a bundle. `caches` and `breakdown` are None if the run had no router to read them from."""
 
     config: Mapping[str, Any]
     records: Sequence[RequestRecord]
@@ -58,7 +59,7 @@ def write_bundle(
     caches: Mapping[str, Any] | None = None,
     breakdown: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a bundle; `folder` is made when it is missing. Of an earlier run in it no file is left."""
+    """Write a bundle into `folder`, which is created if missing. Replaces or removes the files of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, bytes] = {
         "config.json": _json({**config, "git_commit": git_commit()}),
@@ -80,7 +81,7 @@ def write_bundle(
 
 
 def read_bundle(folder: Path) -> Bundle:
-    """All of a bundle. Raises BundleError when a file that there must be is missing, or any cannot be understood."""
+    """Read a bundle. Raises BundleError if a required file is missing, or a file cannot be read or parsed."""
     return Bundle(
         config=_read_json(folder / "config.json"),
         records=read_records(folder),
@@ -92,12 +93,12 @@ def read_bundle(folder: Path) -> Bundle:
 
 
 def read_records(folder: Path) -> list[RequestRecord]:
-    """The requests of a bundle. Raises BundleError when they cannot be read."""
+    """Read the requests of a bundle. Raises BundleError if they cannot be read."""
     return _read_lines(folder / "metrics.jsonl", RequestRecord)
 
 
 def git_commit() -> str:
-    """The commit of this source tree, "-dirty" with changes; empty where there is no git or no checkout."""
+    """Return the commit of this source tree, with "-dirty" if it has changes; empty without git or a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

@@ -1,4 +1,4 @@
-"""What to look at in a run: splits, tails, hotspots, timelines, and two runs request by request. Pure."""
+"""Diagnostics of a run: splits, tails, hotspots and timelines, and two runs compared request by request. Pure."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from pointsman.lab.report.instance_samples import InstanceSample
 from pointsman.lab.report.measures import class_of
 from pointsman.lab.report.request_record import RequestRecord
 
+# Limits above which answers are counted as slow, s.
 TAIL_S = (5, 10, 20, 30, 50, 100)
+# Name of a latency -> attribute of RequestRecord.
 LATENCIES = {"TTFT": "ttft_s", "TPOT": "tpot_s", "E2E": "e2e_s"}
 CLASSES = ("LIGHT", "MEDIUM", "HEAVY_COLO", "HEAVY_P2P")
-# Rows of the tables of sessions and of requests.
+# Number of rows in the tables of sessions and of requests.
 TOP = 10
+# Number of bootstrap resamples of a mean difference's interval.
 RESAMPLES = 2_000
-# Pieces of a timeline over which hits are counted together.
+# Number of pieces of a timeline over which a hit rate is computed.
 HIT_RATE_WINDOW = 6
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def groups(records: Sequence[RequestRecord], of: Callable[[RequestRecord], str]) -> dict[str, list[RequestRecord]]:
-    """Complete answers by what `of` says, the biggest group first; those of which it says nothing are left out."""
+    """Group complete answers by the name that `of` returns, the largest group first; answers with an empty name are left out."""
     found: dict[str, list[RequestRecord]] = {}
     for record in records:
         if record.ok and (name := of(record)):
@@ -33,24 +36,24 @@ def groups(records: Sequence[RequestRecord], of: Callable[[RequestRecord], str])
 
 
 def by_class(records: Sequence[RequestRecord]) -> dict[str, list[RequestRecord]]:
-    """In the order of CLASSES, as far as the run could ask."""
+    """Group complete answers by class_of(), in the order of CLASSES; empty if the run did not read decisions."""
     found = groups(records, class_of)
     return {name: found[name] for name in CLASSES if name in found}
 
 
 def by_decision(records: Sequence[RequestRecord]) -> dict[str, list[RequestRecord]]:
-    """The rule that found the instance."""
+    """Group complete answers by the rule that chose the answering instance, or by the reason without a rule."""
     return groups(records, lambda record: record.rule or record.reason)
 
 
 def values(records: Sequence[RequestRecord], metric: str) -> FloatArray:
-    """A latency (a value of LATENCIES, in s) of those complete answers that have it."""
+    """Return a latency (a value of LATENCIES, in s) of the complete answers that have it."""
     found = [value for record in records if record.ok and (value := getattr(record, metric)) is not None]
     return np.array(found, dtype=np.float64)
 
 
 def tail_counts(records: Sequence[RequestRecord]) -> dict[str, list[int]]:
-    """For TTFT and E2E: how many answers took longer than each of TAIL_S."""
+    """Return, for TTFT and E2E, how many answers took longer than each limit of TAIL_S."""
     return {
         name: [int((values(records, LATENCIES[name]) > limit).sum()) for limit in TAIL_S] for name in ("TTFT", "E2E")
     }
@@ -58,10 +61,10 @@ def tail_counts(records: Sequence[RequestRecord]) -> dict[str, list[int]]:
 
 @dataclass(frozen=True)
 class Timelines:
-    """Figures of every instance in equal pieces of the run: rows are `instances`, columns begin at `times` (s).
+    """Figures of every instance over equal pieces of the run: rows are `instances`, columns begin at `times` (s).
 
-    `panels`: a name with its unit -> rows; NaN where nothing is known. `sampled` is False when they were made from the requests'
-    own times, for want of samples.
+    `panels`: name with unit -> array of shape (instances, times); NaN where no value is known. `sampled` is False if the run has
+    no samples and the figures are computed from the requests' own times.
     """
 
     instances: list[str]
@@ -73,7 +76,7 @@ class Timelines:
 def timelines(
     records: Sequence[RequestRecord], samples: Sequence[InstanceSample], pieces: int = 160
 ) -> Timelines | None:
-    """How load, KV and hits went, instance by instance; None for a run without answers."""
+    """Return load, KV usage and hit rates over time by instance; None for a run without answers."""
     told = [record for record in records if record.instance]
     if not told:
         return None
@@ -103,7 +106,8 @@ def timelines(
 
 
 def panel_maxima(found: Iterable[Timelines]) -> dict[str, float]:
-    """The value of each panel that several runs' timelines may be measured by: the most of all, 100 for per cent."""
+    """Return for each panel the value of its brightest colour, common to all runs: the largest value, at least 1; 100 for per
+    cent."""
     most: dict[str, float] = {}
     for one in found:
         for name, grid in one.panels.items():
@@ -114,7 +118,7 @@ def panel_maxima(found: Iterable[Timelines]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Hotspot:
-    """The instance with the most requests open at a time: how many on average, and the mean over all instances."""
+    """The instance with the most open requests: its mean number of open requests, and the mean over all instances."""
 
     instance: str
     open_mean: float
@@ -123,13 +127,14 @@ class Hotspot:
 
     @property
     def ratio(self) -> float:
-        """How many times the average of all; 1 is even."""
+        """The instance's mean over that of all instances; 1 means an even load."""
         return self.open_mean / self.fleet_mean if self.fleet_mean else 1.0
 
 
 @dataclass(frozen=True)
 class SessionShare:
-    """What one session asked of one instance; `computed_tokens` were not cached, `open_s` sums its requests' times."""
+    """The requests of one session on one instance. `computed_tokens` were not cached; `open_s` is the sum of the requests'
+    E2E."""
 
     session: str
     requests: int
@@ -142,7 +147,7 @@ class SessionShare:
 
 
 def hotspot(records: Sequence[RequestRecord]) -> Hotspot | None:
-    """The busiest instance and the sessions that kept it busy, the longest open first; None for a run without answers."""
+    """Return the busiest instance with its TOP sessions, the longest open first; None for a run without answers."""
     told = [record for record in records if record.instance]
     if not told:
         return None
@@ -161,7 +166,7 @@ def hotspot(records: Sequence[RequestRecord]) -> Hotspot | None:
 
 
 def slowest(records: Sequence[RequestRecord]) -> list[tuple[RequestRecord, int]]:
-    """The answers whose first token took longest, each with the requests that its instance had open when it was sent."""
+    """Return the TOP answers by TTFT, each with the number of other requests open on its instance when it was sent."""
     good = [record for record in records if record.ok and record.ttft_s is not None]
     worst = sorted(good, key=lambda record: -(record.ttft_s or 0.0))[:TOP]
     return [
@@ -179,10 +184,10 @@ def slowest(records: Sequence[RequestRecord]) -> list[tuple[RequestRecord, int]]
 
 @dataclass(frozen=True)
 class LatencyDifference:
-    """A latency in one run less that in another, request by request (s): negative is faster.
+    """Difference of a latency between two runs, request by request (s): other - base, negative is faster.
 
-    `low` and `high` bound the mean at 95 % over other draws of these sessions from the same two runs. They do not know how much
-    another pair of runs would differ.
+    `low` and `high` are the mean's 95 % interval over resampled sessions of the same two runs. The interval does not include the
+    variation between different pairs of runs. `faster` and `slower` are shares of the pairs.
     """
 
     pairs: int
@@ -196,14 +201,14 @@ class LatencyDifference:
 
 @dataclass(frozen=True)
 class MatchedRequests:
-    """The requests that two runs both answered, in the same order; `unmatched` were answered by one of them alone."""
+    """The requests that two runs both answered, in the same order; `unmatched` counts those that one run alone answered."""
 
     base: list[RequestRecord]
     other: list[RequestRecord]
     unmatched: int
 
     def difference(self, metric: str, route_class: str = "") -> LatencyDifference | None:
-        """Of all pairs, or of those whose base has the class; None where there are none."""
+        """Return the difference over all pairs, or over those whose base has the class; None without pairs."""
         sessions: dict[str, list[float]] = {}
         for base, other in zip(self.base, self.other, strict=True):
             first, second = getattr(base, metric), getattr(other, metric)
@@ -224,7 +229,7 @@ class MatchedRequests:
         )
 
     def extremes(self) -> list[tuple[RequestRecord, RequestRecord]]:
-        """The pairs whose TTFT changed most, either way."""
+        """Return the TOP pairs by absolute change of TTFT."""
         both = [
             pair for pair in zip(self.base, self.other, strict=True) if None not in (pair[0].ttft_s, pair[1].ttft_s)
         ]
@@ -242,8 +247,8 @@ def match_runs(base: Sequence[RequestRecord], other: Sequence[RequestRecord]) ->
 
 
 def _bounds(sessions: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The mean's 95 % interval by drawing sessions again, whole, since the turns of one are not independent (Davison and Hinkley,
-    Bootstrap Methods and their Application, 1997, section 3.8). The draws are always the same."""
+    """Return the mean's 95 % interval by a bootstrap over whole sessions, since the turns of a session are not independent
+    (Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 3.8). The random seed is fixed."""
     sums = np.array([sum(of) for of in sessions])
     counts = np.array([len(of) for of in sessions])
     rng = np.random.default_rng(0)
@@ -276,7 +281,7 @@ def _in_flight(records: Sequence[RequestRecord], instance: str, moments: FloatAr
 
 
 def _last_known(points: Sequence[tuple[float, float]], times: FloatArray) -> FloatArray:
-    """The last value at the end of each piece; NaN before the first."""
+    """Return the last known value at the end of each piece; NaN before the first."""
     moments = np.array([moment for moment, _ in points])
     known = np.array([np.nan, *(value for _, value in points)])
     width = times[1] - times[0] if len(times) > 1 else 0.0
@@ -285,8 +290,8 @@ def _last_known(points: Sequence[tuple[float, float]], times: FloatArray) -> Flo
 
 
 def _hit_rates(samples: Sequence[InstanceSample], times: FloatArray) -> FloatArray:
-    """Hits per token asked for, in per cent, piece by piece, each over the last HIT_RATE_WINDOW pieces; NaN where none was asked
-    for."""
+    """Return the share of queried prompt tokens that were cached, in per cent, for each piece over the last HIT_RATE_WINDOW
+    pieces; NaN without queries."""
     queries = _last_known([(one.t, one.prefix_queries) for one in samples], times)
     hits = _last_known([(one.t, one.prefix_hits + one.external_hits) for one in samples], times)
     asked, found = (_increase(counts) for counts in (queries, hits))
@@ -295,14 +300,14 @@ def _hit_rates(samples: Sequence[InstanceSample], times: FloatArray) -> FloatArr
 
 
 def _gpu_busy(sample: InstanceSample) -> float:
-    """The mean of its devices, in per cent; NaN where it has none."""
+    """Return the mean utilisation of the sample's GPUs, in per cent; NaN without GPUs."""
     if not sample.gpus:
         return float("nan")
     return sum(gpu.utilisation for gpu in sample.gpus) / len(sample.gpus) * 100
 
 
 def _increase(counts: FloatArray) -> FloatArray:
-    """What a counter has grown in the last pieces; a restart begins at 0."""
+    """Return a counter's increase over the last HIT_RATE_WINDOW pieces; a decrease (a restart) counts as 0."""
     steps = np.diff(counts, prepend=counts[:1])
     steps = np.where(np.isnan(steps), 0.0, np.maximum(steps, 0.0))
     totals = np.cumsum(steps)
@@ -312,6 +317,6 @@ def _increase(counts: FloatArray) -> FloatArray:
 
 
 def parts_table(breakdown: Mapping[str, Any] | None) -> dict[str, Mapping[str, float]]:
-    """Where a live run's time went, part by part; empty for runs that do not know."""
+    """Return the percentiles of each part of a breakdown; empty for a run without one."""
     parts = (breakdown or {}).get("parts_s", {})
     return {name: figures for name, figures in parts.items() if figures}

@@ -1,4 +1,4 @@
-"""What a run saw of its instances over time. Pure."""
+"""Samples of a run's instances over time. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class GpuSample(msgspec.Struct, frozen=True):
-    """One device of an instance at one moment; utilisation 0 to 1, memory in bytes."""
+    """One GPU of an instance at one moment; utilisation 0 to 1, memory in bytes."""
 
     index: int
     utilisation: float
@@ -17,7 +17,7 @@ class GpuSample(msgspec.Struct, frozen=True):
 class InstanceSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One instance at one moment of a run, `t` in s from the run's start.
 
-    The first group is the router's own reservations; the second what the engine reported last, counters since its start.
+    The first group of fields is the router's own state. The second is the engine's last report, with counters since its start.
     """
 
     t: float

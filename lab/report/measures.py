@@ -1,4 +1,4 @@
-"""What one run comes to, as numbers that trials can be compared by: by group of requests, by metric. Pure."""
+"""Measures of one run, by group of requests and metric, by which trials are compared. Pure."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ Measures = dict[str, dict[str, float]]
 ALL = "all"
 LATENCIES = ("ttft", "tpot", "e2e")
 PERCENTILES = (50, 90, 99)
-# Completions between these shares of all are steady: neither the first sessions' start nor the last ones' long thinking counts.
+# Range of the completions, as shares of all, over which throughput is measured. It excludes the start of the first sessions and
+# the long think times of the last ones.
 STEADY = (0.05, 0.95)
 
 
 def measure(records: Sequence[RequestRecord], busy_s: Mapping[str, float]) -> Measures:
-    """The measures of all requests, of each route class and of each rule that placed some; of complete answers only.
+    """Return the measures of all requests, of each route class and of each rule that placed requests; over complete answers only.
 
-    `{ttft,tpot,e2e}_{p50,p90,p99,mean}_s`, `requests`, `hit_ratio` (cached / prompt tokens), and for all: `failed`, `offloads`
-    (share of answers whose prefill was elsewhere), `throughput` (answers per s while the middle 90 % of them ended) and
-    `imbalance` (the busiest instance's time in steps over the mean: 1 is even), of `busy_s` (s by instance).
+    Metrics of each group: `{ttft,tpot,e2e}_{p50,p90,p99,mean}_s`, `requests` and `hit_ratio` (cached / prompt tokens). For all
+    requests also: `failed`, `offloads` (share of answers with mode OFFLOAD), `throughput` (answers per s while the middle 90 % of
+    them ended) and `imbalance` (largest of `busy_s`, each instance's seconds in steps, over their mean: 1 is even).
     """
     good = [record for record in records if record.ok]
     groups: dict[str, list[RequestRecord]] = {ALL: good}
@@ -46,7 +47,8 @@ def measure(records: Sequence[RequestRecord], busy_s: Mapping[str, float]) -> Me
 
 
 def class_of(record: RequestRecord) -> str:
-    """LIGHT, MEDIUM, or HEAVY apart by where the prefill was: HEAVY_P2P elsewhere, HEAVY_COLO on the answering instance."""
+    """Return the route class, with HEAVY split by place of prefill: HEAVY_P2P on another instance, HEAVY_COLO on the answering
+    one."""
     if record.route_class != "HEAVY":
         return record.route_class
     return "HEAVY_P2P" if record.mode == "OFFLOAD" else "HEAVY_COLO"

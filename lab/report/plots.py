@@ -1,4 +1,4 @@
-"""Plots of runs as SVG text, to be put into a page: colours are the page's own (CSS variables), text stays text."""
+"""Plots of runs as inline SVG for the report page. Colours are the page's CSS variables; text remains text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from pointsman.lab.report.diagnostics import LATENCIES, FloatArray, Hotspot, MatchedRequests, Timelines, values
 from pointsman.lab.report.request_record import RequestRecord
 
-# Colours that stand for the page's: replaced by its variables when a figure has been drawn.
+# Placeholder colours, replaced by the page's CSS variables after a figure is drawn.
 INK, FAINT = "#010101", "#010102"
 SERIES = tuple(f"#0101{number:02x}" for number in range(0x10, 0x18))
 VARIABLES = {INK: "var(--ink)", FAINT: "var(--rule)"} | {
@@ -42,11 +42,12 @@ STYLE: Any = {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
 }
+# Width of a figure, inches.
 WIDTH = 9.6
 
 
 def cdfs(runs: Mapping[str, Sequence[RequestRecord]]) -> str:
-    """The share of answers that were at least as fast, for each latency, a line a run."""
+    """Return the cumulative distribution of each latency, with one line per run."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
         panels = figure.subplots(1, len(LATENCIES))
@@ -68,7 +69,7 @@ def cdfs(runs: Mapping[str, Sequence[RequestRecord]]) -> str:
 
 
 def splits(runs: Mapping[str, Mapping[str, int]], name: str) -> str:
-    """Bars of shares, one a run; the same part has the same colour in all."""
+    """Return one bar of shares per run; a part has the same colour in all bars."""
     parts = list(dict.fromkeys(part for split in runs.values() for part in split))
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 0.75 + 0.34 * len(runs)), layout="constrained")
@@ -89,7 +90,7 @@ def splits(runs: Mapping[str, Mapping[str, int]], name: str) -> str:
 
 
 def timeline(found: Timelines, panel_maxima: Mapping[str, float], name: str) -> str:
-    """Maps of instance by time, one a panel, bright is much; a panel's brightest colour stands for its value in `tops`."""
+    """Return a heat map of instance by time per panel; `panel_maxima` has the value of each panel's brightest colour."""
     rows = len(found.instances)
     with mpl.rc_context(STYLE):
         height = 0.75 + max(0.14 * rows, 0.5)
@@ -101,7 +102,7 @@ def timeline(found: Timelines, panel_maxima: Mapping[str, float], name: str) -> 
                 grid, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0.0, vmax=panel_maxima[title],
                 extent=(0.0, float(end), rows - 0.5, -0.5),
             )  # fmt: skip
-            # Two maps that look the same would have the same id.
+            # Without an explicit id, two identical maps would have the same id.
             image.set_gid(f"map-{number}")
             axes.set_title(title)
             axes.grid(visible=False)
@@ -116,7 +117,7 @@ def timeline(found: Timelines, panel_maxima: Mapping[str, float], name: str) -> 
 
 
 def request_bars(spot: Hotspot, name: str) -> str:
-    """The busiest instance's top sessions: each request a bar, before its first token and after it."""
+    """Return the requests of the busiest instance's top sessions as bars, split at their first token."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 0.9 + 0.26 * len(spot.sessions)), layout="constrained")
         axes = figure.subplots()
@@ -138,7 +139,7 @@ def request_bars(spot: Hotspot, name: str) -> str:
 
 
 def scatter(pairs: MatchedRequests, base: str, other: str) -> str:
-    """Each request's TTFT in both runs, and the distribution of its change."""
+    """Return a scatter plot of each request's TTFT in both runs, and the distribution of its change."""
     both = [
         (first.ttft_s, second.ttft_s)
         for first, second in zip(pairs.base, pairs.other, strict=True)
@@ -169,7 +170,7 @@ def _colours() -> list[str]:
 
 
 def _plain_log(axes: Any) -> None:
-    """Decades as 0.01, 1, 100 in place of powers, and no lines between them."""
+    """Label the decades of logarithmic axes as 0.01, 1, 100 instead of powers, without minor labels. Mutates."""
     for axis in (axes.xaxis, axes.yaxis):
         if axis.get_scale() == "log":
             axis.set_major_formatter("{x:g}")
@@ -177,7 +178,7 @@ def _plain_log(axes: Any) -> None:
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """The figure as an <svg> element whose ids are its own, and whose colours are the page's."""
+    """Return the figure as an <svg> element with ids that are unique on the page, and with the page's colours."""
     text = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": name}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})

@@ -6,21 +6,21 @@ import msgspec
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
-    """One replayed request. Times in s: t_send from the replay's start, ttft_s and e2e_s from the sending."""
+    """One request of a replay or simulation. Times in s: t_send from the run's start, ttft_s and e2e_s from t_send."""
 
     session: str
     turn: int
     instance: str = ""
     decision: str = ""
-    # Of the decision, where the run could ask: its mode, the request's class, the reason in a word, and the rule by which the
-    # answering instance was found (session_affinity, least_load_x_work, offload, migrate, ...).
+    # From the decision, empty if the run did not read it: mode, route class, reason, and the rule that chose the answering
+    # instance (session_affinity, least_load_x_work, offload, migrate, ...).
     mode: str = ""
     route_class: str = ""
     reason: str = ""
     rule: str = ""
-    # Cached tokens as that decision predicted them; `cached_tokens` are those that the engine found when it began.
+    # Cached tokens that the decision predicted; `cached_tokens` are those that the engine found when it began.
     predicted_cached_tokens: int | None = None
-    # The HTTP status, 0 when there was none; `error` is empty for a complete answer.
+    # HTTP status, 0 without a response; `error` is empty for a complete answer.
     status: int = 0
     error: str = ""
     t_send: float = 0.0
@@ -32,12 +32,12 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """Whether the whole answer came."""
+        """Whether the answer is complete."""
         return self.status == 200 and not self.error
 
     @property
     def lost_tokens(self) -> int:
-        """Tokens that were cached when it was placed and no longer when it began, as far as both are known."""
+        """Tokens that were predicted as cached at the placement and not cached when the engine began; 0 if either is unknown."""
         if self.predicted_cached_tokens is None or self.cached_tokens is None:
             return 0
         return max(self.predicted_cached_tokens - self.cached_tokens, 0)

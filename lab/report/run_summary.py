@@ -1,4 +1,4 @@
-"""What a run comes to: latencies, hit ratio and a table per instance."""
+"""Summary of a run: latencies, hit ratio and a table of instances."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """{"p50", "p90", "p99", "mean", "count"} of `values` (linear interpolation between ranks); None without values."""
+    """Return {"p50", "p90", "p99", "mean", "count"} of `values` (linear interpolation between ranks); None without values."""
     if not values:
         return None
     points = np.percentile(values, PERCENTILES)
@@ -24,9 +24,9 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def summarise(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """A run's summary; JSON-ready. Latencies (s) and tokens are those of complete answers, failures are only counted.
+    """Return a run's summary; JSON-ready. Latencies (s) and tokens are of complete answers; failures are only counted.
 
-    hit_ratio is cached / prompt tokens of the answers whose engine told both, None when none did.
+    hit_ratio is cached / prompt tokens of the answers whose engine reported both, None if none did.
     """
     good = [record for record in records if record.ok]
     instances = sorted({record.instance for record in records})
@@ -85,7 +85,7 @@ def print_summary(console: Console, summary: dict[str, Any], title: str) -> None
     )
     for name, one in summary["instances"].items():
         table.add_row(
-            name or "(not told)",
+            name or "(unknown)",
             str(one["requests"]),
             str(one["session_count"]),
             f"{one['prompt_tokens']:,}",

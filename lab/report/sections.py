@@ -1,4 +1,4 @@
-"""What `pointsman analyze` tells, as sections of tables and plots: printed and put into a page alike."""
+"""Sections of tables and plots that `pointsman analyze` prints and puts into its page."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from pointsman.lab.report.run_summary import summarise
 from pointsman.lab.report.terminal import percent
 
 PERCENTILES = ("p50", "p90", "p99")
-# A session or instance whose name is longer is cut in tables.
+# Maximum length of a session id in tables, characters; longer ones are cut.
 NAME_LENGTH = 28
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text; all columns but the first `text_columns` are numbers, set to the right."""
+    """Rows of text; all columns but the first `text_columns` are numbers and right-aligned."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -46,7 +46,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawn figure, an <svg> element, and what it shows."""
+    """A drawn figure as an <svg> element, with its caption."""
 
     svg: str
     caption: str
@@ -54,7 +54,7 @@ class Plot:
 
 @dataclass
 class Section:
-    """A heading with what belongs under it; without blocks it is left out."""
+    """A heading with a note and its blocks; a section without blocks is left out."""
 
     title: str
     note: str = ""
@@ -62,7 +62,7 @@ class Section:
 
 
 def sections(runs: Mapping[str, Bundle], *, draw: bool) -> list[Section]:
-    """All sections of these runs (by name; the first is the base of pairs). Without `draw` they have no plots."""
+    """Return all sections of `runs` (name -> bundle; the first is the base of pairs). Without `draw` they have no plots."""
     over_time = {name: timelines(run.records, run.samples) for name, run in runs.items()} if draw else {}
     scale = panel_maxima(one for one in over_time.values() if one)
     found = [
@@ -80,7 +80,7 @@ def sections(runs: Mapping[str, Bundle], *, draw: bool) -> list[Section]:
 
 
 def _bottom_line(runs: Mapping[str, Bundle]) -> Section:
-    """What the other runs come to beside the first, and what that proves."""
+    """Return the section that compares each other run with the first, and says what the comparison proves."""
     (base, first), *others = runs.items()
     rows = []
     for name, run in others:
@@ -90,7 +90,7 @@ def _bottom_line(runs: Mapping[str, Bundle]) -> Section:
     return Section(
         "Bottom line",
         f"the mean change of the requests that {base} answered, too. It is of these runs alone: the same policy, run again on "
-        "other arrivals, may differ as much. Whether a policy is better is for pointsman compare to tell, over several seeds.",
+        "other arrivals, may differ as much. To find which policy is better, use pointsman compare with several seeds.",
         [Table(["run", "pairs", *LATENCIES], rows, text_columns=1)] if rows else [],
     )
 
@@ -103,11 +103,11 @@ def _overview(runs: Mapping[str, Bundle], draw: bool) -> Section:
         summary = summarise(run.records)
         row = [name, f"{summary['requests']:,}", str(summary["failed"]), percent(summary["hit_ratio"])]
         rows.append(row + [_time(summary[metric], point) for metric in LATENCIES.values() for point in PERCENTILES])
-    section = Section("Latencies", "of complete answers; failures are counted apart", [Table(columns, rows)])
+    section = Section("Latencies", "of complete answers; failures are counted separately", [Table(columns, rows)])
     if draw:
         lines = {name: run.records for name, run in runs.items()}
         section.blocks.append(
-            Plot(plots.cdfs(lines), "Share of answers that were at least as fast. Further left is better.")
+            Plot(plots.cdfs(lines), "Share of answers that were at least this fast. Further left is better.")
         )
     parts = {name: parts_table(run.breakdown) for name, run in runs.items()}
     rows = [
@@ -157,7 +157,7 @@ def _tail(runs: Mapping[str, Bundle]) -> Section:
             rows.append([name, latency, *cells])
     columns = ["run", "latency", *(f"> {limit} s" for limit in TAIL_S)]
     return Section(
-        "Long tail", "answers that took longer, and their share of all", [Table(columns, rows, text_columns=2)]
+        "Long tail", "answers slower than each limit, and their share of all", [Table(columns, rows, text_columns=2)]
     )
 
 
@@ -170,7 +170,7 @@ def _instances(name: str, run: Bundle, over_time: Timelines | None, scale: Mappi
         told = cache["hit_ratio"] if cache else {}
         rows.append(
             [
-                instance or "(not told)",
+                instance or "(unknown)",
                 f"{one['requests']:,}",
                 f"{one['session_count']:,}",
                 f"{one['prompt_tokens']:,}",
@@ -186,11 +186,9 @@ def _instances(name: str, run: Bundle, over_time: Timelines | None, scale: Mappi
     columns += [*(f"TTFT {point}" for point in PERCENTILES), *(f"E2E {point}" for point in PERCENTILES[:2])]
     section.blocks.append(Table(columns, rows))
     if over_time is not None:
-        source = (
-            "as the router and the engines told" if over_time.sampled else "by the requests' own times: nobody sampled"
-        )
+        source = "as router and engines reported" if over_time.sampled else "from the requests' own times (no samples)"
         caption = (
-            f"Each instance over time, {source}; blank where nothing was asked. Colours mean the same in all runs."
+            f"Each instance over time, {source}; blank where there is no value. All runs have the same colour scale."
         )
         section.blocks.append(Plot(plots.timeline(over_time, scale, name), caption))
     return section
@@ -203,7 +201,7 @@ def _hotspot(name: str, run: Bundle, draw: bool) -> Section:
         return section
     section.note = (
         f"{spot.instance} had {spot.open_mean:.1f} requests open on average, {spot.ratio:.2f} times the mean of all "
-        "instances. These sessions kept it busy, the longest first."
+        "instances. Its top sessions, the longest open first."
     )
     rows = [
         [
@@ -217,7 +215,7 @@ def _hotspot(name: str, run: Bundle, draw: bool) -> Section:
         ]
         for share in spot.sessions
     ]
-    columns = ["session", "requests", "prompt tokens", "of them computed", "generated", "open in all", "worst TTFT"]
+    columns = ["session", "requests", "prompt tokens", "of them computed", "generated", "total E2E", "worst TTFT"]
     section.blocks.append(Table(columns, rows))
     if draw:
         section.blocks.append(Plot(plots.request_bars(spot, name), f"Their requests on {spot.instance}."))
@@ -243,10 +241,10 @@ def _slowest(name: str, run: Bundle) -> Section:
     ]
     columns = ["request", "class", "decision", "instance", "open there", "prompt", "predicted", "cached", "sent at"]
     columns += ["TTFT", "E2E"]
-    note = "open there: other requests that its instance had when it was sent"
+    note = "open there: other requests that were open on the instance when the request was sent"
     if lost := [record for record in run.records if record.lost_tokens]:
         note += (
-            f". predicted: what was cached when it was placed, which tells its class. In {len(lost):,} of {len(run.records):,} "
+            f". predicted: cached tokens at the placement, which set the class. In {len(lost):,} of {len(run.records):,} "
             f"requests the engine found less when it began, because it had evicted blocks while the request waited (or the "
             f"prediction was wrong): {sum(record.lost_tokens for record in lost):,} tokens were computed again"
         )
@@ -261,12 +259,12 @@ def _pairs(runs: Mapping[str, Bundle], draw: bool) -> list[Section]:
 def _paired(base: str, other: str, pairs: MatchedRequests, draw: bool) -> Section:
     section = Section(f"{other} against {base}, request by request")
     if not pairs.base:
-        section.note = "they have no request in common"
+        section.note = "the two runs have no request in common"
         section.blocks.append(Table(["pairs"], [["0"]]))
         return section
     section.note = (
         f"{len(pairs.base):,} requests were answered in both runs, {pairs.unmatched:,} in one alone. Less than 0 is faster than "
-        f"{base}. The interval holds the mean of these two runs, and says nothing of the next ones."
+        f"{base}. The interval is for the mean of these two runs, not for other runs."
     )
     rows = []
     classes = sorted({class_of(record) for record in pairs.base} - {""})
@@ -304,7 +302,7 @@ def _paired(base: str, other: str, pairs: MatchedRequests, draw: bool) -> Sectio
         "TTFT",
         "change",
     ]
-    section.blocks.append(Table(columns, rows, "The biggest changes"))
+    section.blocks.append(Table(columns, rows, "The largest changes"))
     return section
 
 
@@ -338,7 +336,7 @@ def _ms(seconds: float) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    """Three figures that matter, in ms below a second."""
+    """Format a duration with three significant digits, in ms below 1 s; "-" for None."""
     if value is None:
         return "-"
     if abs(value) < 1:

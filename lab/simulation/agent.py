@@ -1,7 +1,7 @@
-"""The agent of one simulated instance: the agent's own streams to routers, over what an engine model has cached. Pure.
+"""The agent of one simulated instance: the agent's own key streams to routers, over the cache of an engine model. Pure.
 
-Of the real one it lacks the counting of blocks by vLLM's events (CachedBlocks): an engine model's blocks have the routers' keys
-as their hashes, and it knows which copy of a block is the first and which the last. A simulation that counted them again took
+Unlike the real agent it does not count blocks by vLLM's events (CachedBlocks). An engine model's blocks have the routers' keys
+as hashes, and its events say which copy of a block is the first and which the last. A simulation with CachedBlocks took
 some 30 % longer than one without streams; with streams alone it takes some 10 % longer.
 """
 
@@ -21,44 +21,45 @@ from pointsman.lab.engine.interface import Event, Preempted
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances import report_sync
 
-# As agents do by default, in s.
+# Interval between load reports, s; the agent's default.
 REPORT_INTERVAL_S = 1.0
+# Interval between consistency checks, s; the agent's default.
 CONSISTENCY_CHECK_INTERVAL_S = 5.0
-# Every change is told at once, so that nobody asks for one long past.
+# Number of changes that are kept. Every change is sent at once, so no stream needs an old one.
 _KEPT_DELTAS = 8
 
-# (router, event, now): it is sent to that router.
+# (router, event, now): sends an event to that router.
 ReportTo = Callable[[str, ev.Event, float], None]
 
 
 class ModelKeys:
-    """The keys of `cache` as an agent has them, which hears of a step's events at its end, and their newest changes."""
+    """The keys of `cache` and their newest changes, as an agent has them: a step's events take effect at the step's end."""
 
     def __init__(self, cache: BlockCache) -> None:
         self.latest_seq = 0
         self._cache = cache
         self._deltas: deque[cached_blocks.Delta] = deque(maxlen=_KEPT_DELTAS)
-        # Of the step under way.
+        # Events of the current step.
         self._unheard: Sequence[Event] = ()
 
     @property
     def oldest_seq(self) -> int:
-        """The first change that is still known; latest_seq + 1 when there is none."""
+        """Number of the first change that is still kept; latest_seq + 1 if there is none."""
         return self._deltas[0].seq if self._deltas else self.latest_seq + 1
 
     @property
     def key_count(self) -> int:
-        """How many keys there are."""
+        """Number of keys."""
         came, went = _changes(self._unheard)
         return len(self._cache) - sum(map(len, came)) + sum(map(len, went))
 
     @property
     def digest(self) -> int:
-        """Of all keys; it is reckoned anew each time."""
+        """Digest of all keys; computed at each access."""
         return digest_of(Tier.DEVICE, self.keys(Tier.DEVICE))
 
     def keys(self, tier: Tier) -> Collection[int]:
-        """The keys in `tier`: only an engine's own cache is modelled."""
+        """Return the keys in `tier`. Only the engine's own cache, Tier.DEVICE, is modelled."""
         if tier is not Tier.DEVICE:
             return ()
         keys = set(self._cache.cached_hashes())
@@ -70,22 +71,22 @@ class ModelKeys:
         return keys
 
     def delta(self, seq: int) -> cached_blocks.Delta:
-        """The change `seq`."""
+        """Return change number `seq`."""
         return self._deltas[seq - self.oldest_seq]
 
     def begin(self, events: Sequence[Event]) -> None:
-        """A step has begun that ends with these events. Mutates."""
+        """Record the start of a step that ends with these events. Mutates."""
         self._unheard = events
 
     def apply(self, events: Sequence[Event]) -> bool:
-        """A step has ended; whether that has changed any keys. Mutates."""
+        """Apply the events of a step that has ended; return whether any keys changed. Mutates."""
         self._unheard = ()
         came, went = _changes(events)
         if not any(came) and not any(went):
             return False
         added, removed = _concatenated(came), _concatenated(went)
         if any(isinstance(event, Preempted) for event in events):
-            # What a preempted request had computed in this very step may be gone again.
+            # Blocks that a preempted request computed in this step may have been evicted in the same step.
             more, less = Counter(added), Counter(removed)
             added, removed = tuple((more - less).elements()), tuple((less - more).elements())
             if not added and not removed:
@@ -96,8 +97,8 @@ class ModelKeys:
 
 
 class SimulatedAgent:
-    """Tells all routers of the keys of the instance `name`, over a stream to each that has welcomed `stream_id`; with `checks`
-    also, now and then, what they must have by then, so that a lost report is noticed."""
+    """Reports the keys of the instance `name` to all routers, over a stream to each that has welcomed `stream_id`. With `checks`
+    it also sends consistency checks, so that a lost report is detected."""
 
     def __init__(self, name: str, stream_id: int, cache: BlockCache, report_to: ReportTo, *, checks: bool) -> None:
         self.keys = ModelKeys(cache)
@@ -109,24 +110,24 @@ class SimulatedAgent:
         self._streams: dict[str, KeyStream] = {}
 
     def step_ended(self, events: Sequence[Event], now: float) -> None:
-        """Tell what has changed. Mutates."""
+        """Apply a step's events and report the changes. Mutates."""
         if self.keys.apply(events):
             self.tell(now)
 
     def welcomed(self, router: str, welcome: ev.Welcome, now: float) -> None:
-        """A router answers this agent's hello: a new stream to it begins. Mutates."""
+        """Start a new stream to a router, which has answered this agent's hello. Mutates."""
         stream = self._streams[router] = KeyStream(self.keys, self._check_interval_s)
         stream.welcome(welcome.resume_from_seq, now, snapshot=welcome.snapshot)
         self._tell(router, stream, now)
 
     def resync(self, router: str, now: float) -> None:
-        """A router asks for all keys. Mutates."""
+        """Send a router a snapshot of all keys, on its request. Mutates."""
         stream = self._streams[router]
         stream.begin_snapshot()
         self._tell(router, stream, now)
 
     def tell(self, now: float) -> None:
-        """Tell every router what is due. Mutates."""
+        """Send every router its next messages. Mutates."""
         for router, stream in self._streams.items():
             self._tell(router, stream, now)
 
@@ -136,7 +137,7 @@ class SimulatedAgent:
 
 
 def _to_router(message: key_stream.KeyMessage) -> report_sync.KeyMessage:
-    """A message as the router reads it from the wire."""
+    """Convert a message to the router's type."""
     match message:
         case cached_blocks.Delta():
             return report_sync.Delta(message.seq, message.tier.value, message.added, message.removed, message.cleared)
@@ -151,26 +152,26 @@ def _to_router(message: key_stream.KeyMessage) -> report_sync.KeyMessage:
 
 
 def _changes(events: Sequence[Event]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """The keys that came, and those that went, event by event."""
+    """Return the keys that were added and those that were removed, as one tuple per event."""
     came = [_new_hashes(event) for event in events if isinstance(event, BlocksStored)]
     return came, [_evicted_hashes(event) for event in events if isinstance(event, BlocksRemoved)]
 
 
 def _new_hashes(stored: BlocksStored) -> tuple[int, ...]:
-    """What was not there before."""
+    """Return the hashes that were not cached before."""
     if not stored.already_cached:
         return stored.hashes
     return tuple(value for value in stored.hashes if value not in stored.already_cached)
 
 
 def _evicted_hashes(removed: BlocksRemoved) -> tuple[int, ...]:
-    """What is not there any more."""
+    """Return the hashes that are not cached any more."""
     if not removed.still_cached:
         return removed.hashes
-    # Of two blocks of one hash that go together the second is the last.
+    # If two blocks of one hash are evicted together, the second is the last one.
     return tuple((Counter(removed.hashes) - Counter(removed.still_cached)).elements())
 
 
 def _concatenated(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """All parts as one; mostly there is one, of hundreds of keys, which is not copied."""
+    """Return all parts as one tuple. Mostly there is only one part, of hundreds of keys, which is not copied."""
     return parts[0] if len(parts) == 1 else tuple(chain.from_iterable(parts))

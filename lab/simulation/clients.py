@@ -1,4 +1,4 @@
-"""The clients of a simulation: they ask the turns of their sessions, one after the other. Pure."""
+"""The clients of a simulation. Each sends the turns of its session one after the other. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pointsman.lab.workload.traces import TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request whose time has come, the session's turns after it, and the pool that the session asks. With `may_continue` there
-    may be further turns that nobody knows yet. It must not go to the instances that it `exclude`s."""
+    """A request to be sent, the session's turns after it, and the session's pool. With `may_continue` the session may have
+    further turns that are not known yet. The request must not be placed on the instances in `exclude`."""
 
     request: TraceRequest
     later_turns: Session
@@ -25,12 +25,12 @@ class Turn:
     exclude: tuple[str, ...] = ()
 
 
-# (turn, now): a client asks.
+# (turn, now): sends a client's request.
 Ask = Callable[[Turn, float], None]
 
 
 class Clients:
-    """All clients. `sessions` come in the order of their starts and are taken one by one as their time comes; they are dealt to
+    """All clients. `sessions` are in the order of their starts and are read one by one when they start. They are assigned to
     `pools` in turn."""
 
     def __init__(
@@ -49,17 +49,18 @@ class Clients:
         self._origin_ms: float | None = None
         self._started = 0
         self._all_started = False
-        # Sessions in flight, and those whose time has come but not their turn.
+        # Number of sessions in flight, including those in _turns_over_the_cap.
         self._in_flight = 0
+        # First turns of sessions that wait because of max_sessions.
         self._turns_over_the_cap: deque[Turn] = deque()
 
     @property
     def done(self) -> bool:
-        """Whether all sessions have ended."""
+        """Whether all sessions have started and ended."""
         return self._all_started and not self._in_flight
 
     def start(self) -> None:
-        """Await the next session; to be called once. Mutates."""
+        """Schedule the next session; to be called once. Mutates."""
         turns = next(self._sessions, None)
         if turns is None:
             self._all_started = True
@@ -71,17 +72,17 @@ class Clients:
         self._event_queue.schedule(self._due(turns[0]), partial(self._begin, turn))
 
     def submit_at(self, turn: Turn, moment: float) -> None:
-        """A request that comes at `moment`, whatever became of its session's others. Mutates."""
+        """Schedule a request at `moment`, independent of its session's other requests. Mutates."""
         self._in_flight += 1
         self._event_queue.schedule(moment, partial(self._ask, turn))
 
     @property
     def waiting(self) -> bool:
-        """Whether answers are still to come."""
+        """Whether any session is in flight."""
         return self._in_flight > 0
 
     def answered(self, turn: Turn, now: float) -> None:
-        """A turn has ended, however it did: its session goes on, or another one may begin. Mutates."""
+        """Handle the end of a turn, successful or not: schedule its session's next turn, or start a waiting session. Mutates."""
         if turn.later_turns:
             think_s = (turn.later_turns[0].think_ms or 0.0) / 1e3 * self._config.time_scale
             due = now + think_s if self._config.timing == "think" else max(now, self._due(turn.later_turns[0]))

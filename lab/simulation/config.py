@@ -1,4 +1,4 @@
-"""What is to be simulated. Pure."""
+"""The configuration of a simulation. Pure."""
 
 from __future__ import annotations
 
@@ -17,33 +17,35 @@ TIMINGS = ("trace", "think")
 
 
 class SimulationError(ValueError):
-    """A simulation that cannot be run as asked; the message names the field and what it may be."""
+    """A configuration that cannot be simulated; the message names the field and its allowed values."""
 
 
 @dataclass(frozen=True)
 class SimulationConfig:
-    """What to simulate. `timing` is "trace" or "think", as in replays; times of the trace are multiplied by `time_scale`. With
-    `max_sessions` no more sessions are in flight: further ones wait, from their first turn on, until one has ended (0: no cap).
+    """The configuration of a simulation. None as a time: never.
 
-    The instances have these `names`; by default they are numbered. `policy` is a name, with `policy_settings`, or a policy
-    itself. `retries` is how often a client that was refused for the moment asks again, each time after the seconds that it was
-    told. With `layerwise` KV is pushed while it is computed. With `prompts_include_answers` what a turn generated begins what the
-    session's next prompt has beyond it (`pointsman.lab.workload.block_names`).
+    `timing` is "trace" or "think", as in replays; times of the trace are multiplied by `time_scale`. `max_sessions` limits the
+    sessions in flight (0: unlimited). A session over the limit waits before its first turn until another session has ended.
 
-    Times that pass on the way: a request is read in `frontend_s`, and its prompt tokenised at `tokenise_token_s` per token,
-    always; the way to the router and the way back each take `placement_s` / 2 in the mean, and whatever is sent to an engine, a
-    step or a slice, reaches its scheduler after `api_s` in the mean: these are exponential, and drawn for each request by itself,
-    so that under one `seed` a request has the same luck whatever the policy. Agents' reports come `report_delay_s` late, if they
-    come: a share of `report_loss` (0 to below 1) does not.
+    `names` are the names of the instances; by default they are numbered. `policy` is a name, with `policy_settings`, or a policy
+    object. `retries` is the maximum number of retries of a client that is refused with a retry time; it waits that time before
+    each. With `layerwise` KV is pushed while it is computed. With `prompts_include_answers`, the tokens that a turn generated
+    follow its prompt in the session's next prompt (`pointsman.lab.workload.block_names`).
 
-    Sessions are dealt to `pools` models in turn, as instances are; `routers` replicas share the pools, each of which one owns.
-    At `owner_dies_at_s` the owner of the first pool dies, and all that it owned is taken over `takeover_s` later, when its lease
-    has run out; `owner_back_after_s` after its death it is there again, knowing nothing but what agents then tell, and once it
-    has settled the pools that prefer it are handed to it. At `hand_over_at_s` the first pool's owner hands it to another. A pool
-    that is handed over has its new owner `hand_over_takes_s` later. None: never.
+    Delays: reading a request takes `frontend_s`, and tokenising `tokenise_token_s` per prompt token; both are constant. The way
+    to the router and the way back each take `placement_s` / 2 on average. A step or slice reaches an engine's scheduler after
+    `api_s` on average. These delays are exponentially distributed. Each request has its own draws, so under one `seed` a request
+    has the same delays with every policy. Agents' reports arrive `report_delay_s` late; a share of `report_loss` (0 to below 1)
+    of them is lost.
 
-    A gateway that has waited `ownerless_timeout_s` for a pool's owner places by itself; how long it waits for what else is in
-    `timeouts`.
+    Sessions are assigned to `pools` models in turn, and so are instances. `routers` replicas share the pools; each pool has one
+    owner. At `owner_dies_at_s` the owner of the first pool dies. Its pools are taken over `takeover_s` later, when its lease has
+    expired. `owner_back_after_s` after its death it returns without state other than what agents then report. When it has
+    settled, the pools that prefer it are handed over to it. At `hand_over_at_s` the first pool's owner hands the pool to another
+    router. A pool that is handed over has its new owner `hand_over_takes_s` later.
+
+    A gateway that has waited `ownerless_timeout_s` for a pool's owner places the request itself. `timeouts` has its other
+    timeouts.
     """
 
     instances: int = 8
@@ -80,7 +82,7 @@ class SimulationConfig:
         if self.engine.block_size != KEY_TOKENS:
             raise SimulationError(f"block_size: only engines with block_size {KEY_TOKENS} are simulated")
         if self.names and len(set(self.names)) != self.instances:
-            raise SimulationError(f"names: {len(set(self.names))} different ones for {self.instances} instances")
+            raise SimulationError(f"names: {len(set(self.names))} different names for {self.instances} instances")
         if self.timing not in TIMINGS:
             raise SimulationError(f"timing: {self.timing!r} is not {' or '.join(TIMINGS)}")
         if not 0 <= self.report_loss < 1:
@@ -106,4 +108,4 @@ class SimulationConfig:
             raise SimulationError(f"owner_back_after_s: {self.owner_back_after_s} is negative, or no owner dies")
         for name in ("owner_dies_at_s", "hand_over_at_s"):
             if getattr(self, name) is not None and self.routers < 2:
-                raise SimulationError(f"{name}: nobody could take over; routers must be at least 2")
+                raise SimulationError(f"{name}: no router could take over; routers must be at least 2")

@@ -1,9 +1,10 @@
-"""What a router would have made of requests that another one placed: two modelled fleets, alike but for placement. Pure.
+"""Estimates what a router would have done with requests that another one placed: two modelled fleets that differ only in
+placement. Pure.
 
-Both are given the same requests at the same moments. In one each request goes where it really went, in the other where the
-policy wants it, which sees only what its own placements left in its own fleet: its caches, its loads, its sessions. The
-difference between the two is what placement alone makes, under one model; how true the model is shows where the engines
-themselves said how many tokens were cached.
+Both fleets get the same requests at the same times. In the recorded fleet each request goes where it really went. In the
+counterfactual fleet the policy places it. The policy sees only the state that its own placements produced: caches, loads and
+sessions. The difference between the fleets is the effect of placement alone, under one model. Where the engines reported their
+cached tokens, these show how accurate the model is.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from pointsman.lab.simulation.config import SimulationConfig
 from pointsman.lab.simulation.online_simulator import OnDecision, OnlineSimulator
 from pointsman.lab.workload.traces import TraceRequest
 
-# Of so many requests, the newest, the distribution of TTFT is told.
+# Number of requests, the newest, whose TTFT distribution is reported.
 KEPT_TTFTS = 100_000
 
 
 class ObservedRequest(TraceRequest, frozen=True, kw_only=True):
-    """A request that another router placed: a line of a trace, its blocks named by the router's keys of 16 tokens, and what is
-    known besides. `timestamp_ms` is unix time of its arrival.
+    """A request that another router placed: a line of a trace with additional fields. Its blocks are named by the router's keys
+    of 16 tokens. `timestamp_ms` is the unix time of its arrival.
 
-    `instance` is where it was sent, empty when unknown; `cached_tokens` what the engine said of it. `keyed`: its blocks' names
-    are keys of its tokens; else nobody could tell them, and they are names of its own. `output_known`: output_length was told,
-    not assumed.
+    `instance` is where it was sent; empty if unknown. `cached_tokens` is what the engine reported for it. `keyed`: its blocks'
+    names are keys of its tokens; otherwise the tokens are unknown, and the names are unique to the request. `output_known`:
+    output_length was reported, not assumed.
     """
 
     request_id: str
@@ -42,7 +43,7 @@ class ObservedRequest(TraceRequest, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class RequestPair:
-    """A request, and what became of it in the fleet that places `recorded` and in the one under the policy, `counterfactual`."""
+    """A request with its records in the `recorded` fleet and in the `counterfactual` fleet, which the policy places."""
 
     request: ObservedRequest
     recorded: RequestRecord
@@ -50,12 +51,11 @@ class RequestPair:
 
 
 class PairedFleets:
-    """The two fleets of one model. Requests are told in the order of their arrival."""
+    """The two fleets of one model. Requests must be submitted in the order of their arrival."""
 
     def __init__(self, simulation: SimulationConfig, assumed: str, on_decision: OnDecision | None = None) -> None:
-        """`simulation` has the instances' names and the policy; a request of which nobody knows where it went is placed by the
-        policy `assumed` in the fleet as recorded. `on_decision` hears of the counterfactual fleet's router. Raises
-        SettingError."""
+        """`simulation` has the instances' names and the policy. In the recorded fleet, the policy `assumed` places requests whose
+        instance is unknown. `on_decision` receives the decisions of the counterfactual fleet's router. Raises SettingError."""
         self.names = simulation.names
         self._recorded = OnlineSimulator(replace(simulation, policy=assumed, policy_settings={}))
         self._counterfactual = OnlineSimulator(simulation, on_decision)
@@ -66,14 +66,14 @@ class PairedFleets:
 
     @property
     def open(self) -> int:
-        """How many requests have not ended in both fleets."""
+        """Number of requests that have not ended in both fleets."""
         return len(self._requests)
 
     def submit(self, request: ObservedRequest) -> list[RequestPair]:
-        """The next request; what has ended in both fleets before it came. Mutates."""
+        """Submit the next request; return the requests that ended in both fleets before its arrival. Mutates."""
         if self._begin_ms is None:
             self._begin_ms = request.timestamp_ms
-        # One that was noted too late comes now.
+        # A request that was observed too late arrives now.
         self._now = max(self._now, (request.timestamp_ms - self._begin_ms) / 1e3)
         ended = self._note(self._recorded.advance(self._now), self._counterfactual.advance(self._now))
         self._requests[request.session, request.turn] = request
@@ -83,7 +83,7 @@ class PairedFleets:
         return ended
 
     def finish(self) -> list[RequestPair]:
-        """Let all requests end. Mutates."""
+        """Run until all requests have ended; return those that had not been returned. Mutates."""
         return self._note(self._recorded.finish(), self._counterfactual.finish())
 
     def _note(self, recorded: Sequence[RequestRecord], counterfactual: Sequence[RequestRecord]) -> list[RequestPair]:
@@ -101,7 +101,7 @@ class PairedFleets:
 
 @dataclass
 class _Side:
-    """One of the two fleets: tokens found cached, first tokens' times (s), and requests and cached tokens by instance."""
+    """One of the two fleets: cached tokens, TTFTs (s), and requests and cached tokens by instance."""
 
     cached_tokens: int = 0
     ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TTFTS))
@@ -109,7 +109,7 @@ class _Side:
     cached: Counter[str] = field(default_factory=Counter)
 
     def add(self, record: RequestRecord) -> None:
-        """Count a request that was answered. Mutates."""
+        """Count a request that both fleets answered. Mutates."""
         cached = record.cached_tokens or 0
         self.cached_tokens += cached
         self.ttft_s.append(record.ttft_s or 0.0)
@@ -119,27 +119,29 @@ class _Side:
 
 @dataclass
 class PlacementTotals:
-    """What all compared requests come to. Shares of tokens are of requests that both fleets answered."""
+    """Totals of all compared requests. All counts but `requests` and `failed` are of requests that both fleets answered."""
 
     requests: int = 0
     failed: int = 0
     prompt_tokens: int = 0
-    # Requests of which it is known where they went, and that the counterfactual fleet placed on the same instance; with keys;
-    # with a known output.
+    # Number of requests whose instance is known.
     placed: int = 0
+    # Number of those that the counterfactual fleet placed on the same instance.
     same: int = 0
+    # Number of requests whose block names are keys of their tokens.
     keyed: int = 0
+    # Number of requests whose output length was reported.
     output_known: int = 0
     recorded: _Side = field(default_factory=_Side)
     counterfactual: _Side = field(default_factory=_Side)
-    # Of requests that went where is known and whose engine said what was cached: tokens by engine and by the model.
+    # Requests whose instance is known and whose engine reported cached tokens: their tokens by engine and by model.
     reported_requests: int = 0
     reported_prompt_tokens: int = 0
     reported_cached_tokens: int = 0
     modelled_cached_tokens: int = 0
 
     def add(self, one: RequestPair) -> None:
-        """Count a request. Mutates."""
+        """Count a pair. Mutates."""
         self.requests += 1
         if not (one.recorded.ok and one.counterfactual.ok):
             self.failed += 1
@@ -159,7 +161,7 @@ class PlacementTotals:
             self.modelled_cached_tokens += one.recorded.cached_tokens or 0
 
     def summary(self) -> dict[str, Any]:
-        """Everything as JSON; ratios are of prompt tokens, None where there are none."""
+        """Return all totals as JSON; ratios are of prompt tokens, None if there are none."""
         return {
             "requests": self.requests,
             "failed": self.failed,

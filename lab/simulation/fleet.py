@@ -1,4 +1,4 @@
-"""The instances of a simulation, and what their agents tell the routers. Pure."""
+"""The instances of a simulation, and their agents' reports to the routers. Pure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pointsman.router.core.types import InstanceInfo, KvTransfer
 
 
 class SimulatedFleet:
-    """All instances by name, those at the beginning dealt to `pools` in turn; `deliver` hears all engines' figures, `report_to`
-    what an agent tells one router of its keys, `on_engine_event` all engines."""
+    """All instances by name. The first ones are assigned to `pools` in turn. `deliver` receives all engines' loads, `report_to`
+    an agent's reports of keys to one router, and `on_engine_event` the answers of all engines."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class SimulatedFleet:
         self._on_engine_event = on_engine_event
         self.instances: dict[str, SimulatedInstance] = {}
         self.pool_of: dict[str, str] = {}
-        # All that ever were, by the number of their agent's stream, from 1: a router may still answer one that is gone.
+        # All instances so far, by the number of their agent's stream, from 1: a router may still answer one that was removed.
         self._by_stream: list[SimulatedInstance] = []
         self._incarnations: Counter[str] = Counter()
         for number, name in enumerate(config.names or [f"i{number}" for number in range(config.instances)]):
             self.add(name, pools[number % len(pools)])
 
     def add(self, name: str, pool: str) -> ev.AgentHello:
-        """A new instance, whose cache is empty, under a name that no other has now: what its agent says first. Mutates."""
+        """Add an instance with an empty cache, under a name that is not in use; return its agent's hello. Mutates."""
         assert name not in self.instances, name
         stream_id = len(self._by_stream) + 1
         model = EngineModel(self._config.engine, self._config.profile)
@@ -66,26 +66,26 @@ class SimulatedFleet:
         return self.hello(name)
 
     def remove(self, name: str) -> ev.AgentGoodbye:
-        """An instance that has nothing to do is gone: what its agent says last. Mutates."""
+        """Remove an instance without requests; return its agent's goodbye. Mutates."""
         instance = self.instances.pop(name)
         assert not instance.model.has_work, f"{name} has requests"
         return ev.AgentGoodbye(instance.stream_id, name)
 
     def of_stream(self, stream_id: int) -> SimulatedInstance:
-        """The instance whose agent speaks, or spoke, on that stream."""
+        """Return the instance whose agent has, or had, that stream."""
         return self._by_stream[stream_id - 1]
 
     def incarnation(self, name: str) -> str:
-        """Which one of that name it is, from 1."""
+        """Return the incarnation of an instance, counted from 1 for each name."""
         return str(self._incarnations[name])
 
     @property
     def busy_s(self) -> dict[str, float]:
-        """How long each instance has been in steps, in s."""
+        """Time that each instance has spent in steps, s."""
         return {name: instance.busy_s for name, instance in self.instances.items()}
 
     def hello(self, name: str) -> ev.AgentHello:
-        """What the agent of an instance says first."""
+        """Return the hello of an instance's agent."""
         config, instance = self._config.engine, self.instances[name]
         return ev.AgentHello(
             instance.stream_id,
@@ -107,21 +107,22 @@ class SimulatedFleet:
         )
 
     def hellos(self) -> list[ev.AgentHello]:
-        """What each agent says first."""
+        """Return the hellos of all agents."""
         return [self.hello(name) for name in self.instances]
 
     def report_loads(self, now: float) -> None:
-        """All agents tell their engines' figures."""
+        """Report the loads of all engines."""
         for instance in self.instances.values():
             instance.report_load(now)
 
     def report_due(self, now: float) -> None:
-        """All agents tell what is due even if no keys have changed: what the routers must have by now."""
+        """Send the messages that all agents have, even if no keys have changed: consistency checks."""
         for instance in self.instances.values():
             instance.agent.tell(now)
 
     def samples(self, owners: dict[str, RouterState], now: float) -> list[InstanceSample]:
-        """What each instance and the owner of its pool (`owners`, by pool; none while there is none) think of it at `now`."""
+        """Return the state of each instance at `now`, as the instance and the owner of its pool (`owners`, by pool) have it.
+        Instances of pools without an owner are left out."""
         return [
             _sample(instance, owner, now)
             for name, instance in self.instances.items()

@@ -1,7 +1,7 @@
-"""The gateway of a simulation: its own state machine of each request, whose effects are carried out in virtual time. Pure.
+"""The gateway of a simulation: the gateway's own state machine for each request, with its effects in virtual time. Pure.
 
-What is real: which question or step follows what, on which instance, within which time, and what is reported. What is modelled:
-the ways to routers and engines, and which router a question goes to (`Routers` knows each pool's owner).
+Real are: the order of requests to routers and steps, their instances, their timeouts, and the reports. Modelled are: the ways to
+routers and engines, and the choice of a router (`Routers` has each pool's owner).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from pointsman.router.core import events_and_effects as ev
 
 GATEWAY = "sim"
 
-# (request, now, HTTP status, error): it has ended.
+# (request, now, HTTP status, error): handles the request's end.
 OnEnd = Callable[[SimulatedRequest, float, int, str], None]
 
 
 class SimulatedGateway:
-    """All open requests by the id of their attempt, and what becomes of them.
+    """All open requests, by the id of their current attempt.
 
-    `resent_requests` counts requests that had to ask a new owner of their pool, `steps_without_router` steps that were taken
-    without a router's word.
+    `resent_requests` counts requests that were sent again to a new owner of their pool. `steps_without_router` counts steps that
+    the gateway took without a router.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SimulatedGateway:
         new_name: Callable[[], range],
         on_end: OnEnd,
     ) -> None:
-        """`instances` and their pools by name, as they are at any time; `new_name` names a block that nothing else has."""
+        """`instances` and `pool_of` are views that always have the present instances; `new_name` returns an unused block name."""
         self.requests: dict[str, SimulatedRequest] = {}
         self.resent_requests = 0
         self.steps_without_router = 0
@@ -68,7 +68,7 @@ class SimulatedGateway:
     # ---- clients ----
 
     def take(self, running: SimulatedRequest, tokenised_at: float) -> None:
-        """A request has come; a router hears of it some time after its prompt is tokenised (s). Mutates."""
+        """Accept a request. Its prompt is tokenised at `tokenised_at` (s); the way to the router follows. Mutates."""
         self.requests[running.placement.request_id] = running
         self._event_queue.schedule(tokenised_at + self._network_delay_s(running), partial(self._begin, running))
 
@@ -78,7 +78,7 @@ class SimulatedGateway:
         self._apply(running, state_machine.start(now), now)
 
     def _answer(self, running: SimulatedRequest, now: float) -> None:
-        """The request is over; a client that is told to come again does, as another request."""
+        """End a request. A client that is told to retry later sends it again, as another request."""
         del self.requests[running.placement.request_id]
         if running.failure is None:
             self._on_end(running, now, 400 if running.rejection else 200, running.rejection)
@@ -97,7 +97,7 @@ class SimulatedGateway:
         self._apply(running, running.state_machine.handle(event, now), now)
 
     def _apply(self, running: SimulatedRequest, effects: list[ge.Effect], now: float) -> None:
-        """Carry out effects, and all that follows from them at once."""
+        """Carry out effects, and all effects that follow from them at once."""
         state_machine = running.state_machine
         assert state_machine is not None
         for effect in effects:
@@ -139,12 +139,12 @@ class SimulatedGateway:
             case ge.FailRequest():
                 running.failure = effect
             case _:
-                # Nothing is sent ahead (no engine is announced as layer-wise), requests bring their KV along, answers do not
-                # break off.
+                # No engine is announced as layer-wise, so no step is sent early. KV transfers are inline. Answers do not break
+                # off.
                 raise AssertionError(effect)
 
     def _plan_tick(self, running: SimulatedRequest) -> None:
-        """Have the time told at the deadline. A tick that is planned for a moment before it plans the next one."""
+        """Schedule a tick at the state machine's deadline. A tick that is scheduled earlier schedules the next one."""
         assert running.state_machine is not None
         deadline = running.state_machine.deadline
         if deadline is not None and (running.tick_at is None or deadline < running.tick_at):
@@ -160,7 +160,7 @@ class SimulatedGateway:
     # ---- routers ----
 
     def hello(self) -> ev.GatewayHello:
-        """What is said first on every stream to a router, and when a router owns a pool anew."""
+        """Return the first message on every stream to a router; also sent to a pool's new owner."""
         requests = self.requests.items()
         return ev.GatewayHello(
             GATEWAY,
@@ -170,7 +170,7 @@ class SimulatedGateway:
         )
 
     def owner_lost(self, pool: str, now: float) -> None:
-        """The pool's owner is gone: what is still to come from it never will, or does not count. Mutates."""
+        """Handle the loss of a pool's owner: its answers that have not arrived yet are void. Mutates."""
         for running in list(self.requests.values()):
             if running.placement.model != pool:
                 continue
@@ -180,15 +180,15 @@ class SimulatedGateway:
                 self._await_owner(running, now)
 
     def owner_changed(self, pool: str, now: float) -> None:
-        """Another owner, which has had a hello: ask it for what waits. Mutates."""
+        """Send all requests that wait for their first step to a pool's new owner, which has received a hello. Mutates."""
         for running in list(self.requests.values()):
             if running.placement.model == pool and running.asks_first_step:
                 self.resent_requests += 1
                 self._ask(running, now)
 
     def hear(self, effect: ev.Placed | ev.Refused, now: float) -> None:
-        """A router answers; that takes its way. Mutates."""
-        # One that has ended told its router so before: whatever was placed is given back.
+        """Receive a router's answer, after its delay. Mutates."""
+        # A request that has ended was reported to its router before: the router has released its placement.
         if (running := self.requests.get(effect.request_id)) is not None:
             answered = partial(self._answered, running, running.questions, effect)
             self._event_queue.schedule(now + self._network_delay_s(running), answered)
@@ -203,7 +203,7 @@ class SimulatedGateway:
         elif not effect.not_serving:
             self._handle(running, refused(effect), now)
         elif running.asks_next_step:
-            # Its owner does not know the plan: it was another's.
+            # The owner does not know the plan, which another router made.
             self._lose_router(running, now)
         else:
             self._event_queue.schedule(
@@ -223,7 +223,7 @@ class SimulatedGateway:
         self.requests[attempt_id] = running
 
     def _ask(self, running: SimulatedRequest, now: float) -> None:
-        """Ask the pool's owner for an attempt's first step, or wait until there is one."""
+        """Request an attempt's first step from the pool's owner, or wait until the pool has an owner."""
         if running.asked_at is None:
             running.asked_at = now
         owner = self._routers.owner(running.placement.model)
@@ -278,7 +278,8 @@ class SimulatedGateway:
         self._report(running, done, now)
 
     def _report(self, running: SimulatedRequest, event: ev.Event, now: float) -> None:
-        """Tell the owner of the request's pool; while there is none, the hello to the next one says as much."""
+        """Report to the owner of the request's pool. Without an owner nothing is sent: the hello to the next owner has the
+        state."""
         if owner := self._routers.owner(running.placement.model):
             self._routers.deliver(owner, event, now)
 
@@ -287,7 +288,7 @@ class SimulatedGateway:
     def _prefill(self, running: SimulatedRequest, step: ge.StepAssigned, now: float) -> None:
         prompt = running.prompt
         if step.prefill_tokens < prompt.length:
-            # What is generated after a part of a prompt is no part of it.
+            # The token that is generated after a part of the prompt is not part of the prompt.
             names = prompt.names[: step.prefill_tokens // KEY_TOKENS]
             prompt = replace(prompt, length=step.prefill_tokens, names=names, answer=self._new_name())
         self._send(running, step, EngineRequest(engine_id(step), prompt, 1), now)
@@ -307,7 +308,7 @@ class SimulatedGateway:
             self._submit(running, step, request, now)
 
     def _arrive(self, running: SimulatedRequest, step: ge.StepAssigned, request: EngineRequest, now: float) -> None:
-        # Else it was given up on its way.
+        # Otherwise the request was given up on its way.
         if running.upstream == (step.target.instance_id, request.request_id):
             self._submit(running, step, request, now)
             self._apply(running, [], now)
@@ -324,7 +325,7 @@ class SimulatedGateway:
                 running.follow_ups.append(ge.ResponseRejected(400))
 
     def on_engine_event(self, event: WaitingForRemoteKv | FirstToken | Finished, now: float) -> None:
-        """An engine has something to tell of a request that is open there. Mutates."""
+        """Handle an engine's event of a request that is open there. Mutates."""
         running = self.requests[event.request_id.rpartition("/")[0]]
         step, record = running.step, running.record
         assert step is not None
@@ -351,13 +352,14 @@ class SimulatedGateway:
                 self._handle(running, ge.ResponseEnded(), now)
 
     def _transfer_s(self, running: SimulatedRequest, missing: int) -> float:
-        """Seconds until `missing` tokens' KV that a PREFILL left elsewhere is where there are blocks for it now."""
+        """Return the seconds until the KV of `missing` tokens, from a PREFILL on another instance, has arrived in its blocks."""
         return self._config.profile.transfer_tail_s(missing, running.prefill_s if self._config.layerwise else 0.0)
 
     # ---- chance ----
 
     def _random_s(self, running: SimulatedRequest, mean_s: float) -> float:
-        """A time with that mean, exponentially distributed; the same for the same draw of a request under one seed."""
+        """Return an exponentially distributed time with this mean. Under one seed, the n-th draw of a request is always the
+        same."""
         if not mean_s:
             return 0.0
         running.draw_count += 1
@@ -365,5 +367,5 @@ class SimulatedGateway:
         return -mean_s * math.log((drawn + 1) / 2**64)
 
     def _network_delay_s(self, running: SimulatedRequest) -> float:
-        """Seconds that a word to or from the router takes this time."""
+        """Return the next delay of a message to or from the router, s."""
         return self._random_s(running, self._config.placement_s / 2)

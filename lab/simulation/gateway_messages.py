@@ -1,6 +1,6 @@
-"""What a simulation's gateway and routers tell each other, in the words of either. Pure.
+"""Converts between the types of a simulation's gateway and those of its routers. Pure.
 
-Between real ones these are messages on the wire; what is left out of these here nothing in a simulation depends on.
+In production these are messages on the wire. Fields that are left out here have no effect in a simulation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.requests.placed_requests import kv_target
 from pointsman.router.core.types import Decision, StepKind
 
-# google.rpc.Code by the name that a router gives it, as far as a gateway tells them apart.
+# google.rpc.Code by the router's name for it, for the codes that a gateway distinguishes.
 _CODES = {
     "NOT_FOUND": ge.NOT_FOUND,
     "RESOURCE_EXHAUSTED": ge.RESOURCE_EXHAUSTED,
@@ -20,12 +20,12 @@ _CODES = {
 
 
 def target_named(instance_id: str) -> ge.Target:
-    """An instance by its name."""
+    """Return the target for an instance's name."""
     return ge.Target(instance_id, f"sim://{instance_id}")
 
 
 def assigned(placed: ev.Placed) -> ge.StepAssigned:
-    """A router's next step, as the gateway reads it."""
+    """Convert a router's next step to the gateway's type."""
     step, target = placed.step, kv_target(placed.decision.result.steps, placed.step_index)
     return ge.StepAssigned(
         placed.request_id,
@@ -41,13 +41,13 @@ def assigned(placed: ev.Placed) -> ge.StepAssigned:
 
 
 def refused(refusal: ev.Refused) -> ge.PlacementRefused:
-    """A router's refusal, as the gateway reads it."""
+    """Convert a router's refusal to the gateway's type."""
     code = _CODES.get(refusal.code, ge.UNAVAILABLE)
     return ge.PlacementRefused(refusal.request_id, code, refusal.message, refusal.retry_after_s)
 
 
 def finished(record: RequestRecord, effect: ge.ReportFinished) -> ev.Finished:
-    """The end of an attempt, as the router is told of it."""
+    """Convert the end of an attempt to the router's type."""
     ok = effect.outcome is ge.Outcome.OK
     return ev.Finished(
         effect.attempt_id,
@@ -63,7 +63,7 @@ def finished(record: RequestRecord, effect: ge.ReportFinished) -> ev.Finished:
 
 
 def note_decision(record: RequestRecord, decision: Decision) -> None:
-    """Note a request's first decision in its record. Mutates."""
+    """Copy a request's first decision into its record; later decisions are ignored. Mutates."""
     if record.decision:
         return
     record.decision = decision.decision_id

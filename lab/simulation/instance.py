@@ -22,21 +22,21 @@ from pointsman.lab.simulation.report_channel import Deliver
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.types import Load
 
-# (event, now): a request awaits KV, has its first token, or its end.
+# (event, now): a request waits for KV, has its first token, or has ended.
 OnEngineEvent = Callable[[WaitingForRemoteKv | FirstToken | Finished, float], None]
-# What of a step's events is heard at its end.
+# Events of a step that are delivered at its end.
 ANSWERS = (FirstToken, Finished)
 
-# Decode steps that evict blocks are not taken together for longer: the router hears of what is gone at their end.
+# Maximum time of decode steps that are executed as one while they evict blocks, s. The router learns of evictions at their end.
 EVICTING_S = 0.25
 
 
 class SimulatedInstance:
-    """Steps `model` whenever it has work; `deliver` hears the engine's figures, `report_to` what the agent tells one
-    router of its keys, `on_engine_event` the answers.
+    """Runs steps of `model` whenever it has work. `deliver` receives the engine's load, `report_to` the agent's reports of keys
+    to one router, and `on_engine_event` the engine's answers.
 
-    While all requests only decode, many steps are taken as one (DecodeSteps), cut short when a request arrives; the blocks that
-    they fill, which nobody can ask for before the answer's end, are reported at its end.
+    While all requests only decode, many steps are executed as one (DecodeSteps), which ends early when a request arrives. The
+    blocks that they fill are reported at their end, because no request can use them before the answer's end.
     """
 
     def __init__(
@@ -51,41 +51,42 @@ class SimulatedInstance:
         *,
         checks: bool,
     ) -> None:
-        """With `checks` the agent tells now and then what the routers must have."""
+        """With `checks` the agent sends consistency checks."""
         self.name = name
         self.stream_id = stream_id
         self.model = model
         self.agent = SimulatedAgent(name, stream_id, model.cache, report_to, checks=checks)
-        # Seconds spent in steps.
+        # Time spent in steps, s.
         self.busy_s = 0.0
         self._event_queue = event_queue
         self._deliver = deliver
         self._on_engine_event = on_engine_event
         self._busy = False
-        # The DecodeSteps under way, when it began, and how many of them there have been: an end of an earlier one is void.
+        # The current DecodeSteps, their start, and a number that identifies their scheduled end: an end with another number is
+        # void.
         self._decode: DecodeSteps | None = None
         self._decode_started_at = 0.0
         self._decode_number = 0
-        # Requests that end with the step under way.
+        # Requests to abort at the end of the current step.
         self._aborted: set[str] = set()
 
     def submit(self, request: EngineRequest, now: float) -> None:
-        """Give the engine a request. Raises ValueError when it refuses it. Mutates."""
+        """Send the engine a request. Raises ValueError if the engine rejects it. Mutates."""
         self.model.submit(request, now)
         self._on_arrival(now)
 
     def receive(self, request_id: str, now: float) -> None:
-        """The KV that a request awaits is there. Mutates."""
+        """Record that the KV that a request waits for has arrived. Mutates."""
         self.model.receive(request_id, now)
         self._on_arrival(now)
 
     def abort(self, request_id: str, now: float) -> None:
-        """Let go of a request, if it is here: at the end of the step under way, as an engine does. Nothing is told of it any
-        more. Mutates."""
+        """Abort a request, if it is open, at the end of the current step, as an engine does. No more events of it are delivered.
+        Mutates."""
         self._aborted.add(request_id)
         if not self._busy:
             self._abort(now)
-        # What it held may be what another one waits for.
+        # Another request may wait for the aborted one's blocks.
         self._on_arrival(now)
 
     def _abort(self, now: float) -> None:
@@ -94,7 +95,7 @@ class SimulatedInstance:
         self._aborted.clear()
 
     def _on_arrival(self, now: float) -> None:
-        """Something came: begin a step, or end DecodeSteps with the step under way."""
+        """Start a step, or end the current DecodeSteps with the step that is running."""
         if not self._busy:
             self._step(now)
         elif (decode := self._decode) is not None:
@@ -103,7 +104,7 @@ class SimulatedInstance:
                 self._schedule_decode_end(steps, decode)
 
     def load(self, now: float) -> Load:
-        """The engine's figures."""
+        """Return the engine's load."""
         model = self.model
         ahead = self._decode.steps_by(now - self._decode_started_at) if self._decode else 0
         return Load(
@@ -120,12 +121,12 @@ class SimulatedInstance:
         )
 
     def report_load(self, now: float) -> None:
-        """Tell the engine's figures."""
+        """Report the engine's load to the routers."""
         self._deliver(ev.LoadReported(self.stream_id, self.name, self.load(now)), now)
 
     @property
     def num_keys(self) -> int:
-        """How many keys were reported and hold."""
+        """Number of keys that were reported and are still cached."""
         return self.agent.keys.key_count
 
     def _step(self, now: float) -> None:
@@ -165,6 +166,6 @@ class SimulatedInstance:
                 self._on_engine_event(event, now)
         if self._aborted:
             self._abort(now)
-        # A request that arrived at this very moment may have started the next step already.
+        # A request that arrived at the same time may have started the next step already.
         if self.model.has_work and not self._busy:
             self._step(now)

@@ -1,4 +1,4 @@
-"""Who owns the pools in the course of a simulation: deaths, returns and hand-overs at the times that are set for them. Pure."""
+"""Changes of pool owners in a simulation: deaths, returns and hand-overs at the configured times. Pure."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pointsman.lab.simulation.routers import Routers
 from pointsman.router.core.ownership import preferred
 from pointsman.router.core.router_state import RouterState
 
-# How long a replica has to be there until it is given what it is preferred for.
+# Time from a replica's return until the pools that prefer it are handed over to it, s.
 SETTLE_S = 6.0
 
-# (router, now): the gateway and all agents open a stream to it.
+# (router, now): opens the streams of the gateway and all agents to the router.
 OpenStreams = Callable[[str, float], None]
-# (pool, now): its owner is gone; what is still to come from it never will, or does not count.
+# (pool, now): the pool's owner is gone; answers of it that have not arrived yet are void.
 OnOwnerLost = Callable[[str, float], None]
 # (pool, router, now): the router owns the pool from now on.
 OnNewOwner = Callable[[str, str, float], None]
 
 
 class OwnerChanges:
-    """The changes of hands of a run's pools, and their consequences for gateway and agents by `open_streams`, `on_owner_lost`,
-    `on_new_owner`."""
+    """The changes of the pools' owners in a run. `open_streams`, `on_owner_lost` and `on_new_owner` pass them to gateway and
+    agents."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class OwnerChanges:
         on_owner_lost: OnOwnerLost,
         on_new_owner: OnNewOwner,
     ) -> None:
-        """`new_state` makes a router of that name."""
+        """`new_state` creates a router with the given name."""
         self._config = config
         self._pools = pools
         self._event_queue = event_queue
@@ -48,7 +48,7 @@ class OwnerChanges:
         self._on_new_owner = on_new_owner
 
     def begin(self) -> None:
-        """Give every pool its first owner, and plan what is set. Mutates."""
+        """Assign every pool its first owner, and schedule the configured changes. Mutates."""
         for pool in self._pools:
             if not self._routers.owner(pool):
                 self._routers.acquire(pool, 0.0)
@@ -66,7 +66,7 @@ class OwnerChanges:
                 self._event_queue.schedule(now + self._config.owner_back_after_s, partial(self._back, name))
 
     def _back(self, name: str, now: float) -> None:
-        """The dead replica is there again. What it decides has other ids than what it decided in its first life."""
+        """Restart the dead replica. Its new router_id gives its decisions other ids than those before its death."""
         self._routers.add(name, self._new_state(f"{name}-again"))
         self._open_streams(name, now)
         self._event_queue.schedule(now + SETTLE_S, partial(self._settled, name))

@@ -1,4 +1,4 @@
-"""The way from agents to the router in a simulation: it takes time, and may lose reports. Pure."""
+"""The channel from agents to a router in a simulation. It delays reports, and may lose some. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pointsman.lab.simulation.event_queue import EventQueue
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.report_sync import ConsistencyCheck, Delta
 
-# (event, now): the router hears of something.
+# (event, now): delivers an event to the router.
 Deliver = Callable[[ev.Event, float], None]
 
 
 class ReportChannel:
-    """Carries events to `deliver` in their order, `delay_s` later. Of loads, deltas and checks a share of `loss` (0 to 1)
-    never comes, drawn from `rng`: the router sees the gap and asks for a snapshot, which does."""
+    """Delivers events to `deliver` in their order, `delay_s` later. A share of `loss` (0 to 1) of loads, deltas and checks is
+    lost, drawn from `rng`. The router detects the gap and requests a snapshot, which is never lost."""
 
     def __init__(
         self, event_queue: EventQueue, deliver: Deliver, delay_s: float, loss: float, rng: random.Random

@@ -1,4 +1,4 @@
-"""A request of a simulation, as the gateway that carries out its plan knows it. Pure."""
+"""A request of a simulation, in the view of the gateway that executes its plan. Pure."""
 
 from __future__ import annotations
 
@@ -19,43 +19,44 @@ from pointsman.router.core.types import PlacementRequest
 
 @dataclass(eq=False)
 class SimulatedRequest:
-    """A request from its arrival to its end. `placement` has the id of the attempt under way; `state_machine` is that of the
-    client's present question, None before the first one is asked."""
+    """A request from its arrival to its end. `placement` has the id of the current attempt. `state_machine` handles the client's
+    current request; None before the client has sent one."""
 
     turn: Turn
     record: RequestRecord
     prompt: NamedPrompt
     placement: PlacementRequest
     state_machine: RequestStateMachine | None = None
-    # How often its client was refused and came again.
+    # Number of times that the client was refused and retried.
     refusals: int = 0
-    # When a router was first asked on this attempt (s), and how often one was asked anything: what is still answered to an
-    # earlier question is void.
+    # Time of the current attempt's first placement request to a router, s; None before it.
     asked_at: float | None = None
+    # Number of requests to routers. A router's answer to any but the last one is void.
     questions: int = 0
+    # The open upstream request: instance and the engine's request id; ("", "") for none.
     # What is open upstream: instance and the engine's name for it; ("", "") for nothing.
     upstream: tuple[str, str] = ("", "")
-    # What happened while an effect was carried out, and has to be told to the state machine next.
+    # Events that occurred while an effect was carried out; the state machine handles them next.
     follow_ups: deque[Event] = field(default_factory=deque)
-    # When the state machine is told the time next, of what is planned; None: not.
+    # Time of the state machine's next scheduled tick, s; None: no tick is scheduled.
     tick_at: float | None = None
     failure: FailRequest | None = None
-    # What the engine said when it rejected the request.
+    # The engine's message when it rejected the request.
     rejection: str = ""
     draw_count: int = 0
-    # What the last PREFILL step left on its instance, and how long computing it took, in tokens and s.
+    # Result of the last PREFILL step: tokens that it left on its instance, and its computing time in s.
     prefilled: int = 0
     prefill_s: float = 0.0
 
     def begin(self, timeouts: RequestTimeouts) -> RequestStateMachine:
-        """The client asks, for the first time or again: every time it is another request. Mutates."""
+        """Start the client's request, for the first time or as a retry; every retry has its own id. Mutates."""
         self.state_machine = RequestStateMachine(self._id, timeouts)
         self.placement = structs.replace(self.placement, request_id=self._id, exclude=self.turn.exclude)
         self.asked_at = self.tick_at = self.failure = None
         return self.state_machine
 
     def begin_attempt(self, attempt_id: str, exclude: tuple[str, ...]) -> None:
-        """Another attempt, or the same one asked anew. Mutates."""
+        """Start another attempt, or the same one again. Mutates."""
         if attempt_id != self.placement.request_id:
             self.asked_at = self.tick_at = None
         self.placement = structs.replace(self.placement, request_id=attempt_id, exclude=(*self.turn.exclude, *exclude))
@@ -66,27 +67,27 @@ class SimulatedRequest:
 
     @property
     def draw_id(self) -> str:
-        """What its random times are drawn by: the same for an attempt of a client that had to come again."""
+        """Key of the request's random draws. A retry of the client has the same keys as the first request."""
         return request_id(self.turn) + self.placement.request_id.removeprefix(self._id)
 
     @property
     def step(self) -> StepAssigned | None:
-        """Its newest step, as long as its attempt is open."""
+        """The newest step, while its attempt is open."""
         machine = self.state_machine
         return machine.step if machine is not None and machine.phase is not Phase.DONE else None
 
     @property
     def asks_first_step(self) -> bool:
-        """Whether it waits for its first step."""
+        """Whether the request waits for its first step."""
         return self.state_machine is not None and self.state_machine.phase is Phase.PLACING
 
     @property
     def asks_next_step(self) -> bool:
-        """Whether it waits for the step after one that is over."""
+        """Whether the request waits for the step after one that has ended."""
         return self.state_machine is not None and self.state_machine.phase is Phase.AWAITING_NEXT_STEP
 
     def open_stream(self) -> ev.OpenStream:
-        """How it is announced once it has a step."""
+        """Return how the gateway reports the request, which must have a step, to a router."""
         assert self.state_machine is not None
         step = self.step
         assert step is not None
@@ -96,10 +97,10 @@ class SimulatedRequest:
 
 
 def request_id(turn: Turn) -> str:
-    """The id of its first attempt."""
+    """Return the id of a turn's first attempt."""
     return f"{turn.request.session}#{turn.request.turn}"
 
 
 def engine_id(step: StepAssigned) -> str:
-    """What the engine calls the request of a step."""
+    """Return the engine's request id of a step."""
     return f"{step.attempt_id}/{step.index}"

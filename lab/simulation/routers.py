@@ -1,7 +1,7 @@
-"""The routers of a simulation: one alone, or replicas that share pools as they do through Redis. Pure.
+"""The routers of a simulation: a single router, or replicas that share pools as they do through Redis. Pure.
 
-Every replica is a RouterState and hears every report, each on a link of its own. What the owner of a pool wants kept of it (open
-reservations, owners of sessions, the mean work) is what its next owner begins with; all else went with the one before.
+Every replica is a RouterState and receives every report over its own channel. The next owner of a pool starts with what the last
+owner stored for the pool: open reservations, owners of sessions and the mean work. All other state is lost.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pointsman.router.core.ownership import preferred
 from pointsman.router.core.prefill_curve import MeanWork
 from pointsman.router.core.router_state import RouterState
 
-# (router, effect, now): what a router wants done.
+# (router, effect, now): carries out a router's effect.
 OnEffect = Callable[[str, ev.Effect, float], None]
 
 
 @dataclass(slots=True)
 class _StoredPool:
-    """What the shared store has of one pool."""
+    """The content of the shared store for one pool."""
 
     reservations: dict[str, Reservation] = field(default_factory=dict)
     sessions: dict[str, str] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class _StoredPool:
 
 
 class Routers:
-    """All replicas by name, and who owns which pool."""
+    """All replicas by name, and the owner of each pool."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class Routers:
         on_effect: OnEffect,
         event_queue: EventQueue,
     ):
-        """`channel` makes the way from all agents to one router. A lone router owns everything without being told."""
+        """`channel` creates the channel from all agents to one router. A single router owns every pool from the start."""
         self._event_queue = event_queue
-        # By router, when it is to try held requests again.
+        # By router: the time of its next retry of held requests, s.
         self._retry_at: dict[str, float] = {}
         self.states: dict[str, RouterState] = {}
         self._new_channel = channel
@@ -57,26 +57,27 @@ class Routers:
         self._stored = {pool: _StoredPool() for pool in pools} if len(states) > 1 else {}
 
     def owner(self, pool: str) -> str:
-        """The router that places the pool's requests; empty while nobody does."""
+        """Return the router that places the pool's requests; empty while the pool has no owner."""
         return self._owner[pool]
 
     def report(self, event: ev.Event, now: float) -> None:
-        """An agent tells all routers. Mutates."""
+        """Send an agent's report to all routers. Mutates."""
         for channel in self._channels.values():
             channel.send(event, now)
 
     def report_to(self, name: str, event: ev.Event, now: float) -> None:
-        """An agent tells one router, if it still lives. Mutates."""
+        """Send an agent's report to one router, unless the router is dead. Mutates."""
         if (channel := self._channels.get(name)) is not None:
             channel.send(event, now)
 
     def deliver_to_all(self, event: ev.Event, now: float) -> None:
-        """Let every router hear of something at once. Mutates."""
+        """Deliver an event to all routers at once. Mutates."""
         for name in list(self.states):
             self.deliver(name, event, now)
 
     def deliver(self, name: str, event: ev.Event, now: float) -> None:
-        """Let one router hear of something, keep what it wants kept, and have the rest done; no effect on a dead one. Mutates."""
+        """Deliver an event to one router, store what it wants stored, and carry out its other effects. A dead router ignores it.
+        Mutates."""
         if (state := self.states.get(name)) is None:
             return
         effects = state.handle(event, now)
@@ -101,25 +102,26 @@ class Routers:
             self._event_queue.schedule(retry_at, partial(self.deliver, name, ev.RetryDue()))
 
     def add(self, name: str, state: RouterState) -> None:
-        """A replica that owns nothing is there (again); whoever speaks to it begins with a hello. Mutates."""
+        """Add a replica that owns no pool, also after its death. Clients must send a hello first. Mutates."""
         self.states[name] = state
         self._channels[name] = self._new_channel(name, partial(self.deliver, name))
 
     def kill(self, name: str) -> list[str]:
-        """A router is gone, and with it all that it alone knew; the pools that nobody owns now. Mutates."""
+        """Remove a router with all state that it has not stored; return the pools that have no owner now. Mutates."""
         del self.states[name], self._channels[name]
         freed = [pool for pool, owner in self._owner.items() if owner == name]
         self._owner |= dict.fromkeys(freed, "")
         return freed
 
     def release(self, pool: str, now: float) -> None:
-        """The pool's owner gives it up, to another one. Mutates."""
+        """Remove the pool's owner, so that another router acquires the pool. Mutates."""
         name, self._owner[pool] = self._owner[pool], ""
         self._last[pool] = name
         self.deliver(name, ev.PoolLost(pool), now)
 
     def acquire(self, pool: str, now: float) -> str:
-        """The replica that all prefer, of those that did not just give the pool up, owns it from now on: its name. Mutates."""
+        """Make a router the pool's owner and return its name: the preferred one of those that did not just release the pool.
+        Mutates."""
         others = [name for name in self.states if name != self._last.get(pool)] or list(self.states)
         name = self._owner[pool] = preferred(pool, others)
         stored = self._stored[pool]

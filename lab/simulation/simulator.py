@@ -1,9 +1,9 @@
 """A discrete-event simulator: a trace, N engine models, the routers' own RouterState and the gateway's own state machine of each
 request, in virtual time. Pure.
 
-The router that places live requests places these, unchanged, and the gateway's state machine says what becomes of its answers.
-A client that is told to come again later does. Tokenising, asking the router, reaching an engine and reporting take the time
-that is set for them.
+The code that places live requests also places the simulated ones, unchanged, and the gateway's state machine handles the answers.
+A client that is told to retry later does so. Tokenising, queries to the router, sending to an engine and reporting take the
+configured times.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import PlacementRequest
 
 MODEL = "simulated"
-# As the router does.
+# Interval between the routers' ticks, s; the same as in the router.
 TICK_EVERY_S = 0.5
-# How much of a trace has names that are remembered, as a multiple of what all caches hold.
+# Tokens of the trace whose names are remembered, as a multiple of the capacity of all caches.
 NAMED_CACHES = 4
 
 
 class Simulator:
-    """One run; run() or play() may be called once. `routers`, `busy_s` and the counts can be looked at afterwards."""
+    """One run. run() or play() may be called once. `routers`, `busy_s` and the counts can be read afterwards."""
 
     def __init__(
         self,
@@ -51,14 +51,17 @@ class Simulator:
         on_sample: Callable[[InstanceSample], None] | None = None,
         max_instances: int = 0,
     ) -> None:
-        """`trace`: requests, or sessions in the order of their starts, which are then taken one by one as their time comes: a
-        long trace need never exist as a whole. `on_sample` is told of each instance once a second. There may come to be
-        `max_instances` (0: none beside those at the beginning). Raises SettingError for an unknown policy or setting."""
+        """Create a simulator at time 0.
+
+        `trace` has requests, or sessions in the order of their starts. Sessions are read one by one when they start, so a long
+        trace is never in memory as a whole. `on_sample` is called for each instance once a second. `max_instances` is the
+        maximum number of instances (0: those at the beginning). Raises SettingError for an unknown policy or setting.
+        """
         self._config = config
         self._on_sample = on_sample
         self._ended: list[RequestRecord] = []
         self._event_queue = EventQueue()
-        # Several times what all caches hold: a block that was not asked for meanwhile is in none of them.
+        # A multiple of the capacity of all caches: no cache still holds a block that has not been used for that long.
         held = max(config.instances, max_instances) * config.engine.kv_blocks * KEY_TOKENS
         self._prompts = PromptBlocks(NAMED_CACHES * held, prompts_include_answers=config.prompts_include_answers)
         self._pools = [MODEL] if config.pools == 1 else [f"{MODEL}-{number}" for number in range(config.pools)]
@@ -106,11 +109,11 @@ class Simulator:
         )
 
     def run(self) -> list[RequestRecord]:
-        """Play the trace to its end; records in the order in which requests ended."""
+        """Play the trace to its end; return the records in the order in which requests ended."""
         return list(self.play())
 
     def play(self) -> Iterator[RequestRecord]:
-        """As run(), with each record as soon as its request has ended; they are not kept."""
+        """As run(), but yield each record as soon as its request has ended; records are not kept."""
         self._begin()
         self._clients.start()
         while not self._clients.done:
@@ -120,7 +123,7 @@ class Simulator:
                 self._ended.clear()
 
     def _begin(self) -> None:
-        """All agents and the gateway are there, and time begins."""
+        """Connect all agents and the gateway, and start the clock."""
         for name in self.routers.states:
             self._open_streams(name, 0.0)
         self._fleet.report_loads(0.0)
@@ -134,22 +137,22 @@ class Simulator:
 
     @property
     def router(self) -> RouterState:
-        """The owner of the first pool; LookupError while it has none."""
+        """The owner of the first pool. Raises LookupError while the pool has none."""
         return self.routers.states[self.routers.owner(self._pools[0])]
 
     @property
     def resent_requests(self) -> int:
-        """How many requests had to ask a new owner of their pool."""
+        """Number of requests that were sent again to a new owner of their pool."""
         return self._gateway.resent_requests
 
     @property
     def steps_without_router(self) -> int:
-        """How many steps the gateway took without a router's word."""
+        """Number of steps that the gateway took without a router."""
         return self._gateway.steps_without_router
 
     @property
     def busy_s(self) -> dict[str, float]:
-        """How long each instance has been in steps, in s."""
+        """Time that each instance has spent in steps, s."""
         return self._fleet.busy_s
 
     def _new_channel(self, name: str, deliver: Deliver) -> ReportChannel:
@@ -200,7 +203,7 @@ class Simulator:
     # ---- the routers ----
 
     def _on_effect(self, router: str, effect: ev.Effect, now: float) -> None:
-        """Do what a router wants done, for whichever request or instance."""
+        """Carry out a router's effect on a request or an instance."""
         if isinstance(effect, ev.Placed | ev.Refused):
             self._gateway.hear(effect, now)
         elif isinstance(effect, ev.Welcome):
@@ -209,7 +212,7 @@ class Simulator:
             self._fleet.of_stream(effect.stream_id).agent.resync(router, now)
 
     def _open_streams(self, router: str, now: float) -> None:
-        """The gateway and all agents open a stream to a router."""
+        """Open the streams of the gateway and all agents to a router."""
         self.routers.deliver(router, self._gateway.hello(), now)
         for hello in self._fleet.hellos():
             self.routers.deliver(router, hello, now)

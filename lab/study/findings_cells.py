@@ -1,6 +1,6 @@
-"""Which trials `pointsman findings` is made of: loads, policies, request sources and fleets, and what is run first. Pure.
+"""The cells of `pointsman findings`: loads, policies, request sources and fleets, and the order of their trials. Pure.
 
-A load is a rate of session starts; the trace's own distances within a session stay.
+A load is a rate of session starts; the trace's times within a session are unchanged.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from pointsman.router.core.policy.registry import POLICIES, make_policy
 
 REAL, GENERATED, CHAT = "agentic", "generated", "chat"
 FILES = {REAL: "agentic_coding_1214.jsonl.gz", CHAT: "mooncake_conversation.jsonl.gz"}
+# Number of the chat trace's first sessions that are used.
 CHAT_SESSIONS = 1_000
+# long_prefill_token_threshold of the cells that set one, tokens.
 THRESHOLD = 4_096
-# As an API server's round trip and a fast tokenizer take them.
+# Times of a router's round trip (s) and of a fast tokenizer (s per token).
 PLACEMENT_S, TOKENISE_TOKEN_S = 0.002, 1e-6
 
 
 @dataclass(frozen=True)
 class Load:
-    """How hard the fleet works: sessions start `rate` times as fast as recorded; steps take `slow` times as long."""
+    """Load on the fleet: sessions start `rate` times as fast as recorded, and steps take `slow` times as long."""
 
     rate: float
     slow: float = 1.0
@@ -50,9 +52,9 @@ LOADS = {
 }
 
 BASE, OURS = "unified", "foresight"
-# Those that were best somewhere, and those that are widely used: run everywhere; all others under the main loads only.
+# Policies that were best in some cell or are widely used. They run in all cells, all other policies under the main loads only.
 CONTENDERS = (BASE, OURS, "lpwl", "lmetric1", "additive", "elastic", "dynamo_kv", "preble")
-# Other settings of policies that the claims speak of.
+# Policies with other settings, which the claims mention.
 LOOSER = "unified (of 2.0, dw 0)"
 VARIANTS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     LOOSER: ("unified", {"overload_factor": 2.0, "decode_weight": 0.0}),
@@ -76,8 +78,11 @@ ABLATIONS: Mapping[str, tuple[str, Mapping[str, object]]] = {
 
 @dataclass(frozen=True)
 class Setup:
-    """What is asked of which fleet. Sessions start `rate` times as fast as the load says; `kv` is a factor of its KV blocks;
-    `name` is the source's in the key of a trial; 0 `sessions` are all of a file's, 0 `trials` as many as are asked for."""
+    """A source of requests and the fleet that they go to.
+
+    `name`: name of the source in a trial's key. `rate` and `kv`: factors on the load's rate and KV blocks. `sessions`: number of
+    the source's first sessions to use (0: all). `trials`: maximum trials of each cell (0: unlimited).
+    """
 
     source: TraceSource
     name: str
@@ -103,8 +108,8 @@ def _sensitivity_case(
     return Setup(SyntheticSessions(sessions, shape), name, 0, rate, instances, step_tokens, kv, trials=2)
 
 
-# Other fleets, engines and sessions than the main study's: one setting has to do there, too. Their rates give an engine
-# as much to compute a second, at the floor, as the main study's do on eight engines.
+# Fleets, engines and sessions other than the main study's, where the same settings of a policy must work, too. Their rates give
+# an engine, at the floor, as much to compute per second as the main study's rates do on eight engines.
 SENSITIVITY_CASES: Mapping[str, Setup] = {
     "4 instances": _sensitivity_case(),
     "2 instances": _sensitivity_case(58, 0.84, instances=2),
@@ -125,13 +130,13 @@ SENSITIVITY_CASES: Mapping[str, Setup] = {
     ),
     "small sessions": _sensitivity_case(400, 1.48, base=SMALL),
 }
-# Of the bounds the floor alone: what caches lose is the main study's matter.
+# The floor is the only bound here: the loss by limited caches is a question of the main study.
 SENSITIVITY_POLICIES = (FLOOR, BASE, OURS, "lpwl", "preble")
 
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """A cell of the study: where it stands in the tables, how it is run, from what `source` and under how many seeds."""
+    """A cell of the study: its place in the tables, the cell to run, the name of its `source` and the number of seeds."""
 
     trace: str
     load: str
@@ -143,7 +148,11 @@ class PlannedCell:
 
     @property
     def tier(self) -> int:
-        """What is run first: the goals' own policies, then others where there are most of them, then others, then elsewhere."""
+        """Order of running, lowest first.
+
+        0: bounds, BASE and OURS, except under overload. 1: other policies on the recorded agentic trace at the main loads without
+        a threshold. 2: the rest of the main study. 3: SENSITIVITY_CASES.
+        """
         if self.trace in SENSITIVITY_CASES:
             return 3
         own = self.policy in (*BOUNDS, BASE, OURS) and self.load != OVERLOADED
@@ -151,7 +160,7 @@ class PlannedCell:
 
     @property
     def key(self) -> str:
-        """Everything that a trial depends on, but its seed."""
+        """JSON of everything that a trial depends on, except its seed."""
         asked = self.cell.simulation
         workload = self.cell.workload
         told = {
@@ -159,7 +168,7 @@ class PlannedCell:
             "arrivals": asdict(workload.arrivals),
             "sessions": workload.sessions,
             "policy": asked.policy,
-            # All of them: a default that changes makes another policy.
+            # All settings, including defaults: a changed default makes another policy.
             "settings": {} if asked.policy in BOUNDS else dict(self._settings()),
             "engine": {**asdict(asked.engine), "vocabulary": ""},
             "profile": asked.profile.nonzero,
@@ -172,7 +181,8 @@ class PlannedCell:
 
 
 def plan_cells(traces: Path, trials: int, *, quick: bool) -> list[PlannedCell]:
-    """All cells of the study, the most telling ones first; `traces` is the folder of the trace files."""
+    """Return all cells of the study; `traces` is the folder of the trace files, and cells of missing files are left out. `quick`:
+    few policies and sessions, two instances."""
     files = {name: traces / file for name, file in FILES.items() if (traces / file).exists()}
     setups = {name: Setup(file, file.name, CHAT_SESSIONS if name == CHAT else 0) for name, file in files.items()}
     setups[GENERATED] = Setup(SyntheticSessions(SYNTHETIC_SESSIONS, AGENTIC), GENERATED)
@@ -185,7 +195,7 @@ def plan_cells(traces: Path, trials: int, *, quick: bool) -> list[PlannedCell]:
 
 
 def _places(traces: Sequence[str], quick: bool) -> Iterator[tuple[str, str, int, str]]:
-    """Trace, load, threshold and policy of each cell."""
+    """Yield trace, load, threshold and policy of each cell."""
     contenders: Sequence[str] = (*BOUNDS, *CONTENDERS)
     every: Sequence[str] = (*dict.fromkeys((*contenders, *POLICIES)), *VARIANTS)
     other = [(SLOW, 0), *((load, THRESHOLD) for load in LOADS if load != OVERLOADED)]

@@ -1,7 +1,7 @@
-"""`pointsman findings`: the trials behind docs/findings.md, kept as they end, and the document made from what is there.
+"""`pointsman findings`: runs the trials behind docs/findings.md, stores each, and writes the document from the stored trials.
 
-What a trial came to is a line of a file, so that an interrupted run goes on where it was, and the document can be made again
-without running anything.
+Each trial's measures are a line of a file. So an interrupted run resumes with the missing trials, and the document can be written
+again without running any.
 """
 
 from __future__ import annotations
@@ -23,39 +23,40 @@ from pointsman.lab.study.findings_cells import LOADS, PlannedCell, plan_cells
 from pointsman.lab.study.findings_opening import plots, with_opening
 from pointsman.lab.study.findings_page import StoredTrial, render
 
-# Beside the repository where the project is developed.
+# The folder is beside the repository on the machines where the project is developed.
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
 
 
 class FindingsSettings(BaseSettings):
-    """The document and what it is made from."""
+    """Settings of the document and of its trials."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_FINDINGS_")
 
-    traces: Path = Field(TRACES, description="folder of the shared traces; those that are not there are left out")
-    trials: int = Field(5, ge=1, description="trials of each cell")
-    first_seed: int = Field(100, ge=0, description="the first trial's seed; the policies were tuned on others")
+    traces: Path = Field(TRACES, description="folder of the shared traces; missing traces are left out")
+    trials: int = Field(5, ge=1, description="number of trials of each cell")
+    first_seed: int = Field(100, ge=0, description="seed of the first trial; the policies were tuned on other seeds")
     quick: bool = Field(
-        False, description="a tenth of each trace and few policies: shows that all works, proves nothing"
+        False, description="smoke test: few sessions, instances and policies; its figures prove nothing"
     )
-    render_only: bool = Field(False, description="run nothing, make the document from what is there")
+    render_only: bool = Field(False, description="run no trials; write the document from the stored ones")
     opening_only: bool = Field(
-        False, description="run nothing and read no trials, make opening and plots again from the document's own tables"
+        False, description="run and read no trials; write the opening and the plots from the document's own tables"
     )
-    processes: int = Field(0, ge=0, description="processes to run trials on; 0 is one for each core")
-    results: Path = Field(Path("runs/findings.jsonl"), description="file of the trials; those in it are not run again")
+    processes: int = Field(0, ge=0, description="number of processes; 0: one for each core")
+    results: Path = Field(Path("runs/findings.jsonl"), description="file of the trials; trials in it are not run again")
     calibration: Path = Field(
         Path("runs/calibration/calibration.json"),
-        description="what `pointsman calibrate` has left; where it is not there, the document says nothing of it",
+        description="results of `pointsman calibrate`; without the file the document has no such section",
     )
-    out: Path = Field(Path("docs/findings.md"), description="the document")
+    out: Path = Field(Path("docs/findings.md"), description="file of the document")
 
 
 def run(settings: FindingsSettings) -> None:
-    """Run what is missing, tier by tier, trial by trial, and write the document. Ctrl-C: of what there is."""
+    """Run the missing trials, tier by tier and seed by seed, and write the document. Ctrl-C ends the trials; the document is then
+    written from the stored ones. Exits with 2 without any."""
     if settings.opening_only:
         _write(settings.out, settings.out.read_text())
-        typer.echo(f"{settings.out}: its opening and its plots, of its own tables")
+        typer.echo(f"{settings.out}: wrote the opening and the plots from the document's tables")
         return
     cells = plan_cells(settings.traces, settings.trials, quick=settings.quick)
     stored = read_trials(settings.results)
@@ -64,7 +65,7 @@ def run(settings: FindingsSettings) -> None:
         _run_missing(cells, stored, seeds, settings)
         stored = read_trials(settings.results)
     wanted = {(one.key, seed): one for one in cells for seed in seeds[: one.trials]}
-    # Two runs into one file may both have run a trial: it is one all the same.
+    # Two runs that write to one file may both have run a trial; the trial counts once.
     trials = {(one.cell, one.seed): one for one in stored}
     found = [(wanted[at], one) for at, one in trials.items() if at in wanted]
     missing = len(wanted) - len(found)
@@ -72,18 +73,19 @@ def run(settings: FindingsSettings) -> None:
         typer.echo(f"pointsman findings: no trials in {settings.results}", err=True)
         raise typer.Exit(2)
     settings.out.parent.mkdir(parents=True, exist_ok=True)
-    # Where it stands is for the plan to say: names of loads and policies may have changed since, what they stand for has not.
+    # The names of trace, load and policy are the plan's: they may have changed since the trial was stored. Its key identifies the
+    # cell.
     place = {one.key: number for number, one in enumerate(cells)}
     told = [
         msgspec.structs.replace(one, trace=cell.trace, load=cell.load, threshold=cell.threshold, policy=cell.policy)
         for cell, one in sorted(found, key=lambda pair: place[pair[0].key])
     ]
     _write(settings.out, render(told, LOADS, missing, settings.quick, _calibrated(settings.calibration)))
-    typer.echo(f"{settings.out}: of {len(found)} trials, {missing} of those planned are missing")
+    typer.echo(f"{settings.out}: written from {len(found)} trials; {missing} planned trials are missing")
 
 
 def _write(out: Path, document: str) -> None:
-    """The document, its opening made of its tables, and the plots beside it."""
+    """Write the document, with an opening made from its tables, and the plots beside it."""
     out.write_text(with_opening(document))
     for name, drawn in plots(document).items():
         out.with_name(name).write_text(drawn)
@@ -98,7 +100,7 @@ def _run_missing(
 ) -> None:
     have = {(one.cell, one.seed) for one in stored}
     commit = git_commit()
-    # Trials of what matters most before fewer trials of everything, should the time not do.
+    # Each tier gets all its trials before the next one starts: if time runs out, the most important cells are complete.
     rounds = {
         (tier, seed): [
             one for one in cells if one.tier == tier and seed in seeds[: one.trials] and (one.key, seed) not in have
@@ -127,7 +129,8 @@ def _run_missing(
 
 
 def read_trials(file: Path) -> list[StoredTrial]:
-    """The trials in a file; a torn last line, as a kill leaves it, is none. Raises msgspec.DecodeError for any other."""
+    """Read the trials in a file. An incomplete last line, as after a kill, is ignored. Raises msgspec.DecodeError for other
+    lines."""
     lines = file.read_bytes().split(b"\n") if file.exists() else []
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(StoredTrial)
     return [decoder.decode(line) for line in lines[:-1] if line]

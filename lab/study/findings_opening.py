@@ -1,6 +1,6 @@
-"""The opening of docs/findings.md: what each policy gains, in seconds, and the plots. Pure.
+"""The opening of docs/findings.md: each policy's gain in seconds, and the plots. Pure.
 
-Both are made from the document's own tables, so that they say what these say, and can be made again where the trials are gone.
+Both are made from the document's own tables, so that they agree with the tables, and can be made again without the trials.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pointsman.lab.study.findings_cells import BASE, CHAT, GENERATED, OURS, REAL
 BEGIN, END = "<!-- opening -->", "<!-- end of the opening -->"
 TTFT, E2E, TPOT = "TTFT p90 s", "E2E p90 s", "TPOT p90 ms"
 TRAFFIC = {REAL: "coding agents, recorded", GENERATED: "coding agents, made up", CHAT: "chat, recorded"}
-# What people run today, and the policy here that chooses as it does.
+# Policy -> the widely used router whose rule the policy follows.
 ROUTERS = {
     "round_robin": "round robin (nginx)",
     "least_requests": "least requests (nginx `least_conn`)",
@@ -64,7 +64,8 @@ _COLOURS = {
 
 @dataclass(frozen=True)
 class TableCell:
-    """A mean, and the paired difference to `unified` where it is told: "" for `unified` itself and the bounds, "=" for none."""
+    """A mean and its paired difference to `unified` as text: "" if the table shows none, as for `unified` itself; "=" for no
+    difference."""
 
     mean: float
     difference: str
@@ -75,15 +76,15 @@ Rows = Mapping[str, Mapping[str, TableCell]]
 
 @dataclass(frozen=True)
 class Tables:
-    """The document's tables: (trace, load) -> policy -> column -> cell, and of `foresight`'s the shares of the gap that it and
-    `pooled` close, in %, by cell."""
+    """The document's tables. `loads`: (trace, load) -> policy -> column -> cell. `closed`: name of a cell -> the shares of the
+    gap that `foresight` and `pooled` close, in %, from the table of `foresight`."""
 
     loads: Mapping[tuple[str, str], Rows]
     closed: Mapping[str, tuple[float, float | None]]
 
 
 def read_tables(document: str) -> Tables:
-    """The tables of a document that findings_page.render made."""
+    """Parse the tables of a document that findings_page.render() made."""
     loads = {}
     for trace, load, text in re.findall(
         r"^## ([\w-]+): ([\w-]+)\n(.*?)(?=^## |\Z)", document, re.MULTILINE | re.DOTALL
@@ -108,19 +109,20 @@ def read_tables(document: str) -> Tables:
 
 
 def with_opening(document: str) -> str:
-    """The document with what is between the opening's marks made anew."""
+    """Return the document with the text between the opening's marks made from its tables."""
     before, _, rest = document.partition(BEGIN)
     return f"{before}{BEGIN}\n{_opening(read_tables(document))}{END}{rest.partition(END)[2]}"
 
 
 def plots(document: str) -> dict[str, str]:
-    """File name -> SVG of each plot that the opening shows."""
+    """Return file name -> SVG of each plot that the opening shows."""
     tables = read_tables(document)
     return {"findings_ttft.svg": _ttft(tables), "findings_gap.svg": _gap(tables), "findings_tpot.svg": _tpot(tables)}
 
 
 def router_table(tables: Tables, trace: str = REAL) -> str:
-    """TTFT p90 of what people run today, by load, the slowest at the middle load first; "" where too little was run."""
+    """Return a Markdown table of TTFT p90 of ROUTERS by load, the slowest at the middle load first; "" with fewer than two of
+    them."""
     loads = [load for at, load in tables.loads if at == trace]
     names = [name for name in ROUTERS if all(name in tables.loads[trace, load] for load in loads)]
     if not loads or len(names) < 2:
@@ -182,12 +184,12 @@ def _change(rows: Rows, policy: str, column: str) -> str:
 
 
 def _rounded(value: float, digits: int = 1) -> str:
-    """Half up, as readers of the tables would round what stands there."""
+    """Format `value`, rounded half up, as a reader would round the figures in the tables."""
     return f"{value + 1e-9:,.{digits}f}"
 
 
 def _table(text: str) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """The header and the rows of the first table in a text; nothing where there is none."""
+    """Return the header and the rows of the first table in a text; empty without a table."""
     from_table = dropwhile(lambda line: not line.startswith("| "), text.splitlines())
     lines = [line for line in takewhile(lambda line: line.startswith("|"), from_table) if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
@@ -256,7 +258,7 @@ def _gap(tables: Tables) -> str:
 
 
 def _plain(axes: Axes) -> None:
-    """1, 2, 5, 10, ... in place of powers of ten."""
+    """Label the y axis with 1, 2, 5, 10, ... instead of powers of ten. Mutates."""
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_locator(NullLocator())

@@ -1,7 +1,7 @@
-"""docs/findings.md from trials: its figures, for the template that holds the sentences around them. Pure but for reading that.
+"""Renders docs/findings.md: computes its figures from trials for a template of its sentences. Pure, but reads files of lab/data.
 
-No figure is written into the template: what the trials do not give comes from the code's own constants, and results of runs that
-are none of these trials from data/findings_side_runs.toml.
+The template contains no figures. Figures that are not from trials are from the code's constants, and results of runs outside the
+trials are in data/findings_side_runs.toml.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ DATA = Path(__file__).parents[1] / "data"
 TEMPLATE, SIDE_RUNS = DATA / "findings.md.jinja", DATA / "findings_side_runs.toml"
 TTFT, TTFT99, E2E90, E2E99, TPOT = "ttft_p90_s", "ttft_p99_s", "e2e_p90_s", "e2e_p99_s", "tpot_p90_s"
 PEERS = ("dynamo_kv", "sglang_cache_aware", "llmd_default", "aibrix_prefix", "preble")
+# Goals of OURS: shares of the gap in TTFT p90 to close without and with a threshold, and the largest TPOT p90 as a multiple of
+# BASE's.
 GOAL_CLOSED, GOAL_CLOSED_FLAG, GOAL_TPOT = 0.75, 0.5, 1.8
 LOWEST, CLOSED = "lowest", "closed"
 
 
 class StoredTrial(msgspec.Struct, frozen=True):
-    """A trial of the study. `cell` has everything that the trial depends on, but its seed."""
+    """A trial of the study. `cell` is PlannedCell.key: everything that the trial depends on, except its seed."""
 
     trace: str
     load: str
@@ -58,7 +60,7 @@ class StoredTrial(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class TableKey:
-    """Where a table's trials were run."""
+    """Trace, load and threshold of a table's trials."""
 
     trace: str
     load: str
@@ -66,7 +68,7 @@ class TableKey:
 
     @property
     def name(self) -> str:
-        """For people, without the trace."""
+        """Load and threshold as text, without the trace."""
         return self.load + (f", threshold {self.threshold}" if self.threshold else "")
 
     def __str__(self) -> str:
@@ -74,39 +76,41 @@ class TableKey:
 
 
 class Cell(dict[str, dict[int, Mapping[str, float]]]):
-    """The trials of a place: policy -> seed -> metric -> value, of all requests."""
+    """The trials of one TableKey: policy -> seed -> metric -> value, over all requests."""
 
     def by_seed(self, policy: str, metric: str) -> dict[int, float]:
-        """A metric's values."""
+        """Return a metric's values by seed."""
         return {seed: found[metric] for seed, found in self.get(policy, {}).items() if metric in found}
 
     def mean(self, policy: str, metric: str) -> float | None:
-        """Over all seeds; None without any."""
+        """Return a metric's mean over all seeds; None without values."""
         values = self.by_seed(policy, metric).values()
         return statistics.fmean(values) if values else None
 
     def difference(self, policy: str, metric: str, base: str = BASE) -> Estimate | None:
-        """The paired difference to `base`; None for `base` itself, and without common seeds."""
+        """Return the paired difference to `base`; None for `base` itself, and without common seeds."""
         if policy == base:
             return None
         return difference_by_seed(self.by_seed(policy, metric), self.by_seed(base, metric))
 
     def ratio(self, policy: str, metric: str, base: str = BASE) -> float | None:
-        """Mean over mean, of the seeds that both policies have run."""
+        """Return the ratio of the means over the seeds that both policies have run; None if the mean of `base` is 0 or
+        missing."""
         ours, theirs = self.by_seed(policy, metric), self.by_seed(base, metric)
         common = ours.keys() & theirs.keys()
         below = sum(theirs[seed] for seed in common)
         return sum(ours[seed] for seed in common) / below if below else None
 
     def closed(self, policy: str) -> float | None:
-        """The share of the gap in TTFT p90 from `BASE` to the floor that a policy closes; None without it or one of the three."""
+        """Return the share of the gap in TTFT p90 from `BASE` to the floor that a policy closes; None without a gap or a
+        value."""
         found, base, floor = (self.mean(name, TTFT) for name in (policy, BASE, FLOOR))
         if found is None or base is None or floor is None or base <= floor:
             return None
         return (base - found) / (base - floor)
 
     def relative(self, metric: str) -> str:
-        """Our difference to `BASE` as a share of it."""
+        """Format the difference of `OURS` to `BASE` as a share of `BASE`; "=" for no difference, "-" without values."""
         difference, base = self.difference(OURS, metric), self.mean(BASE, metric)
         if difference is None or not base:
             return "-"
@@ -114,23 +118,24 @@ class Cell(dict[str, dict[int, Mapping[str, float]]]):
 
     @property
     def policies(self) -> list[str]:
-        """All but the ablations of ours: bounds first, then by TTFT p90."""
+        """All policies except the ablations of `OURS`: bounds first, then by TTFT p90."""
         names = [name for name in self if name not in ABLATIONS]
         return sorted(names, key=lambda name: (name not in BOUNDS, self.mean(name, TTFT) or 0.0))
 
     @property
     def other_policies(self) -> list[str]:
-        """The other policies, bounds and ablations of ours left out."""
+        """All policies except `OURS`, its ablations and the bounds."""
         return [name for name in self if name not in (OURS, *BOUNDS, *ABLATIONS)]
 
     def best_other_policy(self) -> tuple[str, float]:
-        """The other policy with the least TTFT p90, and its ratio to ours on common draws."""
+        """Return the other policy with the lowest TTFT p90, and the ratio of that to `OURS` on common draws."""
         ratios = {name: self.ratio(name, TTFT, OURS) or float("inf") for name in self.other_policies}
         best = min(ratios, key=ratios.__getitem__)
         return best, ratios[best]
 
     def on_common_draws(self, *policies: str) -> Cell:
-        """The trials under the seeds that all of `policies` have run: a share of means has to be one of the same draws' means."""
+        """Return the trials under the seeds that all `policies` have run, because a ratio of means must be over the same
+        draws."""
         common = set.intersection(*(set(self.get(name, {})) for name in policies))
         return Cell(
             {name: {seed: one for seed, one in seeds.items() if seed in common} for name, seeds in self.items()}
@@ -139,12 +144,12 @@ class Cell(dict[str, dict[int, Mapping[str, float]]]):
 
 @dataclass(frozen=True)
 class Claims:
-    """What the trials of one trace say to a claim, load by load; "" where they say nothing."""
+    """Evidence for claims from the trials of one trace, as text by load; "" without the needed trials."""
 
     cells: Mapping[str, Cell]
 
     def against(self, policy: str, metric: str = TTFT) -> str:
-        """A policy's metric against `BASE`'s."""
+        """Return a policy's metric relative to `BASE`'s, with the paired difference and its verdict."""
 
         def say(cell: Cell) -> str:
             difference, ratio = cell.difference(policy, metric), cell.ratio(policy, metric)
@@ -155,7 +160,7 @@ class Claims:
         return self._by_load(say)
 
     def spread(self) -> str:
-        """The standard deviation of `BASE`'s TTFT p90 over the draws."""
+        """Return the standard deviation of `BASE`'s TTFT p90 over the draws, as a share of its mean."""
 
         def say(cell: Cell) -> str:
             values = list(cell.by_seed(BASE, TTFT).values())
@@ -164,7 +169,7 @@ class Claims:
         return self._by_load(say)
 
     def worst(self, count: int) -> str:
-        """The policies with the highest TTFT p90, as multiples of `BASE`'s."""
+        """Return the `count` policies with the highest TTFT p90, as multiples of `BASE`'s."""
 
         def say(cell: Cell) -> str:
             names = (name for name in cell if name not in ABLATIONS)
@@ -175,7 +180,7 @@ class Claims:
         return self._by_load(say)
 
     def offloads(self, policy: str) -> str:
-        """The share of answers whose prefill was elsewhere."""
+        """Return a policy's share of answers with offload."""
 
         def say(cell: Cell) -> str:
             share = cell.mean(policy, "offloads")
@@ -184,7 +189,7 @@ class Claims:
         return self._by_load(say)
 
     def best_of(self, policies: Sequence[str]) -> str:
-        """Of `policies` the one with the lowest TTFT p90 on `BASE`'s draws."""
+        """Return the policy of `policies` with the lowest TTFT p90 relative to `BASE`'s on common draws."""
 
         def say(cell: Cell) -> str:
             ratios = {name: cell.ratio(name, TTFT) or float("inf") for name in policies if name in cell}
@@ -199,7 +204,8 @@ class Claims:
 
 @dataclass(frozen=True)
 class Standing:
-    """A row of our table: a place, its cell on common draws, the goals and which are not met."""
+    """A row of the table of `OURS`: its place, the cell on common draws, the goal of the closed gap and the goals that are not
+    met."""
 
     place: TableKey
     cell: Cell
@@ -210,12 +216,12 @@ class Standing:
 
     @property
     def meets_ttft(self) -> bool:
-        """Whether the goals of TTFT p90 are met."""
+        """Whether both goals of TTFT p90 are met."""
         return not {LOWEST, CLOSED} & {*self.unmet}
 
     @property
     def tpot(self) -> str:
-        """As a multiple of `BASE`'s."""
+        """TPOT p90 as a multiple of `BASE`'s."""
         ours, base = self.cell.mean(OURS, TPOT), self.cell.mean(BASE, TPOT)
         return "-" if not ours or not base else f"{ours / base:.1f} x"
 
@@ -227,7 +233,8 @@ def render(
     quick: bool,
     calibrated: Sequence[tuple[str, Sequence[LiveComparison]]] = (),
 ) -> str:
-    """The document. `missing` trials were planned and are not there; `calibrated` is what a calibration found."""
+    """Return the document. `missing`: number of planned trials that are not in `results`. `calibrated`: a calibration's
+    comparisons."""
     everywhere: dict[TableKey, Cell] = {}
     for one in results:
         cell = everywhere.setdefault(TableKey(one.trace, one.load, one.threshold), Cell())
@@ -295,7 +302,7 @@ def _standings(cells: Mapping[TableKey, Cell]) -> list[Standing]:
 
 
 def _unmet(cell: Cell, *, lowest: bool, closed: bool) -> list[str]:
-    """The goals that a cell does not meet."""
+    """Return the names of the goals that `OURS` does not meet in a cell."""
     unmet = [name for name, met in ((LOWEST, lowest), (CLOSED, closed)) if not met]
     for metric, name in ((E2E90, "E2E p90"), (E2E99, "E2E p99")):
         found = cell.difference(OURS, metric)
@@ -306,7 +313,8 @@ def _unmet(cell: Cell, *, lowest: bool, closed: bool) -> list[str]:
 
 
 def _sensitivity(everywhere: Mapping[TableKey, Cell]) -> dict[str, object] | None:
-    """Figures of other fleets, engines and sessions; None without any that the floor, `BASE` and `OURS` have run."""
+    """Return the figures of SENSITIVITY_CASES; None without a case in which the floor, `BASE` and `OURS` have run a common
+    seed."""
     told = {place: cell for place, cell in everywhere.items() if place.trace in SENSITIVITY_CASES}
     told = {place: cell.on_common_draws(OURS, BASE, FLOOR) for place, cell in told.items()}
     cells = {place: cell for place, cell in told.items() if cell.get(OURS)}
@@ -340,7 +348,7 @@ def _fixed(value: float | None, digits: int = 2, scale: float = 1.0) -> str:
 
 
 def _difference(difference: Estimate | None, digits: int = 2, scale: float = 1.0) -> str:
-    """In brackets beside a mean: `=` for no difference."""
+    """Format a difference in brackets, to follow a mean: `=` for no difference; empty for None."""
     if difference is None:
         return ""
     sign = f"{difference.mean * scale:+.{digits}f}"
@@ -356,7 +364,7 @@ def _percent(value: float | None) -> str:
 
 
 def _to(values: Sequence[float]) -> str:
-    """From the first to the last, where they differ."""
+    """Format the first and the last value as a range; as one value if they are equal."""
     return " to ".join(dict.fromkeys(f"{value:,}" for value in (values[0], values[-1])))
 
 

@@ -1,4 +1,4 @@
-"""Names for the blocks of a trace's prompts and answers, in place of tokens: equal exactly where prefixes are equal. Pure."""
+"""Names that replace the tokens of a trace's prompts and answers: one per block, equal exactly where prefixes are equal. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pointsman.lab.workload.traces import TraceRequest
 
 
 class _Block(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A block of the trace: by `key`, the number of the block before it and its own id, its own number and its names. A struct
-    that the garbage collector passes over: there are tens of thousands."""
+    """A block of the trace. `key` is the number of the block before it and its own id in the trace; `number` is its own number,
+    `names` are its names. A struct without garbage collection, because there are tens of thousands of blocks."""
 
     key: tuple[int, int]
     number: int
@@ -24,9 +24,11 @@ class _Block(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class _LastTurn:
-    """A session's last turn, of `prompt_tokens` and `answer_tokens`: its `ids` in the trace are those of `blocks`, which have the
-    first `at` of the prompt's `names`. What the trace does not name, the blocks after those, are `ends`, those of the answer
-    included."""
+    """A session's last turn, of `prompt_tokens` and `answer_tokens`.
+
+    `ids` are the trace's ids of `blocks`, which cover the first `at` of the prompt's `names`. `ends` are the names after those,
+    of blocks that the trace does not name; the answer's names are included.
+    """
 
     prompt_tokens: int
     answer_tokens: int
@@ -37,7 +39,7 @@ class _LastTurn:
     ends: Sequence[int]
 
     def after(self, names: Sequence[int]) -> Sequence[int]:
-        """The names that follow these, where these lead into the turn's end."""
+        """Return the names of this turn that follow `names`; empty unless `names` ends at or after `at` within this turn."""
         known = len(names) - self.at
         if not 0 <= known < len(self.ends):
             return ()
@@ -49,16 +51,17 @@ _NO_TURN = _LastTurn(0, 0, (), [], 0, (), ())
 
 
 class PromptBlocks:
-    """Makes prompts; one for a whole simulation, since names only mean something to each other.
+    """Makes the prompts of a trace's requests. A simulation uses one, because names can only be compared with names of the same
+    object.
 
-    The names stand for the router's keys, one for every 16 tokens, and are counted: hashes would say the same, and collide in
-    every table that they are looked up in. With `tokens`, only the blocks last asked for are remembered, so many tokens of them:
-    what no cache can hold any more may as well be new.
+    The names represent the router's keys, one for every 16 tokens. They are numbered in sequence: hashes would identify the same
+    blocks, but would collide in every table that they are looked up in. `tokens` limits the tokens of the blocks that are
+    remembered; the least recently used blocks are forgotten first. A block that no cache can still hold may as well be new.
 
-    A turn that has all blocks of the turn before it, and is longer by its answer at least, goes on from that answer: the rest of
-    the last prompt, which no block of the trace names, and the answer are its beginning, with their names. One that is longer
-    by less lacks the answer or a part of it, nobody knows which (reasoning is often left out), and has the last prompt's rest
-    alone. Without `prompts_include_answers` no turn has either, as where a replay makes up what is said in place of answers.
+    A turn continues the last turn's answer if it has all blocks of the last turn and is longer by at least the answer. Then it
+    begins with the names of the last prompt's rest, which no block of the trace names, and with those of the answer. A turn that
+    is longer by less lacks the answer or an unknown part of it (reasoning is often left out), and has the last prompt's rest
+    alone. Without `prompts_include_answers` no turn has either, as where a replay sends invented text in place of answers.
     """
 
     def __init__(self, tokens: int | None = None, *, prompts_include_answers: bool = True) -> None:
@@ -67,22 +70,25 @@ class PromptBlocks:
         self._last = 0
         # Oldest first.
         self._known: OrderedDict[tuple[int, int], _Block] = OrderedDict()
-        # By session, between a turn and the next one; oldest first.
+        # By session, only between a turn and the next one; oldest first.
         self._last_turns: OrderedDict[str, _LastTurn] = OrderedDict()
 
     def __len__(self) -> int:
-        """How many blocks are remembered."""
+        """Return the number of blocks that are remembered."""
         return len(self._known)
 
     def new_names(self, count: int = 1) -> range:
-        """Names that nothing has. Mutates."""
+        """Return `count` names that are not in use. Mutates."""
         first = self._last + 1
         self._last += count
         return range(first, first + count)
 
     def prompt_of(self, request: TraceRequest, *, last: bool = True) -> NamedPrompt:
-        """A request's prompt and the names of its answer: blocks named by the trace are shared, and what the session's last turn
-        left; the rest is its own. Unless this is the session's `last` one, the next one may go on from it. Mutates."""
+        """Return a request's prompt and the names of its answer. Mutates.
+
+        Blocks that the trace names are shared, and so is what the session's last turn left; all other blocks are new. Unless
+        this is the session's `last` turn, the next one may continue from it.
+        """
         before_it = self._last_turns.pop(request.session, _NO_TURN)
         last_turn, known = _continued(request, before_it), self._known
         ids, size, length = request.whole_blocks, request.block_size, request.input_length
@@ -100,12 +106,12 @@ class PromptBlocks:
             names += found.names
             blocks.append(found)
             before = found.number
-        # What follows a block that is not known is not either: all the rest is named at once.
+        # After an unknown block no block is known, so all the rest is named at once.
         there = begin = len(names)
         rest = self._named(last_turn, names, length // KEY_TOKENS - there)
         names += rest
         unknown = ids[len(blocks) :]
-        # A number even for a block that ends no key.
+        # A block gets a number even if no key ends in it.
         for number, block in zip(self.new_names(len(unknown)), unknown, strict=True):
             key, end = (before, block), (len(blocks) + 1) * size // KEY_TOKENS
             known[key] = found = _Block(key, number, rest[begin - there : end - there])
@@ -114,7 +120,7 @@ class PromptBlocks:
         while self._tokens is not None and len(known) * size > self._tokens:
             known.popitem(last=False)
         answer = self.new_names((length + request.output_length) // KEY_TOKENS - len(names))
-        # Kept with its request for as long as that is told of: a tuple of numbers the garbage collector passes over.
+        # A tuple, because the garbage collector does not track a tuple of numbers. The prompt lives as long as its request.
         prompt = NamedPrompt(length, tuple(names), answer)
         if not last:
             at = len(ids) * size // KEY_TOKENS
@@ -127,8 +133,8 @@ class PromptBlocks:
         return prompt
 
     def _begins_with(self, ids: Sequence[int], last_turn: _LastTurn) -> bool:
-        """Whether the blocks with these ids begin with those of `last_turn`, and these are known as they were; they have been
-        asked for then. Mutates."""
+        """Return whether `ids` begin with the blocks of `last_turn`, and those blocks are still remembered unchanged. If so, mark
+        them as used. Mutates."""
         known, keys = self._known, [block.key for block in last_turn.blocks]
         if ids[: len(keys)] != last_turn.ids or list(map(known.get, keys)) != last_turn.blocks:
             return False
@@ -138,13 +144,13 @@ class PromptBlocks:
         return True
 
     def _named(self, last_turn: _LastTurn, names: Sequence[int], count: int) -> Sequence[int]:
-        """Names of the next `count` blocks after `names`. Mutates."""
+        """Return the names of the next `count` blocks after `names`. Mutates."""
         there = last_turn.after(names)[:count]
         return (*there, *self.new_names(count - len(there))) if there else self.new_names(count)
 
 
 def _continued(request: TraceRequest, last_turn: _LastTurn) -> _LastTurn:
-    """What the session's last turn left, as far as this one can have it."""
+    """Return the part of the session's last turn that the request's prompt can begin with."""
     longer_by = request.input_length - last_turn.prompt_tokens
     if longer_by >= last_turn.answer_tokens:
         return last_turn

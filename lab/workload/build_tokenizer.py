@@ -1,9 +1,8 @@
-"""Makes the project's own small tokenizer, so that nothing has to be downloaded:
+"""Builds the project's own small tokenizer, so that nothing has to be downloaded:
 `python -m pointsman.lab.workload.build_tokenizer`.
 
-A byte-level BPE (any text round-trips) with the split pattern and the ChatML template of the Qwen family, trained on text
-that this script writes. Most words become one token each with their leading space, which the replay and the engine model
-rely on.
+It is a byte-level BPE (any text round-trips) with the split pattern and the ChatML template of the Qwen family, trained on text
+that this script writes. Most words are one token each with their leading space; the replay and the engine model rely on that.
 """
 
 from __future__ import annotations
@@ -47,18 +46,18 @@ $ git {a} -m "{b}: {c} {d}" && make test
 """.strip("\n")
 OTHER = "Zürich façade naïve café – „Straße“ … こんにちは 世界 привет мир 你好 مرحبا 🚂🛤️ 3.14 1,024 2026-01-31 12:30:59 0x7f http://127.0.0.1:8000/v1\n"
 
-# Qwen2.5's chat template, less its default system message, which would hide a prompt's first tokens from the caller.
+# Qwen2.5's chat template without its default system message, which would hide a prompt's first tokens from the caller.
 CHAT_TEMPLATE = (DATA_DIR / "chat_template.jinja").read_text()
 
 
 def words() -> list[str]:
-    """Every word of the vocabulary's source text, sorted: stems with their endings, and small words."""
+    """Return the words of the vocabulary's source text, sorted: stems with their endings, and small words."""
     endings = ("", "s", "ing", "ed")
     return sorted({stem + end for stem in STEMS for end in endings} | set(SMALL))
 
 
 def training_text(seed: int = 0) -> list[str]:
-    """Documents to train on: shuffled prose so that every word occurs about equally often, code, and other scripts."""
+    """Return the training documents: shuffled prose in which all words occur about equally often, code, and other scripts."""
     rng = random.Random(seed)
     pool = words()
     documents = [OTHER, OTHER]
@@ -72,7 +71,7 @@ def training_text(seed: int = 0) -> list[str]:
 
 
 def make(folder: Path) -> Tokenizer:
-    """Train and write tokenizer.json and tokenizer_config.json into `folder`; the same files every time."""
+    """Train the tokenizer and write tokenizer.json and tokenizer_config.json into `folder`. The files are the same every time."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,4 +1,4 @@
-"""Chats made from a trace's block ids: equal ids give equal text, so that prompts share tokens where the trace says so. Pure."""
+"""Makes chats from a trace's block ids. Equal ids give equal text, so prompts share tokens where the trace says so. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Message = dict[str, str]
 
 
 class ChatMaker:
-    """Messages of every request of one trace, `token_scale` times as long as the trace says.
+    """Makes the messages of every request of one trace, with `token_scale` times the trace's lengths.
 
-    An id stands for its block and everything before it. Whether a message begins at a block is therefore decided once per id, for
-    the whole trace, from where turns and shared system prompts begin; then two requests with equal leading ids have equal
-    leading messages, whichever sessions they are of. Each block is `words`, which should be one token each.
+    An id identifies a block and everything before it. Whether a message begins at a block is therefore decided once per id for
+    the whole trace, from where turns and shared system prompts begin. Two requests with equal leading ids then have equal
+    leading messages, even in different sessions. Each block consists of `words`, which should be one token each.
     """
 
     def __init__(self, requests: Sequence[TraceRequest], words: Sequence[str], token_scale: float = 1.0) -> None:
@@ -39,7 +39,7 @@ class ChatMaker:
                 before = request
 
     def messages(self, request: TraceRequest) -> list[Message]:
-        """The chat of a request. It ends with a user's message that includes what no block id covers."""
+        """Return the chat of a request. It ends with a user message that includes the tokens that no block id covers."""
         chat: list[Message] = []
         for block in request.hash_ids[: request.input_length // request.block_size]:
             text = words_of(f"block {block}", self.tokens(request.block_size), self._words)
@@ -49,7 +49,7 @@ class ChatMaker:
             else:
                 chat[-1]["content"] += text
         rest = request.input_length % request.block_size
-        # A partial block's id, where there is one, is shared by nobody with another length.
+        # The id of a partial block, if it has one, is shared only with requests of the same length.
         if len(request.hash_ids) * request.block_size > request.input_length:
             name = f"block {request.hash_ids[-1]}"
         else:
@@ -62,7 +62,7 @@ class ChatMaker:
         return chat
 
     def tokens(self, trace_tokens: int) -> int:
-        """A length of the trace at this scale, at least 1."""
+        """Return a length of the trace at this scale, at least 1."""
         return max(1, round(trace_tokens * self._scale))
 
     def _open(self, ids: Sequence[int], openings: Counter[int]) -> None:

@@ -1,6 +1,6 @@
-"""One draw of a trace: its sessions, starting at other moments. Pure.
+"""Draws of a trace: its sessions with other start times. Pure.
 
-A trial is a draw under a seed. Whatever is compared sees the same draws, so that what differs is not the luck of the draw.
+A trial is a draw under a seed. All variants that are compared see the same draws, so chance in the draws causes no difference.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Starts = Literal["trace", "jitter", "resample"]
 
 @dataclass(frozen=True)
 class Arrivals:
-    """When sessions start. Within a session nothing changes: its turns keep their distances from its start.
+    """Start times of sessions. A session's turns keep their distances from its start.
 
-    `starts`: "trace" as recorded; "jitter" moves each by up to `jitter_s` to either side, uniformly; "resample" deals them anew,
-    uniform over the trace's span (a Poisson process that is known to have had so many arrivals is that). Then all starts
-    come `rate` times as fast.
+    `starts` is "trace" (as recorded), "jitter" (each moved by up to `jitter_s` in either direction, uniformly) or "resample"
+    (drawn anew, uniform over the trace's span: a Poisson process conditioned on its number of arrivals). Then all start times
+    are divided by `rate`.
     """
 
     starts: Starts = "jitter"
@@ -41,8 +41,8 @@ class Arrivals:
 
 
 def draw_sessions(requests: Sequence[TraceRequest], arrivals: Arrivals, seed: int) -> list[Session]:
-    """The sessions of a trace in the order of their new starts, the first at 0. Equal arguments give equal draws; the draws of
-    one seed at two rates differ by the rate alone."""
+    """Return the sessions of a trace in the order of their new starts, the first at 0. Equal arguments give equal draws. The
+    draws of one seed at two rates differ by the rate alone."""
     rng = random.Random(f"starts {seed}")
     sessions = list(by_session(requests).values())
     starts = [turns[0].timestamp_ms for turns in sessions]
@@ -58,8 +58,8 @@ def draw_sessions(requests: Sequence[TraceRequest], arrivals: Arrivals, seed: in
 
 @dataclass(frozen=True)
 class Ramp:
-    """A rate of session starts that is constant for `before_s`, then rises in a line for `rise_s` to `factor` times as much, and
-    stays there for `after_s`."""
+    """A rate of session starts that is constant for `before_s`, then rises linearly for `rise_s` to `factor` times the initial
+    rate, and keeps that rate for `after_s`."""
 
     before_s: float
     rise_s: float
@@ -68,18 +68,19 @@ class Ramp:
 
     @property
     def constant_s(self) -> float:
-        """How long as many sessions take to start at the first rate, in s."""
+        """Return the time in which the initial rate starts as many sessions as the whole ramp, in s."""
         return self.before_s + self.rise_s * (1 + self.factor) / 2 + self.after_s * self.factor
 
     @property
     def end_s(self) -> float:
-        """When it is over, in s."""
+        """Return the end of the ramp, in s."""
         return self.before_s + self.rise_s + self.after_s
 
     def moment(self, constant_s: float) -> float:
-        """When the session starts that would start at `constant_s` if the first rate stayed; both in s.
+        """Return the start on the ramp of the session that starts at `constant_s` under the initial rate; both in s.
 
-        With x s of the rise over, x + (factor - 1) x^2 / (2 rise_s) have passed of the constant rate: solved for x.
+        x s into the rise, x + (factor - 1) x^2 / (2 rise_s) seconds of the constant rate have elapsed. The result solves this
+        for x.
         """
         over = constant_s - self.before_s
         risen = self.rise_s * (1 + self.factor) / 2
@@ -91,7 +92,8 @@ class Ramp:
 
 
 def ramp_sessions(requests: Sequence[TraceRequest], ramp: Ramp) -> list[Session]:
-    """The sessions of a trace that start at a constant rate over `ramp.constant_s`, in the order of their starts on the ramp."""
+    """Return the sessions of a trace that start at a constant rate over `ramp.constant_s`, in the order of their starts on the
+    ramp."""
     sessions = by_session(requests).values()
     drawn = [_moved(turns, ramp.moment(turns[0].timestamp_ms / 1e3) * 1e3) for turns in sessions]
     return sorted(drawn, key=lambda turns: turns[0].timestamp_ms)

@@ -1,17 +1,17 @@
-"""Agentic sessions, made up, for those without data. Pure: equal arguments give equal traces, every seed a fresh draw.
+"""Synthetic agentic sessions, for users without data. Pure: equal arguments give equal traces, and every seed is a fresh draw.
 
-A fleet serves a few kinds of agents. All sessions of a kind share its system prompt (instructions and tools), the popular kinds
-more than the rest. A session opens with a context of its own (files, a task) and grows turn by turn by its answers and by what
-tools return; between turns a tool runs or a person thinks. Sometimes a session is reset to a short summary, and always where it
-would outgrow its model, so that all but the system prompt is new. A turn may hand a task to a sub-agent: a short session with a
-kind of its own, for whose end the parent waits.
+A fleet serves a few kinds of agents. All sessions of a kind share its system prompt (instructions and tools); popular kinds have
+more sessions. A session opens with its own context (files, a task) and grows turn by turn by its answers and by the results of
+tools. Between turns a tool runs or a person thinks. Sometimes a session is reset to a short summary, so that all but the system
+prompt is new. A session that would exceed its model's length is always reset. A turn may hand a task to a sub-agent: a short
+session with its own kind, for whose end the parent waits.
 
-`AGENTIC` is meant to look like the workload that Pointsman is made for: 20k to 40k tokens of input at the median, 90k at p90, up
+`AGENTIC` approximates the workload that Pointsman is made for: 20k to 40k tokens of input at the median, 90k at p90, up
 to 130k, answers of 80 to 220 tokens at the median, 75 to 95 % of a later turn's input cached, 93 % of all reuse within a session.
-Its parameters are round numbers found against those figures, not fitted to any trace. No unlimited cache can show the 36 % LIGHT,
-44 % MEDIUM and 20 % HEAVY that the same workload had when it was placed: a later turn with 75 % cached is LIGHT, and of 1,214
-requests in 274 sessions 77 % are later turns. What caches of limited size do to the split, `pointsman trace stats` shows.
-`SMALL` is of a size for laptops.
+Its parameters are round numbers chosen to match those figures; they are not fitted to any trace. That workload was 36 % LIGHT,
+44 % MEDIUM and 20 % HEAVY when it was placed. An unlimited cache cannot reproduce this split: a later turn with 75 % cached is
+LIGHT, and of 1,214 requests in 274 sessions 77 % are later turns. `pointsman trace stats` shows the split with limited caches.
+`SMALL` has a size for laptops.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ import msgspec
 from pointsman.lab.workload.trace_formats import ANSWER_MS, ANSWER_TOKEN_MS
 from pointsman.lab.workload.traces import TraceRequest
 
-# A tool's answer of more is cut by every agent.
+# Maximum length of a tool's answer, tokens. Every agent truncates longer ones.
 GROWTH_LIMIT_TOKENS = 50_000
+# Maximum length of an answer, tokens.
 OUTPUT_LIMIT_TOKENS = 8_192
+# Sigma of the logarithm of a summary's length.
 SUMMARY_SPREAD = 0.5
-# Whoever is away for longer begins anew.
+# Maximum pause of a person, s. Whoever is away for longer starts a new session.
 PAUSE_LIMIT_S = 600.0
 
 
@@ -44,41 +46,41 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ShapeError(ValueError):
-    """Sessions that cannot be made; the message names the parameter."""
+    """Sessions that cannot be generated; the message names the parameter."""
 
 
 @dataclass(frozen=True)
 class SessionShape:
-    """What is drawn. A number and its spread are the median of a log-normal distribution and the sigma of the logarithm.
+    """Parameters of the draws. A number and its spread are the median of a log-normal distribution and its logarithm's sigma.
 
     Lengths in tokens, times in s; *_share and *_chance are probabilities (0 to 1).
     """
 
-    # Kinds of agents, the k-th used in proportion to 1/k; their system prompts are as long as system_tokens says.
+    # Number of kinds of agents; the k-th is used in proportion to 1/k. system_tokens is the length of their system prompts.
     agents: Positive = 6
     system_tokens: Amount = 9_000
     system_spread: Spread = 0.3
     # A session's own context at its first turn.
     context_tokens: Amount = 28_000
     context_spread: Spread = 1.0
-    # What a turn adds beside the last answer.
+    # Tokens that a turn adds in addition to the last answer.
     growth_tokens: Amount = 1_600
     growth_spread: Spread = 1.4
     output_tokens: Amount = 150
     output_spread: Spread = 1.0
-    # Turns of a session: geometric, the chance that a turn is the last one is the same after each.
+    # Mean number of turns of a session. Geometric: the chance that a turn is the last one is the same after each.
     mean_turns: Turns = 4.5
-    # Pauses: a tool runs, or (human_share) a person thinks.
+    # Pauses: a tool runs, or (with probability human_share) a person thinks.
     tool_s: Amount = 5.0
     tool_spread: Spread = 0.8
     human_share: Share = 0.2
     human_s: Amount = 40.0
     human_spread: Spread = 1.0
-    # Before a later turn: everything but the system prompt is replaced by a summary. Certain beyond max_tokens.
+    # Chance, before a later turn, that a summary replaces everything but the system prompt. Certain beyond max_tokens.
     reset_chance: Share = 0.03
     summary_tokens: Amount = 5_000
     max_tokens: Positive = 131_072
-    # After a turn: a sub-agent with a context and a number of turns of its own.
+    # Chance, after a turn, of a sub-agent with its own context and number of turns.
     subagent_chance: Share = 0.06
     subagent_context_tokens: Amount = 4_000
     subagent_mean_turns: Turns = 4.0
@@ -110,10 +112,10 @@ SHAPES = {"agentic": AGENTIC, "small": SMALL}
 
 
 def shape_with(base: SessionShape, changes: Mapping[str, object]) -> SessionShape:
-    """`base` with other values, which may be text. Raises ShapeError for an unknown parameter or a value outside its bounds."""
+    """Return `base` with other values, which may be text. Raises ShapeError for an unknown parameter or one out of bounds."""
     known = asdict(base)
     if unknown := changes.keys() - known.keys():
-        raise ShapeError(f"{min(unknown)}: no such parameter; there are {', '.join(known)}")
+        raise ShapeError(f"{min(unknown)}: no such parameter; the parameters are {', '.join(known)}")
     try:
         return msgspec.convert(known | dict(changes), SessionShape, strict=False)
     except msgspec.ValidationError as error:
@@ -121,15 +123,15 @@ def shape_with(base: SessionShape, changes: Mapping[str, object]) -> SessionShap
 
 
 def generate(sessions: int, span_s: float, seed: int, shape: SessionShape = SMALL) -> list[TraceRequest]:
-    """`sessions` sessions that start within `span_s` (s), and their sub-agents, ordered by time.
+    """Return the requests of `sessions` sessions that start within `span_s` (s), and of their sub-agents, ordered by time.
 
-    Raises ShapeError where a system prompt leaves no room below max_tokens.
+    Raises ShapeError if a system prompt is longer than half of max_tokens.
     """
     return sorted(_SessionGenerator(seed, shape).requests(sessions, span_s), key=lambda request: request.timestamp_ms)
 
 
 class _SessionGenerator:
-    """The kinds of agents, and the ids that are still free."""
+    """Generates sessions. Holds the kinds of agents and the ids that are not yet used."""
 
     def __init__(self, seed: int, shape: SessionShape) -> None:
         self._seed = seed
@@ -145,7 +147,7 @@ class _SessionGenerator:
         self._popularity = [1 / rank for rank in range(1, shape.agents + 1)]
 
     def requests(self, sessions: int, span_s: float) -> Iterator[TraceRequest]:
-        """Session by session. Each has a stream of draws of its own: it is the same however many follow."""
+        """Yield requests session by session. Each session has its own random stream, so it does not depend on how many follow."""
         for number in range(sessions):
             rng = random.Random(f"{self._seed} session {number}")
             yield from self._session(rng, f"s{number:03d}", rng.uniform(0, span_s), parent=True)[0]
@@ -153,7 +155,7 @@ class _SessionGenerator:
     def _session(
         self, rng: random.Random, name: str, clock_s: float, *, parent: bool
     ) -> tuple[list[TraceRequest], float]:
-        """A session's requests with those of its sub-agents, and the time of its end."""
+        """Return a session's requests with those of its sub-agents, and the time of its end, s."""
         shape = self._shape
         system = rng.choices(self._systems, self._popularity)[0]
         ids = list(system)
@@ -201,7 +203,8 @@ class _SessionGenerator:
 
 
 def _draw(rng: random.Random, median: float, spread: float, limit: float = math.inf) -> int:
-    """A length; one beyond `limit` is drawn anew, so that the limit itself is no more common than what is below it."""
+    """Return a drawn length. A length above `limit` is drawn again, so that `limit` is no more common than smaller lengths. After
+    100 draws returns `limit`."""
     for _ in range(100):
         length = max(1, round(median * math.exp(rng.gauss(0, spread))))
         if length <= limit:
@@ -210,7 +213,7 @@ def _draw(rng: random.Random, median: float, spread: float, limit: float = math.
 
 
 def _geometric(rng: random.Random, mean: float) -> int:
-    """A number from 1 on, `mean` on average."""
+    """Return a geometrically distributed number from 1 on, with mean `mean`."""
     return 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / mean)) if mean > 1 else 1
 
 

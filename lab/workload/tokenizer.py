@@ -1,4 +1,4 @@
-"""Text and tokens of the lab: a tokenizer with its chat template, and words that are one token each."""
+"""The lab's tokenizer with its chat template, and words that are one token each."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from tokenizers import Tokenizer
 DATA_DIR = Path(__file__).parents[1] / "data"
 TOKENIZER_DIR = DATA_DIR / "tokenizer"
 
+# Types of content parts that hold text.
 TEXT_PARTS = ("text", "input_text", "output_text")
-# Where transformers' apply_chat_template cuts a prompt whose last message is to be continued.
+# Marks the place where transformers' apply_chat_template cuts a prompt whose last message is to be continued.
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatError(ValueError):
-    """A chat that the template cannot render; the message is fit for the client."""
+    """A chat that the template cannot render; the message can be shown to the client."""
 
 
 class ChatTokenizer:
-    """tokenizer.json and the chat template of tokenizer_config.json in `folder`, as an engine would use them."""
+    """The tokenizer of tokenizer.json and the chat template of tokenizer_config.json in `folder`, used as an engine uses them."""
 
     def __init__(self, folder: Path = TOKENIZER_DIR) -> None:
         self.folder = folder
         self._tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         config = json.loads((folder / "tokenizer_config.json").read_text())
-        # The environment of transformers.apply_chat_template: a template must give the same text here as there.
+        # The same environment as that of transformers.apply_chat_template, so that a template gives the same text.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -44,22 +45,22 @@ class ChatTokenizer:
         self.eos_token_id: int | None = self._tokenizer.token_to_id(eos) if eos else None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; special tokens written out in it are recognised."""
+        """Return the token ids of `text`. Special tokens that are written out in the text are recognised."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
-        """The same ids, and how many characters of `text` they cover up to each."""
+        """Return the token ids of `text`, and for each id the number of characters of `text` up to its end."""
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
         return encoded.ids, [end for _, end in encoded.offsets]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`, special tokens left out."""
+        """Return the text of `token_ids` without special tokens."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
     def known(self, token_id: int) -> bool:
-        """Whether `token_id` is in the vocabulary."""
+        """Return whether `token_id` is in the vocabulary."""
         return 0 <= token_id < self._tokenizer.get_vocab_size()
 
     def render(
@@ -71,12 +72,12 @@ class ChatTokenizer:
         continue_final_message: bool = False,
         **extra: Any,
     ) -> str:
-        """The prompt's text. Content parts of type text are joined by newlines, as vLLM does for templates of plain strings.
+        """Return the prompt's text. Text parts are joined by newlines, as vLLM does for templates of plain strings.
 
-        Raises ChatError for a message without a role, a part that is no text, or what the template itself refuses.
+        Raises ChatError for a message without a role, a part that is not text, and for messages that the template rejects.
         """
         if add_generation_prompt and continue_final_message:
-            raise ChatError("add_generation_prompt and continue_final_message exclude each other")
+            raise ChatError("add_generation_prompt and continue_final_message cannot both be set")
         plain = [_flatten(message) for message in messages]
         if not self._knows_developers and any(message["role"] == "developer" for message in plain):
             plain = _merged_system(plain)
@@ -93,7 +94,7 @@ class ChatTokenizer:
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """Words (with their leading space) that are one token each, also when they follow one another; sorted."""
+        """Return the words (with their leading space) that are one token each, also in sequence; sorted."""
         marked = (token for token in self._tokenizer.get_vocab() if token.startswith("Ġ"))
         texts = sorted(
             " " + token[1:] for token in marked if len(token) > 2 and token[1:].isascii() and token[1:].isalpha()
@@ -102,12 +103,13 @@ class ChatTokenizer:
 
     @cached_property
     def word_ids(self) -> tuple[int, ...]:
-        """Token ids of `words`: what the engine model may generate, so that an answer's text has the answer's tokens."""
+        """Return the token ids of `words`. The engine model generates only these, so that encoding an answer's text gives the
+        answer's tokens."""
         return tuple(self.encode(word)[0] for word in self.words)
 
 
 def words_of(seed: str, count: int, words: Sequence[str]) -> str:
-    """`count` words drawn from `words` by `seed`, the same everywhere; a smaller `count` gives a prefix of the same text."""
+    """Return `count` words drawn from `words` by `seed`, the same everywhere. A smaller `count` gives a prefix of that text."""
     return "".join(random.Random(seed).choices(words, k=count)) if count else ""
 
 
@@ -139,14 +141,16 @@ def _flatten(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Developers' messages as the system's, and those as one in front, as vLLM has them for templates without that role."""
+    """Return the messages with all system and developer messages joined to one system message in front, as vLLM does for
+    templates without a developer role."""
     own = [message["content"] for message in messages if message["role"] in ("system", "developer")]
     others = [message for message in messages if message["role"] not in ("system", "developer")]
     return [{"role": "system", "content": "\n\n".join(text for text in own if text)}, *others]
 
 
 def _flatten_call(call: Any) -> dict[str, Any]:
-    """Arguments as an object: vLLM parses them for the template, and takes an empty one for what it cannot parse."""
+    """Return the call with its arguments as an object. vLLM parses them for the template, and uses an empty object for arguments
+    that it cannot parse."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         raise ChatError("only tool calls of type function are supported")
     arguments = call["function"].get("arguments")
@@ -159,7 +163,7 @@ def _flatten_call(call: Any) -> dict[str, Any]:
 
 
 def _flatten_tool(tool: Any) -> dict[str, Any]:
-    """A tool with the fields and their order that vLLM's request model gives it."""
+    """Return the tool with the fields, and in the order, that vLLM's request model has."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping):
         raise ChatError("only tools of type function are supported")

@@ -1,4 +1,4 @@
-"""`pointsman trace generate|stats|convert`."""
+"""The commands `pointsman trace generate`, `stats` and `convert`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pointsman.lab.workload.trace_formats import READERS
 from pointsman.lab.workload.trace_stats import CACHE_TOKENS, PERCENTILES, statistics
 from pointsman.lab.workload.traces import TraceError, TraceRequest
 
-app = typer.Typer(no_args_is_help=True, help="Make, describe and convert traces.")
+app = typer.Typer(no_args_is_help=True, help="Generate, describe and convert traces.")
 
 Format = Annotated[str, typer.Option("--format", help=f"{AUTO}, {', '.join(READERS)}")]
 Trace = Annotated[Path, typer.Argument(help="trace file (jsonl, jsonl.gz)")]
@@ -28,18 +28,18 @@ BARS = " ▁▂▃▄▅▆▇█"
 @app.command("generate")
 def generate_command(
     out: Annotated[Path, typer.Argument(help="file to write; gzip when its name ends with .gz")],
-    sessions: Annotated[int, typer.Option(min=1, help="sessions, their sub-agents not counted")] = 230,
-    span_s: Annotated[float, typer.Option(min=0, help="they start within so many seconds")] = 600.0,
-    seed: Annotated[int, typer.Option(help="each is a fresh draw; the same one gives the same bytes")] = 1,
+    sessions: Annotated[int, typer.Option(min=1, help="number of sessions, without their sub-agents")] = 230,
+    span_s: Annotated[float, typer.Option(min=0, help="time span in which sessions start, s")] = 600.0,
+    seed: Annotated[int, typer.Option(help="seed of the draw; equal seeds give equal bytes")] = 1,
     shape: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)}")] = "agentic",
     changes: Annotated[
-        list[str] | None, typer.Option("--set", help="NAME=VALUE of SessionShape, several times")
+        list[str] | None, typer.Option("--set", help="NAME=VALUE of a SessionShape parameter; can be repeated")
     ] = None,
 ) -> None:
-    """Write agentic sessions that are made up (lab/workload/synthetic_trace.py says how)."""
+    """Write synthetic agentic sessions (described in lab/workload/synthetic_trace.py)."""
     with _errors("generate"):
         if shape not in SHAPES:
-            raise ShapeError(f"{shape}: no such shape; there are {', '.join(SHAPES)}")
+            raise ShapeError(f"{shape}: no such shape; the shapes are {', '.join(SHAPES)}")
         given = dict(change.partition("=")[::2] for change in changes or ())
         written = save_trace(out, generate(sessions, span_s, seed, shape_with(SHAPES[shape], given)))
     typer.echo(f"{out}: {written} requests")
@@ -50,11 +50,11 @@ def stats(
     trace: Trace,
     trace_format: Format = AUTO,
     cache_tokens: Annotated[
-        list[int] | None, typer.Option("--cache-tokens", min=1, help="size of an LRU cache, several times")
+        list[int] | None, typer.Option("--cache-tokens", min=1, help="size of an LRU cache, tokens; can be repeated")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
-    """Lengths, turns, what caches could give, reuse gaps, class split, sessions in flight. Streams a trace that is in order."""
+    """Print lengths, turns, cache hit ratios, reuse gaps, class split and sessions in flight. Streams a trace in time order."""
     sizes = cache_tokens or CACHE_TOKENS
     with _errors("stats"):
         try:
@@ -70,19 +70,19 @@ def stats(
 @app.command()
 def convert(
     trace: Trace,
-    out: Annotated[Path, typer.Argument(help="file to write in our own format; gzip when its name ends with .gz")],
+    out: Annotated[Path, typer.Argument(help="pointsman trace to write; gzip when its name ends with .gz")],
     trace_format: Format = AUTO,
 ) -> None:
-    """Write a trace of any known format in our own, with the sessions that were found in it. Streams."""
+    """Convert a trace of any known format to the pointsman format, with the sessions that were found in it. Streams."""
     with _errors("convert"):
         if out.exists() and out.samefile(trace):
-            raise TraceError(f"{out}: is the trace itself")
+            raise TraceError(f"{out}: is the same file as the trace")
         written = save_trace(out, read_trace(trace, trace_format))
     typer.echo(f"{out}: {written} requests")
 
 
 class _Unordered(Exception):
-    """A request is earlier than one before it in the file."""
+    """A request is earlier than the one before it in the file."""
 
 
 def _in_order(requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
@@ -108,7 +108,7 @@ def _print(console: Console, found: dict[str, Any], title: str) -> None:
     within = found["within_session"]
     console.print(
         f"[bold]{title}[/bold]: {found['requests']:,} requests of {found['sessions']:,} sessions in {found['span_s']:,.0f} s; "
-        f"an unlimited cache for all would give {found['ideal_hit_ratio']:.1%} of the input"
+        f"an unlimited cache for all would serve {found['ideal_hit_ratio']:.1%} of the input"
         + (f", {within:.1%} of that from the same session" if within is not None else ""),
         highlight=False,
     )

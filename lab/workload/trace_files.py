@@ -1,4 +1,4 @@
-"""Files of traces: reading them in any known format, plain or gzip, and writing our own."""
+"""Trace files: reading any known format, plain or gzip, and writing the pointsman format."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ AUTO = "auto"
 
 
 def read_trace(path: Path, trace_format: str = AUTO) -> Iterator[TraceRequest]:
-    """Requests in the file's order, one at a time. Raises TraceError while it reads: file, line and field are in the message.
+    """Yield requests in the file's order. Raises TraceError while reading; the message names file, line and field.
 
-    `trace_format` is a name of pointsman.lab.workload.trace_formats.READERS; with "auto" the first line's fields tell it.
+    `trace_format` is a key of pointsman.lab.workload.trace_formats.READERS. "auto" detects it from the first line's fields.
     """
     if trace_format not in (AUTO, *READERS):
-        raise TraceError(f"{trace_format}: no format of traces; known are {', '.join((AUTO, *READERS))}")
+        raise TraceError(f"{trace_format}: unknown trace format; known formats: {', '.join((AUTO, *READERS))}")
     try:
-        # Who is told of a bad line may keep the error, and with it this frame.
+        # A caller that keeps the error of a bad line also keeps this frame, so the file is closed explicitly.
         with closing(lines_of(path)) as lines:
             first = next(lines, None)
             if first is None:
@@ -37,21 +37,21 @@ def read_trace(path: Path, trace_format: str = AUTO) -> Iterator[TraceRequest]:
 
 
 def load_trace(path: Path, trace_format: str = AUTO) -> list[TraceRequest]:
-    """The whole trace, ordered by time. Raises as read_trace."""
+    """Return the whole trace, ordered by time. Raises as read_trace does."""
     return sorted(read_trace(path, trace_format), key=lambda request: request.timestamp_ms)
 
 
 def save_trace(path: Path, requests: Iterable[TraceRequest]) -> int:
-    """Write a trace in our own format, as requests come (gzip when the name ends so); how many there were.
+    """Write requests in the pointsman format as they arrive (gzip if the name ends with .gz); return how many there were.
 
-    The same requests give the same bytes. Raises TraceError when the file cannot be written.
+    The same requests give the same bytes. Raises TraceError if the file cannot be written.
     """
     encoder = msgspec.json.Encoder()
     written = 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as raw:
-            # Neither the time nor the file's name belongs in the bytes.
+            # The header has neither a time nor the file's name, so that equal requests give equal bytes.
             file = gzip.GzipFile("", "wb", 9, raw, mtime=0) if path.suffix == ".gz" else raw
             with file:
                 for written, request in enumerate(requests, 1):  # noqa: B007
@@ -62,7 +62,7 @@ def save_trace(path: Path, requests: Iterable[TraceRequest]) -> int:
 
 
 def lines_of(path: Path) -> Generator[tuple[int, bytes], None, None]:
-    """The lines of a file that are not blank, with their numbers, from 1. Raises TraceError while it reads."""
+    """Yield the lines of a file that are not blank, with their numbers from 1. Raises TraceError while reading."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, 1):

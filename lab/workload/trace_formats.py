@@ -1,13 +1,13 @@
-"""The formats of traces that are read, each a function from a file's decoded lines to requests. Pure.
+"""Readers of trace formats: each is a function from a file's lines to requests. Pure.
 
-All readers are causal: a request follows from its line and earlier ones, so that a trace of any size is read as a stream.
+All readers are causal: a request depends only on its line and earlier lines, so a trace of any size can be read as a stream.
 
-| format | of | sessions |
+| format | source | sessions |
 |---|---|---|
 | pointsman | this project (`pointsman.lab.workload.traces`) | named |
 | mooncake | Mooncake's FAST'25 release; blocks of 512 tokens | derived by prefixes (`SessionDeriver`) |
 | bailian | Alibaba's qwen-bailian usage traces; blocks of 16 tokens | the chain of chat_id and parent_chat_id |
-| aiperf | NVIDIA aiperf's mooncake_trace with sessions; blocks of 512 tokens | named; later lines hold what is new |
+| aiperf | NVIDIA aiperf's mooncake_trace with sessions; blocks of 512 tokens | named; later lines hold only new tokens |
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ import msgspec
 
 from pointsman.lab.workload.traces import Count, Milliseconds, TraceRequest
 
-# (line number from 1, the line's bytes), blank lines left out.
+# (line number from 1, the line's bytes), without blank lines.
 Lines = Iterable[tuple[int, bytes]]
+# Block size of Mooncake's and aiperf's traces, tokens.
 MOONCAKE_BLOCK = 512
+# Block size of Bailian's traces, tokens.
 BAILIAN_BLOCK = 16
-# A later turn without a timestamp is dated by what its predecessor's answer would take on an engine without load: this and that
-# for each token of output. Replays and simulations wait for the real end in any case.
+# Assumed duration of an answer on an engine without load, ms: a constant part, and a part for each output token. A later turn
+# without a timestamp is dated by its predecessor's assumed end. Replays and simulations wait for the real end in any case.
 ANSWER_MS = 500.0
 ANSWER_TOKEN_MS = 10.0
 
@@ -44,7 +46,7 @@ T = TypeVar("T")
 
 
 class MooncakeLine(msgspec.Struct, frozen=True):
-    """A line of the FAST'25 traces. Some answers there are empty: they are read as one token, the least that engines give."""
+    """A line of the FAST'25 traces. Some answers there are empty; they are read as one token, the minimum of an engine."""
 
     timestamp: Milliseconds
     input_length: Count
@@ -53,7 +55,7 @@ class MooncakeLine(msgspec.Struct, frozen=True):
 
 
 class BailianLine(msgspec.Struct, frozen=True):
-    """A line of the Bailian traces; `timestamp` in s. `type` and `turn` are not needed."""
+    """A line of the Bailian traces; `timestamp` in s. The fields `type` and `turn` are not needed."""
 
     chat_id: int
     parent_chat_id: int
@@ -64,7 +66,7 @@ class BailianLine(msgspec.Struct, frozen=True):
 
 
 class AiperfLine(msgspec.Struct, frozen=True):
-    """A line of aiperf's mooncake_trace; times in ms. Lines with texts are refused: they say nothing about tokens."""
+    """A line of aiperf's mooncake_trace; times in ms. Lines with texts are rejected, because they contain no token counts."""
 
     input_length: Count
     session_id: str
@@ -75,18 +77,18 @@ class AiperfLine(msgspec.Struct, frozen=True):
 
 
 def read_pointsman(lines: Lines) -> Iterator[TraceRequest]:
-    """Requests of our own format; a turn that is there twice is refused."""
+    """Yield the requests of a trace in the pointsman format. A turn that occurs twice is rejected."""
     turns: set[tuple[str, int]] = set()
     for number, request in _decoded(lines, TraceRequest):
         _check_blocks(number, request)
         if (request.session, request.turn) in turns:
-            raise LineError(number, f"turn: {request.turn} of session {request.session} is there twice")
+            raise LineError(number, f"turn: {request.turn} of session {request.session} occurs twice")
         turns.add((request.session, request.turn))
         yield request
 
 
 def read_mooncake(lines: Lines) -> Iterator[TraceRequest]:
-    """Requests of a trace without sessions, which must be in the order of time; sessions as `SessionDeriver` says."""
+    """Yield the requests of a trace without sessions, which must be in time order. `SessionDeriver` derives the sessions."""
     chains = SessionDeriver()
     last_ms = 0.0
     for number, line in _decoded(lines, MooncakeLine):
@@ -98,16 +100,16 @@ def read_mooncake(lines: Lines) -> Iterator[TraceRequest]:
 
 
 def read_bailian(lines: Lines) -> Iterator[TraceRequest]:
-    """Requests of the Bailian traces.
+    """Yield the requests of a Bailian trace.
 
-    A chat continues its parent's session where it is the first to do so; another child of the same parent, and one whose parent
-    is not in the file before it, opens a session named after itself.
+    A chat continues its parent's session if it is the first to do so. Another child of the same parent opens a session named
+    after itself, and so does a chat whose parent is not earlier in the file.
     """
     last_of: dict[int, tuple[str, int]] = {}
     seen: set[int] = set()
     for number, line in _decoded(lines, BailianLine):
         if line.chat_id in seen:
-            raise LineError(number, f"chat_id: {line.chat_id} is there twice")
+            raise LineError(number, f"chat_id: {line.chat_id} occurs twice")
         seen.add(line.chat_id)
         session, turn = last_of.pop(line.parent_chat_id, (str(line.chat_id), 0))
         last_of[line.chat_id] = (session, turn + 1)
@@ -116,7 +118,7 @@ def read_bailian(lines: Lines) -> Iterator[TraceRequest]:
 
 @dataclass
 class _AiperfSession:
-    """An aiperf session so far: whole blocks, tokens with the last answer, and when that answer would be there."""
+    """An aiperf session so far: whole blocks, tokens including the last answer, and the assumed end of that answer in ms."""
 
     blocks: list[int] = field(default_factory=list)
     tokens: int = 0
@@ -125,10 +127,10 @@ class _AiperfSession:
 
 
 def read_aiperf(lines: Lines) -> Iterator[TraceRequest]:
-    """Requests of aiperf's sessions, whose later lines hold only what is new after the answer.
+    """Yield the requests of aiperf's sessions. Their later lines hold only what is new after the answer.
 
-    The first line's ids are kept. What follows belongs to the session alone, and is cut into blocks anew, because the answers
-    shift it: its ids are negative, and new for each block.
+    The first line's ids are kept. Later tokens belong to the session alone. They are cut into blocks anew, because the answers
+    shift them; the ids of these blocks are negative and unique.
     """
     sessions: dict[str, _AiperfSession] = {}
     fresh = count(-1, -1)
@@ -162,22 +164,24 @@ def read_aiperf(lines: Lines) -> Iterator[TraceRequest]:
 class SessionDeriver:
     """Derives sessions from prefixes alone.
 
-    A request continues the one session that has seen the deepest of its known blocks, provided that it is longer than that
-    session's last input and keeps more than half of its blocks. Otherwise it opens a session, and the blocks that it shares with
-    others belong to none from then on: a shared system prompt joins two requests at most, and only when the first of them was
-    hardly more than it.
+    A request continues the one session that has seen the deepest of its known blocks, if the request is longer than that
+    session's last input and keeps more than half of its blocks. Otherwise the request opens a session, and the blocks that it
+    shares with others belong to no session from then on. So a shared system prompt joins at most two requests, and only if the
+    first of them was hardly longer than it.
     """
 
     def __init__(self) -> None:
-        # Blocks by the one before them and their id (so ids need not stand for a whole prefix): number, and the session or None.
+        # By the number of the block before and the id: a block's number. Ids need not identify a whole prefix.
         self._numbers: dict[tuple[int, int], int] = {}
         self._session_of: list[int | None] = []
-        # Of each session: the last input's tokens and blocks, and the turns.
+        # By block number: its session, or None.
+        # By session: tokens and blocks of the last input.
         self._lengths: list[tuple[int, int]] = []
+        # By session: number of turns.
         self._turns: list[int] = []
 
     def add(self, blocks: tuple[int, ...], length: int) -> tuple[int, int]:
-        """The session (from 0) and turn (from 1) of a request of `length` tokens with these whole blocks. Mutates."""
+        """Return the session (from 0) and turn (from 1) of a request of `length` tokens with these whole blocks. Mutates."""
         path: list[int] = []
         known = 0
         before = -1
@@ -215,7 +219,7 @@ READERS: dict[str, Reader] = {
     "bailian": read_bailian,
     "aiperf": read_aiperf,
 }
-# The fields that tell a format, tried in this order.
+# Fields that identify a format, tried in this order.
 DISTINCTIVE_FIELDS = {
     "pointsman": {"timestamp_ms"},
     "bailian": {"chat_id"},
@@ -225,7 +229,7 @@ DISTINCTIVE_FIELDS = {
 
 
 def format_of(number: int, line: bytes) -> str:
-    """The format of a trace by its first line. Raises LineError when its fields are those of none."""
+    """Return the format of a trace by its first line. Raises LineError if its fields match no format."""
     try:
         fields = msgspec.json.decode(line, type=dict[str, Any])
     except msgspec.DecodeError as error:
@@ -234,7 +238,7 @@ def format_of(number: int, line: bytes) -> str:
         if distinctive <= fields.keys():
             return name
     raise LineError(
-        number, f"its fields ({', '.join(sorted(fields)) or 'none'}) are of no format known: {', '.join(READERS)}"
+        number, f"its fields ({', '.join(sorted(fields)) or 'none'}) match no known format: {', '.join(READERS)}"
     )
 
 
@@ -269,7 +273,7 @@ def _check_blocks(number: int, request: TraceRequest) -> None:
 
 
 def _blocks_of(length: int, block_size: int) -> tuple[int, int]:
-    """How many ids an input may have: of its whole blocks, or with the last partial one."""
+    """Return the numbers of ids that an input may have: of its whole blocks, or with the last partial one."""
     whole, rest = divmod(length, block_size)
     return whole, whole + bool(rest)
 

@@ -1,7 +1,7 @@
-"""What a trace is like: lengths, turns, what caches could give at best, and when. Pure; one pass, whatever the trace's size.
+"""Statistics of a trace: lengths, turns, reuse and the best hit ratios of caches. Pure. One pass, for traces of any size.
 
-The caches here are one for all requests, and nothing waits: a request finds every whole block that an earlier one named, unless
-a cache of limited size dropped it (LRU). What answers add is left out, since traces name a block only when a prompt has it.
+Each modelled cache serves all requests, and no request waits. A request hits every whole block that an earlier one named, unless
+a cache of limited size has evicted it (LRU). Blocks of answers are excluded, since traces name a block only when a prompt has it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from pointsman.lab.workload.trace_formats import ANSWER_MS, ANSWER_TOKEN_MS
 from pointsman.lab.workload.traces import TraceRequest, shared_prefix
 from pointsman.router.core.types import route_class
 
-# One instance's KV cache, and eight of them, in tokens.
+# Cache sizes of the statistics, tokens: one instance's KV cache, and eight of them.
 CACHE_TOKENS = (300_000, 2_400_000)
 PERCENTILES = (10, 50, 90, 99)
-# Points of the curve of sessions in flight.
+# Number of points of the curve of sessions in flight.
 POINTS = 60
 
 
 def statistics(requests: Iterable[TraceRequest], cache_tokens: Sequence[int] = CACHE_TOKENS) -> dict[str, Any]:
-    """A trace's figures, JSON-ready; `requests` in the order of time. Lengths in tokens, times in s, ratios 0 to 1.
+    """Return a trace's statistics, JSON-ready; `requests` in time order. Lengths in tokens, times in s, ratios 0 to 1.
 
-    `later_turn_cached` is the share of a later turn's input that its own session named before, one value for each such turn;
-    `ideal_hit_ratio` is over all tokens, `within_session` the part of these hits that the session itself made possible;
-    `reuse_gap_s` is the time since a block that is used again was used last, each block one value. Every entry of `caches` has
-    `tokens` (None: unlimited), its hit ratio and the route classes that requests would have with it. Raises ValueError without
-    requests.
+    `later_turn_cached` is the share of a later turn's input that its own session named before, one value for each such turn.
+    `ideal_hit_ratio` is over all tokens; `within_session` is the part of these hits that the session itself made possible.
+    `reuse_gap_s` is the time from a block's last use to its reuse, one value for each reuse of a block. Every entry of `caches`
+    has `tokens` (None: unlimited), its hit ratio and the route classes that requests would have with it. Raises ValueError
+    without requests.
     """
     inputs, outputs, firsts, laters = (array("d") for _ in range(4))
     thinks = array("d")
@@ -55,7 +55,7 @@ def statistics(requests: Iterable[TraceRequest], cache_tokens: Sequence[int] = C
         for cache in caches:
             cache.add(path, length, request.block_size)
     if not inputs:
-        raise ValueError("there are no requests")
+        raise ValueError("the trace has no requests")
     starts_ms = np.array([session.began_ms for session in sessions.values()])
     ends_ms = np.array([session.ends_ms for session in sessions.values()])
     return {
@@ -77,7 +77,7 @@ def statistics(requests: Iterable[TraceRequest], cache_tokens: Sequence[int] = C
 
 
 class _NamedBlocks:
-    """All blocks that were ever named, by the one before them and their id, and when they were last used."""
+    """All blocks that were named so far, by the number of the block before and the id, with the time of their last use."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int], int] = {}
@@ -87,7 +87,7 @@ class _NamedBlocks:
         self.own_tokens = 0
 
     def add(self, request: TraceRequest) -> tuple[list[int], int]:
-        """Numbers of the request's whole blocks, and how many of them lead and are known. Mutates."""
+        """Return the numbers of the request's whole blocks, and how many leading ones are known. Mutates."""
         path: list[int] = []
         known = 0
         before = -1
@@ -115,7 +115,7 @@ class _Session:
         self._path: list[int] = []
 
     def add(self, request: TraceRequest, path: list[int]) -> int:
-        """How many leading blocks the session's last request had, too. Mutates."""
+        """Return how many leading blocks equal those of the session's last request. Mutates."""
         own = shared_prefix(self._path, path)
         self._path = path
         self.turns += 1
@@ -124,7 +124,7 @@ class _Session:
 
 
 class _Cache:
-    """LRU over blocks; a prompt's last block is the first of its blocks to go, as in vLLM."""
+    """An LRU cache of blocks. A prompt's last block is evicted before its other blocks, as in vLLM."""
 
     def __init__(self, tokens: int | None) -> None:
         self._limit = tokens
@@ -135,7 +135,7 @@ class _Cache:
         self._classes: Counter[str] = Counter()
 
     def add(self, path: Sequence[int], length: int, block_size: int) -> None:
-        """Look a request up, and keep it. Mutates."""
+        """Look up a request's blocks and add them to the cache. Mutates."""
         hits = next((depth for depth, block in enumerate(path) if block not in self._held), len(path))
         cached = hits * block_size
         self.hit_tokens += cached
@@ -167,7 +167,7 @@ def _figures(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def _weighted(counts: Counter[float]) -> dict[str, float] | None:
-    """Percentiles of values that occur so many times each: the least value that so many per cent do not exceed."""
+    """Return percentiles of values with their numbers of occurrences: the least value that this share of them does not exceed."""
     if not counts:
         return None
     values = np.array(sorted(counts))
@@ -179,10 +179,10 @@ def _weighted(counts: Counter[float]) -> dict[str, float] | None:
 
 
 def _in_flight(starts_ms: np.ndarray[Any, Any], ends_ms: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Sessions between their first request and their last answer: the most, the mean, and the curve as [s, sessions]."""
+    """Return the sessions between their first request and their last answer: maximum, mean, and the curve as [s, sessions]."""
     starts, ends = np.sort(starts_ms), np.sort(ends_ms)
     events = np.sort(np.concatenate([starts, ends]))
-    # At each event those that began so far, less those that had ended before it.
+    # At each event: sessions that have started, less sessions that ended before it.
     open_then = np.searchsorted(starts, events, "right") - np.searchsorted(ends, events, "left")
     times = np.linspace(starts[0], ends[-1], POINTS)
     curve = np.searchsorted(starts, times, "right") - np.searchsorted(ends, times, "left")

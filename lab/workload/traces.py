@@ -1,8 +1,8 @@
-"""Traces: who asked what when, without its text. One JSON object per line, plain or gzip.
+"""Traces: the times, sessions and lengths of requests, without their text. One JSON object per line, plain or gzip.
 
-Fields of our own format: timestamp_ms, session_id, turn (from 1), input_length and output_length (tokens), hash_ids (one per
-block of block_size input tokens, equal ids = equal prefix; a last partial block may have one or not), block_size, and think_ms
-where known. `pointsman.lab.workload.trace_files` reads these and the formats of others.
+Fields of the pointsman format: timestamp_ms, session_id, turn (from 1), input_length and output_length (tokens), hash_ids (one
+per block of block_size input tokens, equal ids = equal prefix; a last partial block may have one or not), block_size, and
+think_ms where known. `pointsman.lab.workload.trace_files` reads this format and others.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def session(self) -> str:
-        """session_id as text: some traces number their sessions."""
+        """session_id as text, because some traces number their sessions."""
         return str(self.session_id)
 
     @property
     def whole_blocks(self) -> tuple[int, ...]:
-        """The ids of the blocks that the input fills: those whose KV another request can use."""
+        """The ids of the blocks that the input fills. Another request can use only the KV of these."""
         return self.hash_ids[: self.input_length // self.block_size]
 
 
 def by_session(requests: Iterable[TraceRequest]) -> dict[str, list[TraceRequest]]:
-    """Sessions in the order of their first requests, each with its turns in order."""
+    """Return the sessions in the order of their first requests, each with its turns in order."""
     sessions: dict[str, list[TraceRequest]] = {}
     for request in requests:
         sessions.setdefault(request.session, []).append(request)
@@ -57,7 +57,7 @@ def by_session(requests: Iterable[TraceRequest]) -> dict[str, list[TraceRequest]
 
 
 def first_sessions(requests: Sequence[TraceRequest], count: int) -> Sequence[TraceRequest]:
-    """The requests of the first `count` sessions (0: of all), in their order."""
+    """Return the requests of the first `count` sessions (0: of all), in their order."""
     if not count:
         return requests
     chosen = set(list(by_session(requests))[:count])
@@ -65,7 +65,7 @@ def first_sessions(requests: Sequence[TraceRequest], count: int) -> Sequence[Tra
 
 
 def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many leading items are equal."""
+    """Return the number of leading items that are equal."""
     length = 0
     for one, other in zip(first, second, strict=False):
         if one != other:

@@ -1,1 +1,1 @@
-"""Checks on deploy/: what the schema of a manifest cannot know. Each check returns problems as single lines."""
+"""Checks of deploy/ that go beyond the manifests' schemas. Each check returns problems as single lines."""

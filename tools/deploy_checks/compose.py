@@ -1,5 +1,7 @@
-"""Cross-checks of the compose file: variables, references between services, and the rules of this project. Pure: the
-parsed file and the text of .env.example in, problems out. The schema is checked by check-jsonschema."""
+"""Cross-checks of the compose file: variables, references between services, and the rules of this project. Pure.
+
+Input are the parsed file and the text of .env.example. The schema is checked by check-jsonschema.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,16 @@ from typing import Any
 from tools.deploy_checks import service_environment as services
 
 Object = dict[str, Any]
-# ${NAME}, ${NAME:-default} and so on; $$ is a dollar.
+# ${NAME}, ${NAME:-default} and so on; $$ is an escaped dollar sign.
 VARIABLE = re.compile(r"\$(?:(?P<escaped>\$)|\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\})")
-# Read by Compose itself.
+# Variables that Compose itself reads.
 OWN_VARIABLES = {"COMPOSE_PROFILES", "COMPOSE_FILE"}
 # Services without a health check, and why.
-UNPROBED = {"otel-collector": "its image holds nothing that could ask"}
+UNPROBED = {"otel-collector": "its image has no program that could probe it"}
 
 
 def example_env(text: str) -> tuple[dict[str, str], list[str]]:
-    """(variables of an .env file, problems): each must have a comment in the lines above it."""
+    """Return (variables of an .env file, problems): each variable must have a comment above it, in the same paragraph."""
     variables: dict[str, str] = {}
     problems = []
     explained = False
@@ -37,7 +39,7 @@ def example_env(text: str) -> tuple[dict[str, str], list[str]]:
 
 
 def interpolate(value: Any, variables: dict[str, str]) -> Any:
-    """`value` with ${...} replaced as Compose does."""
+    """Return `value` with ${...} replaced as Compose does."""
     if isinstance(value, str):
         return VARIABLE.sub(lambda m: "$" if m["escaped"] else variables.get(m["name"]) or m["default"] or "", value)
     if isinstance(value, list):
@@ -48,8 +50,8 @@ def interpolate(value: Any, variables: dict[str, str]) -> Any:
 
 
 def merge(below: Any, above: Any, key: str = "") -> Any:
-    """Two compose files as one: mappings are merged, commands and tests replaced, volumes replaced by where they are mounted, and
-    other lists joined. Source: the Compose specification, 13-merge."""
+    """Merge two compose files: mappings are merged, commands and tests replaced, volumes replaced if they have the same mount
+    point, and other lists joined. Source: the Compose specification, 13-merge."""
     if isinstance(below, dict) and isinstance(above, dict):
         both = {name: merge(below[name], above[name], name) for name in below.keys() & above.keys()}
         return {**below, **above, **both}
@@ -62,8 +64,8 @@ def merge(below: Any, above: Any, key: str = "") -> Any:
 
 
 def check(raw: Object, example: str, secret_files: set[str], optional: str = "") -> list[str]:
-    """All problems of a compose file. `secret_files` are the names of files that make-secrets.sh makes; variables may also be
-    used in the text of `optional` files alone."""
+    """Return all problems of a compose file. `secret_files`: names of the files that make-secrets.sh creates. `optional`: text of
+    further files; a variable of .env.example may be used there alone."""
     variables, problems = example_env(example)
     problems += _variables(raw, variables, optional)
     project = interpolate(raw, variables)
@@ -148,7 +150,8 @@ def _rules(name: str, service: Object) -> Iterator[str]:
 
 
 def _cut_off(name: str, service: Object) -> Iterator[str]:
-    """A service that lets what runs end must live that long after it is told to stop."""
+    """Yield a problem if the service's drain time is not shorter than its grace period, so that it would be killed while it
+    drains."""
     told = [str(service.get("environment", {}).get("POINTSMAN_GATEWAY_DRAIN_TIMEOUT_S", "0"))]
     told += [word.partition("=")[2] for word in _command(service) if word.startswith("--shutdown-timeout=")]
     needed, grace = max(map(int, told)), str(service.get("stop_grace_period", "10s"))
@@ -157,7 +160,7 @@ def _cut_off(name: str, service: Object) -> Iterator[str]:
 
 
 def names(name: str, service: Object) -> Iterator[str]:
-    """The names by which other services reach this one."""
+    """Yield the host names by which other services reach this one."""
     yield name
     networks = service.get("networks", [])
     if isinstance(networks, dict):
@@ -166,12 +169,12 @@ def names(name: str, service: Object) -> Iterator[str]:
 
 
 def by_name(project: Object, host: str) -> list[Object]:
-    """The services that answer to `host`: several where profiles give one name to different ones."""
+    """Return the services that `host` names; several if services of different profiles share a name."""
     return [service for name, service in project["services"].items() if host in names(name, service)]
 
 
 def mounted_files(project: Object) -> Iterator[tuple[str, str]]:
-    """(service, path beside the compose file) of every file and folder of the repository that is mounted."""
+    """Yield (service, path relative to the compose file) of every mounted file and folder of the repository."""
     for name, service in project["services"].items():
         for volume in service.get("volumes", []):
             if volume.startswith("."):

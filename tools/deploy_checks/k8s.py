@@ -1,5 +1,5 @@
-"""Cross-checks between the objects of a rendered kustomization: names, ports, selectors, references, and the rules of
-this project for containers. Pure: objects in, problems out."""
+"""Cross-checks between the objects of a rendered kustomization: names, ports, selectors, references, and the rules of this
+project for containers. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tools.deploy_checks import service_environment as services
 Object = dict[str, Any]
 WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet")
 # Containers that may write to their own file system, and why.
-WRITABLE = {"vllm": "compiled kernels go to the home folder"}
-# What engines are scaled on, the labels in a query for it, and what Kubernetes takes as a label's value.
+WRITABLE = {"vllm": "it writes compiled kernels to the home folder"}
+# The metric that engines are scaled on, a pattern of the labels in its query, and the pattern of a label value in Kubernetes.
 BACKLOG = "pointsman_router_backlog_seconds"
 QUERY_LABEL = re.compile(r'(\w+)="([^"]*)"')
 LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
@@ -23,7 +23,7 @@ LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 
 @dataclass(frozen=True)
 class Container:
-    """A container with its pod template and the objects that it may refer to."""
+    """A container with its pod template and the names of its workload's volume claim templates."""
 
     where: str
     spec: Object
@@ -32,7 +32,7 @@ class Container:
 
 
 def check(objects: list[Object]) -> list[str]:
-    """All problems of a rendered kustomization."""
+    """Return all problems of a rendered kustomization."""
     problems = [*_names(objects), *_routers_named(objects)]
     for workload in _workloads(objects):
         problems += _workload(workload, objects)
@@ -55,7 +55,7 @@ def check(objects: list[Object]) -> list[str]:
 
 
 def containers(workload: Object) -> Iterator[Container]:
-    """The containers of a workload, init containers included."""
+    """Yield the containers of a workload, including init containers."""
     pod = workload["spec"]["template"]["spec"]
     claims = frozenset(_name(claim) for claim in workload["spec"].get("volumeClaimTemplates", []))
     for spec in [*pod.get("initContainers", []), *pod["containers"]]:
@@ -69,11 +69,12 @@ def _names(objects: list[Object]) -> Iterator[str]:
     namespaces = {_name(o) for o in _of(objects, "Namespace")}
     for o in objects:
         if o["kind"] != "Namespace" and o["metadata"].get("namespace") not in namespaces:
-            yield f"{_id(o)}: namespace {o['metadata'].get('namespace')} is not made here"
+            yield f"{_id(o)}: namespace {o['metadata'].get('namespace')} is not defined here"
 
 
 def _routers_named(objects: list[Object]) -> Iterator[str]:
-    """Agents report to every router, and gateways may ask any: whoever dials routers names all of them."""
+    """Yield a problem for each router that a list of routers does not name: agents report to all routers, gateways may use
+    any."""
     replicas = {
         f"{_name(w)}-{n}" for w in _workloads(objects) if _name(w) == "router" for n in range(w["spec"]["replicas"])
     }
@@ -122,7 +123,8 @@ def _workload(workload: Object, objects: list[Object]) -> Iterator[str]:
 
 
 def _cut_off(workload: Object, objects: list[Object]) -> Iterator[str]:
-    """A pod must live until its containers have let what runs end: the pause before SIGTERM, and what they drain for after it."""
+    """Yield a problem for each container whose pause before SIGTERM and drain time after it are not shorter than the pod's grace
+    period."""
     grace = workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     for container in containers(workload):
         needed = pause_s(container) + drain_s(container, objects)
@@ -131,13 +133,13 @@ def _cut_off(workload: Object, objects: list[Object]) -> Iterator[str]:
 
 
 def pause_s(container: Container) -> int:
-    """For how long the container's pre-stop hook sleeps, in seconds."""
+    """Return how long the container's pre-stop hook sleeps, in s."""
     hook = container.spec.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
     return int(hook[1]) if hook[:1] == ["sleep"] else 0
 
 
 def drain_s(container: Container, objects: list[Object]) -> int:
-    """For how long the container lets requests end after SIGTERM, in seconds: a gateway's or an engine's."""
+    """Return how long the container (a gateway or an engine) drains requests after SIGTERM, in s."""
     env, _, _ = environment(container, objects)
     told = [env.get("POINTSMAN_GATEWAY_DRAIN_TIMEOUT_S", "0")]
     told += [
@@ -168,7 +170,8 @@ def _container(container: Container, objects: list[Object]) -> list[str]:
 
 
 def _split(container: Container, env: Mapping[str, str]) -> Iterator[str]:
-    """An engine that is split over more or fewer GPUs than it gets does not start, or wastes the others."""
+    """Yield a problem if an engine's TENSOR_PARALLEL_SIZE is not its number of GPUs: it would not start, or not use all of
+    them."""
     split = env.get("TENSOR_PARALLEL_SIZE")
     for kind in ("requests", "limits"):
         gpus = container.spec.get("resources", {}).get(kind, {}).get("nvidia.com/gpu")
@@ -218,7 +221,7 @@ def _mounts(container: Container) -> Iterator[str]:
 
 
 def environment(container: Container, objects: list[Object]) -> tuple[dict[str, str], set[str], list[str]]:
-    """(variables with their values expanded, variables that come from secrets or from the pod, problems)."""
+    """Return (variables with expanded values, variables whose value is from a secret or the pod, problems)."""
     env: dict[str, str] = {}
     unknown: set[str] = set()
     problems = []
@@ -285,7 +288,7 @@ def _check_environment(container: Container, env: dict[str, str], secret: set[st
         if host in ("127.0.0.1", "localhost"):
             reachable = port in beside
         else:
-            # NAME, or for one pod of a headless Service POD.NAME.NAMESPACE.svc; or a port of the container's own node.
+            # A host is NAME, POD.NAME.NAMESPACE.svc for one pod of a headless Service, or the container's own node.
             reachable = any((part, port) in offered for part in host.split(".")[:2])
             reachable = reachable or (host in on_node and port in node_ports)
         if not reachable:
@@ -336,7 +339,7 @@ def _network_policy(policy: Object, objects: list[Object]) -> Iterator[str]:
     ports = {port for workload in chosen for port in _port_names(workload)}
     for rule in spec.get("ingress", []):
         for port in rule.get("ports", []):
-            # A range is of ports that are drawn, which nobody can declare.
+            # A range is for ports that are chosen at random, which no container can declare.
             if port["port"] not in ports and "endPort" not in port:
                 yield f"{where}: port {port['port']} is not a port of what it selects"
         for peer in rule.get("from", []):
@@ -355,7 +358,8 @@ def _autoscaler(scaler: Object, objects: list[Object]) -> Iterator[str]:
 
 
 def _backlog_asked_for(scaler: Object, objects: list[Object]) -> Iterator[str]:
-    """Problems of an autoscaler of engines that asks for a series that nobody tells: it would never scale, and say nothing."""
+    """Yield the problems of an autoscaler that queries a series that no router exports: it would never scale, without an
+    error."""
     engines = [o for o in _of(objects, "ConfigMap") if "SERVED_MODEL_NAME" in o.get("data", {})]
     served = {o["data"]["SERVED_MODEL_NAME"] for o in engines}
     for trigger in scaler["spec"].get("triggers", []):
@@ -397,7 +401,7 @@ def _port_names(workload: Object) -> set[str | int]:
 
 
 def _pod_labels(workload: Object) -> Iterator[dict[str, str]]:
-    """The labels of a workload's pods: a StatefulSet gives each its own name as one more."""
+    """Yield the labels of a workload's pods; each pod of a StatefulSet also has its name as a label."""
     labels = workload["spec"]["template"]["metadata"]["labels"]
     yield labels
     if workload["kind"] == "StatefulSet":

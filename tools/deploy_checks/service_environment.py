@@ -1,4 +1,4 @@
-"""What a container of one of our images is told, held against the settings class of the service it runs."""
+"""Checks the environment of a container of the project's images against the settings class of the service that it runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings
 
-# Subcommand of `pointsman` -> where its settings are.
+# Subcommand of `pointsman` -> module of its settings class.
 MODULES = {
     "router": "pointsman.router.io.settings",
     "agent": "pointsman.agent.io.settings",
     "gateway": "pointsman.gateway.io.settings",
     "emulate": "pointsman.lab.emulator.emulated_engine",
 }
-# Subcommand -> the tokens it must find in POINTSMAN_TOKEN_DIR.
+# Subcommand -> the token files that it needs in POINTSMAN_TOKEN_DIR.
 TOKENS = {
     "router": ("agent", "gateway", "operator", "observer"),
     "agent": ("agent",),
@@ -28,14 +28,14 @@ TOKENS = {
     "emulate": (),
 }
 TOKEN_DIR = "POINTSMAN_TOKEN_DIR"
-# Image -> the subcommand whose packages it has.
+# Image -> the subcommand whose packages the image has.
 IMAGES = {
     "pointsman-router": "router",
     "pointsman-agent": "agent",
     "pointsman-gateway": "gateway",
     "pointsman-lab": "emulate",
 }
-# Fields that hold addresses of other services.
+# Settings that contain addresses of other services.
 DIALED_SETTINGS = ("routers", "engines", "redis_url")
 
 
@@ -48,17 +48,17 @@ class ServiceEnvironment:
     image: str
     env: Mapping[str, str]
     files: frozenset[str] = field(default_factory=frozenset)
-    # Variables that are set at run time from a secret, so that only their names are known.
+    # Variables whose values are set at run time, as from a secret; only their names are known.
     secret: frozenset[str] = field(default_factory=frozenset)
 
 
 def subcommand_of(image: str) -> str:
-    """The subcommand that one of our images is for, "" for other images."""
+    """Return the subcommand that one of the project's images is for, "" for other images."""
     return IMAGES.get(image.rpartition("/")[2].partition(":")[0], "")
 
 
 def settings_of(command: str) -> type[BaseSettings]:
-    """The settings class of a subcommand. Raises LookupError with the reason when there is none."""
+    """Return the settings class of a subcommand. Raises LookupError with the reason if there is none."""
     try:
         module = importlib.import_module(MODULES[command])
     except (KeyError, ImportError) as error:
@@ -71,7 +71,7 @@ def settings_of(command: str) -> type[BaseSettings]:
 
 
 def check(told: ServiceEnvironment) -> list[str]:
-    """Problems with what a service is told: unknown variables, values its settings refuse, missing tokens."""
+    """Return the problems of a service's environment: a wrong image, unknown variables, invalid values, and missing files."""
     try:
         settings = settings_of(told.command)
     except LookupError as error:
@@ -106,20 +106,21 @@ def check(told: ServiceEnvironment) -> list[str]:
 
 
 def listens(told: ServiceEnvironment) -> Iterator[tuple[str, int]]:
-    """(variable, port) of every address that the service is told to listen on."""
+    """Yield (variable, port) of every address that the service listens on."""
     for name, value in told.env.items():
         if name.endswith("LISTEN") and value:
             yield name, int(value.rpartition(":")[2])
 
 
 def dialed_addresses(told: ServiceEnvironment) -> Iterator[tuple[str, str, int]]:
-    """(variable, host, port) of every address of another service in the environment, as the settings read them."""
+    """Yield (variable, host, port) of every address of another service in the environment, as the settings parse it; nothing if
+    the settings are invalid."""
     settings = settings_of(told.command)
     with _environment(told.env):
         try:
             loaded = settings()
         except (ValidationError, ValueError):
-            return  # check() tells.
+            return  # check() reports the error.
     for name in DIALED_SETTINGS:
         value = getattr(loaded, name, None)
         for address in value if isinstance(value, list) else []:

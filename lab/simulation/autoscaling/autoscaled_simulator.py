@@ -1,4 +1,4 @@
-"""A simulation whose fleet a HorizontalPodAutoscaler sizes, as a StatefulSet with podManagementPolicy Parallel. Pure."""
+"""A simulation whose fleet is scaled by a HorizontalPodAutoscaler, as a StatefulSet with podManagementPolicy Parallel. Pure."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from pointsman.lab.simulation.simulator import MODEL
 from pointsman.lab.workload.session_starts import Session
 from pointsman.lab.workload.traces import TraceRequest
 
-# Prometheus reads as often as the autoscaler syncs, at another moment: a figure is half of the time between old in the mean.
+# Age of a figure when the autoscaler reads it, s. Prometheus scrapes at the same interval as the autoscaler syncs, at another
+# moment, so the mean age is half of the interval.
 FIGURE_AGE_S = SYNC_EVERY_S / 2
 
 
 @dataclass
 class InstanceLife:
-    """One instance, from when it was wanted (s): it is paid for from then on until it is gone (None: it is not). `ready_at` is
-    None before it answers."""
+    """One instance. It is paid for from `wanted_at` until `gone_at` (s; None: it is not gone). `ready_at` is None before it can
+    answer requests."""
 
     name: str
     wanted_at: float
@@ -34,13 +35,13 @@ class InstanceLife:
     gone_at: float | None = None
 
     def paid_s(self, until: float) -> float:
-        """How long it was paid for before `until`, in s."""
+        """Return the time for which the instance was paid before `until`, in s."""
         return max(min(until, until if self.gone_at is None else self.gone_at) - self.wanted_at, 0.0)
 
 
 @dataclass(frozen=True)
 class Sync:
-    """One sync of the autoscaler: the signal's figure, how many replicas were wanted before, how many are after."""
+    """One sync of the autoscaler: the signal's figure, and the number of wanted replicas before and after."""
 
     at: float
     figure: float | None
@@ -49,8 +50,8 @@ class Sync:
 
 
 class AutoscaledSimulator(ResizableSimulator):
-    """It begins with the configuration's instances, named i0, i1, ... Those with the highest numbers go first. `lives` and
-    `syncs` tell what became of the fleet."""
+    """It starts with the configuration's instances, named i0, i1, ... Instances with the highest numbers are removed first.
+    `lives` and `syncs` record the changes of the fleet."""
 
     def __init__(
         self,
@@ -60,8 +61,8 @@ class AutoscaledSimulator(ResizableSimulator):
         signal: Signal,
         startup_s: float,
     ) -> None:
-        """`startup_s` pass from an instance's pod to its first answer: image, weights, compiling. Raises as ResizableSimulator
-        does."""
+        """`startup_s` is the time from the creation of an instance's pod to its first answer: image, weights, compiling. Raises
+        as ResizableSimulator does."""
         super().__init__(trace, config, settings.max_replicas)
         self._settings = settings
         self._signal = signal
@@ -74,8 +75,8 @@ class AutoscaledSimulator(ResizableSimulator):
         self.syncs: list[Sync] = []
 
     def run_until(self, end_s: float) -> list[RequestRecord]:
-        """The records of the requests that have ended by `end_s`: a fleet that is too small need not end what it has. Instead of
-        run(), and once."""
+        """Run until `end_s`; return the records of the requests that have ended. A fleet that is too small may never answer all
+        requests. To be called once, instead of run()."""
         self._begin()
         self._clients.start()
         while not self._clients.done and self._event_queue.next_time <= end_s:
@@ -103,7 +104,8 @@ class AutoscaledSimulator(ResizableSimulator):
         self._start_missing(now)
 
     def _start_missing(self, now: float) -> None:
-        """A name is free again when its last pod is gone, not when that begins to leave."""
+        """Start the instances that are wanted and do not exist. A name is free again when its pod is gone, not while it
+        leaves."""
         for number in range(self._replicas):
             name = _name(number)
             if name not in self._present and name not in self._starting:

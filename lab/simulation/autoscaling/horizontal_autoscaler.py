@@ -1,8 +1,8 @@
-"""Kubernetes' HorizontalPodAutoscaler for one external metric: how many replicas, from its figure. Pure.
+"""Kubernetes' HorizontalPodAutoscaler for one external metric: computes the number of replicas from its figure. Pure.
 
 Source: kubernetes, pkg/controller/podautoscaler/horizontal.go and replica_calculator.go; its documentation, "Horizontal Pod
-Autoscaling", "Algorithm details" and "Configurable scaling behavior". KEDA makes such an object of each ScaledObject, and only
-answers what it asks.
+Autoscaling", "Algorithm details" and "Configurable scaling behavior". KEDA creates such an object for each ScaledObject, and only
+provides its metric.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from typing import Any, Literal
 
 import msgspec
 
-# The controller's defaults: --horizontal-pod-autoscaler-tolerance and --horizontal-pod-autoscaler-sync-period (s).
+# Ratio by which the metric may differ from its target without a change; --horizontal-pod-autoscaler-tolerance, the default.
 TOLERANCE = 0.1
+# Interval between syncs, s; --horizontal-pod-autoscaler-sync-period, the default.
 SYNC_EVERY_S = 15.0
 
 TargetType = Literal["Value", "AverageValue"]
 
 
 class ManifestError(ValueError):
-    """A manifest that says something else than what is modelled here; the message names the field."""
+    """A manifest that differs from what is modelled here; the message names the field."""
 
 
 class RatePolicy(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """At most so many replicas, or so many percent of those at its beginning, come or go within a period (s)."""
+    """Maximum number of replicas, or percentage of the replicas at the period's beginning, that are added or removed in a period
+    (s)."""
 
     type: Literal["Pods", "Percent"]
     value: int
@@ -35,14 +37,15 @@ class RatePolicy(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
 
 
 class ScalingRules(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """One direction: the safest proposal of the window (s) counts, and of the policies the one that allows most."""
+    """The rules of one direction. Of the proposals within the window (s) the safest one counts, and of the policies the one that
+    allows most."""
 
     stabilization_window_seconds: float
     policies: tuple[RatePolicy, ...]
 
 
 class ScalingBehavior(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Both directions."""
+    """The rules of both directions."""
 
     scale_up: ScalingRules
     scale_down: ScalingRules
@@ -50,8 +53,8 @@ class ScalingBehavior(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
 
 @dataclass(frozen=True)
 class AutoscalerSettings:
-    """What one metric may do to a fleet. `target`, in the metric's unit, is for the metric as it is ("Value") or for its share of
-    one replica ("AverageValue")."""
+    """The settings of an autoscaler with one metric. `target` is in the metric's unit: for the metric itself ("Value"), or for
+    the metric divided by the replicas ("AverageValue")."""
 
     min_replicas: int
     max_replicas: int
@@ -61,13 +64,13 @@ class AutoscalerSettings:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= self.max_replicas:
-            raise ManifestError(f"replicas: {self.min_replicas} to {self.max_replicas} is no range from 1 on")
+            raise ManifestError(f"replicas: {self.min_replicas} to {self.max_replicas} is not a range from 1 on")
         if self.target <= 0:
             raise ManifestError(f"target: {self.target:g} is not above 0")
 
 
 def settings_of_hpa(manifest: Mapping[str, Any]) -> AutoscalerSettings:
-    """Those of a HorizontalPodAutoscaler (autoscaling/v2) with one external metric. Raises ManifestError."""
+    """Return the settings of a HorizontalPodAutoscaler (autoscaling/v2) with one external metric. Raises ManifestError."""
     try:
         spec = manifest["spec"]
         [metric] = spec["metrics"]
@@ -85,12 +88,12 @@ def settings_of_hpa(manifest: Mapping[str, Any]) -> AutoscalerSettings:
 
 
 def settings_of_scaled_object(manifest: Mapping[str, Any]) -> AutoscalerSettings:
-    """Those of a ScaledObject (keda.sh/v1alpha1) with one Prometheus trigger. Raises ManifestError."""
+    """Return the settings of a ScaledObject (keda.sh/v1alpha1) with one Prometheus trigger. Raises ManifestError."""
     try:
         spec = manifest["spec"]
         [trigger] = spec["triggers"]
         behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
-        # KEDA's own default of the metric's type.
+        # The default is KEDA's.
         kind = trigger.get("metricType", "AverageValue")
         return _settings(
             spec["minReplicaCount"], spec["maxReplicaCount"], trigger["metadata"]["threshold"], kind, behavior
@@ -106,18 +109,18 @@ def _settings(least: int, most: int, target: str, kind: str, behavior: object) -
 
 
 class HorizontalAutoscaler:
-    """The controller of one fleet. It remembers what it proposed and what it changed, as far as its windows reach."""
+    """The controller of one fleet. It remembers its proposals and changes for the length of its windows."""
 
     def __init__(self, settings: AutoscalerSettings, replicas: int, now: float) -> None:
-        """`replicas` are there when it begins, at `now` (s): they count as its first proposal."""
+        """`replicas` is the number of replicas at the beginning, `now` (s). It counts as the first proposal."""
         self.settings = settings
         self._proposals: deque[tuple[float, int]] = deque([(now, replicas)])
-        # (when, how many came; negative: went)
+        # (time, change of the number of replicas)
         self._changes: deque[tuple[float, int]] = deque()
 
     def replicas(self, figure: float | None, current: int, ready: int, now: float) -> int:
-        """How many replicas there shall be, by the metric's `figure` (None: there is none), of which `current` are wanted and
-        `ready` answer, at `now` (s, not before the last call's). To be called at each sync. Mutates.
+        """Return the number of replicas to have, computed from the metric's `figure` (None: unknown). `current` is the number of
+        wanted replicas, `ready` that of ready ones. To be called at each sync; `now` (s) must not decrease. Mutates.
 
         ratio    = figure / target, or figure / (target x current) of an AverageValue
         proposal = current where |1 - ratio| <= TOLERANCE, else ceil(ratio x ready), or ceil(figure / target)
@@ -173,5 +176,5 @@ class HorizontalAutoscaler:
         return before - policy.value if policy.type == "Pods" else int(before * (1 - policy.value / 100))
 
     def _before(self, policy: RatePolicy, current: int, now: float) -> int:
-        """How many there were when the policy's period began."""
+        """Return the number of replicas at the beginning of the policy's period."""
         return current - sum(change for at, change in self._changes if at > now - policy.period_seconds)

@@ -1,4 +1,4 @@
-"""Whether a fleet was scaled in time: TTFT p90 in a moving window beside the moments of decision. Pure."""
+"""Measures whether a fleet was scaled in time: TTFT p90 in a moving window, and the times of the decisions. Pure."""
 
 from __future__ import annotations
 
@@ -12,33 +12,38 @@ from pointsman.lab.report.request_record import RequestRecord
 from pointsman.lab.simulation.autoscaling.autoscaled_simulator import AutoscaledSimulator
 from pointsman.lab.workload.session_starts import Ramp
 
+# Length of the moving window, s.
 WINDOW_S = 120.0
+# Distance between the ends of two windows, s.
 GRID_S = 5.0
-# What counts as the end of a ramp: the load has stayed the same before, where it is longer.
+# Length of the last part of a run, s. In a longer run the load is constant before it.
 LAST_S = 300.0
 
 
 @dataclass(frozen=True)
 class TtftWindows:
-    """TTFT of a run by the moment of the first token, in s, as a scraped histogram has them: in the order of `moments`."""
+    """TTFTs of a run, in s, by the time of the first token, as in a scraped histogram; in the order of `moments`."""
 
     moments: Sequence[float]
     ttft_s: Sequence[float]
 
     @classmethod
     def of(cls, records: Sequence[RequestRecord]) -> TtftWindows:
-        """Those of the complete answers."""
+        """Return the TTFTs of the complete answers."""
         seen = sorted((one.t_send + one.ttft_s, one.ttft_s) for one in records if one.ok and one.ttft_s is not None)
         return cls([at for at, _ in seen], [ttft_s for _, ttft_s in seen])
 
     def p90(self, since: float, until: float) -> float:
-        """Of the first tokens after `since` and up to `until` (s), in s; NaN where there are none."""
+        """Return the TTFT p90 of the first tokens after `since` and up to `until` (s), in s; NaN if there are none."""
         part = self.ttft_s[bisect_right(self.moments, since) : bisect_right(self.moments, until)]
         return float(np.percentile(part, 90)) if part else float("nan")
 
     def exceeded_at(self, limit_s: float, since: float, until: float) -> float | None:
-        """The first moment from `since` on, on a grid of GRID_S, from which the p90 of the last WINDOW_S is above `limit_s` in
-        all windows for WINDOW_S: so is then that of two windows with no request in common. All of it before `until`, in s."""
+        """Return the first time (s) from `since` on from which the p90 of the last WINDOW_S is above `limit_s` for WINDOW_S.
+
+        Times are on a grid of GRID_S. After WINDOW_S two windows with no request in common were above the limit. None if there is
+        no such time whose WINDOW_S end by `until`.
+        """
         started: float | None = None
         for now in self._grid(since, until):
             if not self.p90(now - WINDOW_S, now) > limit_s:
@@ -50,11 +55,11 @@ class TtftWindows:
         return None
 
     def worst_p90(self, since: float, until: float) -> float:
-        """The highest p90 of a window that ends between these moments (s), in s."""
+        """Return the highest p90 of the windows that end between these times (s), in s."""
         return max(self.p90(now - WINDOW_S, now) for now in self._grid(since, until))
 
     def exceeded_share(self, limit_s: float, since: float, until: float) -> float:
-        """The share of the windows that end between these moments (s) whose p90 is above `limit_s`, 0 to 1."""
+        """Return the share of the windows that end between these times (s) whose p90 is above `limit_s`, 0 to 1."""
         grid = self._grid(since, until)
         return sum(self.p90(now - WINDOW_S, now) > limit_s for now in grid) / len(grid)
 
@@ -65,10 +70,10 @@ class TtftWindows:
 
 @dataclass(frozen=True)
 class ScalingOutcome:
-    """What became of a fleet on a ramp. Moments are in s after the rise began, None where there was none; TTFT p90 is told as a
-    ratio to that of before, what was paid as one to instances x time of the fleet at the beginning.
+    """The result of scaling a fleet on a ramp. Times are in s after the start of the rise; None if there was none. TTFT p90 is a
+    ratio to the p90 before. Paid time is a ratio to the paid time of the initial fleet.
 
-    `decided_s`: the first decision for more instances. `doubled_s`: TTFT p90 doubled, and stayed so (TtftWindows.exceeded_at).
+    `decided_s`: the first decision for more instances. `doubled_s`: TTFT p90 doubled, and remained so (TtftWindows.exceeded_at).
     `early` counts the decisions for more instances before the rise.
     """
 
@@ -85,14 +90,14 @@ class ScalingOutcome:
 
     @property
     def in_time(self) -> bool:
-        """Whether TTFT p90 never doubled, or not before the decision."""
+        """Whether TTFT p90 never doubled, or doubled after the decision."""
         return self.doubled_s is None or (self.decided_s is not None and self.decided_s < self.doubled_s)
 
 
 def outcome_of(
     simulator: AutoscaledSimulator, records: Sequence[RequestRecord], ramp: Ramp, settle_s: float, p90_before_s: float
 ) -> ScalingOutcome:
-    """Of a run until `ramp.end_s`, whose first `settle_s` do not count; `p90_before_s` is what TTFT is compared to."""
+    """Return the outcome of a run until `ramp.end_s`, without its first `settle_s`. `p90_before_s` is the TTFT of reference."""
     windows, rise_at, end = TtftWindows.of(records), ramp.before_s, ramp.end_s
     ups = [sync.at for sync in simulator.syncs if sync.after > sync.before]
     decided = next((at for at in ups if at >= rise_at), None)

@@ -1,4 +1,4 @@
-"""A simulation whose instances come and go. Pure."""
+"""A simulation to which instances can be added, and from which they can be removed. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pointsman.router.core import events_and_effects as ev
 
 
 class ResizableSimulator(Simulator):
-    """A Simulator of one pool with one router, to which instances can be added, and from which they can be removed."""
+    """A Simulator of one pool with one router, with a fleet that can grow and shrink."""
 
     def __init__(
         self,
@@ -23,26 +23,25 @@ class ResizableSimulator(Simulator):
         max_instances: int,
         on_sample: Callable[[InstanceSample], None] | None = None,
     ) -> None:
-        """There are never more than `max_instances`. Raises SimulationError for several pools or routers, SettingError for an
-        unknown policy or setting."""
+        """`max_instances` is the maximum number of instances at any time. Raises SimulationError for several pools or routers,
+        and SettingError for an unknown policy or setting."""
         for name in ("pools", "routers"):
             if getattr(config, name) != 1:
-                raise SimulationError(f"{name}: only one can be resized, not {getattr(config, name)}")
+                raise SimulationError(f"{name}: must be 1 in a simulation with resizing, not {getattr(config, name)}")
         super().__init__(trace, config, on_sample, max_instances)
-        # Instances that get nothing new, with what to do once they are gone.
+        # Instances that get no new requests, with the function to call when they are gone.
         self._leaving: dict[str, Callable[[float], None]] = {}
 
     def join(self, name: str, now: float) -> None:
-        """A new instance answers from now on; its cache is empty. Mutates."""
+        """Add an instance with an empty cache, which answers requests from now on. Mutates."""
         self.routers.deliver_to_all(self._fleet.add(name, MODEL), now)
         self._fleet.instances[name].report_load(now)
 
     def leave(self, name: str, now: float, on_gone: Callable[[float], None]) -> None:
-        """An instance gets nothing new from now on, and is gone when its last request has ended, if it has any: then `on_gone`
-        is told the moment. Mutates.
+        """Stop placing on an instance, and remove it when its last request has ended. Then call `on_gone` with the time. Mutates.
 
-        As a pod's end is: what runs ends first. There the router may place on it for POINTSMAN_ROUTER_LOST_INSTANCE_S more,
-        during which the preStop hook keeps the engine open; here a drain keeps it from doing so at once.
+        As at a pod's end, running requests end first. In production the router may still place on the pod for
+        POINTSMAN_ROUTER_LOST_INSTANCE_S, while the preStop hook keeps the engine open. Here a drain prevents that at once.
         """
         assert name in self.answering, name
         self._leaving[name] = on_gone
@@ -51,7 +50,7 @@ class ResizableSimulator(Simulator):
 
     @property
     def answering(self) -> list[str]:
-        """The instances that are placed on."""
+        """The instances on which requests are placed."""
         return [name for name in self._fleet.instances if name not in self._leaving]
 
     def _tell_drains(self, now: float) -> None:
@@ -63,13 +62,13 @@ class ResizableSimulator(Simulator):
             if self._has_requests(name):
                 continue
             on_gone = self._leaving.pop(name)
-            # The agent's word before the drain's end: nothing is placed in between.
+            # The agent's goodbye is sent before the drain's end, so that no request is placed in between.
             self.routers.deliver_to_all(self._fleet.remove(name), now)
             self._tell_drains(now)
             on_gone(now)
 
     def _has_requests(self, name: str) -> bool:
-        """Whether a request runs there, is on its way there, or may yet come there by a later step of its plan."""
+        """Return whether a request runs there, is on its way there, or may go there by a later step of its plan."""
         if self.router.reservations.counters(name).num_requests:
             return True
         return any(_concerns(running, name) for running in self._gateway.requests.values())

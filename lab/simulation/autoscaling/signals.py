@@ -1,4 +1,4 @@
-"""What a fleet may be scaled on: figures of one moment, as Prometheus would read them. Pure."""
+"""Signals that a fleet may be scaled on: figures of one moment, as Prometheus would read them. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pointsman.router.core.analysis.pool_backlog import PoolBacklogs
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import Load
 
-# (the pool's owner, the pool, its engines' own figures, now in s): the figure, or None where there is none.
+# (the pool's owner, the pool, its engines' loads, now in s): returns the figure, or None if there is none.
 Signal = Callable[[RouterState, str, Sequence[Load], float], float | None]
 
 
@@ -22,25 +22,25 @@ def backlog_seconds(router: RouterState, pool: str, loads: Sequence[Load], now: 
 
 
 def requests_waiting(router: RouterState, pool: str, loads: Sequence[Load], now: float) -> float | None:
-    """`sum(vllm:num_requests_waiting)`: what vLLM's production-stack scales on where nothing else is set
-    (helm/templates/scaledobject-vllm.yaml), by a threshold of 5 for each replica."""
+    """`sum(vllm:num_requests_waiting)`: the default signal of vLLM's production-stack (helm/templates/scaledobject-vllm.yaml),
+    with a threshold of 5 for each replica."""
     return float(sum(load.waiting for load in loads))
 
 
 def kv_usage(router: RouterState, pool: str, loads: Sequence[Load], now: float) -> float | None:
-    """`avg(vllm:kv_cache_usage_perc)`, 0 to 1: the other figure that KServe's and llm-d's guides scale on."""
+    """`avg(vllm:kv_cache_usage_perc)`, 0 to 1: the other signal in KServe's and llm-d's guides."""
     return sum(load.kv_usage for load in loads) / len(loads) if loads else None
 
 
 class AverageOverTime:
-    """`avg_over_time` of another signal: the mean of its last `readings` figures, as far as there are any."""
+    """`avg_over_time` of another signal: the mean of its last `readings` figures, or of all if there are fewer."""
 
     def __init__(self, signal: Signal, readings: int) -> None:
         self._signal = signal
         self._last: deque[float] = deque(maxlen=readings)
 
     def __call__(self, router: RouterState, pool: str, loads: Sequence[Load], now: float) -> float | None:
-        """The mean with the figure of now. Mutates."""
+        """Return the mean including the present figure. Mutates."""
         if (figure := self._signal(router, pool, loads, now)) is not None:
             self._last.append(figure)
         return sum(self._last) / len(self._last) if self._last else None
