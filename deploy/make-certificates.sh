@@ -1,14 +1,14 @@
 #!/bin/sh
-# Makes an authority and certificates signed by it, for those who have none, in the folder given: for each of redis, router,
-# gateway, agent and operator a folder with ca.pem, cert.pem and key.pem, good for the service's name and for this machine.
-# What exists is kept; delete a folder and run it again to renew that certificate, which is valid for a year.
+# Creates an authority and certificates signed by it in the given folder, for those who have no authority. Each of redis, router,
+# gateway, agent and operator gets a folder with ca.pem, cert.pem and key.pem, valid for the service's name and for this machine.
+# Existing files are kept. Certificates are valid for a year; to renew one, delete its folder and run this script again.
 #   ./make-certificates.sh compose/tls                   for compose/tls.yaml
 #   ./make-certificates.sh k8s/components/tls/tls        for k8s/components/tls
 set -eu
 [ $# -eq 1 ] || { echo "usage: $0 FOLDER" >&2; exit 2; }
 umask 022
 mkdir -p "$1/authority"
-# As with the secrets: the folders are closed and the files readable, since services run as other users.
+# As with the secrets, the folder is closed and its files are readable, because services run as other users.
 chmod 700 "$1"
 ca="$1/authority"
 new_key() { openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes "$@" 2> /dev/null; }
@@ -20,7 +20,7 @@ for name in redis router gateway agent operator; do
   cp "$ca/ca.pem" "$1/$name/ca.pem"
   new_key -keyout "$1/$name/key.pem" -out "$1/$name/request.pem" -subj "/CN=$name"
   names="DNS:$name,DNS:localhost,IP:127.0.0.1"
-  # In Kubernetes each router is dialled by a name of its own.
+  # In Kubernetes each router has its own name, to which clients connect.
   [ "$name" != router ] || names="$names,DNS:router-0,DNS:router-1"
   echo "subjectAltName=$names" > "$1/$name/names"
   openssl x509 -req -in "$1/$name/request.pem" -CA "$ca/ca.pem" -CAkey "$ca/ca.key" -CAcreateserial \

@@ -1,30 +1,31 @@
 #!/bin/sh
-# Makes the secrets that the services show each other, in the folder given: one random token for each role, a first
-# API key for clients, Grafana's password, a Redis password and the Redis user list that goes with it. What exists is kept, so that it may run again at any time;
-# delete a file and run it again to rotate that secret; tokens of roles are rotated without a break as docs/security.md says.
+# Creates the secrets of the services in the given folder: one random token for each role, a first API key for clients, Grafana's
+# password, a Redis password and the Redis user list that contains it. Existing files are kept, so the script may run again at any
+# time. To rotate a secret, delete its file and run the script again. docs/security.md describes how to rotate the tokens of roles
+# without an interruption.
 #   ./make-secrets.sh compose/secrets      for compose/compose.yaml
 #   ./make-secrets.sh k8s/base/secrets     for k8s/base
 set -eu
 [ $# -eq 1 ] || { echo "usage: $0 FOLDER" >&2; exit 2; }
 umask 022
 mkdir -p "$1"
-# The folder is closed and its files are readable: Compose mounts them with their owner and mode on the host, and the
+# The folder is closed and its files are readable, because Compose mounts files with their owner and mode on the host, and
 # services run as another user than the one who deploys.
 chmod 700 "$1"
 for name in agent gateway operator observer redis-password grafana-admin; do
   [ -s "$1/$name" ] || head -c 32 /dev/urandom | base64 | tr '+/' '-_' | tr -d '=\n' > "$1/$name"
 done
-# Clients of the gateway: lines TENANT:KEY. Add a line for each tenant.
+# Keys of the gateway's clients: lines TENANT:KEY. Add a line for each tenant.
 [ -s "$1/api-keys" ] || echo "default:sk-$(head -c 32 /dev/urandom | base64 | tr -d '+/=\n')" > "$1/api-keys"
-# The password that goes with the user list below, where the router finds Redis under the name `redis`; or, with REDIS_URL in the
-# environment, a Redis of yours, which stays until the file is deleted.
+# The URL of the Redis with the name `redis` and the password of the user list below; or the URL of your own Redis, from REDIS_URL
+# in the environment, which is kept until the file is deleted.
 if [ -n "${REDIS_URL:-}" ]; then
   printf '%s' "$REDIS_URL" > "$1/redis-url"
 elif [ ! -s "$1/redis-url" ] || grep -q '@redis:6379/' "$1/redis-url"; then
   printf 'redis://pointsman:%s@redis:6379/0' "$(cat "$1/redis-password")" > "$1/redis-url"
 fi
 digest=$(sha256sum < "$1/redis-password" | cut -d ' ' -f 1)
-# The health check's ping needs no password; everything else needs the user pointsman, and that one is no administrator.
+# The health check's ping needs no password. All other commands need the user pointsman, which is no administrator.
 printf '%s\n%s\n' \
   'user default on nopass resetkeys resetchannels -@all +ping' \
   "user pointsman on #$digest resetkeys resetchannels ~pointsman:* &pointsman:* -@all +@read +@write +@pubsub +@transaction +@scripting +@connection +time -@dangerous +info" \

@@ -1,7 +1,7 @@
 #!/opt/pointsman/bin/python
 """Health probe for containers without curl: `pointsman-probe grpc HOST:PORT [SERVICE]` or `pointsman-probe http URL`.
 
-Exit status 0 when the service says that it serves, 1 with the reason on stderr otherwise.
+Exit status: 0 if the service reports that it serves; otherwise 1, with the reason on stderr; 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ TIMEOUT_S = 3.0
 
 
 def why_unhealthy(kind: str, address: str, service: str = "") -> str | None:
-    """Why the server at `address` is not healthy, or None when it is. `kind` is "grpc" or "http"; `service` of a gRPC server."""
+    """Return why the server at `address` is not healthy, or None if it is. `kind`: "grpc" or "http". `service`: name of the gRPC
+    service; empty: the whole server."""
     if kind == "http":
         try:
             trusted = ssl.create_default_context(cafile=os.environ.get("POINTSMAN_TLS_CA") or None)
@@ -24,7 +25,7 @@ def why_unhealthy(kind: str, address: str, service: str = "") -> str | None:
                 return None
         except (urllib.error.URLError, OSError) as error:
             return str(error)
-    import grpc  # Only where it is used: an http probe is three times as fast without it.
+    import grpc  # Imported only here, because an http probe is three times as fast without it.
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     from pointsman.common.io.channel import open_blocking_channel
@@ -41,7 +42,7 @@ def why_unhealthy(kind: str, address: str, service: str = "") -> str | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one probe; returns the exit status."""
+    """Run one probe; return the exit status."""
     if arguments[:1] not in (["grpc"], ["http"]) or len(arguments) not in ((2, 3) if arguments[0] == "grpc" else (2,)):
         print("usage: pointsman-probe grpc HOST:PORT [SERVICE] | http URL", file=sys.stderr)
         return 2
