@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Configuration that applies to all tests."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import pytest
 import structlog
 from hypothesis import settings
 
-# Their assertions say what they compared.
+# With this, a failed assertion of tests.support shows the compared values.
 pytest.register_assert_rewrite("tests.support")
 
-# An example's time is no property of the code: a machine that stalls would fail it.
+# No time limit per example: a machine that stalls would fail a correct test.
 settings.register_profile("pointsman", deadline=None)
 settings.load_profile("pointsman")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from tests.support.leaks import Leaks  # Not before its assertions are to be rewritten.
+    from tests.support.leaks import Leaks  # Imported only after its assertions are registered for rewriting.
 
     config.pluginmanager.register(Leaks(), "leaks")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How long a fleet took to recover from each fault, where faults were tested."""
+    """Print how long a fleet took to recover from each fault, if fault tests ran."""
     trouble = sys.modules.get("tests.support.fault_under_load")
     if trouble is not None and (rows := trouble.recovery_table()):
         terminalreporter.section("recovery from faults")
@@ -34,7 +34,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def log_as_before() -> Iterator[None]:
-    """A command that runs inside a test sends the log to what is its stderr then: the next test's lines shall not go there."""
+    """Restore the structlog configuration after each test: a command run in a test binds the log to that test's stderr."""
     before = structlog.get_config()
     yield
     structlog.configure(**before)

@@ -1,1 +1,1 @@
-"""What the pages say is so."""
+"""Checks of the documentation against the repository."""

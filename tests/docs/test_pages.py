@@ -1,4 +1,4 @@
-"""What the READMEs and docs/ name is there: files, tests, settings, policies, and the commands that cannot be run here."""
+"""Everything that the READMEs and docs/ name exists: files, tests, settings, policies, and commands that cannot be run here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.repository import REPOSITORY
 DOCS = REPOSITORY / "docs"
 RULES = REPOSITORY / "deploy/telemetry/rules"
 ids = [str(page.relative_to(REPOSITORY)) for page in PAGES]
-# What is new counts before it is added, too.
+# New files count before they are added to git, too.
 LISTED = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
 TRACKED = subprocess.run(LISTED, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.split()
 NAMING_FILES = [name for name in TRACKED if Path(name).name == "README.md" or re.fullmatch(r"docs/[^/]+\.md", name)]
@@ -106,7 +106,7 @@ def test_the_settings_are_those_of_the_code() -> None:
 
 
 def test_the_variables_that_are_named_exist() -> None:
-    command_parsers.command_line()  # Imports what has settings, the lab's too.
+    command_parsers.command_line()  # Imports all modules with settings, also the lab's.
     known = {
         f"{kind.model_config['env_prefix']}{name.upper()}"
         for kind in BaseSettings.__subclasses__()
@@ -144,7 +144,7 @@ def test_commands_within_the_text_are_understood(page: Path) -> None:
     named = set(re.findall(r"`((?:pointsman|python -m bench|make) [^`<>]+)`", page.read_text()))
     shown = {one for one in named if not re.search(r"\b[A-Z]{2,}\b|\.\.\.", one)}
     said = [command_parsers.problem(command) for command in sorted(shown)]
-    # Text may name a command without saying of what, and a group of commands.
+    # Text may name a command without its arguments, and a group of commands.
     assert [one for one in said if one and not re.search("MissingParameter|NoArgsIsHelp", one)] == []
 
 

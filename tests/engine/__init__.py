@@ -1,1 +1,1 @@
-"""That all of it is true of a real vLLM."""
+"""Tests on a real vLLM."""

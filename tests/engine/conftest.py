@@ -32,7 +32,7 @@ def model_folder(engine_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def vllm(engine_folder: Path) -> Iterator[Vllm]:
-    """vLLM's own modules, past any engine."""
+    """vLLM's own modules, called without an engine."""
     with asking_vllm(engine_folder / "inside.log") as vllm:
         yield vllm
 
@@ -47,12 +47,12 @@ def site(engine_folder: Path) -> Path:
 def engines(model_folder: Path, engine_folder: Path) -> Iterator[list[Engine]]:
     """Two real vLLM servers of one model.
 
-    They differ where instances of one pool may: block size, KV capacity, and how their event ports come about.
+    They differ in what may differ between instances of one pool: block size, KV capacity, and how event ports are chosen.
     """
-    # Tools in all their forms, and an adapter.
+    # Tool calls in all their forms, and a LoRA adapter.
     more = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-lora", "--max-lora-rank", "8")
     more += ("--lora-modules", f"{ADAPTER}={model_folder / 'adapter'}")
-    # A random model ends a forced call only where no blanks are allowed; and what tells the tests a prompt's tokens.
+    # A random model ends a forced call only if no blanks are allowed. The scale-out API gives the tests a prompt's tokens.
     more += ("--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}))
     more += ("--enable-scale-out",)
     specs = (

@@ -1,4 +1,4 @@
-"""Answers through agent, router and gateway are the engine's own, and a client that leaves takes its work with it."""
+"""Answers through router and gateway are the engine's own, and a client that disconnects ends its work in the engine."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def _ended(engines: list[Engine]) -> int:
 
 
 def unless_the_engine_was_faster(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test of leaving clients again when an engine was through before its client left: on a machine that stalls for
-    seconds nothing was there to cancel. Any other failure is one."""
+    """Run a test of leaving clients again if an engine had finished before its client left: on a machine that stalls for
+    seconds there may be nothing left to cancel. Any other failure counts."""
 
     @functools.wraps(test)
     def run(**fixtures: Any) -> None:
@@ -121,7 +121,7 @@ def test_a_client_that_leaves_a_stream_frees_the_engine_and_the_counters(
         answer.read(5)
         engine = _engine_of(answer.instance_id, engines)
         assert engine.running() == 1
-        # The gateway's word about the first token travels beside the answer.
+        # The gateway's report of the first token is sent independently of the answer.
         until(
             lambda: counters(plane.instance(engine))["ongoing_decode_tokens"] >= 208, within_s=60, what="decode counted"
         )
@@ -129,7 +129,7 @@ def test_a_client_that_leaves_a_stream_frees_the_engine_and_the_counters(
         assert counters(plane.instance(engine))["pending_prefill_tokens"] == 0
     plane.wait_idle()
     assert plane.finished_decision(answer.decision_id).outcome == fleet_pb2.DECISION_OUTCOME_CANCELLED
-    assert _generated(engines) - before < 3_500, "the engine went on to the end"
+    assert _generated(engines) - before < 3_500, "the engine generated to the end"
 
 
 @unless_the_engine_was_faster
@@ -164,12 +164,12 @@ def test_many_leaving_clients_leave_nothing_behind(
         ok, cancelled = fleet_pb2.DECISION_OUTCOME_OK, fleet_pb2.DECISION_OUTCOME_CANCELLED
         assert outcomes[2] == ok
         assert set(outcomes[:2]) <= {cancelled, ok}
-        # On a machine that stalls, an engine may be through before its client leaves.
+        # On a machine that stalls, an engine may finish before its client leaves.
         assert outcomes.count(ok) <= _ended(engines) - before, "more whole answers than the engines gave"
 
 
 def test_kv_transfer_params_of_a_client_never_reach_an_engine(client: openai.OpenAI, engines: list[Engine]) -> None:
-    """An engine without a KV connector warns when it sees some; with one, a wrong set would have killed it."""
+    """An engine without a KV connector logs a warning if it receives them; one with a connector would die of a wrong set."""
     warning = "Got kv_transfer_params"
     params = {"do_remote_prefill": True, "transfer_id": "x"}
     with client_of(engines[0].url) as direct:
@@ -225,9 +225,9 @@ def test_a_dry_run_names_the_place_and_sends_nothing(
 
 
 def _gist(chunks: list[ChatCompletionChunk]) -> dict[str, object]:
-    """A streamed answer less what differs between two runs of one request: ids, cache counts, tokens per chunk; and less the
-    system fingerprint, which vLLM writes into the usage chunk where there is one: the gateway always asks for it, and keeps it
-    from a client that did not."""
+    """A streamed answer without what differs between two runs of one request: ids, cache counts, tokens per chunk, and the system
+    fingerprint. vLLM writes the fingerprint into the usage chunk, which the gateway always requests and removes for clients that
+    did not request it."""
     return {
         "first": chunks[0].model_dump(exclude={"id", "created"}),
         "text": "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices),

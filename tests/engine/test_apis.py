@@ -22,7 +22,7 @@ from tests.support.processes.control_plane import ControlPlane
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-# Anthropic's client knows no temperature any more; the engine does.
+# Anthropic's client no longer has a temperature argument; the engine still accepts it.
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}}
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"side": {"enum": ["left"]}}, "required": ["side"]}
 TOOL = {"name": "turn", "description": "Set the points.", "input_schema": SCHEMA, "strict": True}
@@ -223,7 +223,7 @@ def test_responses_are_stored_streamed_and_continued_where_they_are(client: open
     decision = plane.finished_decision(raw.headers["X-Pointsman-Decision"])
     assert decision.input_tokens == decision.finished.prompt_tokens == first.usage.input_tokens
     assert decision.key_count == decision.input_tokens // 16
-    # A gateway remembers nothing of responses: one that has just started finds them all the same.
+    # A gateway keeps no state of responses, so one that has just started finds them, too.
     plane.gateway.stop()
     plane.start_gateway()
     plane.wait_settled()
@@ -292,7 +292,7 @@ def test_tools_are_called_on_every_api(claude: anthropic.Anthropic, client: open
 CHOICES: dict[str, dict[str, Any]] = {
     "named": {"tool_choice": {"type": "function", "function": {"name": "turn"}}},
     "required": {"tool_choice": "required"},
-    # What a random model would never say by itself, and the engine's parser has to find.
+    # A text that a random model would never write by itself, and in which the engine's parser must find the call.
     "auto": {
         "tool_choice": "auto",
         "extra_body": {
@@ -329,7 +329,7 @@ def test_a_chats_tools_are_called_whole_and_in_a_stream(
             arguments += delta.function.arguments or ""
     assert (name, json.loads(arguments)) == ("turn", {"side": "left"})
     assert reason in ("tool_calls", "stop")
-    # Its result goes back, and the prompt is known to the token.
+    # The call's result is sent back, and the prompt's tokens are counted exactly.
     messages.append({"role": "assistant", "content": "", "tool_calls": [call.to_dict()]})
     messages.append({"role": "tool", "tool_call_id": call.id, "content": "done"})
     raw = client.chat.completions.with_raw_response.create(
@@ -355,7 +355,7 @@ def test_errors_reach_openais_client_on_responses_as_on_chat(client: openai.Open
         (openai.NotFoundError, {"previous_response_id": "resp_unknown"}),
         (openai.BadRequestError, {"max_output_tokens": -1}),
         (openai.BadRequestError, {"input": fresh_words(4_200)}),
-        # What only the engine finds wrong.
+        # An error that only the engine detects.
         (openai.BadRequestError, {"input": [{"role": "robot", "content": "hi"}]}),
     ]
     for error, change in refused:
@@ -372,7 +372,7 @@ def test_errors_reach_anthropics_client_as_its_own(claude: anthropic.Anthropic, 
         (anthropic.NotFoundError, {"model": "gpt-9"}),
         (anthropic.BadRequestError, {"max_tokens": 5_000}),
         (anthropic.BadRequestError, {"messages": [user(fresh_words(4_200))]}),
-        # What only the engine finds wrong, in OpenAI's form and in Anthropic's.
+        # Errors that only the engine detects, in OpenAI's format and in Anthropic's.
         (anthropic.BadRequestError, {"messages": [{"role": "robot", "content": "hi"}]}),
         (anthropic.BadRequestError, {"tools": [{"name": "x"}]}),
     ]

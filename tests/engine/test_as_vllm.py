@@ -19,8 +19,8 @@ from tests.support.processes.control_plane import ControlPlane
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-# What differs between two answers to one request: ids and times; what was cached; and in streams the fingerprint, which vLLM
-# writes into the usage chunk where there is one: the gateway always asks for it, and keeps it from a client that did not.
+# Fields that differ between two answers to one request: ids and times; cache counts; and in streams the fingerprint. vLLM writes
+# the fingerprint into the usage chunk, which the gateway always requests and removes for clients that did not request it.
 VOLATILE = frozenset(
     {"id", "created", "created_at", "completed_at", "item_id", "call_id", "sequence_number", "system_fingerprint"}
     | {"prompt_tokens_details", "input_tokens_details", "cache_read_input_tokens", "cache_creation_input_tokens"}
@@ -51,7 +51,7 @@ def test_what_the_gateway_refuses_leaves_no_trace(plane: ControlPlane, engines: 
 
 
 def _compared(cases: list[Case], direct: str, gateway: str) -> Iterator[str]:
-    """What is wrong with each case; "" for nothing. Both sides are asked at the same time, where they may be."""
+    """Yield what is wrong with each case, "" for nothing. Both sides are asked at the same time, unless a case must run alone."""
     with ThreadPoolExecutor(4) as pool:
         together = [one for one in cases if not one.alone]
         asked = [(case, pool.submit(_ask, direct, case), pool.submit(_ask, gateway, case)) for case in together]
@@ -76,7 +76,7 @@ def _difference(case: Case, own: Reply, through: Reply) -> str:
         return _said(case, own, through)
     if own.status >= 400:
         same = json.loads(redact_error(error_format_of(case.path), own.status, own.body)) == through.json()
-        # The gateway's own words are others than the engine's; what it passes on is not.
+        # An error of the gateway's own (`case.own`) differs from the engine's; an error that it passes on does not.
         return "" if same != case.own else _said(case, own, through)
     if case.streamed != own.text.startswith(("data:", "event:")) or case.own:
         return _said(case, own, through)
@@ -94,8 +94,7 @@ def _whole(answer: Reply) -> Any:
 
 
 def _stream(answer: Reply) -> Any:
-    """A stream as a whole: the order of its kinds of events, and for each of them, and each part of the answer, all of its events
-    put together."""
+    """A stream as a whole: the order of its event types, and the merged events of each type and part of the answer."""
     order: list[str] = []
     merged: dict[str, Any] = {}
     for event in answer.text.strip().split("\n\n"):
@@ -128,20 +127,20 @@ def _merge(name: str, one: Any, other: Any) -> Any:
 
 
 def _steady(value: Any) -> Any:
-    """Without what differs between two answers to one request."""
+    """Return the value without what differs between two answers to one request."""
     if isinstance(value, list):
         return [_steady(item) for item in value]
     if not isinstance(value, dict):
         return value
     kept = {name: _steady(item) for name, item in value.items() if name not in VOLATILE}
     if "input_tokens" in kept and "prompt_tokens_details" not in value and "input_tokens_details" not in value:
-        # Anthropic counts what was cached, and what is cached from now on, apart from the rest.
+        # Anthropic counts tokens that were cached, and those that are cached from now on, apart from the other input tokens.
         kept["input_tokens"] += sum(value.get(f"cache_{how}_input_tokens") or 0 for how in ("read", "creation"))
     return kept
 
 
 def _unlike(one: Any, other: Any, at: str = "") -> str:
-    """Where two values differ; scores may by as much as another batch makes of them."""
+    """Where two values differ. Scores may differ by as much as another batch changes them."""
     if isinstance(one, float) and isinstance(other, float):
         return "" if math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-3) else f"{at}: {one} but {other}"
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():

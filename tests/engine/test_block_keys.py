@@ -33,7 +33,7 @@ def read_file(description: str) -> dict[str, Any]:
 
 
 def expected(engines: list[Engine], answer: Answer, computed: int) -> int:
-    """Of `computed` known tokens those that the engine which answered finds: its own blocks, not the prompt's last token."""
+    """How many of `computed` known tokens the answering engine finds: its full blocks, without the prompt's last token."""
     (block,) = (engine.spec.block_size for engine in engines if engine.instance_id == answer.instance_id)
     return min(computed, prompt_tokens(answer) - 1) // block * block
 
@@ -52,7 +52,7 @@ def test_tools_are_part_of_the_prompt_whatever_their_choice(
     assert again.instance_id == first.instance_id
     assert_agree(plane, again, expected(engines, again, prompt_tokens(first)))
     plane.wait_settled()
-    # Tools stand before all messages: of a prompt with other tools little more than the head is known.
+    # Tools come before all messages, so a prompt with other tools shares little more than the head.
     other = chat(client, messages, session=session, tools=[read_file(fresh_words(50))], tool_choice="none")
     assert other.cached_tokens <= 64
     assert_agree(plane, other, other.cached_tokens)
@@ -128,7 +128,7 @@ def test_each_tenants_salt_is_its_own(plane: ControlPlane, engines: list[Engine]
                 answer = complete(anyone.with_options(api_key=key), text)
                 assert_agree(plane, answer, expected(engines, answer, known))
                 plane.wait_settled()
-        # A client of one tenant reaches no other's by its salt.
+        # A client cannot reach another tenant's cache by a salt.
         other = fresh_words(200)
         complete(anyone.with_options(api_key="k-red"), other)
         plane.wait_settled()
@@ -179,7 +179,7 @@ def test_a_prompt_that_is_computed_anew_is_predicted_so(
     again = complete(client, text, max_tokens=1, **more)
     assert_agree(plane, again, expected(engines, again, 100) if reads else 0)
     plane.wait_settled()
-    # It was computed into the cache all the same, wherever it went.
+    # The prompt was computed into the cache nevertheless, on whichever engine.
     last = complete(client, text, max_tokens=1)
     assert_agree(plane, last, expected(engines, last, 100))
 
@@ -195,7 +195,7 @@ def test_a_chats_echo_is_computed_anew(plane: ControlPlane, client: openai.OpenA
 def test_long_texts_are_cut_and_still_counted_as_the_engine_counts(
     plane: ControlPlane, client: openai.OpenAI, engines: list[Engine]
 ) -> None:
-    """Some 1,300 tokens of lines and special tokens' names, in which the gateway's pieces begin at newlines."""
+    """Some 1,300 tokens of lines and special tokens' names, which the gateway splits into pieces at newlines."""
     lines = "".join(f"{words(8, 77 + at)}.\n{'#' * (at % 3)}<|im_start|>\n\n  if x_{at}:\r\n" for at in range(50))
     with client_of(engines[0].url) as direct:
         own = chat(direct, [user(lines)], max_tokens=1)

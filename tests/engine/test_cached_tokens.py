@@ -1,4 +1,4 @@
-"""What the router says is cached is what the engine finds cached, token for token."""
+"""The cached tokens that the router predicts are those that the engine finds, token for token."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_turn_two_is_placed_and_counted_by_what_turn_one_left(
 def test_a_repeated_prompt_is_computed_from_its_last_token_at_least(
     plane: ControlPlane, client: openai.OpenAI, engines: list[Engine], length: int, on: int
 ) -> None:
-    """Three times, as the second and third answer make the engine store the last block of a whole prompt again."""
+    """Sent three times, because the second and third answer make the engine store the last block of a whole prompt again."""
     text = fresh_words(length)
     with plane.draining(engines[1 - on]):
         complete(client, text, max_tokens=1)
@@ -150,7 +150,7 @@ def test_sessions_side_by_side_keep_their_instances_and_counts(plane: ControlPla
     with_usage = {"stream_options": {"include_usage": True}}
     for turn in range(4):
         known = {}
-        # The first answers are long enough for both streams to be open at once, so that the sessions part.
+        # The first answers are so long that both streams are open at once, and the sessions get different instances.
         tokens = 40 if turn else 400
         with (
             open_chat(client, dialogues["side-1"], session="side-1", max_tokens=tokens, **with_usage) as one,

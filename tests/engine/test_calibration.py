@@ -1,4 +1,4 @@
-"""Calibration on the session's real engines, in small: everything is there, every request answered. Times are not judged."""
+"""A small calibration on the session's real engines: its output is complete, every request answered. Times are not checked."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_two_engines_are_measured_replayed_and_simulated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("POINTSMAN_OPERATOR_TOKEN", plane.tokens["operator"])
-    # Enough to tell costs apart; how true they are is not judged.
+    # Enough batch sizes to separate the costs; their accuracy is not checked.
     monkeypatch.setattr("pointsman.lab.live.profile_command.BATCHES", (1, 4))
     monkeypatch.setattr("pointsman.lab.live.engine_client.EVENTS_WITHIN_S", 0.5)
     file = tmp_path / "trace.jsonl"
@@ -66,7 +66,7 @@ def test_two_engines_are_measured_replayed_and_simulated(
     run(settings)
     told = json.loads((out / "calibration.json").read_text())
     profile = read_profile(out / "profile.json")
-    # What both have: the larger blocks, the smaller cache less the block that vLLM never fills.
+    # The values that hold for both engines: the larger blocks, and the smaller cache less the block that vLLM never fills.
     assert told["engine"]["block_size"] == profile.engine["block_size"] == 64
     assert told["engine"]["kv_blocks"] == 8_192 // 64 - 1
     assert told["engine"]["max_model_len"] == 4_096
@@ -84,6 +84,6 @@ def test_two_engines_are_measured_replayed_and_simulated(
     for name, record in live.items():
         assert record.prompt_tokens == simulated[name].prompt_tokens
         assert record.output_tokens == simulated[name].output_tokens
-    # Where a turn is placed may differ; that most find what their session has left may not.
+    # Turns may be placed differently, but most of them must find the blocks of their session.
     for records in runs:
         assert sum((one.cached_tokens or 0) >= 64 for one in records if one.turn > 1) >= 2

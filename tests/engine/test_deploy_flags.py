@@ -13,7 +13,7 @@ from tests.support.engines.vllm_questions import Vllm
 from tools import check_deploy
 from tools.deploy_checks import compose, k8s
 
-# Command lines in, what vLLM made of them out.
+# Reads command lines and writes what vLLM parsed from them.
 PARSE = """
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -28,12 +28,12 @@ for words in asked:
         kv and [kv.kv_connector, kv.kv_connector_module_path, kv.kv_role, kv.kv_connector_extra_config["mooncake_protocol"]]])
 """
 
-# Clients' tools are parsed, and nothing is fetched that a client names.
+# Tool calls are parsed, and nothing that a client names is fetched.
 TOOLS = [True, "qwen3_coder", ["media.invalid"]]
 
 
 def compose_flags(*above: str) -> list[str]:
-    """The first instance's, which are all instances'."""
+    """The flags of the first instance, which all instances have."""
     folder = check_deploy.DEPLOY / "compose"
     variables, _ = compose.example_env((folder / ".env.example").read_text())
     parsed = yaml.safe_load((folder / "compose.yaml").read_text())
@@ -48,7 +48,7 @@ def compose_flags(*above: str) -> list[str]:
 
 
 def with_flags_file(words: list[str]) -> list[str]:
-    """The words, with the file of this checkout in the place of the one that is mounted."""
+    """The words, with the mounted file replaced by the one of this checkout."""
     assert words[words.index("--config") + 1] == "/etc/pointsman/engine.yaml"
     file = check_deploy.DEPLOY / "k8s/components/settings/engine.yaml"
     return [str(file) if word == "/etc/pointsman/engine.yaml" else word for word in words]
@@ -63,7 +63,7 @@ def k8s_flags(overlay: str, workload_name: str = "vllm") -> list[str]:
 
 
 def layerwise(role: str) -> list[str]:
-    """What vLLM must have made of the connector's flag."""
+    """What vLLM must parse from the connector's flag."""
     return [LAYERWISE["kv_connector"], LAYERWISE["kv_connector_module_path"], role, "tcp"]
 
 

@@ -1,5 +1,5 @@
-"""What the overlay `gpu` renders, started as processes with a real vLLM: the openai client, told an address and a key, gets tool
-calls, answers from the prefix cache that were predicted, prompts at the model's limit, and rollouts that lose nothing."""
+"""The workloads of the overlay `gpu`, started as processes with a real vLLM: the openai client with an address and a key gets
+tool calls and the predicted prefix cache hits, prompts may reach the model's limit, and rollouts lose nothing."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from tools.check_deploy import DEPLOY
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-# The one setting that differs: what a CPU computes in seconds.
+# The one setting that differs: a context that a CPU computes in seconds.
 CONTEXT = 4_096
 WITHIN_S = 240.0
-# Strict: of other tools vLLM has the model write the arguments as it likes, and a random one likes to go on for ever.
+# Strict: without it vLLM does not constrain the arguments, and a random model may write them without end.
 TOOLS: list[Any] = [
     {
         "type": "function",
@@ -58,7 +58,7 @@ TOOLS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A pod of each workload, ready, of four instances one. The hub has the tests' model under the name of the one deployed."""
+    """A ready pod of each workload; of four instances only one. The hub has the tests' model under the deployed one's name."""
     assert ENGINE_PYTHON.exists(), f"{ENGINE_PYTHON} is missing: `make test` makes it"
     folder = tmp_path_factory.mktemp("gpu")
     model = make_model(folder / "model", maker="coder_model.py")
@@ -75,7 +75,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         hub.start()
         hub.wait_ready(lambda: serves(cluster.hub, f"/api/models/{name}"), within_s=WITHIN_S)
         pods = [cluster.add(workload, f"{workload}-0") for workload in ("redis", "router", "vllm", "gateway")]
-        # What a rollout puts in the gateway's place.
+        # The pod that replaces the gateway in a rollout.
         cluster.add("gateway", "gateway-1").prepare()
         for pod in pods:
             pod.start()
@@ -92,9 +92,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
-    """The client, as somebody makes it who was given an address and a key."""
+    """A client as somebody creates it who was given an address and a key."""
     told = _told(cluster, _gateway(cluster).url("http"))
-    # Past this machine's proxies.
+    # Without this machine's proxies.
     with openai.DefaultHttpxClient(trust_env=False) as http, openai.OpenAI(**told, http_client=http) as client:
         yield client
 
@@ -127,9 +127,9 @@ def test_a_tool_that_is_named_is_called(client: openai.OpenAI, stream: bool) -> 
         [call] = choice.message.tool_calls or []
         assert call.type == "function"
         names, arguments, ended = [call.function.name], call.function.arguments, choice.finish_reason
-    # Of a call that the client chose and not the model, the reason is "stop".
+    # If the client, not the model, chose the call, the finish reason is "stop".
     assert (names, ended) == (["convert"], "stop")
-    # As many blanks as a random model likes may follow.
+    # A random model may write any number of blanks after it.
     assert json.loads(arguments)["unit"].strip() in ("celsius", "fahrenheit")
 
 
@@ -148,7 +148,7 @@ def test_a_second_turn_is_cached_as_predicted(cluster: Cluster, client: openai.O
     assert usage is not None
     assert usage.prompt_tokens_details is not None
     assert usage.prompt_tokens_details.cached_tokens == predicted
-    # The first prompt and its answer, but for what fills no block.
+    # The first prompt and its answer, without the last partial block.
     assert predicted >= 384
 
 
@@ -179,7 +179,7 @@ async def test_a_rollout_of_the_gateway_loses_nothing(cluster: Cluster) -> None:
             prompt: list[Any] = [user(fresh_words(5))]
             return asyncio.create_task(client.chat.completions.create(**asked, messages=prompt, max_tokens=4))
 
-        # However fast this machine is, the stream's rest comes after the rollout.
+        # The engine is paused, so that the rest of the stream comes after the rollout on any machine.
         with core_paused(engine.containers["vllm"]):
             requests = [short()]
             new = cluster.pods["gateway-1"]
@@ -202,7 +202,7 @@ async def test_a_rollout_of_the_gateway_loses_nothing(cluster: Cluster) -> None:
 
 
 def test_an_engine_that_is_told_to_end_ends_its_answers(cluster: Cluster, client: openai.OpenAI) -> None:
-    """The last: without its instance the cluster answers nothing."""
+    """Runs last: without its instance the cluster answers nothing."""
     pod = cluster.pods["vllm-0"]
     engine = pod.containers["vllm"]
     asked: dict[str, Any] = {"model": _served(client), "messages": [user(fresh_words(50))], "temperature": 0}
@@ -220,7 +220,7 @@ def test_an_engine_that_is_told_to_end_ends_its_answers(cluster: Cluster, client
 
 
 def _gateway(cluster: Cluster) -> Pod:
-    """The one that runs."""
+    """The gateway pod that runs."""
     [found] = [pod for name, pod in cluster.pods.items() if name.startswith("gateway-") and pod.alive]
     return found
 
@@ -238,7 +238,7 @@ def _open_requests(gateway: Pod) -> int:
 
 @contextmanager
 def _fleet(cluster: Cluster) -> Iterator[tuple[fleet_pb2_grpc.FleetServiceStub, Any]]:
-    """The router's FleetService, and what an operator shows it."""
+    """The router's FleetService, and the metadata with an operator's token."""
     address = f"127.0.0.1:{cluster.pods['router-0'].port('grpc')}"
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         yield fleet_pb2_grpc.FleetServiceStub(channel), bearer(cluster.secret("tokens", "operator"))
@@ -258,7 +258,7 @@ async def _text(stream: openai.AsyncStream[ChatCompletionChunk]) -> str:
 
 @asynccontextmanager
 async def _service(cluster: Cluster, pod: Pod) -> AsyncIterator[tuple[Link, openai.AsyncOpenAI]]:
-    """What stands for the Service of the gateways, leading to `pod`, and the client before it."""
+    """A stand-in for the gateways' Service, which leads to `pod`, and a client of it."""
     service = Link(pod.port("http"))
     await service.start()
     try:

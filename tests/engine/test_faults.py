@@ -1,5 +1,5 @@
 """Every part of a control plane before real engines is killed, stops for a while, and is restarted, one after the other, while
-agents are served; engines stop and are killed. There is one of each part, so that clients of the gateway see it go."""
+agents are served; engines stop and are killed. There is one of each part, so that clients of the gateway notice its loss."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Harm = Callable[[Process], Awaitable[None]]
 
 
 class RealFleet:
-    """The control plane and its engines, as trouble sees them."""
+    """The control plane and its engines, as a FleetUnderFault."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self.plane = plane
@@ -37,7 +37,7 @@ class RealFleet:
         self._tracebacks: list[str] = []
 
     async def repair(self) -> None:
-        """Start what an earlier test has left dead, and wait until all is well."""
+        """Start the parts that an earlier test has left dead, and wait until all are healthy."""
         for part in (self.plane.redis, self.plane.router, self.plane.agent, self.plane.gateway):
             if not part.alive:
                 part.start()
@@ -45,7 +45,7 @@ class RealFleet:
         self._made = self._generations()
 
     async def wait_until_healthy(self) -> None:
-        """Until the gateway serves and the router knows all engines."""
+        """Wait until the gateway serves and the router knows all engines."""
         await asyncio.to_thread(until, self._all_there, within_s=HEALTHY_WITHIN_S, what="all there")
 
     def _all_there(self) -> bool:
@@ -54,20 +54,20 @@ class RealFleet:
         return len(states) == len(self.plane.engines) and all(states) and serves(self.plane.gateway_url)
 
     async def wait_until_at_rest(self) -> None:
-        """Until nothing is open, and the router knows what the engines have cached."""
+        """Wait until nothing is open, and the router knows what the engines have cached."""
         await asyncio.to_thread(self.plane.wait_idle)
         await asyncio.to_thread(self.plane.wait_settled)
 
     def repeated_answers(self) -> list[str]:
-        """Engines do not say which answers they have made, only how many."""
+        """The number of answers beyond those that the clients account for: engines do not report which answers they have made."""
         made = {name: count - self._made.get(name, 0) for name, count in self._generations().items()}
         counts = self.replay.counts()
-        # What broke off on its way to the client may have been made.
+        # An answer that broke off on its way to the client may have been generated.
         beyond = sum(made.values()) - counts["whole"] - counts["reset"] - counts["broken"]
         return [f"{beyond} answers"] if beyond > 0 else []
 
     def forget(self, engine: Engine) -> None:
-        """What the engine made in its earlier life it does not tell any more."""
+        """Reset the engine's count: after a restart it no longer reports what it generated before."""
         self._made[engine.instance_id] = 0
 
     def new_tracebacks(self) -> list[str]:
@@ -84,7 +84,7 @@ class RealFleet:
 
 @pytest.fixture(scope="module")
 def fleet(running_plane: ControlPlane) -> Iterator[RealFleet]:
-    """All of it, in step before and after."""
+    """The fleet, in step with its engines before and after the tests."""
     with running_plane.in_step():
         yield RealFleet(running_plane)
 

@@ -1,5 +1,5 @@
-"""Layer-wise push between real engines over Mooncake and TCP: the answers stay the same, whatever fails is answered all the same,
-and nothing is left behind. The engines have the connector package installed, and run it with faults that tests switch on."""
+"""Layer-wise push between real engines over Mooncake and TCP: answers stay the same, requests are answered despite faults, and
+nothing is left behind. The engines have the connector package installed, and run it with faults that tests switch on."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tests.support.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
-# How long engines keep KV that nobody fetches, and wait for a prompt that does not come, where a test waits for that, too.
-# Otherwise it is a minute: no transfer may end for that reason on a busy machine.
+# How long engines keep KV that nobody fetches, and wait for a prompt that does not come, in tests that wait for that, s.
+# In other tests it is a minute, so that no transfer expires on a busy machine.
 EXPIRES_S = 4
 LONGEST = 8_000
 
 
 @pytest.fixture(scope="module")
 def trio(model_folder: Path, site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
-    """One that computes prompts in chunks of 256 tokens, one in one piece, and a small one, which begins prompts that it has too
-    few blocks for and computes itself what does not come."""
+    """An engine that computes prompts in chunks of 256 tokens, one that computes them in one piece, and a small one. The small
+    one starts prompts for which it has too few blocks, and computes KV itself that does not arrive."""
     folder = tmp_path_factory.mktemp("trio")
 
     def spec(name: str, chunk: int, capacity: int, *more: str, **transfer: str) -> EngineSpec:
@@ -46,7 +46,7 @@ def trio(model_folder: Path, site: Path, tmp_path_factory: pytest.TempPathFactor
                 "PYTHONPATH": str(site),
                 "POINTSMAN_FAULTS": str(folder / name),
                 "POINTSMAN_AGENT_LOADS": f"ipc://{folder}/loads",
-                # What the transport waits for a dead peer.
+                # How long the transport waits for a dead peer, s.
                 "MC_TRANSFER_TIMEOUT": "5",
                 # For /reset_prefix_cache.
                 "VLLM_SERVER_DEV_MODE": "1",
@@ -74,7 +74,7 @@ def run(ask: Callable[[aiohttp.ClientSession], Awaitable[Any]]) -> Any:
 
 
 async def all_alone(http: aiohttp.ClientSession, engines: list[Engine], prompts: list[str]) -> list[str]:
-    """What engines answer that compute all of it themselves, three requests at each at a time."""
+    """The answers of engines that compute everything themselves, with three requests in flight at each."""
     gates = [asyncio.Semaphore(3) for _ in engines]
 
     async def one(number: int, prompt: str) -> str:
@@ -85,7 +85,7 @@ async def all_alone(http: aiohttp.ClientSession, engines: list[Engine], prompts:
 
 
 def assert_right(engines: list[Engine], answers: list[tuple[str, str]]) -> None:
-    """Each (prompt, answer) is what an engine answers alone, but for ties."""
+    """Check that each (prompt, answer) is what an engine answers alone, except for ties."""
     prompts = list(dict.fromkeys(prompt for prompt, _ in answers))
     expected = dict(zip(prompts, run(lambda http: all_alone(http, engines, prompts)), strict=True))
     for prompt, seen in answers:
@@ -141,7 +141,7 @@ def test_200_mixed_requests_are_answered_as_one_engine_would(trio: list[Engine])
 
 
 def offloaded(p: Engine, d: Engine, words: int) -> tuple[str, str]:
-    """A prompt, and its answer by `d` with `p`'s KV. P knows of D before it begins."""
+    """A prompt, and its answer by `d` with `p`'s KV. P learns of D before its prefill begins."""
     prompt = fresh_words(words)
 
     async def ask(http: aiohttp.ClientSession) -> str:
@@ -157,7 +157,7 @@ def offloaded(p: Engine, d: Engine, words: int) -> tuple[str, str]:
 async def in_the_middle(
     http: aiohttp.ClientSession, p: Engine, d: Engine
 ) -> tuple[str, asyncio.Task[Any], asyncio.Task[str]]:
-    """A prompt, and P's and D's request of a transfer of which some is written and some is not. P's writes are to be slow."""
+    """A prompt, and P's and D's request of a transfer that is partly written. The caller must make P's writes slow."""
     prompt = fresh_words(3_000)
     offload = Offload(http, p, d, prompt)
     before = told(p)["pushes"]
@@ -169,7 +169,7 @@ async def in_the_middle(
 
 
 def test_a_preempted_prefill_is_sent_anew(trio: list[Engine]) -> None:
-    """From its beginning, twice, while a write of what it had computed before is still under way."""
+    """The prefill starts again twice, while a write of what it had computed before is still under way."""
     p, d, _ = trio
     before = p.metric("vllm:num_preemptions_total")
 
@@ -177,12 +177,12 @@ def test_a_preempted_prefill_is_sent_anew(trio: list[Engine]) -> None:
         prompt, prefill, text = await in_the_middle(http, p, d)
         for _ in range(2):
             await asyncio.to_thread(p.ask, "/reset_prefix_cache?reset_running_requests=true", {})
-            # With that the prompt has begun anew.
+            # After this step the prompt has started again.
             await asyncio.to_thread(stepped, p)
         await prefill
         return prompt, await text
 
-    # Of some dozen steps the prompt takes each keeps a layer for so long: no machine is done with it before it is preempted.
+    # The prompt takes some dozen steps, and layer_s delays each: on no machine does it end before it is preempted.
     with faulty(p, slow_s=0.2, layer_s=0.1):
         answer = run(ask)
     assert p.metric("vllm:num_preemptions_total") == before + 2
@@ -191,7 +191,7 @@ def test_a_preempted_prefill_is_sent_anew(trio: list[Engine]) -> None:
 
 
 def test_a_prefill_without_blocks_begins_anew(trio: list[Engine]) -> None:
-    """Two answers leave it less than it takes; it gets there when they are over."""
+    """Two running answers leave too few blocks for it; it is computed when they have ended."""
     d, _, p = trio
     before = p.metric("vllm:num_preemptions_total")
 
@@ -215,7 +215,7 @@ def test_a_prefill_without_blocks_begins_anew(trio: list[Engine]) -> None:
 
 
 def test_a_layer_that_is_withheld_is_noticed(trio: list[Engine]) -> None:
-    """Without this the comparisons above would prove nothing."""
+    """Without this test the comparisons above would prove nothing."""
     chunks, whole, _ = trio
     with faulty(chunks, withhold=1):
         answers = [offloaded(chunks, whole, 600) for _ in range(3)]
@@ -231,7 +231,7 @@ def test_failed_and_late_layers_go_after_the_prefill(trio: list[Engine], fault: 
         with faulty(p, **{fault: value}):
             answers = [offloaded(p, d, words) for words in (1, 600, 3_000)]
         assert_right([d], answers)
-        # What is merely slow is waited for.
+        # A transfer that is merely slow is waited for.
         assert told(p)["fallbacks"] - before == (0 if fault == "slow_s" else 3)
     nothing_left(*trio)
 
@@ -248,7 +248,7 @@ def test_500_aborts_leave_nothing_behind(trio: list[Engine]) -> None:
                 p, d = rng.sample((chunks, whole), 2)
                 offload = Offload(http, p, d, fresh_words(round(1_500 ** rng.random())), output=rng.choice((1, 24)))
                 both = [asyncio.create_task(half) for half in (offload.decode(), offload.prefill())]
-                # One, the other, or both are given up; one that is not has its end from the engines.
+                # One request or both are cancelled; the engines end the other one.
                 for half in rng.choice((both, both[:1], both[1:])):
                     await asyncio.sleep(0.3 * rng.random() ** 2)
                     half.cancel()
@@ -267,7 +267,7 @@ def test_500_aborts_leave_nothing_behind(trio: list[Engine]) -> None:
 
 @pytest.fixture(scope="module")
 def running_plane(trio: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """A control plane that offloads between the first two. Its agent looks at /metrics at its start, and hardly after."""
+    """A control plane that offloads between the first two. Its agent scrapes /metrics at its start, and hardly after."""
     flags = {"--step-loads-listen": trio[0].spec.env["POINTSMAN_AGENT_LOADS"], "--scrape-interval-s": 50}
     folder = tmp_path_factory.mktemp("layerwise-plane")
     with offloading(trio[:2], folder, agent_flags=flags).running() as plane:
@@ -284,7 +284,7 @@ def test_the_gateway_asks_the_receiver_first(running_plane: ControlPlane, trio: 
     pushes, fallbacks = (
         sum(now[name] for now in after) - sum(was[name] for was in before) for name in ("pushes", "fallbacks")
     )
-    # Of the long prompts more than one: they were sent while they were computed.
+    # A long prompt takes more than one push, because it is sent while it is computed.
     assert pushes >= 2 + 2 * 2
     assert fallbacks == 0
 
@@ -293,13 +293,13 @@ COUNTERS = ("generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "e
 
 
 def load_of(plane: ControlPlane, engine: Engine) -> list[float]:
-    """What the router knows of an engine."""
+    """The load of an engine as the router knows it."""
     load = plane.instance(engine).load
     return [load.running, *(getattr(load, name) for name in COUNTERS)]
 
 
 def own_load(engine: Engine) -> list[float]:
-    """The same, as the engine tells."""
+    """The same load as the engine reports it."""
     return [engine.running(), *(engine.metric(f"vllm:{name}_total") for name in COUNTERS)]
 
 
@@ -314,11 +314,11 @@ def test_the_agent_knows_the_load_after_each_step(running_plane: ControlPlane, t
                     time.sleep(0.05)
 
 
-# ---- one side stands still, or dies ----
+# ---- one side is paused, or dies ----
 
 
 def test_d_stands_still_in_the_middle(trio: list[Engine]) -> None:
-    """P answers meanwhile; D has its KV when it goes on."""
+    """P answers meanwhile; D has its KV when it resumes."""
     p, d, _ = trio
 
     async def ask(http: aiohttp.ClientSession) -> tuple[str, str]:
@@ -334,7 +334,7 @@ def test_d_stands_still_in_the_middle(trio: list[Engine]) -> None:
 
 
 def test_p_stands_still_in_the_middle(trio: list[Engine]) -> None:
-    """D goes on with all else, and its client may give up."""
+    """D continues with all other requests, and its client may give up."""
     d, p, _ = trio
 
     async def ask(http: aiohttp.ClientSession) -> None:
@@ -351,7 +351,7 @@ def test_p_stands_still_in_the_middle(trio: list[Engine]) -> None:
 
 
 def test_p_stands_still_for_too_long(trio: list[Engine]) -> None:
-    """D computes the prompt itself in the end. When P goes on, it leaves alone what D has put in those blocks since."""
+    """D computes the prompt itself in the end. When P resumes, it does not overwrite what D has put in those blocks since."""
     p, other, d = trio
 
     async def plain(http: aiohttp.ClientSession, prompt: str) -> tuple[str, str]:
@@ -391,7 +391,7 @@ def test_d_dies_in_the_middle(trio: list[Engine]) -> None:
 
 
 def test_p_dies_in_the_middle(trio: list[Engine]) -> None:
-    """D says so long before its own patience ends."""
+    """D reports it long before its own timeout."""
     d, p, _ = trio
 
     async def ask(http: aiohttp.ClientSession) -> None:
@@ -399,7 +399,7 @@ def test_p_dies_in_the_middle(trio: list[Engine]) -> None:
         p.process.kill()
         with pytest.raises(Refused):
             await asyncio.wait_for(text, KV_EXPIRES_S / 2)
-        # Its own request may have been over before.
+        # P's request may have ended before the kill.
         await asyncio.gather(prefill, return_exceptions=True)
 
     with faulty(p, slow_s=0.5):

@@ -1,4 +1,4 @@
-"""Where layer-wise push cannot serve a model it says so when the engine starts, and the engine serves all the same."""
+"""If layer-wise push does not support a model, the engine says so at its start and serves the model without it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 
 def hybrid_model(folder: Path) -> Path:
-    """A model whose layers look back at 64 tokens and at all of them, in turn: two KV cache groups. Without weights."""
+    """A model with alternating layers of sliding window (64 tokens) and full attention: two KV cache groups. Without weights."""
     folder.mkdir()
     make_tokenizer(folder)
     special = {name: value for name, value in text_config().items() if name.endswith("_token_id")}
@@ -53,8 +53,8 @@ def test_a_model_of_two_kv_groups_gets_its_kv_after_the_prefill(model_folder: Pa
         body = {"model": SERVED_NAME, "prompt": fresh_words(100), "max_tokens": 4}
         assert engine.ask("/v1/completions", body).status == 200
         assert (
-            "Layer-wise push is off, KV goes after the prefill: the model has 2 KV cache groups"
+            "Layer-wise push is off, KV is sent after the prefill: the model has 2 KV cache groups"
             in engine.process.log.read_text()
         )
-        # Agents are told, too: nothing is gained here by asking the receiver first.
+        # Agents are told, too: sending the receiver its request first would gain nothing here.
         assert engine.metric("pointsman_kv_transfer_info", protocol="mooncake", layerwise="False") == 1

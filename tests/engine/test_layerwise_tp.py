@@ -32,8 +32,8 @@ def pair(model_folder: Path, site: Path, tmp_path_factory: pytest.TempPathFactor
                 "PYTHONPATH": str(site),
                 "POINTSMAN_FAULTS": str(folder / name),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                # A part of vLLM that only several workers run is compiled in their first step, eager mode or not: a C++ compiler
-                # for each worker, for minutes where cores are few, and the first receiver gives up before that.
+                # Code that vLLM runs only with several workers is compiled in their first step, also in eager mode. Each worker
+                # runs a C++ compiler, which takes minutes on few cores, and the first receiver times out before that.
                 "TORCHDYNAMO_DISABLE": "1",
             },
         )
@@ -52,7 +52,7 @@ async def test_answers_are_those_of_one_engine_alone(pair: list[Engine]) -> None
                 if seen != right:
                     await asyncio.to_thread(assert_tie, d, prompt, right, seen)
     for engine in pair:
-        # Of a prompt of one token vLLM counts nothing.
+        # vLLM counts nothing for a prompt of one token.
         assert engine.metric("vllm:prompt_tokens_by_source_total", **EXTERNAL) == sum(LENGTHS) - 1
         for rank in range(2):
             assert told(engine, rank)["pushes"] > 0

@@ -1,6 +1,6 @@
 """Prefill on one real engine, answer from another, the KV in between over Mooncake and TCP; and every way in which that fails.
 
-One after the other, and with both requests at once: two control planes before the same two engines.
+Two control planes are before the same two engines: one sends the requests in turn, the other sends both at once.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def planes(pair: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ControlPlane]]:
-    """Two control planes that offload, by how they send the two requests of a transfer: at once where engines announce that they
-    push layer by layer. These ones do not, so it is done for them."""
+    """Two control planes that offload, by how they send the two requests of a transfer. They are sent at once if engines announce
+    that they push layer by layer. These engines do not, so a proxy announces it for them."""
     with contextlib.ExitStack() as running:
         targets = {engine.instance_id: running.enter_context(announcing(engine)) for engine in pair}
         planes = {
@@ -70,14 +70,14 @@ def planes(pair: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(params=["in turn", "at once"])
 def plane(planes: dict[str, ControlPlane], request: pytest.FixtureRequest) -> Iterator[ControlPlane]:
-    """Each of them, one after the other."""
+    """Each of the two control planes, one after the other."""
     with in_step(planes[request.param]) as plane:
         yield plane
 
 
 @pytest.fixture
 def rotated(planes: dict[str, ControlPlane]) -> Iterator[ControlPlane]:
-    """The one that sends D's request when P has answered."""
+    """The control plane that sends D's request when P has answered."""
     with in_step(planes["in turn"]) as plane:
         yield plane
 
@@ -112,7 +112,7 @@ def test_chats_tools_and_formats_are_offloaded_too(
         {"response_format": {"type": "json_object"}},
     ]
     for shape in shapes:
-        # Nothing of the templates' own words is cached from before.
+        # The salt keeps the templates' own words from being cached already.
         salt = {"cache_salt": fresh_words(2)}
         answer = chat(client, [user(fresh_words(300))], max_tokens=8, extra_body=salt, **shape)
         assert list(decided(plane, answer.decision_id).notes) == [], shape
@@ -148,7 +148,7 @@ def test_six_transfers_at_once_in_both_directions(
 
 
 def reason_of(plane: ControlPlane, prompt: str) -> str:
-    """Why `elastic` would offload a prompt now, or not."""
+    """The reason why `elastic` would offload a prompt now, or would not."""
     body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 4}
     answer = ask(f"{plane.gateway_url}/v1/completions", body, headers={"X-Pointsman-Dry-Run": "1"})
     assert answer.status == 200, answer.text
@@ -157,7 +157,7 @@ def reason_of(plane: ControlPlane, prompt: str) -> str:
 
 @contextlib.contextmanager
 def answering(client: openai.OpenAI, engine: Engine, prompt: str) -> Iterator[None]:
-    """An answer on the way from the engine, which does not end inside the block: the engine's core stands still."""
+    """An open answer of the engine that does not end inside the block, because the engine's core is paused."""
     raw = client.completions.with_raw_response.create(
         model=SERVED_NAME, prompt=prompt, max_tokens=3_000, temperature=0, stream=True
     )
@@ -177,7 +177,7 @@ def test_elastic_tells_why_it_offloads_and_why_not(rotated: ControlPlane, pair: 
         assert reason_of(plane, on_d + fresh_words(20)) == "below_threshold"
         assert reason_of(plane, heavy) == "decode_idle"
         with answering(client, d, on_d):
-            # A decode to spare on D, and nothing to do on P.
+            # A decode runs on D, and P is idle.
             until(
                 lambda: reason_of(plane, heavy) == "prefill_idle_decode_busy",
                 within_s=WITHIN_S,
@@ -201,7 +201,7 @@ def test_p_stands_still(plane: ControlPlane, pair: list[Engine]) -> None:
             decision = plane.finished_decision(answer.decision_id)
             return decision.mode == fleet_pb2.PLACEMENT_MODE_OFFLOAD and not decision.notes
 
-        # From here on it knows P's engine id, so that it sends D's request whatever P does.
+        # From here on the gateway knows P's engine id, so it sends D's request whatever P does.
         until(offloaded, within_s=WITHIN_S, what="an offload")
         prompt = with_cache_on(d, plane) + fresh_words(300)
         with stopped(p), unnoticed(plane):
@@ -212,7 +212,7 @@ def test_p_stands_still(plane: ControlPlane, pair: list[Engine]) -> None:
 
 
 def test_d_stands_still(rotated: ControlPlane, pair: list[Engine]) -> None:
-    """Nobody can tell whether D or the transfer is stuck: D is asked once more without it, and then P."""
+    """Whether D or the transfer is stuck cannot be known: D is asked once more without the transfer, and then P."""
     plane, (p, d) = rotated, pair
     flags = {"transfer_timeout_s": 1, "first_byte_timeout_s": 1, "response_timeout_s": 10}
     with plane.another_gateway("short", **flags) as url, client_of(url) as client:
@@ -240,7 +240,7 @@ def test_p_dies_is_gone_and_comes_back_as_another(planes: dict[str, ControlPlane
         beginnings = [with_cache_on(d, rotated, at_once) for _ in range(4)]
 
         def alone(asking: openai.OpenAI, plane: ControlPlane, words: int) -> str:
-            """D answers the next request without P; why, as the decision has it."""
+            """Let D answer the next request without P; return the reason that the decision notes."""
             prompt = beginnings.pop() + fresh_words(words)
             answer = complete(asking, prompt, max_tokens=8)
             assert answer.instance_id == d.instance_id
@@ -249,7 +249,7 @@ def test_p_dies_is_gone_and_comes_back_as_another(planes: dict[str, ControlPlane
             return note
 
         with unnoticed(rotated, at_once):
-            # It stands still while the requests are with it, so that it surely dies before a prefill is done.
+            # P is paused while it has the requests, so that it dies before a prefill is done.
             os.killpg(p.process.pid, signal.SIGSTOP)
             with ThreadPoolExecutor(2) as threads:
                 notes = [threads.submit(alone, one, plane, 3_500) for one, plane in clients]
@@ -259,7 +259,7 @@ def test_p_dies_is_gone_and_comes_back_as_another(planes: dict[str, ControlPlane
                         within_s=WITHIN_S,
                         what="a prefill to interrupt",
                     )
-                # The one that sends both at once has D waiting for what does not come.
+                # With both requests sent at once, D waits for KV that does not come.
                 until(d.running, within_s=WITHIN_S, what="an instance that waits")
                 p.process.kill()
                 for note in notes:
@@ -268,7 +268,7 @@ def test_p_dies_is_gone_and_comes_back_as_another(planes: dict[str, ControlPlane
                 refused = alone(one, plane, 300)
                 assert refused.startswith("prefill_failed: ")
                 assert refused.endswith("ConnectionRefusedError")
-        # Back under another engine id: what gateways remember of its bootstrap server ends with its incarnation.
+        # P returns with another engine id: what gateways remember of its bootstrap server ends with its incarnation.
         p.start()
         p.wait_ready()
         for plane in planes.values():
@@ -289,7 +289,7 @@ def test_d_is_gone(planes: dict[str, ControlPlane], pair: list[Engine]) -> None:
     plane, (p, d) = planes["in turn"], pair
     plane.wait_idle()
     before = plane.tracebacks()
-    # What earlier failures left unclear has expired.
+    # Wait until transfers that earlier failures left open have expired.
     wait_for_free_kv(p, 2 * KV_EXPIRES_S)
     prompt = with_cache_on(d, plane) + fresh_words(300)
     with plane.client() as client, unnoticed(plane):
@@ -297,7 +297,7 @@ def test_d_is_gone(planes: dict[str, ControlPlane], pair: list[Engine]) -> None:
         answer = complete(client, prompt, max_tokens=8)
     assert answer.instance_id == p.instance_id
     assert_same(p, prompt, answer.text, 8)
-    # What P kept for D is let go before it expires.
+    # KV that P kept for D is released before it expires.
     wait_for_free_kv(p, 0.75 * KV_EXPIRES_S)
 
     def idle() -> bool:

@@ -1,4 +1,4 @@
-"""Two other models behind one gateway: one that sees, one that embeds. And a request's trace, down to the engine's own span."""
+"""Two other models behind one gateway: a vision and an embedding model. And a request's trace, down to the engine's own span."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def pair(model_folder: Path, collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
-    """The one that sees, which sends its spans to the collector, and the one that embeds."""
+    """The vision model, which sends its spans to the collector, and the embedding model."""
     folder = tmp_path_factory.mktemp("other")
     make_model(folder / EYES, maker="vision_model.py")
     traced, pooling = ("--otlp-traces-endpoint", collector.url), ("--runner", "pooling", "--convert", "embed")
@@ -90,7 +90,7 @@ def client(plane: ControlPlane) -> Iterator[openai.OpenAI]:
         yield client
 
 
-# ---- the one that sees ----
+# ---- the vision model ----
 
 
 def image(*colour: int) -> dict[str, Any]:
@@ -119,13 +119,13 @@ def see(client: openai.OpenAI, *messages: Message, **more: Any) -> Answer:
 
 
 def blocks(tokens: int) -> int:
-    """Of so many known tokens those in whole blocks."""
+    """The known tokens that are in whole blocks."""
     return tokens // BLOCK * BLOCK
 
 
 def assert_text_is_predicted(plane: ControlPlane, answer: Answer, before: int, cached: int) -> None:
-    """Placed by the `before` tokens of text before the first image; nothing is promised that the engine has not, and it has
-    `cached` tokens."""
+    """Check that the request was placed by the `before` tokens of text before the first image, that the engine had `cached`
+    tokens, and that no more were predicted."""
     decision = plane.finished_decision(answer.decision_id)
     assert decision.key_count == before // 16
     assert decision.cached_tokens == min(blocks(before), cached)
@@ -134,7 +134,7 @@ def assert_text_is_predicted(plane: ControlPlane, answer: Answer, before: int, c
 
 
 def test_pictures_are_placed_by_the_text_before_the_first(plane: ControlPlane, client: openai.OpenAI) -> None:
-    """The same picture is shared too, which only the engine knows; another one shares nothing from its own block on."""
+    """The same picture is shared, too, which only the engine knows; a different one shares nothing from its own block on."""
     start, rest = fresh_words(107), fresh_words(60)
     before = HEAD + 107
     red = says(text(start), image(255, 0, 0), text(rest))
@@ -148,7 +148,7 @@ def test_pictures_are_placed_by_the_text_before_the_first(plane: ControlPlane, c
     assert_text_is_predicted(plane, again, before, blocks(whole - 1))
     blue = see(client, says(text(start), image(0, 0, 255), text(rest)))
     assert blue.text != first.text
-    # 110 tokens of text: the block that the picture begins in is nobody else's, though 14 tokens of text are in it.
+    # 110 tokens of text: the block in which the picture begins is not shared, though 14 tokens of text are in it.
     assert_text_is_predicted(plane, blue, before, 96)
     plane.wait_settled()
     # The conversation goes on; another picture comes into it.
@@ -158,8 +158,8 @@ def test_pictures_are_placed_by_the_text_before_the_first(plane: ControlPlane, c
 
 
 def test_the_text_before_a_picture_goes_in_slices(plane: ControlPlane, client: openai.OpenAI) -> None:
-    """None of them reaches the picture, which only the engine can count; the answer finds what they computed."""
-    see(client, user(fresh_words(10)))  # what is usual must be known before anything is heavy
+    """No slice reaches the picture, which only the engine can count; the answer finds what the slices computed."""
+    see(client, user(fresh_words(10)))  # the mean work must be known before anything is heavy
     plane.wait_idle()
     seen = says(text(fresh_words(300)), image(0, 128, 0), text(fresh_words(200)))
     part = 3 * BLOCK
@@ -187,7 +187,7 @@ def test_the_text_before_a_picture_goes_in_slices(plane: ControlPlane, client: o
 def test_what_stands_for_a_picture_is_not_the_picture(
     plane: ControlPlane, client: openai.OpenAI, pair: list[Engine]
 ) -> None:
-    """The very tokens that the engine puts in a picture's place, sent as tokens, are another prompt to it, and to the keys."""
+    """The engine's placeholder tokens of a picture, sent as tokens, are another prompt to the engine, and to the keys."""
     start = fresh_words(96)
     ids = pair[0].tokenize({"prompt": start + fresh_words(90)})
     picture = pair[0].tokenize({"messages": [says(image(1, 2, 3))]})[HEAD : HEAD + IMAGE_TOKENS]
@@ -201,7 +201,7 @@ def test_what_stands_for_a_picture_is_not_the_picture(
 
 
 def test_text_alone_is_exact_in_parts_or_whole(plane: ControlPlane, client: openai.OpenAI) -> None:
-    """Where a template shows parts, as those of models that see do, they follow each other without a newline."""
+    """A template that renders content parts, as those of vision models do, joins them without a newline."""
     one, two = fresh_words(100), fresh_words(100)
     first = see(client, user(one + two), session="parts")
     plane.wait_settled()
@@ -211,7 +211,7 @@ def test_text_alone_is_exact_in_parts_or_whole(plane: ControlPlane, client: open
 
 
 def test_pictures_come_by_every_api(plane: ControlPlane, client: openai.OpenAI, pair: list[Engine]) -> None:
-    """Only the engine can tell what becomes of them there, so they are placed without keys; its counts are reported."""
+    """In the other APIs only the engine knows a picture's tokens, so requests have no keys; the engine's counts are reported."""
     url = image(255, 0, 255)["image_url"]["url"]
     source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
     claude = {
@@ -235,7 +235,7 @@ def test_a_picture_that_is_none_is_the_clients_error(plane: ControlPlane, client
     assert see(client, says(text("hi"), image(9, 9, 9)), max_tokens=2).text
 
 
-# ---- the one that embeds ----
+# ---- the embedding model ----
 
 
 def test_texts_are_embedded_as_the_engine_does(plane: ControlPlane, client: openai.OpenAI, pair: list[Engine]) -> None:
@@ -294,7 +294,7 @@ def test_each_model_has_its_own_apis(plane: ControlPlane, client: openai.OpenAI)
         chat(client, [user("hi")], model=VECTORS)
     with pytest.raises(openai.NotFoundError, match="does not serve this API"):
         client.embeddings.create(model="picture", input="hi")
-    # Only a model that classifies has it.
+    # Only a classification model has this API.
     assert ask(plane.gateway_url + "/classify", {"model": VECTORS, "input": "hi"}).status == 404
     with pytest.raises(openai.BadRequestError):
         client.embeddings.create(model=VECTORS, input=fresh_words(4_200))

@@ -39,7 +39,7 @@ def test_pending_prefill_falls_while_a_long_prompt_is_computed(
 def test_the_next_turn_at_once_is_placed_by_what_the_last_one_computed(
     plane: ControlPlane, client: openai.OpenAI, engines: list[Engine]
 ) -> None:
-    """No wait for events in between; what is promised is never more than what the engine finds."""
+    """Without a wait for events in between. The prediction is never more than what the engine finds."""
     with plane.draining(engines[1]):
         messages = [user(fresh_words(300))]
         computed = 0

@@ -27,7 +27,7 @@ async def test_a_replays_bundle_agrees_with_the_engines(
         tokenizer=model_folder,
         time_scale=0.05,
         token_scale=1 / 8,
-        # One request at a time: what is still being computed can be found by a request, but not foretold.
+        # One request at a time: blocks that are still being computed can be found by a request, but not predicted.
         max_sessions=1,
         out=tmp_path / "run",
     )

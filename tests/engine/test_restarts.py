@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 def test_an_agent_restarts_beside_running_engines(
     plane: ControlPlane, client: openai.OpenAI, engines: list[Engine], how: str
 ) -> None:
-    """Its keys are known again though the engines did nothing, and so are those that came and went while it was away."""
+    """Its keys are known again without engine activity, and so are changes that happened while it was away."""
     messages = [user(fresh_words(400))]
     first = chat(client, messages, session=how, max_tokens=50)
     plane.wait_settled()
@@ -36,7 +36,7 @@ def test_an_agent_restarts_beside_running_engines(
     if "lost" in how:
         shutil.rmtree(plane.state_dir)
     else:
-        # The small engine forgets old blocks meanwhile.
+        # The small engine evicts old blocks meanwhile.
         for engine in engines:
             with client_of(engine.url) as direct:
                 complete(direct, fresh_words(3_000), max_tokens=1)
@@ -96,7 +96,7 @@ def test_a_killed_gateway_leaves_no_load_behind(plane: ControlPlane, client: ope
 def test_an_engine_that_ends_is_left_noticed_and_taken_back_empty(
     plane: ControlPlane, client: openai.OpenAI, engines: list[Engine], how: signal.Signals
 ) -> None:
-    """Killed, or told to end with all of its processes, as a service manager does it."""
+    """The engine is killed, or told to end with all of its processes, as a service manager does it."""
     messages = [user(fresh_words(400))]
     first = chat(client, messages, session=how.name, max_tokens=50)
     plane.wait_settled()
@@ -110,12 +110,12 @@ def test_an_engine_that_ends_is_left_noticed_and_taken_back_empty(
         assert cut.instance_id == victim.instance_id
         cut.read(3)
         os.killpg(victim.process.pid, how)
-        # The client is told, instead of being left with half an answer that looks whole.
+        # The client gets an error, instead of half an answer that looks complete.
         with pytest.raises(openai.APIError):
             cut.read_all()
     assert plane.finished_decision(cut.decision_id).outcome == fleet_pb2.DECISION_OUTCOME_FAILED
 
-    # At once, before anybody may have noticed: the session's next turn is answered elsewhere.
+    # At once, perhaps before the failure is noticed, the session's next turn is answered by the other engine.
     rescued = chat(client, messages, session=how.name)
     assert rescued.instance_id == survivor.instance_id
     until(lambda: _away(plane, victim), within_s=60, what="the dead engine noticed")
@@ -136,7 +136,7 @@ def test_an_engine_that_ends_is_left_noticed_and_taken_back_empty(
     assert plane.instance(victim).keys == victim.cached_keys() == 0
     assert not any(counters(plane.instance(victim)).values())
     with plane.draining(survivor):
-        # The very prompt that the old incarnation had cached.
+        # The same prompt that the old incarnation had cached.
         back = chat(client, messages, session=f"again-{how.name}")
         assert back.instance_id == victim.instance_id
         assert_agree(plane, back, 0)
@@ -148,7 +148,7 @@ def test_an_engine_that_ends_is_left_noticed_and_taken_back_empty(
 
 
 def test_redis_lost_and_back_is_survived(plane: ControlPlane, client: openai.OpenAI, engines: list[Engine]) -> None:
-    """Sessions go on meanwhile, and a stream that is open all the time stays counted until its own end."""
+    """Sessions continue meanwhile, and a stream that is open all the time stays counted until its own end."""
     messages = [user(fresh_words(200))]
     first = chat(client, messages, session="no-redis", max_tokens=20)
     home = next(engine for engine in engines if engine.instance_id == first.instance_id)
@@ -182,7 +182,7 @@ def test_redis_lost_and_back_is_survived(plane: ControlPlane, client: openai.Ope
     plane.wait_idle()
     ended = plane.finished_decision(through.decision_id)
     assert ended.outcome == fleet_pb2.DECISION_OUTCOME_CANCELLED
-    assert ended.finished.timings.first_token_ms > 0, "the gateway itself told of the end"
+    assert ended.finished.timings.first_token_ms > 0, "the gateway itself reported the end"
 
 
 def _away(plane: ControlPlane, engine: Engine) -> bool:

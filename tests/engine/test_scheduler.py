@@ -25,7 +25,7 @@ def model_of(script: dict[str, Any]) -> EngineModel:
 
 
 def play(script: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the model does; adds the answers to the script's requests."""
+    """Run the script; return what the model does, and add the answers to the script's requests."""
     model = model_of(script)
     requests = script["requests"]
     for asked in requests.values():
@@ -56,7 +56,7 @@ def play(script: dict[str, Any]) -> list[dict[str, Any]]:
         else:
             has_work = model.has_work
             result = model.step(now)
-            assert has_work or not result.scheduled, "it would have stood still"
+            assert has_work or not result.scheduled, "a model without work schedules nothing"
             for event in result.events:
                 if isinstance(event, TokenGenerated):
                     requests[event.request_id]["answer"].append(event.token_id)
@@ -112,7 +112,7 @@ CONFIGS = st.fixed_dictionaries(
 REQUESTS = st.lists(
     st.fixed_dictionaries(
         {
-            # A few beginnings, so that prompts share prefixes of various lengths.
+            # A few common beginnings, so that prompts share prefixes of various lengths.
             "prompt": st.builds(
                 lambda shared, cut, own, length: ([shared] * cut + [own] * LENGTH)[:length],
                 st.integers(1, 2),

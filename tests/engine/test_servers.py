@@ -1,4 +1,4 @@
-"""What the other tests take for granted of their engines."""
+"""Assumptions of the other tests about their engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 
 def names(engine: Engine) -> Iterator[str]:
-    """Of the engine's processes."""
+    """Names of the engine's processes."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
@@ -23,7 +23,7 @@ def names(engine: Engine) -> Iterator[str]:
 
 
 def test_an_engines_core_computes_itself(engines: list[Engine]) -> None:
-    """A worker process beside it would look for work without pause after each step, and take a core from the other engine."""
+    """A separate worker process would poll for work after each step, and take a core from the other engine."""
     for engine in engines:
         found = list(names(engine))
         assert any(name.startswith("VLLM::EngineCor") for name in found), found

@@ -1,4 +1,4 @@
-"""What a shadow makes of a log is what real engines did: the same tokens, and the same of them cached."""
+"""A shadow's results from a log are what real engines did: the same tokens, and the same number of them cached."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def test_a_log_of_requests_that_another_router_dealt(
     lines, turn = [], 0
     for _ in range(TURNS):
         for messages in talks:
-            # Two in a row each: half of the turns find their last one.
+            # Two requests in a row for each engine: half of the turns find their previous turn.
             engine = engines[turn // 2 % 2]
             turn += 1
             body = {"model": SERVED_NAME, "messages": messages, "max_tokens": 24, "temperature": 0}
@@ -55,6 +55,6 @@ async def test_a_log_of_requests_that_another_router_dealt(
     assert sum(one["engine_said_cached_tokens"] for one in compared) > 0
     for one in compared:
         (engine,) = [each for each in engines if each.url.endswith(one["instance"])]
-        # Engines find whole blocks of their own size, of 32 and 64 tokens; the model has 16.
+        # Engines find whole blocks of their own size, 32 and 64 tokens; the model's blocks have 16.
         modelled = one["recorded"]["cached_tokens"]
         assert abs(modelled - one["engine_said_cached_tokens"]) <= engine.spec.block_size, one

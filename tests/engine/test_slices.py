@@ -1,4 +1,4 @@
-"""Heavy prompts in slices on a real engine: what is small goes between them, the answer stays, the counters explain it."""
+"""Heavy prompts in slices on a real engine: small requests run between slices, the answer stays, the counters explain it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 HEAVY, SLICE, SMALL = 3_600, 1_024, 64
-# The first slices of a test come before anything is learned; so that they are of one size, u never sets it. Nobody is held.
+# A test's first slices come before costs are learned. With these settings all slices have SLICE tokens, and no request is held.
 SETTINGS: dict[str, Any] = {
     "slice_factor": 1e-6,
     "slice_min_tokens": SLICE,
@@ -36,12 +36,12 @@ def counted(engine: Engine) -> tuple[float, float]:
 def test_small_requests_go_between_the_slices_of_a_heavy_one(
     plane: ControlPlane, client: openai.OpenAI, engines: list[Engine]
 ) -> None:
-    """The engine stands still until all are placed on it, so that the order is its own: a slice, what is small, the rest."""
+    """The engine is paused until all are placed on it, so that it sets the order: a slice, the small requests, the rest."""
     first, other = engines
     text = fresh_words(HEAVY)
     order: list[str] = []
     with plane.policy("foresight", **SETTINGS), plane.draining(other), ThreadPoolExecutor(6) as pool:
-        # What is usual must be known before anything is heavy.
+        # The mean work must be known before anything is heavy.
         complete(client, fresh_words(SMALL), max_tokens=1)
         plane.wait_idle()
         before = counted(first)

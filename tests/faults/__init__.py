@@ -1,1 +1,1 @@
-"""A fleet of real processes under load, while one of them fails."""
+"""Tests of a fleet of real processes under load while one of them fails."""

@@ -1,4 +1,4 @@
-"""One fleet of processes for all tests of this folder."""
+"""Fixtures: one fleet of processes for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.repository import REPOSITORY
 
 @pytest.fixture(scope="package")
 def clocks(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
-    """What lets processes have clocks of their own; None without a compiler."""
+    """The library with which each process can have its own wall clock; None without a C compiler."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         return None
@@ -28,9 +28,9 @@ def clocks(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def fleet(tmp_path_factory: pytest.TempPathFactory, clocks: Path | None) -> AsyncIterator[Fleet]:
-    """All processes, running."""
+    """The running fleet."""
     folder = tmp_path_factory.mktemp("fleet")
-    # {name}: of the router
+    # {name} is replaced by the router's name
     router, gateway = folder / "decisions-{name}.jsonl", folder / "breakdown.jsonl"
     up = Fleet(folder, clocks=clocks, router={"decision_log_file": router}, gateway={"breakdown_file": gateway})
     try:

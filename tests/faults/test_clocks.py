@@ -1,4 +1,4 @@
-"""Wall clocks that jump, while agents are served. Nothing that a part waits for goes by them, and no two are compared."""
+"""Wall clocks jump under load. No part uses its wall clock for waiting, and no two wall clocks are compared."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import redis
 from tests.support.fault_under_load import fault_under_load
 from tests.support.processes.fleet import Fleet
 
+# How long the clocks are wrong, and by how much, s.
 WRONG_S, HOUR_S = 2.5, 3_600.0
 
 
 @pytest.mark.asyncio(loop_scope="package")
 async def test_every_clock_jumps_and_jumps_back(fleet: Fleet, clocks: Path | None) -> None:
-    """Each part's by an hour, every other one's ahead; then all are set right, which is a jump the other way."""
+    """Each part's clock jumps by an hour, ahead and back in turn. Then all are corrected, which is a jump the other way."""
     if clocks is None:
         pytest.skip("there is no C compiler")
     async with fault_under_load(fleet, "clocks jump by an hour"):
@@ -34,7 +35,7 @@ async def test_every_clock_jumps_and_jumps_back(fleet: Fleet, clocks: Path | Non
 
 
 def test_a_service_reads_the_clock_that_jumps(tmp_path: Path, clocks: Path | None) -> None:
-    """So that the test above can fail."""
+    """Check that the test above can fail."""
     if clocks is None:
         pytest.skip("there is no C compiler")
     (tmp_path / "clock").write_bytes(int(-HOUR_S * 1e9).to_bytes(8, sys.byteorder, signed=True))

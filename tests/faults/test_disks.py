@@ -1,4 +1,4 @@
-"""Disks without room, while agents are served. What is lost is what would have been written, never an answer."""
+"""Disks are full under load. Only the data that would have been written is lost, never an answer."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.support.processes.fleet import ROUTERS, Fleet
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package")]
 
+# How long a disk is full, s.
 FULL_S = 1.5
 
 
@@ -29,7 +30,7 @@ async def grows(path: Path) -> None:
 
 
 async def stands_still(path: Path, read: Callable[[Path], object]) -> None:
-    """No line is added, and none is torn."""
+    """Check for FULL_S that no line is added, and that no line is incomplete."""
     before = size(path)
     await asyncio.sleep(FULL_S)
     assert size(path) == before
@@ -79,7 +80,7 @@ async def test_the_disk_of_an_agents_state_is_full_and_the_agent_is_restarted(fl
 
 
 async def test_the_disk_of_redis_is_full(fleet: Fleet) -> None:
-    """It refuses to write, so routers go on without it."""
+    """Redis refuses writes, so routers continue without it."""
     async with fault_under_load(fleet, "disk of Redis full"):
         fleet.disk("redis", full=True)
         await asyncio.sleep(2 * FULL_S)

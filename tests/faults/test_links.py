@@ -1,7 +1,7 @@
-"""The ways between parts of a fleet are cut, broken and slow, one after the other, while agents are served.
+"""The links between parts of a fleet are cut, broken and slow, one after the other, under load.
 
-A way that is cut loses what is sent on it, so that neither side hears a word until it is mended; one that is broken resets
-connections, and refuses new ones.
+On a link that is cut nothing passes, as if all packets were lost, until it is repaired. A broken link resets connections, and
+refuses new ones.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from tests.support.processes.fleet import ROUTERS, Fleet
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package")]
 
+# Durations of the faults, and the delay of a slow link in each direction, s.
 CUT_S, BROKEN_S, SLOW_S, DELAY_S = 2.5, 1.5, 1.5, 0.2
-# Longer than a session's keepalive, and than a gateway waits for a router.
+# Duration of a long cut, s: longer than a session's keepalive, and than a gateway waits for a router.
 LONG_S = 10.0
 
 
@@ -51,7 +52,7 @@ async def test_no_way_from_gateways_to_the_router_that_owns_the_pool(fleet: Flee
 
 
 async def test_gateways_lose_all_routers(fleet: Fleet) -> None:
-    """They place by themselves meanwhile."""
+    """Gateways make degraded placements meanwhile."""
     async with fault_under_load(fleet, "gateway - all routers broken"):
         await broken(fleet, *(("gateway", name) for name in ROUTERS))
 
@@ -84,13 +85,13 @@ async def test_a_slow_way_from_routers_to_redis(fleet: Fleet) -> None:
 
 
 async def test_no_way_from_gateways_to_an_engine(fleet: Fleet) -> None:
-    """Answers wait for it to be mended."""
+    """Answers wait until the link is repaired."""
     async with fault_under_load(fleet, "gateway - engine cut"):
         await cut(fleet, ("gateway", "e0"))
 
 
 async def test_connections_to_an_engine_break(fleet: Fleet) -> None:
-    """Answers that had begun break off and say so; the others are made elsewhere."""
+    """Answers that had begun end as `broken`; the others are made on other engines."""
     async with fault_under_load(fleet, "gateway - engine broken", may=("broken",), may_repeat=True):
         await broken(fleet, ("gateway", "e0"))
 

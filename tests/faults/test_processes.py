@@ -1,7 +1,7 @@
-"""Every part of a fleet is killed, stops for a while, and is restarted, one after the other, while agents are served.
+"""Every part of a fleet is killed, stopped for a while, and restarted, one after the other, under load.
 
-What clients may get besides whole answers is named for each. A connection that a dying gateway process resets is the client's to
-try again, as with any server; it does so under another id.
+Each test names the outcomes that clients may get besides whole answers. If a dying gateway process resets a connection, the
+client must retry, as with any server. The client of these tests retries with another request id.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tests.support.processes.fleet import Fleet
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package")]
 
+# How long a killed part is away, and how long a stopped one is stopped, s.
 AWAY_S, STOPPED_S = 0.5, 2.5
 
 
@@ -99,7 +100,7 @@ async def test_redis_is_restarted(fleet: Fleet) -> None:
 
 
 async def test_a_gateway_process_is_killed(fleet: Fleet) -> None:
-    """Its parent starts another one."""
+    """The parent process starts another one."""
     pid = fleet.gateway_processes()[0]
     async with fault_under_load(fleet, "gateway process killed", may=("reset", "broken")) as fault:
         os.kill(pid, signal.SIGKILL)
@@ -121,7 +122,7 @@ async def test_a_gateway_process_is_restarted(fleet: Fleet) -> None:
 
 
 async def test_an_engine_is_killed(fleet: Fleet) -> None:
-    """Answers that it had begun break off and say so; the others are made elsewhere."""
+    """Answers that the engine had begun end as `broken`; the others are made on other engines."""
     before = await fleet.incarnations("e0")
     async with fault_under_load(fleet, "engine killed", may=("broken",)) as fault:
         await killed(fleet, "e0")
@@ -135,7 +136,7 @@ async def test_an_engine_stops_for_a_while(fleet: Fleet) -> None:
 
 
 async def test_an_engine_is_restarted(fleet: Fleet) -> None:
-    """As when it is killed: an engine that is told to end breaks its streams."""
+    """As when the engine is killed: an engine breaks its streams at SIGTERM."""
     before = await fleet.incarnations("e0")
     async with fault_under_load(fleet, "engine restarted", may=("broken",)) as fault:
         await fleet.restart("e0")

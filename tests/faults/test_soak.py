@@ -1,4 +1,4 @@
-"""The soak of bench/soak.py, in short."""
+"""A short run of the soak of bench/soak.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ REQUESTS, BY = 5_000, 500
 
 
 async def test_many_requests_leave_nothing_open_and_little_behind() -> None:
-    """What fills up for good is still filling up here: the figures of `python -m bench soak` tell more."""
+    """Caches that stay full later are still filling here, so memory grows. `python -m bench soak` gives better figures."""
     figures = await soak.run(REQUESTS, BY)
     assert {figure.metric.removeprefix("soak_growth_mb_100k_") for figure in figures} == {
         *("redis", "r0", "r1", "a0", "a1", "e0", "e1", "e2", "gateway_0", "gateway_1")

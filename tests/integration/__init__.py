@@ -1,1 +1,1 @@
-"""A service, or several, over real sockets, before fake neighbours."""
+"""Tests of one or several services over real sockets, with fakes for the other services."""

@@ -1,5 +1,5 @@
-"""Every door tried without its key, with a wrong one, and with another role's: TLS and client certificates on gRPC and on the
-gateway, agents bound to their instances, reflection, and Redis with users and TLS."""
+"""Access to every port without credentials, with wrong ones, and with those of another role: TLS and client certificates on gRPC
+and on the gateway, agents bound to their instances, reflection, and Redis with users and TLS."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def router(tokens: Tokens = TOKENS, **settings: object) -> AsyncIterator[s
 
 
 async def knock(address: str, credentials: grpc.ChannelCredentials | None, token: str) -> str:
-    """The status of a look at the fleet: UNAVAILABLE where no connection comes about."""
+    """Return the status of a ListInstances call, UNAVAILABLE if no connection is established."""
     channel = (
         grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         if credentials is None
@@ -113,12 +113,12 @@ async def test_grpc_with_certificates_of_clients(
             assert await knock(address, dials(ours, ours.sign("operator")), "O") == "OK"
             assert await knock(address, dials(ours), "O") == "UNAVAILABLE"
             assert await knock(address, dials(ours, theirs.sign("operator")), "O") == "UNAVAILABLE"
-            # A certificate opens the door, and the token says to what.
+            # The certificate allows the connection; the token decides which calls are allowed.
             assert await knock(address, dials(ours, ours.sign("agent")), "A") == "PERMISSION_DENIED"
 
 
 def renew(files: Signed, ca: Path, by: Authority, name: str) -> None:
-    """Write what another authority has signed over a certificate, its key and whom it trusts, as a renewal does."""
+    """Overwrite a certificate, its key and the trusted CA with those of another authority, as a renewal does."""
     signed = by.sign(name)
     for old, new in ((files.key, signed.key), (files.cert, signed.cert), (ca, by.ca)):
         beside = old.with_suffix(".new")
@@ -127,7 +127,7 @@ def renew(files: Signed, ca: Path, by: Authority, name: str) -> None:
 
 
 def copied(folder: Path, authority: Authority, name: str) -> tuple[Signed, Path]:
-    """A certificate's files and its authority's, which may be written over."""
+    """Copy a certificate's files and its authority's certificate into `folder`, where the test may overwrite them."""
     folder.mkdir()
     signed = authority.sign(name)
     for file in (signed.cert, signed.key, authority.ca):
@@ -165,7 +165,7 @@ async def test_a_renewed_certificate_is_taken_without_a_restart(
         operator = Client(held, "O")
         await operator.instances()
 
-        # A renewal that cannot be used changes nothing.
+        # An unusable new file is ignored: the old certificate stays in use.
         key = at_router.key.read_bytes()
         at_router.key.write_text("no key")
         assert await knock(address, before, "O") == "OK"
@@ -177,7 +177,7 @@ async def test_a_renewed_certificate_is_taken_without_a_restart(
         assert await knock(address, after, "O") == "OK"
         assert await look(ours) == "closed"
         assert await look(theirs) == "200"
-        # What is open stays open, and an agent that has new files comes with them.
+        # Open connections stay open, and an agent with new files connects with them.
         await operator.instances()
         renew(at_agent, ca_at_agent, theirs, "agent")
         assert await report(agent, "b") == "OK"
@@ -238,9 +238,9 @@ async def test_an_agent_reports_its_own_instances_only(tmp_path: Path) -> None:
 
         assert await outcome("first", "vllm-0.x:8000", url="http://vllm-0.x:8000") == "OK"
         assert await outcome("second", "spare:8000", url="http://spare:8000") == "OK"
-        assert await outcome("A", "vllm-1.x:8000", url="http://vllm-1.x:8000") == "OK"  # the token of all
+        assert await outcome("A", "vllm-1.x:8000", url="http://vllm-1.x:8000") == "OK"  # the token that the role shares
         assert await outcome("first", "vllm-1.x:8000", url="http://vllm-1.x:8000") == "PERMISSION_DENIED"
-        # Prompts, and who fetches KV, go where the agent says.
+        # The router sends prompts and KV fetches to the addresses that the agent reports.
         assert await outcome("first", "vllm-0.x:8000", url="http://elsewhere:8000") == "PERMISSION_DENIED"
         assert await outcome("first", "vllm-0.x:8000", url="http://vllm-0.x@elsewhere:8000") == "PERMISSION_DENIED"
         for where, expected in (("vllm-0.x:8998", "OK"), ("elsewhere:8998", "PERMISSION_DENIED")):
@@ -249,7 +249,7 @@ async def test_an_agent_reports_its_own_instances_only(tmp_path: Path) -> None:
         assert await outcome("", "vllm-0.x:8000") == "UNAUTHENTICATED"
         assert await outcome("third", "vllm-0.x:8000") == "UNAUTHENTICATED"
         assert await outcome("G", "vllm-0.x:8000") == "PERMISSION_DENIED"
-        # A bound token is an agent's and nothing else.
+        # A bound token has an agent's permissions only.
         assert await knock(address, None, "first") == "PERMISSION_DENIED"
 
 
@@ -257,7 +257,7 @@ async def test_a_refused_stream_says_why_however_late_its_first_message_comes() 
     async with router() as address, grpc.aio.insecure_channel(address) as channel:
         told = Report(Client(channel, "X"))
         answered = asyncio.create_task(told.call.code())
-        # A write into a call that is over would make the client report INTERNAL.
+        # A write to a call that has ended would make the client report INTERNAL.
         assert not (await asyncio.wait([answered], timeout=0.3))[0]
         await told.hello("any:8000")
         assert await answered is grpc.StatusCode.UNAUTHENTICATED
@@ -274,7 +274,7 @@ async def test_an_agents_token_may_be_bound_to_its_certificate(
             async def outcome(token: str, instance: str, *names: str) -> str:
                 signed = ours.sign(f"agent-of-{'-'.join(names)}", names)
                 async with grpc.aio.secure_channel(address, dials(ours, signed), options=CHANNEL_OPTIONS) as channel:
-                    await channel.channel_ready()  # a handshake is given up soon, and tried again, on a busy machine
+                    await channel.channel_ready()  # on a busy machine a handshake may time out and is retried
                     return await report(Client(channel, token), instance, url=f"http://{instance}")
 
             assert await outcome("mine", "vllm-0.x:8000", "node-1.cluster") == "OK"
@@ -282,7 +282,7 @@ async def test_an_agents_token_may_be_bound_to_its_certificate(
             assert await outcome("mine", "vllm-0.x:8000", "node-2.cluster") == "PERMISSION_DENIED"
             assert await outcome("mine", "vllm-1.x:8000", "node-1.cluster") == "PERMISSION_DENIED"
             assert await outcome("any", "vllm-1.x:8000", "node-2.cluster") == "OK"
-    # Where no certificates are asked for nobody has a name.
+    # Without client certificates, agents have no name.
     async with router(agents_file=file) as address, grpc.aio.insecure_channel(address) as channel:
         assert await report(Client(channel, "mine"), "vllm-0.x:8000", url="http://vllm-0.x:8000") == "PERMISSION_DENIED"
 
@@ -318,8 +318,8 @@ async def test_a_gateways_id_is_its_own_and_so_are_its_streams() -> None:
         assert await thief(b"somebody else's") == "INVALID_ARGUMENT"  # 15 bytes
         assert await thief(b"somebody else's!") == "ALREADY_EXISTS"
         assert await load() == 1
-        await first.place("s", 100)  # its stream stands
-        # Nor while its reservations outlive its stream.
+        await first.place("s", 100)  # its stream is still open
+        # The gateway id also stays taken while reservations outlive the stream.
         first.call.cancel()
 
         async def gone() -> bool:
@@ -354,9 +354,9 @@ async def test_a_gateways_token_may_be_bound_to_its_id(tmp_path: Path) -> None:
         assert await outcome("first", "gw-a-1") == "OK"
         assert await outcome("first", "gw-b-1") == "PERMISSION_DENIED"
         assert await outcome("second", "gw-b-1") == "PERMISSION_DENIED"  # without a certificate
-        assert await outcome("G", "gw-b-2") == "OK"  # the token of all
+        assert await outcome("G", "gw-b-2") == "OK"  # the token that the role shares
         assert await outcome("third", "gw-a-2") == "UNAUTHENTICATED"
-        # A bound token is a gateway's and nothing else.
+        # A bound token has a gateway's permissions only.
         assert await knock(address, None, "first") == "OK"
         assert await report(Client(channel, "first"), "gw-a-1") == "PERMISSION_DENIED"
 
@@ -474,7 +474,7 @@ async def test_gateway_with_tls(ours: Authority, theirs: Authority) -> None:
         assert await status_of(url, trusting(ours)) == 200
         assert "Certificate" in str(await status_of(url, trusting(theirs)))
         assert await status_of(url.replace("https", "http"), None) in ("ServerDisconnectedError", "ClientOSError")
-        # What is said before a body was read comes whole, though TLS has no half of a connection to close.
+        # A response that is sent before the body is read arrives complete, although TLS connections cannot be half closed.
         host, _, port = url.removeprefix("https://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port), ssl=trusting(ours))
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -498,7 +498,7 @@ async def test_gateway_with_certificates_of_clients(ours: Authority, theirs: Aut
 
 async def test_redis_with_users_and_tls(ours: Authority, theirs: Authority, tmp_path: Path) -> None:
     executable = shutil.which("redis-server", path="/usr/bin:/usr/local/bin:/opt/homebrew/bin")
-    assert executable, "Debian's redis-server, which can TLS, is needed"
+    assert executable, "Debian's redis-server, built with TLS, is needed"
     make_secrets(tmp_path / "secrets")
     password = (tmp_path / "secrets/redis-password").read_text()
     shown, port = ours.sign("redis"), free_port()
@@ -526,7 +526,7 @@ async def test_redis_with_users_and_tls(ours: Authority, theirs: Authority, tmp_
         assert outcome(url("rediss", f"pointsman:{password}@", theirs)) == "ConnectionError"
         assert outcome(url("redis", f"pointsman:{password}@", ours)) in ("ConnectionError", "TimeoutError")
 
-        # A router keeps its state there, and one that cannot says so.
+        # A router keeps its state in this Redis; a router that cannot connect reports itself degraded.
         for address, degraded in (
             (url("rediss", f"pointsman:{password}@", ours), False),
             (url("rediss", f"pointsman:{password}@", theirs), True),

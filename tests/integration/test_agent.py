@@ -1,4 +1,4 @@
-"""The agent's own process code beside a fake engine and a fake router, over real sockets."""
+"""The agent's process code over real sockets, with a fake engine and a fake router."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def test_without_a_replay_socket_a_gap_drops_what_was_known(
     async with running(engine.url, [router.address], tmp_path):
         await eventually(lambda: router.keys(name_of(engine)) == set(), "an empty snapshot")
 
-        # A subscriber that joins late hears nothing of what was before, so say something until it does.
+        # A subscriber that joins late does not receive earlier messages, so publish until one arrives.
         letter = 0
         while not router.keys(name_of(engine)):
             letter += 1
@@ -283,7 +283,7 @@ async def test_a_refusal_is_retried_slowly_and_told(
     reason: str,
 ) -> None:
     monkeypatch.setenv("POINTSMAN_AGENT_TOKEN", "secret")
-    # A lost stream would be opened again before anything else is done.
+    # A refused stream is not reopened. With these delays, a second attempt would come before what the test waits for.
     monkeypatch.setattr(report_sender, "FIRST_RETRY_S", 0.0)
     monkeypatch.setattr(report_sender, "LAST_RETRY_S", 0.0)
     engine.block_size = 24
@@ -338,7 +338,7 @@ async def test_each_rank_is_an_instance(context: zmq.asyncio.Context, router: Fa
 
 
 async def test_a_restored_file_is_clean_no_more(engine: FakeEngine, router: FakeRouter, tmp_path: Path) -> None:
-    """Else an agent that dies before its first save would let its successor reuse numbers that routers have seen."""
+    """Otherwise, after an agent that dies before its first save, the next agent would reuse numbers that routers have seen."""
     name = name_of(engine)
     file = StateFile(tmp_path, name)
     cleans = []
@@ -357,7 +357,7 @@ async def test_a_restored_file_is_clean_no_more(engine: FakeEngine, router: Fake
 async def test_a_full_disk_costs_what_is_saved_and_not_the_agent(
     engine: FakeEngine, router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A saved state that cannot be marked as used is not used: a later agent would reuse numbers that routers have seen."""
+    """A saved state that cannot be marked as used is not restored: a later agent would reuse numbers that routers have seen."""
     name = name_of(engine)
     await engine.publish(store((1, 2)))
     async with running(engine.url, [router.address], tmp_path):

@@ -20,7 +20,7 @@ OFF = LAYERWISE | {"layerwise": "False"}
 async def test_an_engine_started_anew_is_what_it_announces_now(
     tmp_path: Path, process_start: float | None, second: dict[str, str]
 ) -> None:
-    """Also one of several API server processes, which does not tell its start."""
+    """Also an engine that is one of several API server processes, which does not report its start."""
     context = zmq.asyncio.Context()
     engine, router = FakeEngine(context, process_start=process_start), FakeRouter()
     engine.announced, engine.tokenizer = LAYERWISE, {"tokenizer": "maker/tiny", "revision": "abc123"}

@@ -84,7 +84,7 @@ async def test_the_command_reports_serves_its_figures_and_saves_when_asked_to_en
 
 
 async def test_a_replay_that_loses_messages_on_the_way_is_asked_for_again(context: zmq.asyncio.Context) -> None:
-    """ROUTER sockets drop what exceeds a peer's queue; here every second question loses a stretch in the middle."""
+    """ROUTER sockets drop messages beyond a peer's queue limit; here every second replay loses some messages in the middle."""
     engine = FakeEngine(context)
     await engine.start()
     paths = [(1, *range(2, depth + 2)) for depth in range(40)]

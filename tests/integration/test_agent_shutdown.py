@@ -1,4 +1,4 @@
-"""An agent ends soon and leaves nothing open, whatever it was doing when it was told to."""
+"""An agent ends soon and leaves nothing open, whatever it was doing when it was stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, RunningAgent
 from tests.support.kv_events import store
 from tests.support.waiting import eventually
 
-# A context that waits for a socket blocks the loop, and every other limit with it.
+# A ZeroMQ context that waits for a socket blocks the event loop, and with it every asyncio timeout.
 pytestmark = pytest.mark.timeout(30)
 
 
@@ -39,7 +39,7 @@ async def router() -> AsyncIterator[FakeRouter]:
 
 @pytest.fixture
 def contexts(monkeypatch: pytest.MonkeyPatch) -> list[zmq.asyncio.Context]:
-    """Those that agents make."""
+    """The ZeroMQ contexts that agents create."""
     made: list[zmq.asyncio.Context] = []
 
     class Context(zmq.asyncio.Context):
@@ -52,7 +52,7 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> list[zmq.asyncio.Context]:
 
 
 async def test_an_agent_ends_while_it_says_goodbye(engine: FakeEngine, router: FakeRouter, tmp_path: Path) -> None:
-    """The goodbye began before the agent was told to end: what it began is brought to its end, its sockets are closed."""
+    """A goodbye that began before the agent was stopped is completed, and the agent's sockets are closed."""
     router.kept_open = asyncio.Event()
     async with running(engine.url, [router.address], tmp_path):
         await eventually(lambda: len(router.streams) == 1, "the first process")
@@ -68,7 +68,7 @@ async def test_an_agent_ends_while_it_says_goodbye(engine: FakeEngine, router: F
 async def test_a_process_that_left_before_its_welcome_is_said_goodbye_to(
     engine: FakeEngine, router: FakeRouter, tmp_path: Path
 ) -> None:
-    """Else the router, which has read the hello, would hold it for one that is only silent."""
+    """Otherwise the router, which has read the hello, would regard the process as merely silent."""
     async with running(engine.url, [router.address], tmp_path):
         await eventually(lambda: len(router.streams) == 1, "the first process")
         router.welcoming = asyncio.Event()
@@ -83,7 +83,7 @@ async def test_a_process_that_left_before_its_welcome_is_said_goodbye_to(
 async def test_an_agent_ends_while_it_catches_up(
     engine: FakeEngine, router: FakeRouter, tmp_path: Path, after_s: float
 ) -> None:
-    """Its replay is under way: the publisher has been asked and does not answer."""
+    """The agent is stopped during a replay: the publisher has received the request and does not answer."""
     assert engine._serving is not None
     engine._serving.cancel()
     agent = RunningAgent([engine.url], [router.address], tmp_path)
@@ -94,7 +94,7 @@ async def test_an_agent_ends_while_it_catches_up(
 async def test_an_agent_ends_with_the_error_of_an_address_that_is_none(
     engine: FakeEngine, router: FakeRouter, tmp_path: Path
 ) -> None:
-    """The error's traceback holds the socket that could not be connected."""
+    """The error's traceback keeps a reference to the socket that could not be connected."""
     agent = RunningAgent([f"{engine.url}?events=carrier-pigeon://loft"], [router.address], tmp_path)
     with pytest.raises(zmq.ZMQError):
         await agent.task
@@ -127,7 +127,7 @@ async def test_an_agent_that_is_cancelled_twice_closes_what_it_opened(
 
 
 async def test_an_agent_ends_though_a_router_reads_nothing(engine: FakeEngine, tmp_path: Path) -> None:
-    """Such a router still answers pings. Once its window is full, what is written to it waits for ever."""
+    """Such a router still answers pings. Once its flow-control window is full, writes to it never complete."""
     router = FakeRouter(("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
     router.deaf = True
     await router.start()

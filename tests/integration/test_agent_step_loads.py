@@ -40,7 +40,7 @@ def load(**changes: Any) -> bytes:
 
 
 def test_engine_and_agent_mean_the_same() -> None:
-    """The connector package and the agent share no code, only these names."""
+    """The connector package and the agent share no code, only these field names."""
     seen = msgspec.msgpack.decode(load(ports=[8000]), type=StepLoad)
     assert (seen.process, seen.ports, seen.rank, seen.running, seen.waiting, seen.kv_usage) == (
         1000.0,
@@ -58,7 +58,7 @@ async def test_pushed_loads_reach_the_router(context: zmq.asyncio.Context, tmp_p
     await engine.start()
     await router.start()
     address = f"ipc://{tmp_path}/loads"
-    # Of the scrapes there is one, at the start: what comes after it was pushed.
+    # The only scrape is at the start; later loads were pushed.
     async with (
         running(engine.url, [router.address], tmp_path, step_loads_listen=address, scrape_interval_s=60.0),
         pushing(context, address) as push,
@@ -70,7 +70,7 @@ async def test_pushed_loads_reach_the_router(context: zmq.asyncio.Context, tmp_p
         await eventually(lambda: router.streams[0].loads[-1].running == 7, "the pushed load")
         seen = router.streams[0].loads[-1]
         assert (seen.waiting, seen.kv_usage, seen.generation_tokens, seen.prefix_cache_hits) == (2, 0.5, 5_000, 64)
-        assert all(one.running in (0, 7) for one in router.streams[0].loads), "other processes' and ranks' loads"
+        assert all(one.running in (0, 7) for one in router.streams[0].loads), "no load of other processes or ranks"
     await engine.stop()
     await router.stop()
     assert router.problems == []
@@ -79,7 +79,7 @@ async def test_pushed_loads_reach_the_router(context: zmq.asyncio.Context, tmp_p
 async def test_engines_that_started_at_the_same_moment_are_told_apart_by_their_ports(
     context: zmq.asyncio.Context, tmp_path: Path
 ) -> None:
-    """Process starts are known to a hundredth of a second. Who cannot be told apart is only looked at."""
+    """Process starts are known to a hundredth of a second. Engines that cannot be told apart are only scraped."""
     engines, router = [FakeEngine(context), FakeEngine(context)], FakeRouter()
     for engine in engines:
         await engine.start()

@@ -1,4 +1,4 @@
-"""An outside load client: NVIDIA's aiperf plays agentic sessions at the gateway, and counts as the gateway does."""
+"""NVIDIA's aiperf, an external load client, plays agentic sessions against the gateway and counts tokens as the gateway does."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.support.waiting import until
 AIPERF = REPOSITORY / ".venv-aiperf/bin/aiperf"
 PLAY_S = 300.0
 SESSIONS = 24
-# What aiperf calls the tokenizer; it takes none from a plain folder, but one that looks downloaded.
+# aiperf's name for the tokenizer. It loads none from a plain folder, only from a folder that looks like a download.
 TOKENIZER = "local/tok"
 
 
 def deltas(requests: Sequence[TraceRequest]) -> list[dict[str, Any]]:
-    """A trace as aiperf's mooncake_trace: later turns are what is new after the answer."""
+    """Convert a trace to aiperf's mooncake_trace: later turns have only what is new after the previous answer."""
     lines: list[dict[str, Any]] = []
     for session, turns in by_session(requests).items():
         line: dict[str, Any] = {"timestamp": turns[0].timestamp_ms}
@@ -40,14 +40,14 @@ def deltas(requests: Sequence[TraceRequest]) -> list[dict[str, Any]]:
             before = turn.input_length + turn.output_length
             line = {"delay": 50}
         first = lines[-len(turns)]
-        # Whole blocks are shared as in the trace; a last one that is not whole belongs to the session.
+        # Whole blocks are shared as in the trace; a partial last block belongs to the session alone.
         rest = [10**6 + len(lines)] * bool(turns[0].input_length % turns[0].block_size)
         first["hash_ids"] = [*turns[0].whole_blocks, *rest]
     return lines
 
 
 def hub_cache(folder: Path) -> Path:
-    """The lab's tokenizer as a download of it would lie there."""
+    """Copy the lab's tokenizer to where a download of it would be; returns the cache's folder."""
     model = folder / "hub" / f"models--{TOKENIZER.replace('/', '--')}"
     (model / "refs").mkdir(parents=True)
     (model / "refs" / "main").write_text("0")
@@ -63,7 +63,7 @@ def test_sessions_played_by_aiperf_are_kept_and_counted_alike(tmp_path: Path) ->
     lines = deltas(generate(SESSIONS, 4.0, seed=3, shape=replace(shape, mean_turns=3.0, max_tokens=6_000)))
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    # The lab reads what aiperf reads.
+    # The lab can read the same file as aiperf.
     assert len(load_trace(trace)) == len(lines)
     with emulated_fleet(tmp_path) as fleet:
         out = tmp_path / "out"
@@ -116,11 +116,11 @@ def test_sessions_played_by_aiperf_are_kept_and_counted_alike(tmp_path: Path) ->
                 "usage_prompt_cache_read_tokens": done.cached_tokens,
             }
             assert {name: metrics[name]["value"] for name in counted} == counted
-            # What the gateway had counted and foretold before an engine saw the request.
+            # The token count and the prediction that were made before an engine received the request.
             assert decision.input_tokens == done.prompt_tokens
             assert decision.cached_tokens <= done.cached_tokens
         for before, after in pairwise(turns):
-            # The session is known again, and a turn that goes to its owner finds the turn before it there.
+            # The session's owner is known, and a turn that is placed on the owner finds the previous turn cached there.
             assert after.session_owner == before.steps[-1].instance.instance_id
             if after.steps[-1].instance.instance_id == after.session_owner:
                 assert after.finished.cached_tokens > before.finished.prompt_tokens - 16

@@ -1,4 +1,4 @@
-"""The commands of docs/by_hand.md, as they stand there, make a fleet that answers, also after its owning router has died."""
+"""The commands of docs/by_hand.md, run as written, start a fleet that answers, also after one of its routers has died."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.waiting import until
 
 PORTS = ("50051", "50052", "6379", "8000", "8001", "8080", "9100", "9101", "9102", "9110", "9112")
 WITHIN_S = 180.0
-# After the page's last command. Whether that router owned the model or not, the other one answers.
+# Run after the page's last command. Whether or not the killed router owned the model, the other one answers.
 AFTERWARDS = """
 echo "=== one router is gone"
 kill -KILL %?router-0

@@ -1,4 +1,4 @@
-"""`pointsman calibrate` on an emulated engine: the model against itself, in small. Times are not judged."""
+"""A small `pointsman calibrate` on an emulated engine, which runs the same engine model. Times are not checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAST = Profile(step_s=0.002, prefill_token_s=1e-5, prefill_pair_s=1e-9, decode_s
 
 
 def trace() -> list[TraceRequest]:
-    """Two sessions that share nothing: what is cached cannot depend on when the other one's prompt was computed."""
+    """Two sessions without shared blocks, so that cached tokens do not depend on when the other session's prompt was computed."""
     return [
         TraceRequest(
             timestamp_ms=500.0 * turn + 100.0 * session,
@@ -37,7 +37,7 @@ def trace() -> list[TraceRequest]:
 
 
 async def test_the_model_is_true_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Enough to tell costs apart.
+    # Few batch sizes, but enough to separate the costs.
     monkeypatch.setattr("pointsman.lab.live.profile_command.BATCHES", (1, 4))
     monkeypatch.setattr("pointsman.lab.live.engine_client.EVENTS_WITHIN_S", 0.5)
     file, out = tmp_path / "trace.jsonl", tmp_path / "out"
@@ -64,16 +64,16 @@ async def test_the_model_is_true_to_itself(tmp_path: Path, monkeypatch: pytest.M
     assert told["engine"] == known
     assert len(told["loads"]) == 2
     for figures in told["loads"].values():
-        # Nothing of the first load's is found by the second, and what is cached does not depend on time.
+        # The second load finds no blocks of the first one, and what is cached does not depend on time.
         assert figures["cached tokens"]["error"] == 0
         assert figures["cached tokens"]["live"] > 500
         assert figures["TTFT p50"].keys() == {"live", "simulated", "error"}
-    # A replay before them warms up; each load is simulated with what was measured around it.
+    # A replay before the loads warms up; each load is simulated with the costs measured around it.
     assert {one.parent.name for one in out.glob("*/trace.jsonl")} == {"warm-up", "load-1", "load-2"}
     assert not (out / "warm-up" / "live").exists()
     for number in (1, 2):
         around = read_profile(out / f"load-{number}" / "profile.json")
-        # A busy machine may measure nothing of costs as small as these.
+        # On a busy machine, costs as small as these may be measured as 0.
         assert (around.engine, around.costs.prefill_token_s >= 0) == (known, True)
         live, simulated = (
             {(one.session, one.turn): one for one in read_bundle(out / f"load-{number}" / name).records}

@@ -1,4 +1,4 @@
-"""Coding agents through the whole of it: sessions of several turns with reasoning and tools, by vendors' clients and by Codex."""
+"""Coding agents against a whole fleet: sessions of several turns with reasoning and tools, by vendors' clients and by Codex."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CODEX = "lib/python*/site-packages/codex_cli_bin/bin/codex"  # in .venv-agents
 BLOCK = 16
 SYSTEM, TASK = "You are a coding agent. Use your tools, then say what you did.", "Write two lines into notes.txt."
 COMMANDS = ["echo first >> notes.txt", "echo second >> notes.txt"]
-# What the model says: a text and a call, reasoning and a call, reasoning and a text. Codex calls its shell so.
+# The model's answers: a text and a call, reasoning and a call, reasoning and a text. SHELL is the name of Codex's shell tool.
 SHELL = "exec_command"
 SCRIPT = [
     {"text": "I write the first line.", "tool_calls": [{"name": SHELL, "arguments": {"cmd": COMMANDS[0]}}]},
@@ -53,7 +53,7 @@ def user(content: Any) -> dict[str, Any]:
 
 
 def chat(url: str, headers: Headers, stream: bool) -> Said:
-    """A session by chats, and what came."""
+    """Run a session by chat completions; return what was received."""
     texts, commands, thoughts = [], [], []
     messages: list[Any] = [{"role": "system", "content": SYSTEM}, user(TASK)]
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, default_headers=headers) as client:
@@ -80,7 +80,7 @@ def chat(url: str, headers: Headers, stream: bool) -> Said:
 
 
 def responses(url: str, headers: Headers, stream: bool) -> Said:
-    """The same by responses, whose items go back as they came."""
+    """Run the same session by the Responses API; output items are sent back unchanged."""
     texts, commands, thoughts = [], [], []
     items: list[Any] = [user(TASK)]
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, default_headers=headers) as client:
@@ -107,7 +107,7 @@ def responses(url: str, headers: Headers, stream: bool) -> Said:
 
 
 def messages(url: str, headers: Headers, stream: bool) -> Said:
-    """The same by Anthropic's messages, as Claude Code writes them: blocks with cache_control, beta headers, a query."""
+    """Run it by Anthropic's Messages API, as Claude Code does: blocks with cache_control, beta headers, a query string."""
     texts, commands, thoughts = [], [], []
     turns: list[Any] = [user([{"type": "text", "text": TASK, "cache_control": {"type": "ephemeral"}}])]
     beta = {"anthropic-beta": "prompt-caching-2024-07-31,interleaved-thinking-2025-05-14"}
@@ -123,7 +123,7 @@ def messages(url: str, headers: Headers, stream: bool) -> Said:
                     answer = events.get_final_message()
             else:
                 answer = client.messages.create(**asked)
-            assert counted._request_id, "the header that this client reads"
+            assert counted._request_id, "the request id header that this client reads is set"
             assert counted.input_tokens == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
             calls = [block for block in answer.content if block.type == "tool_use"]
             assert answer.stop_reason == ("tool_use" if calls else "end_turn")
@@ -162,7 +162,7 @@ def test_codex_does_its_task(fleet: EmulatedFleet, tmp_path: Path) -> None:
     settings = {f"model_providers.it.{name}": value for name, value in provider.items()} | {"model_provider": "it"}
     flags = [word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}")]
     flags += ["-m", MODEL, "-c", "analytics.enabled=false", "--json", "--skip-git-repo-check"]
-    # Nothing of this machine's but its programs; the commands are the script's.
+    # Of this machine's environment only its programs. The commands that Codex runs are those of SCRIPT.
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), "CODEX_HOME": str(home), "KEY": "none"}
     ended = subprocess.run(
         [codex, "exec", *flags, "--dangerously-bypass-approvals-and-sandbox", TASK],
@@ -186,7 +186,7 @@ def test_codex_does_its_task(fleet: EmulatedFleet, tmp_path: Path) -> None:
 
 
 def assert_prefixes_grew(fleet: EmulatedFleet, session: str) -> None:
-    """Each turn was placed by its very tokens, and found the turn before it where it went."""
+    """Check that each turn was placed by its exact tokens, and found the previous turn cached on its instance."""
     turns = fleet.decisions(len(SCRIPT), session)
     assert [turn.outcome for turn in turns] == [fleet_pb2.DECISION_OUTCOME_OK] * len(SCRIPT)
     for turn in turns:
@@ -195,4 +195,4 @@ def assert_prefixes_grew(fleet: EmulatedFleet, session: str) -> None:
         assert turn.cached_tokens <= turn.finished.cached_tokens
     for before, after in pairwise(turns):
         assert after.input_tokens > before.input_tokens
-        assert after.cached_tokens > before.input_tokens - 2 * BLOCK > 0, "what was foretold of the turn before"
+        assert after.cached_tokens > before.input_tokens - 2 * BLOCK > 0, "the prediction includes the previous turn"

@@ -1,4 +1,4 @@
-"""`pointsman up` before emulated engines, and every question people ask it, as commands: those of the pages, too."""
+"""`pointsman up` with emulated engines, and every command that queries the fleet, those of the pages included."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.processes.redis import redis_answers, redis_command
 from tests.support.repository import REPOSITORY
 
 READY_WITHIN_S = 90.0
-# What a page writes for each of these programs, done by what is here. grpcurl's own flags are not checked by this.
+# Replacements for the programs that the pages' commands call. They do not check grpcurl's own flags.
 SHIMS = {
     "pointsman": f'PYTHONPATH={REPOSITORY} exec {sys.executable} -m pointsman.cli.main "$@"',
     "grpcurl": """data=()
@@ -41,7 +41,7 @@ exec buf curl --protocol grpc --http2-prior-knowledge "${data[@]}" $asked""",
 
 @dataclass
 class Fleet:
-    """A running fleet's addresses, and a way to ask it."""
+    """A running fleet's addresses, and a way to run commands against it."""
 
     gateway: str
     router: str
@@ -127,7 +127,7 @@ def test_the_doctor_finds_a_sound_fleet_sound_and_says_what_is_wrong(fleet: Flee
     healthy = fleet.ask("doctor", *flags)
     assert "FAIL" not in healthy
     assert "warn" not in healthy
-    assert "gives the engine's own tokens" in healthy
+    assert "its tokens equal the engine's" in healthy
     nowhere = f"127.0.0.1:{free_port()}"
     sick = fleet.ask(
         "doctor", "--router", nowhere, "--gateway", f"http://{nowhere}", "--redis-url", f"redis://{nowhere}", status=1
@@ -166,7 +166,7 @@ def test_draining_by_command(fleet: Fleet) -> None:
 
 @pytest.fixture(scope="module")
 def filled_in(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What stands in the pages (as a regular expression) -> what it is here, after some turns of session s1."""
+    """Text of the pages (a regular expression) -> its value in this fleet, after some turns of session s1."""
     decision = instance = ""
     with openai.OpenAI(base_url=f"{fleet.gateway}/v1", api_key="none", max_retries=0) as client:
         model = client.models.list().data[0].id
@@ -181,7 +181,7 @@ def filled_in(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     prompt = tmp_path_factory.mktemp("pages") / "prompt"
     prompt.write_text("where would this go " * 30)
     token = prompt.with_name("gateway")
-    token.write_text("old")  # without an end of line, as make-secrets.sh writes it
+    token.write_text("old")  # without a newline at the end, as make-secrets.sh writes it
     return {
         r"127\.0\.0\.1:50051\b": fleet.router,
         r"127\.0\.0\.1:8080\b": fleet.gateway.removeprefix("http://"),
@@ -219,12 +219,12 @@ def test_the_pages_commands_work_as_written(
     try:
         if all(re.fullmatch(r"pointsman [^|<>$;&]*", one) for one in commands):
             for one in commands:
-                # A second of imports less than a process of its own.
+                # In this process: a separate one would need a second for its imports.
                 status = 0
                 with contextlib.suppress(SystemExit):
                     status = command_line().main(shlex.split(one)[1:], prog_name="pointsman", standalone_mode=False)
                 assert not status, f"{one}: {capsys.readouterr()}"
-                assert capsys.readouterr().out.strip(), f"{one}: an empty answer tells nobody anything"
+                assert capsys.readouterr().out.strip(), f"{one}: no output"
             return
         for name, body in SHIMS.items():
             shim = tmp_path / name
@@ -236,7 +236,7 @@ def test_the_pages_commands_work_as_written(
             check=False, timeout=60,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.strip(), "an empty answer tells nobody anything"
+        assert done.stdout.strip(), "no output"
     finally:
         if "set-policy" in text:
             fleet.ask("set-policy", "unified", "--router", fleet.router)
@@ -281,7 +281,7 @@ def test_up_beside_another_fleet_starts_nothing_and_names_the_addresses_that_are
 
 
 def _up_elsewhere(fleet: Fleet, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """`pointsman up` at addresses of its own, as far as the flags do not say otherwise; it must end with 1."""
+    """Run `pointsman up` at free addresses, unless `flags` set others; its exit status must be 1."""
     own = [part for name in ("--listen", "--router-listen") for part in (name, f"127.0.0.1:{free_port()}")]
     own += [part for name in ("--router-metrics", "--agent-metrics", "--console") for part in (name, "")]
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""The console's HTTP side: doors, JSON, the stream of decisions, and what it lets a browser do."""
+"""The console's HTTP side: access control, JSON, the stream of decisions, and what it lets a browser do."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ async def test_a_viewer_that_does_not_read_is_dropped() -> None:
             await loop.sock_connect(deaf, ("127.0.0.1", urlsplit(browser.address).port))
             await loop.sock_sendall(deaf, b"GET /api/decisions HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             await eventually(lambda: is_(server.router.decisions.watched), "the viewer's coming")
-            # More than the kernel takes for it, and then more than may wait.
+            # More than the kernel buffers for the viewer, and then more than may wait in the console.
             for _ in range(4 * decision_stream.WAITING):
                 server.console.decisions.tell(f": {'x' * 100_000}\n\n")
                 await asyncio.sleep(0)
@@ -242,7 +242,7 @@ async def test_pages_of_other_sites_get_no_answer() -> None:
         ):
             status, answer = await browser.call("Drain", {"instanceId": "a"}, **headers)
             assert (status, answer["code"]) == (403, "PERMISSION_DENIED"), headers
-        # A form of another site can send this, without asking first.
+        # A form of another site can send this without a CORS preflight.
         async with browser.http.post(f"{browser.address}/api/Drain", data='{"instanceId": "a"}') as answered:
             assert answered.status == 400
         assert (await client.instances())["a"].state == fleet_pb2.INSTANCE_STATE_READY
@@ -259,7 +259,7 @@ async def is_(value: bool) -> bool:
 
 
 async def next_event(stream: aiohttp.ClientResponse) -> Any:
-    """The next event's data; comments are passed over."""
+    """Return the next event's data; comments are skipped."""
     while True:
         text = (await asyncio.wait_for(stream.content.readuntil(b"\n\n"), WITHIN_S)).decode()
         if text.startswith("data: "):

@@ -43,7 +43,7 @@ async def test_curves_have_gaps_units_and_a_summary_in_words() -> None:
             re.compile(r"Requests over the last 15 minutes\. placed: now .* /s, .* /s to .* /s\. refused: now 0 /s"),
         )
         path = await chart(shown, "Open requests").locator("path.curve").last.get_attribute("d") or ""
-        # Before and after the time that the router knows nothing of; nothing is drawn at 0 in between.
+        # One path before and one after the time without data; nothing is drawn at 0 in between.
         assert len(PATH.findall(path)) == 2
         held = chart(shown, "Held requests")
         await expect(held.locator("text")).to_contain_text(["before its start", "0", "5", "10", "now"])
@@ -77,7 +77,7 @@ async def test_the_cursor_of_the_curves_moves_by_keyboard_and_by_mouse() -> None
         await expect(cursor).to_have_attribute("aria-valuenow", "1")
         for _ in range(4):
             await shown.page.keyboard.press("PageUp")
-        # In the gap.
+        # The cursor is in the time without data.
         await expect(cursor).to_have_attribute("aria-valuetext", re.compile(r": open –"))
         await shown.page.keyboard.press("Tab")
         await expect(chart(shown, "Open requests")).not_to_contain_text(told[:8])
@@ -97,8 +97,8 @@ async def test_the_heat_map_is_read_and_opens_instances_by_keyboard_and_by_mouse
         await expect(told).to_contain_text(EVIL)
         await page.keyboard.press("ArrowDown")
         await page.keyboard.press("Home")
-        await expect(told).to_have_text(re.compile(r"10\.0\.0\.0:8000 from \d\d:\d\d:\d\d on: not known"))
-        await page.get_by_label("Colours tell").select_option("KV used")
+        await expect(told).to_have_text(re.compile(r"10\.0\.0\.0:8000 from \d\d:\d\d:\d\d on: unknown"))
+        await page.get_by_label("Colours show").select_option("KV used")
         await expect(page.locator(".legend")).to_contain_text("up to 95 %")
         await expect(cells).to_have_attribute("aria-label", re.compile("KV used"))
         await cells.focus()
@@ -147,9 +147,9 @@ async def test_500_instances_are_sorted_filtered_and_drawn_in_their_scheme(schem
     async with browser(instances=500, scheme=scheme) as shown:
         await shown_past(shown)
         page = shown.page
-        await page.get_by_label("Colours tell").select_option("KV used")
+        await page.get_by_label("Colours show").select_option("KV used")
         await expect(page.get_by_role("application")).to_have_attribute("aria-label", re.compile("KV used. 500"))
-        # One pixel for each value: what is not known is transparent, and shows the pattern behind.
+        # One pixel for each value. An unknown value is transparent and shows the pattern behind it.
         sides = "(node) => [node.width, node.height]"
         canvas = page.locator(".cells canvas")
         assert await canvas.evaluate(sides) == [60, 500]

@@ -38,7 +38,7 @@ async def test_every_view_is_readable_and_asks_nobody_else(scheme: str) -> None:
         assert shown.wrongs == []
 
 
-# What is wider than its place: tables, and the page itself.
+# Elements that are wider than their container: tables, and the page itself.
 OVERFLOW = """() => [...document.querySelectorAll(".scroll, html")].filter((one) => one.scrollWidth > one.clientWidth)
     .map((one) => `${one.getAttribute("aria-label") ?? "the page"}: ${one.scrollWidth} in ${one.clientWidth} px`)"""
 SMALL_SCREENS = (1400, 1280)
@@ -47,7 +47,7 @@ GROUP = {
     "routeClass": "ROUTE_CLASS_MEDIUM",
     "mode": "PLACEMENT_MODE_OFFLOAD",
     "reason": "prefill_idle_decode_busy",
-    "decided": 10_000,  # the most that are counted
+    "decided": 10_000,  # the largest count
     "outcomes": [
         {"outcome": f"DECISION_OUTCOME_{name}", "decided": 8_888}
         for name in ("OK", "CANCELLED", "REJECTED", "FAILED", "OPEN", "UNKNOWN")
@@ -59,7 +59,7 @@ GROUP = {
 
 
 async def as_if_busy(route: Route) -> None:
-    """The fleet with large figures, and everything told of its instances that there may be."""
+    """Answer with the fleet, but with large figures and every optional field of its instances."""
     answer = await (await route.fetch()).json()
     for number, one in enumerate(answer["instances"]):
         one |= dict.fromkeys(("pendingPrefillTokens", "ongoingDecodeTokens", "keys"), str(MANY))
@@ -109,7 +109,7 @@ async def test_what_an_operator_asks_first_is_there_and_reasons_in_plain_words()
         await shown.open("outcomes")
         await expect(page.locator(".tiles dd").first).to_have_text("100.0 %1 of 1 that ended")
         await expect(page.get_by_role("heading", name="Offloads")).to_have_count(0)
-        # What never happened has no column.
+        # An outcome that never happened has no column.
         await expect(page.get_by_role("columnheader", name="Failed")).to_have_count(0)
         await expect(page.get_by_role("columnheader", name="Open")).to_have_count(1)
         await shown.open("replicas")
@@ -117,7 +117,7 @@ async def test_what_an_operator_asks_first_is_there_and_reasons_in_plain_words()
         await expect(pools.get_by_role("row").nth(1)).to_contain_text("3 of 3")
         told = await page.get_by_role("table", name="Routers").locator("tbody tr > *:visible").all_inner_texts()
         assert told[1:6] == ["serves this page", "m", "1", "0", "1"]
-        assert {"", "–", "not told", "not shared"}.isdisjoint(told)
+        assert {"", "–", "unknown", "not shared"}.isdisjoint(told)
         await shown.open("decisions")
         row = page.get_by_role("row").filter(has_text="s1")
         reason = row.get_by_role("cell", name="least_load_x_work")
@@ -156,7 +156,7 @@ async def test_by_keyboard_alone_to_the_why_of_a_decision_and_back() -> None:
         candidates = shown.page.get_by_role("table", name="Candidates")
         await expect(candidates.locator("tbody tr")).to_have_count(3)
         await expect(candidates.locator("tbody tr").first).to_contain_text("chosen")
-        await expect(shown.page.get_by_text("32 tok (0 to the prediction)")).to_be_visible()
+        await expect(shown.page.get_by_text("32 tok (0 compared with the prediction)")).to_be_visible()
         policies = shown.page.get_by_role("table", name="Other policies")
         await expect(policies.get_by_role("row").filter(has_text="round_robin")).to_contain_text(
             "Each instance in turn."
@@ -193,7 +193,7 @@ async def test_500_instances_are_paged_sorted_and_changed_in_place() -> None:
         await expect(page.get_by_text("Nothing matches the filter.")).to_be_visible()
         await shown.open("decisions")
         await page.get_by_role("row").filter(has_text="s1").get_by_role("link").first.click()
-        await expect(page.get_by_text("which had most of the prompt or the least to do, of 500")).to_be_visible()
+        await expect(page.get_by_text("those with the least load, of 500")).to_be_visible()
         assert shown.wrongs == []
 
 
@@ -232,7 +232,7 @@ async def test_a_gateways_token_may_look_and_an_operators_may_act() -> None:
         await page.get_by_role("dialog").get_by_role("button", name="Change").click()
         await expect(page.get_by_role("button", name="policy lmetric")).to_be_visible()
         assert shown.server.router.state.policy.name == "lmetric"
-        # The token was not to be kept: who loads the page anew has none.
+        # The user chose not to keep the token, so it is gone after a reload.
         assert await page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])") == '[{},{},""]'
         await page.reload()
         await expect(page.get_by_role("button", name="Sign in")).to_be_visible()
@@ -252,7 +252,7 @@ async def test_orders_for_instances_that_nobody_reports_are_shown_and_lifted() -
         await expect(page.get_by_role("button", name="Lift")).to_have_count(1)
         await orders.get_by_role("button", name="Lift").click()
         await page.get_by_role("dialog").get_by_role("button", name="Lift").click()
-        await expect(page.get_by_role("status")).to_have_text("Nothing is ordered for gone any more.")
+        await expect(page.get_by_role("status")).to_have_text("All orders for gone are lifted.")
         await expect(orders).to_have_count(0)
         assert [*router.state.instances.orders] == ["10.0.0.0:8000"]
         assert shown.wrongs == []
@@ -274,7 +274,7 @@ async def test_who_signs_out_asks_nothing_more() -> None:
 
         await page.route("**/api/ListInstances", slow)
         await asked.wait()
-        # In the middle of what the page asks for every other second; the rest of that would have no token.
+        # Sign out in the middle of the page's requests of every other second; the rest of them would have no token.
         await page.get_by_role("button", name="Sign out (gateway)").click()
         await expect(page.get_by_text("Sign in with an operator's, an observer's or a gateway's token")).to_be_visible()
         async with page.expect_response("**/api/ListInstances"):
@@ -318,7 +318,7 @@ async def test_a_page_says_what_only_another_router_knows() -> None:
         await expect(shown.page.get_by_role("table", name="Routers")).to_contain_text("lmetric")
         lost = shown.page.get_by_role("table", name="Lost replicas").get_by_role("row").filter(has_text="three")
         await expect(lost).to_contain_text("lost")
-        # Of a decision that another one made, and of an address that was cut short.
+        # A decision that another router made, and an address that was cut short.
         for gone in ("two-1", "cut%2"):
             await shown.open(f"decisions/{gone}")
             await expect(shown.page.get_by_role("heading", name=f"Decision {gone}")).to_be_visible()

@@ -1,4 +1,4 @@
-"""The compose file's profile `emulated` answers requests, and its doors are closed to those who should not come in."""
+"""The compose file's profile `emulated` answers requests, and refuses callers without the right credentials."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_profile_emulated_answers_requests(stack: Stack, collector: Collec
             assert "X-Pointsman-Degraded" not in answer.headers
             assert answer.headers["X-Pointsman-Instance"]
             assert answer.headers["X-Pointsman-Decision"]
-    # In batches, every few seconds.
+    # Spans are exported in batches, every few seconds.
     while {span.name.partition(" ")[0] for span in collector.spans} != {"gateway", "router"}:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
 
@@ -73,7 +73,7 @@ async def test_profile_emulated_answers_requests(stack: Stack, collector: Collec
         assert not any(secret in text for secret in secrets), f"{log.name} shows a secret"
 
 
-# In place of vLLM: an emulated engine that listens where its flags say, and announces the connector that they name.
+# Replaces vLLM: an emulated engine that listens where its flags say and announces the connector that they name.
 VLLM = f"""#!{sys.executable}
 import json, os, sys
 from prometheus_client.core import GaugeMetricFamily

@@ -1,4 +1,4 @@
-"""nginx, told what the annotations of the Ingress say, passes answers on as they come and bodies as long as the gateway takes."""
+"""nginx, configured by the Ingress's annotations, passes answers on as they arrive and bodies as long as the gateway accepts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ http {{
 
 
 def directives(annotations: dict[str, str]) -> str:
-    """What ingress-nginx writes into a location for annotations that are named as nginx' directives are."""
+    """Return what ingress-nginx writes into a location for annotations that are named after nginx directives."""
     lines = ["proxy_http_version 1.1;", 'proxy_set_header Connection "";', "proxy_set_header Host $host;"]
     for name, value in annotations.items():
         directive = name.removeprefix(PREFIX).replace("-", "_").replace("proxy_body_size", "client_max_body_size")
@@ -54,7 +54,7 @@ def directives(annotations: dict[str, str]) -> str:
 
 @asynccontextmanager
 async def nginx(folder: Path, gateway: str) -> AsyncIterator[aiohttp.ClientSession]:
-    """A client of nginx, which stands before the gateway as the rendered Ingress says."""
+    """A client of an nginx in front of the gateway, configured as the rendered Ingress says."""
     objects = check_deploy.render(check_deploy.DEPLOY / "k8s/overlays/gpu", "ingress")
     [ingress] = [one for one in objects if one["kind"] == "Ingress"]
     told = directives(ingress["metadata"]["annotations"])
@@ -92,13 +92,13 @@ async def test_nginx_as_the_ingress_tells_it_streams_and_takes_long_prompts(tmp_
         up.engines[0].hold = asyncio.Event()
         async with client.post("/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
             text = b""
-            # The engine says no more before it is let go on.
+            # The engine sends no more until `hold` is set.
             while b"The " not in text:
                 text += await answer.content.readany()
             up.engines[0].hold.set()
             text += await answer.content.read()
         assert text.endswith(b"data: [DONE]\n\n")
-        # More than nginx takes of itself: the refusal is the gateway's.
+        # More than nginx accepts by default: the refusal is the gateway's.
         long = {**CHAT, "messages": [{"role": "user", "content": "word " * 500_000}], "max_tokens": -1}
         body, kind = io.BytesIO(json.dumps(long).encode()), {"Content-Type": "application/json"}
         async with client.post("/v1/chat/completions", data=body, headers=kind) as answer:

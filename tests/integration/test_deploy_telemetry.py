@@ -1,5 +1,5 @@
-"""Prometheus, as the compose file starts it, scrapes a real router, gateway and agent: what alert rules and dashboards ask for
-is there, under these names and labels, and alerts fire for engines that are gone."""
+"""Prometheus, as the compose file starts it, scrapes a real router, gateway and agent: the series that alert rules and dashboards
+query exist under these names and labels, and alerts fire for engines that are gone."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tools import check_deploy
 
 TELEMETRY = check_deploy.DEPLOY / "telemetry"
 RULES = TELEMETRY / "rules/pointsman.yaml"
-# A metric with its matchers, as it stands in an expression.
+# A metric with its matchers, as written in an expression.
 SELECTOR = re.compile(r"\b(?:pointsman_\w+|up)(?![\w(])(?:\{[^}]*\})?")
-# Seconds until what is not there counts as missing: a few scrapes, on a machine that has other things to do.
+# Seconds after which an absent series counts as missing: a few scrapes on a busy machine.
 PATIENCE_S = 30.0
 
 
@@ -32,7 +32,7 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
 
 
 def hasten(mounts: Path) -> None:
-    """Prometheus' files with a second where they say more: a test has no minutes."""
+    """Set the intervals and `for` times in Prometheus' files to 1 s, so that alerts fire within a test's time."""
     config = mounts / "etc/prometheus/prometheus.yaml"
     config.write_text(re.sub(r"(_interval): 15s", r"\1: 1s", config.read_text()))
     rules = mounts / "etc/prometheus/rules/pointsman.yaml"
@@ -52,7 +52,7 @@ def dashboard_queries() -> Iterator[str]:
 
 
 class Prometheus:
-    """Its HTTP API."""
+    """Prometheus' HTTP API."""
 
     def __init__(self, client: aiohttp.ClientSession, url: str) -> None:
         self._client = client
@@ -74,13 +74,13 @@ class Prometheus:
         return {one["labels"]["alertname"]: one for one in told if one["state"] == "firing"}
 
     async def rule_errors(self) -> list[str]:
-        """What Prometheus says against the rules that it evaluates."""
+        """The errors that Prometheus reports for its rules."""
         rules = [rule for group in (await self._get("rules"))["groups"] for rule in group["rules"]]
         assert {rule["name"] for rule in rules} == set(alerts())
         return [f"{rule['name']}: {rule['lastError']}" for rule in rules if rule.get("lastError")]
 
     async def missing(self, expressions: set[str]) -> set[str]:
-        """Of these, the ones that find nothing within PATIENCE_S."""
+        """Return those of `expressions` that find nothing within PATIENCE_S."""
         until = asyncio.get_running_loop().time() + PATIENCE_S
         while True:
             expressions = {one for one in expressions if not await self.series(one)}
@@ -115,7 +115,7 @@ async def test_rules_and_dashboards_find_what_services_export(stack: Stack) -> N
         )
         for _ in range(3):
             assert await ask(stack, client) == 200
-        # Both engines are gone, as far as anybody can tell: that is what the figures of failures are of.
+        # Stop both engines, so that the failure metrics have series.
         for name in ("emulated-0", "emulated-1"):
             await stack.stop(name)
         assert await ask(stack, client, stream=False) >= 500
@@ -125,7 +125,7 @@ async def test_rules_and_dashboards_find_what_services_export(stack: Stack) -> N
         assert await prometheus.missing(set(dashboard_queries())) == set()
         for name, rule in alerts().items():
             if not SELECTOR.search(rule["expr"]):
-                continue  # it is of kube-state-metrics' series, which nobody tells here
+                continue  # it uses series of kube-state-metrics, which does not run here
             known = {
                 label
                 for one in SELECTOR.findall(rule["expr"])

@@ -1,4 +1,4 @@
-"""tls.yaml on top of the compose file: all that talk to each other do it by TLS, and nobody else gets in."""
+"""tls.yaml on top of the compose file: all services talk to each other over TLS and refuse everyone else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
 
 
 async def instances(stack: Stack, **shown: str) -> tuple[int | None, str]:
-    """What `pointsman instances` makes of it for an operator who shows what is given: its status and what it says."""
+    """Run `pointsman instances` as an operator, with `shown` in its environment; return its exit status and output."""
     told = {"POINTSMAN_ROUTER": f"127.0.0.1:{stack.ports['router', '50051']}"}
     told |= {"POINTSMAN_OPERATOR_TOKEN": stack.secret("operator"), **shown}
     process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""Tools on the emulated engine, by vendors' clients, straight and through a gateway: what agents are rehearsed with."""
+"""Tool calls on the emulated engine, by vendors' clients, directly and through a gateway, as for trying out agents."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def user(content: Any) -> dict[str, Any]:
 
 
 def allowed(name: str, arguments: Any) -> Any:
-    """The arguments, which are as the tool's schema has them."""
+    """Return the arguments, after checking them against the tool's schema."""
     given = json.loads(arguments) if isinstance(arguments, str) else arguments
     jsonschema.validate(given, SCHEMAS[name])
     return given
 
 
 class Place:
-    """Where the engine's APIs are, and the gateway's router if there is one before it."""
+    """Clients of the engine's APIs, and the gateway's router if there is a gateway in front."""
 
     def __init__(self, url: str, router: FakeRouter | None) -> None:
         self.url, self.router = url, router
@@ -117,7 +117,7 @@ async def test_chats_call_tools_whole_and_streamed(place: Place) -> None:
     never = await chats.create(**asked, tool_choice="none")
     assert (never.choices[0].message.tool_calls or [], never.choices[0].finish_reason) == ([], "stop")
     assert never.choices[0].message.content
-    # An answer as long as it is asked for is a text.
+    # An answer of a fixed length (ignore_eos) is a text.
     fixed = await chats.create(**asked, max_completion_tokens=20, extra_body={"ignore_eos": True})
     assert fixed.usage is not None
     assert (fixed.usage.completion_tokens, fixed.choices[0].message.tool_calls or []) == (20, [])
@@ -141,7 +141,7 @@ async def test_an_agents_loop_ends_and_finds_its_prefix(place: Place) -> None:
         messages += [] if calls else [user("And now?")]
         assert bool(calls) == (turn != 1)
     assert reasons == ["tool_calls", "stop", "tool_calls"]
-    # The prompt and the answer of the turn before, less its end and what does not fill a block.
+    # Cached are the previous turn's prompt and answer, except the answer's end and the last partial block.
     assert cached[0] == 0
     assert all(now > before - 18 for now, before in zip(cached[1:], prompts, strict=False))
     if place.router is not None:
@@ -181,7 +181,7 @@ async def test_messages_call_tools_whole_and_streamed(place: Place) -> None:
         assert streamed.usage.output_tokens == whole.usage.output_tokens
     never = await place.anthropic.messages.create(**asked, tool_choice={"type": "none"})
     assert ([block.type for block in never.content], never.stop_reason) == (["text"], "end_turn")
-    # An agent may write more behind a result, as Claude Code does.
+    # An agent may append text after a result, as Claude Code does.
     result = {"type": "tool_result", "tool_use_id": use.id, "content": "done"}
     messages += [
         {"role": "assistant", "content": [use.to_dict()]},
@@ -221,7 +221,7 @@ async def test_responses_call_tools_whole_and_streamed(place: Place) -> None:
 
 
 async def test_responses_tell_custom_tools_and_namespaces_apart(place: Place) -> None:
-    """As Codex has them."""
+    """As Codex sends them."""
     custom: Any = {"type": "custom", "name": "patch", "description": "Edits files."}
     inner: Any = {"type": "function", "name": "turn", "parameters": SCHEMA}
     space: Any = {"type": "namespace", "name": "box", "description": "", "tools": [inner]}

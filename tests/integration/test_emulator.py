@@ -89,7 +89,7 @@ async def test_streamed_and_whole_answers_agree_and_count_the_same(
     assert whole["kv_transfer_params"] is None
     assert whole["usage"]["completion_tokens"] == 20
     assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
-    # An answer's text has the answer's tokens, so that a follow-up turn shares them.
+    # An answer's text encodes to the answer's tokens, so that the next turn shares them.
     assert len(TOKENIZER.encode(text)) == 20
     for again in (engine, other):
         body = chat(
@@ -101,7 +101,7 @@ async def test_streamed_and_whole_answers_agree_and_count_the_same(
         assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == text
         assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
         assert last["choices"] == []
-        # The first engine has the prompt's full blocks, less the last token; the other one computed all of it.
+        # The first engine has the full blocks cached that end before the last token; the other one computes the whole prompt.
         cached = (whole["usage"]["prompt_tokens"] - 1) // 16 * 16 if again is engine else 0
         assert last["usage"] == whole["usage"] | {"prompt_tokens_details": {"cached_tokens": cached}}
     without = await stream(http, engine.url + url, chat(prompt, max_tokens=2, stream=True))
@@ -239,7 +239,7 @@ async def test_kv_events_and_their_replay(emulate: Starter, http: aiohttp.Client
         body = {"prompt": ids, "max_tokens": 30, "ignore_eos": True, "cache_salt": "salt", "session_id": "s1"}
         _, answer = await post(http, f"{engine.url}/v1/completions", body)
         batches = await replay(source["replay_endpoint"], 0)
-        # PUB drops what comes before the subscription, so ask until something comes.
+        # PUB drops messages sent before the subscription, so send requests until one arrives.
         received = asyncio.ensure_future(live.recv_multipart())
         number = 0
         while not received.done():
@@ -307,7 +307,7 @@ async def test_a_client_that_leaves_as_a_token_comes_is_nothing_to_log(
     caplog: pytest.LogCaptureFixture,
     after: int,
 ) -> None:
-    """The connection closes between a token and its writing, before the handler could be cancelled."""
+    """The connection closes after a token is generated and before it is written, too early for the handler to be cancelled."""
     answer = EngineApp._stream
 
     async def leave(app: EngineApp, request: web.Request, *rest: Any) -> web.StreamResponse:
@@ -324,7 +324,7 @@ async def test_a_client_that_leaves_as_a_token_comes_is_nothing_to_log(
 
     monkeypatch.setattr(EngineApp, "_stream", leave)
     engine = await emulate()
-    # On a busy machine one part of an answer has many tokens.
+    # On a busy machine one chunk of an answer has many tokens.
     body = chat("x", max_tokens=5_000, ignore_eos=True, stream=True)
     with pytest.raises(aiohttp.ClientError):
         await stream(http, f"{engine.url}/v1/chat/completions", body)
@@ -345,7 +345,7 @@ async def test_prefill_on_one_instance_and_decode_on_another(emulate: Starter, h
     }
     body = chat(prompt, max_tokens=5, ignore_eos=True)
     url = "/v1/chat/completions"
-    # Decode is dispatched first, and waits.
+    # The decode request is sent first, and waits.
     decoding = asyncio.create_task(post(http, second.url + url, body | {"kv_transfer_params": remote}))
     await asyncio.sleep(0)
     given = {"do_remote_decode": True, "transfer_id": "t1"}
@@ -360,7 +360,7 @@ async def test_prefill_on_one_instance_and_decode_on_another(emulate: Starter, h
     assert alone[1]["choices"][0]["message"] == answer["choices"][0]["message"]
     wrong = body | {"kv_transfer_params": remote | {"remote_engine_id": "other"}}
     assert (await post(http, second.url + url, wrong))[0] == 500
-    # As vLLM has it: what has begun as a stream tells of its error as an event.
+    # As in vLLM, an answer that has begun as a stream reports its error as an event.
     error, done = await stream(http, second.url + url, wrong | {"stream": True})
     assert (error["error"]["code"], done) == (500, "[DONE]")
     missing = body | {"kv_transfer_params": {"do_remote_prefill": True, "transfer_id": "t2"}}

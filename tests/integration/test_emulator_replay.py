@@ -54,7 +54,7 @@ async def test_a_replay_records_what_every_request_got(engine: EmulatedEngine, t
         turns.setdefault(record.session, []).append(record)
     for session, done in turns.items():
         assert [record.turn for record in done] == list(range(1, len(done) + 1)), session
-        # Every later turn finds at least the blocks of the turn before it.
+        # Every later turn finds at least the previous turn's blocks cached.
         for before, after in pairwise(done):
             assert before.prompt_tokens
             assert after.cached_tokens
@@ -117,7 +117,7 @@ def test_the_command_writes_a_bundle_and_exits_by_what_happened(trace: Path) -> 
         serving = asyncio.create_task(serve(ready, done, urls))
         await ready.wait()
         asked = settings(trace, urls[0], api_key="secret")
-        # The command has a loop of its own, so it runs beside this one.
+        # The command runs its own event loop, so it runs in another thread.
         await asyncio.to_thread(run, asked)
         assert all(record.ok for record in read_records(asked.out))
         config = json.loads((asked.out / "config.json").read_text())
@@ -141,14 +141,14 @@ async def test_ctrl_c_keeps_what_had_finished(trace: Path) -> None:
     flags = {"trace": trace, "url": engine.url, "out": trace.parent / "run", "time-scale": 0.2, "token-scale": 0.03}
     flags |= {"timing": "think", "max-sessions": 1}
     process = await asyncio.create_subprocess_exec(
-        # Whoever runs the tests in the background may have told its children to ignore SIGINT.
+        # A shell that runs the tests in the background may start them with SIGINT ignored.
         *("env", "--default-signal=INT", *pointsman_command("replay")),
         *(str(part) for name, value in flags.items() for part in (f"--{name}", value)),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         process_group=0,
     )
-    # The second turn finds the first one's blocks: the first has ended, then.
+    # A cache hit means that the second turn has begun, so the first one has ended.
     while not engine.model.counters.local_cache_hit:  # noqa: ASYNC110 (plain state)
         await asyncio.sleep(0.005)
     process.send_signal(signal.SIGINT)
@@ -197,7 +197,7 @@ def alive(pid: int) -> bool:
 
 
 def assert_bundle_is_whole(bundle: Bundle, folder: Path) -> None:
-    """What the router and the gateway tell of a run agrees with what its client saw."""
+    """Check that what the router and the gateway report of a run agrees with what its client saw."""
     records = bundle.records
     assert {record.route_class for record in records} <= {"LIGHT", "MEDIUM", "HEAVY"}
     assert all(record.mode == "COLOCATED" and record.reason and record.rule for record in records)
@@ -209,7 +209,7 @@ def assert_bundle_is_whole(bundle: Bundle, folder: Path) -> None:
         assert row["instances"] == [record.instance]
         assert (row["prompt_tokens"], row["cached_tokens"]) == (record.prompt_tokens, record.cached_tokens)
         assert row["t_recv"] <= row["t_placed"] <= row["t_sent"] <= row["t_first_token"] <= row["t_done"]
-        # The gateway's part is within what the client waited for.
+        # The gateway's time lies within the time that the client waited.
         assert row["t_done"] - row["t_recv"] <= record.e2e_s + 0.05
     assert bundle.breakdown["parts_s"]["total"]["count"] == len(records)
     assert bundle.breakdown["parts_s"]["prefill_elsewhere"] is None

@@ -1,4 +1,4 @@
-"""Engines behind TLS with an authority of their own and an API key: who is told both reaches them, who is not says why."""
+"""Engines behind TLS with a private CA and an API key: parts that are configured with both reach them, others report why not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Fleet:
     agent: Process | None = None
 
     def start_agent(self, **settings: object) -> None:
-        """Start the agent with these besides its addresses."""
+        """Start the agent with these settings in addition to its addresses."""
         listen = self.agent_url.removeprefix("http://")
         flags = {"engines": self.engine, "routers": self.router, "metrics_listen": listen, "scrape_interval_s": 0.2}
         flags |= {"state_dir": self.folder / "state"}
@@ -42,7 +42,7 @@ class Fleet:
         self.agent.start()
 
     def doctor_says(self, sentence: str, **settings: object) -> bool:
-        """Whether `pointsman doctor` says the words of a sentence: what is long is folded into its column."""
+        """Whether `pointsman doctor` prints the words of a sentence; long text is wrapped within its column."""
         flags = {"router": self.router, "gateway": self.gateway, "agent": self.agent_url, **settings}
         words = pointsman_command("doctor", *flag_words(flags))
         said = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60).stdout
@@ -83,9 +83,9 @@ def test_engines_behind_tls_with_a_key_are_reached(fleet: Fleet) -> None:
     answer = ask(f"{fleet.gateway}/v1/chat/completions", CHAT)
     assert answer.status == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 2
-    sentence = "answers, and tells its cached tokens is watched"
+    sentence = "answers, and reports its cached tokens is monitored"
     assert fleet.doctor_says(sentence, engine_ca=fleet.ca, engine_api_key=KEY)
-    # A doctor who was told neither, and one who has no key.
+    # A doctor with neither CA nor key, and one without the key.
     assert fleet.doctor_says("its certificate is not trusted")
     assert fleet.doctor_says("--engine-api-key", engine_ca=fleet.ca)
 

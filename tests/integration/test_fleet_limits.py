@@ -1,4 +1,4 @@
-"""Limits of keys over two gateways and a router that may die, each a process."""
+"""API key limits across two gateways and a router that may die, each a process."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tests.support.processes.gateway import gateway_running, told_url
 from tests.support.processes.replicas import RouterProcess, keep_reporting
 from tests.support.waiting import eventually
 
-# A model that nobody serves: whether a request is admitted is decided before.
+# A model that no instance serves: requests are admitted or limited before that is checked.
 BODY = {"model": "nobody", "prompt": "x"}
 HELD = {"model": "m", "prompt": "x"}
 
 
 class Gateways:
-    """Two of them, by their addresses."""
+    """Two gateways, by their addresses."""
 
     def __init__(self, http: aiohttp.ClientSession, urls: list[str]) -> None:
         self._http = http
         self.urls = urls
 
     async def admitted(self, url: str, key: str, times: int) -> int:
-        """How many of so many requests are."""
+        """Return how many of `times` requests are admitted."""
         statuses = []
         for _ in range(times):
             async with self._http.post(f"{url}/v1/completions", json=BODY, headers={"x-api-key": key}) as answer:
@@ -38,15 +38,15 @@ class Gateways:
         return sum(status != 429 for status in statuses)
 
     async def held(self, url: str, key: str) -> None:
-        """One request in flight, until it is cancelled: the model's instance never answers. Sent again where it is refused: the
-        other gateway may have had a slot more than it used, which it gives back with its next report."""
+        """Keep one request in flight until it is cancelled: the model's instance never answers. A refused request is sent again:
+        the other gateway may hold an unused slot, which it gives back with its next report."""
         while True:
             async with self._http.post(f"{url}/v1/completions", json=HELD, headers={"x-api-key": key}) as answer:
                 assert answer.status == 429
             await asyncio.sleep(0.1)
 
     async def figure(self, name: str) -> list[float]:
-        """A figure of both pages of metrics."""
+        """Return a metric's value from both gateways' metrics pages."""
         found = []
         for url in self.urls:
             async with self._http.get(f"{url}/metrics") as answer:
@@ -99,7 +99,7 @@ async def test_two_gateways_admit_what_one_would_and_halves_of_it_without_a_rout
         began = time.monotonic()
         told = [await gateways.admitted(url, "k1", 3) for _ in range(10) for url in (one, two)]
         assert 40 <= sum(told) <= 40 * (1 + (time.monotonic() - began) / 60)
-        # One gateway alone may use all of it.
+        # One gateway alone may use the whole limit.
         assert await gateways.admitted(one, "k2", 40) == 40
         router.process.kill()
         await gateways.until("pointsman_gateway_limits_accounted", 0)
@@ -107,11 +107,11 @@ async def test_two_gateways_admit_what_one_would_and_halves_of_it_without_a_rout
         told = [await gateways.admitted(url, "k3", 30) for url in (one, two)]
         assert min(told) >= 20
         assert sum(told) <= 40 * (1 + (time.monotonic() - began) / 60)
-        # What was used up stays so, with or without a router.
+        # A used-up limit stays used up, with or without a router.
         router.process.start()
         await gateways.until("pointsman_gateway_limits_accounted", 1)
         again = [await gateways.admitted(url, "k3", 30) for url in (one, two)]
-        # From the first gateway's return on the router fills the whole limit, until the second's that one its half besides.
+        # The router refills the whole limit once the first gateway is back. Until the second is back, that one refills its half.
         assert sum(told) + sum(again) <= 40 * (1 + 1.5 * (time.monotonic() - began) / 60)
 
 
@@ -140,13 +140,13 @@ async def test_requests_in_flight_count_over_both_gateways(tmp_path: Path) -> No
             held = [tasks.create_task(gateways.held(url, "k1")) for url in (one, one, one, two)]
             await open_at(3, 1)
             assert [await gateways.admitted(url, "k1", 1) for url in (one, two)] == [0, 0]
-            # What one gives back the other may use.
+            # A slot that one gateway gives back may be used by the other.
             held[0].cancel()
             await eventually(lambda: gateways.admitted(two, "k1", 1), "a slot at the other gateway")
             await open_at(2, 1)
             router.process.kill()
             await gateways.until("pointsman_gateway_limits_accounted", 0)
-            # A half for each, of which one gateway uses all.
+            # Without a router each gateway has half of the limit; `one` uses all of its half.
             assert [await gateways.admitted(url, "k1", 1) for url in (one, two)] == [0, 1]
             for request in held:
                 request.cancel()

@@ -81,7 +81,7 @@ async def test_sessions_are_listed_with_what_the_log_tells_of_their_turns() -> N
                 for one in answer.sessions
             ]
 
-        # Of its first turn the log has nothing any more.
+        # The log no longer contains its first turn.
         expected = [("s", 3, 720, 32 + 64 + 128, 320), ("other", 1, 16, 16, 16), ("gone", 0, 0, 0, 0)]
 
         async def counted() -> bool:
@@ -232,7 +232,7 @@ async def test_a_replica_that_fell_silent_is_lost_until_another_one_takes_its_pl
 
 async def test_a_replica_that_returns_under_another_id_at_once_is_not_missed(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (url, _):
-        lease_ms = 3_600_000  # nothing here takes so long
+        lease_ms = 3_600_000  # longer than anything in this test
         for name in ("one", "two", "three"):
             await heartbeat(url, name, lease_ms)
         async with redis.asyncio.Redis.from_url(url) as store:
@@ -248,7 +248,7 @@ async def test_a_replica_that_returns_under_another_id_at_once_is_not_missed(tmp
 
 
 async def heartbeat(url: str, router_id: str, lease_ms: int = 500) -> list[bytes]:
-    """A heartbeat as of a router that is not there; returns who is lost then."""
+    """Send a heartbeat of a router that does not run; return the routers that are lost then."""
     names = ("replicas", "addresses", "replica_info", "config", "lost", "joined")
     async with redis.asyncio.Redis.from_url(url) as store:
         told = await store.register_script(redis_scripts.HEARTBEAT)(
@@ -258,7 +258,7 @@ async def heartbeat(url: str, router_id: str, lease_ms: int = 500) -> list[bytes
 
 
 def reason_of(error: grpc.aio.AioRpcError) -> str:
-    """Why a call failed, as its ErrorInfo tells."""
+    """Return the reason in the ErrorInfo of a failed call."""
     status = rpc_status.from_call(error)  # type: ignore[arg-type]
     info = error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(info)
@@ -295,7 +295,7 @@ async def test_a_thousand_instances_come_in_pages() -> None:
         of_one = fleet_pb2.ListInstancesRequest(model="m0", page_size=300)
         found = await pages(client.fleet.ListInstances, of_one, "instances")
         assert [len(page) for page in found] == [300, 201]
-        # An instance that goes between two pages moves none of the others.
+        # An instance that leaves between two pages does not shift the others.
         first = await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest(page_size=2))
         server.router.submit(ev.AgentGoodbye(1_000_001, "i0001"))
         then = fleet_pb2.ListInstancesRequest(page_size=2, page_token=first.next_page_token)
@@ -311,7 +311,7 @@ async def test_ten_thousand_decisions_come_in_pages_while_more_are_made() -> Non
         def decide(number: int) -> None:
             asked = PlacementRequest(f"r{number}", "m0", 16, session_id=f"s{number % 3}")
             server.router.submit(ev.PlaceRequested(asked, "g"))
-            # Open requests are looked through by those that follow.
+            # Later requests scan the open ones, so this one is finished.
             server.router.submit(ev.Finished(f"r{number}", "OK"))
 
         for number in range(10_000):
@@ -327,12 +327,12 @@ async def test_ten_thousand_decisions_come_in_pages_while_more_are_made() -> Non
                 break
             request.page_token = answer.next_page_token
             decide(10_000 + len(sizes))
-        # Nine more pushed nine of the oldest out of the log.
+        # Nine more decisions pushed the nine oldest out of the log.
         assert sizes == [1_000] * 9 + [991]
         assert seen == [f"r{number}" for number in range(9_999, 8, -1)]
         filtered = fleet_pb2.ListDecisionsRequest(filter=fleet_pb2.DecisionFilter(session_id="s1"))
         assert len((await client.fleet.ListDecisions(filtered)).decisions) == 50
-        # Of 10,000 sessions' owners, in pages of what was used last.
+        # Sessions are listed in pages, the most recently used first.
         listed = await pages(client.fleet.ListSessions, fleet_pb2.ListSessionsRequest(page_size=2), "sessions")
         assert sorted(one.session_id for page in listed for one in page) == ["s0", "s1", "s2"]
 
@@ -405,7 +405,7 @@ async def test_a_slow_reader_is_told_how_many_decisions_it_missed() -> None:
             return server.router.decisions.watched
 
         await eventually(watched, "the watch has begun")
-        for number in range(3_000):  # in one turn of the router's loop: nobody could read in between
+        for number in range(3_000):  # in one turn of the router's event loop: the watcher cannot read in between
             asked = PlacementRequest(f"r{number}", "m0", 16, session_id="s" if number % 2 else "other")
             server.router.submit(ev.PlaceRequested(asked, "g"))
         first = await reader

@@ -42,7 +42,7 @@ async def test_an_openai_client_gets_the_engines_answer_and_the_router_its_repor
     assert place.tenant == "default"
     assert raw.headers["X-Pointsman-Decision"] == f"d-{place.request_id}"
     assert raw.headers["X-Pointsman-Instance"] == "i0"
-    assert up.router.first_tokens == []  # the end of a whole answer says as much
+    assert up.router.first_tokens == []  # the end of a non-streamed answer reports this, too
     assert (done.outcome, done.cached_tokens, done.output_tokens, done.http_status) == (
         placement_pb2.OUTCOME_OK,
         16,
@@ -51,7 +51,7 @@ async def test_an_openai_client_gets_the_engines_answer_and_the_router_its_repor
     )
     assert done.finish_reason == placement_pb2.FINISH_REASON_STOP
     assert 0 < done.timings.placed_ms <= done.timings.sent_ms <= done.timings.done_ms
-    assert done.timings.first_token_ms == 0, "the first byte of a whole answer comes with its last"
+    assert done.timings.first_token_ms == 0, "a non-streamed answer has no separate time of its first token"
 
 
 async def test_a_stream_reaches_an_openai_client_piece_by_piece(up: Stack) -> None:
@@ -161,7 +161,7 @@ async def test_a_failing_instance_is_left_for_another(up: Stack, stream: bool) -
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_two_instances_refuse_alike_is_the_requests_own_fault(up: Stack, stream: bool) -> None:
-    """A third is not asked, nobody is blamed, and the client reads what the engine says, but for addresses."""
+    """No third instance is tried, none is blamed, and the client gets the engine's message with addresses redacted."""
     for engine in up.engines:
         engine.mode = "500"
     up.router.pools[0].instances.add(instance_id="i2", url=up.engines[0].url, incarnation="1")
@@ -178,7 +178,7 @@ async def test_an_instance_that_refuses_what_another_answers_is_told_of(up: Stac
     assert (await post(up, "/v1/chat/completions", json=CHAT))[0] == 200
     await up.router.until(lambda: len(up.router.finished) == 2)
     assert [list(one.refused_by) for one in up.router.first_tokens] == [["i0"]]
-    assert not any(one.refused_by for one in up.router.finished), "nobody is blamed twice"
+    assert not any(one.refused_by for one in up.router.finished), "no instance is blamed twice"
 
 
 async def test_what_no_engine_of_the_model_can_do_is_asked_of_one(up: Stack) -> None:
@@ -246,7 +246,7 @@ async def test_a_stream_that_an_instance_gives_up_ends_with_an_error(up: Stack) 
         first = await answer.content.readuntil(b"\n\n")
         up.engines[0].hold.set()
         error = await answer.content.readuntil(b"\n\n")
-    # The client has left at the error, as official clients do.
+    # The client disconnects at the error, as official clients do.
     assert json.loads(first.removeprefix(b"data: "))["choices"][0]["delta"]["content"] == "The "
     assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "instance_failed"
     await up.router.until(lambda: len(up.router.finished) == 1)
@@ -303,7 +303,7 @@ async def test_bad_input_is_refused_with_nothing_placed(tmp_path: Path) -> None:
 
 
 async def test_output_is_bounded_by_the_room_behind_the_prompt(up: Stack) -> None:
-    """As vLLM does: what asks for more than fits is answered with what fits."""
+    """As in vLLM: a request for more output than fits gets as much as fits."""
     long = CHAT | {"messages": [{"role": "user", "content": "ab " * 1_200}]}
     for asked in (4_096, 1, None):
         assert (await post(up, "/v1/chat/completions", json=long | {"max_tokens": asked}))[0] == 200
@@ -451,7 +451,7 @@ async def test_a_next_step_that_does_not_come_in_time_is_done_without_and_told(t
         [alone] = up.router.open_streams
         assert (alone.instance_id, alone.cached_tokens) == ("i0", 16)
         assert alone.request.request_id == up.router.finished[0].request_id
-        # The late step is with the gateway once its next request is answered.
+        # Once its next request is answered, the gateway has received the late step.
         up.router.placer = up.router.first
         assert (await post(up, "/v1/chat/completions", json=CHAT))[0] == 200
         assert len(up.engines[0].requests) == 3

@@ -1,4 +1,4 @@
-"""The newer APIs through the gateway, asked by the vendors' own clients where there are such."""
+"""The newer APIs through the gateway, called with the vendors' own clients where these exist."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def up(tmp_path: Path) -> AsyncIterator[Stack]:
 
 
 def assert_exact(up: Stack, kind: Endpoint, body: dict[str, Any], done: placement_pb2.Finished) -> None:
-    """Placed by the very tokens that the engine counted, and reported as it counted them."""
+    """Check that the request was placed by the exact tokens that the engine counts, and reported with the engine's counts."""
     ids = up.engines[0].tokenizer.prompt(parse(kind, json.dumps(body).encode())).ids
     place = up.router.places[-1]
     assert list(place.keys) == list(prompt_keys(ids.tolist(), MODEL)) != []
@@ -75,7 +75,7 @@ async def test_a_stored_response_is_found_by_its_id_alone(up: Stack, tmp_path: P
         assert list(up.router.places[-1].exclude) == ["i0"]
         assert up.engines[1].requests[-1][1]["previous_response_id"] == first.id
         assert list(up.router.places[-1].keys) == []
-        # Another gateway knows it too: nothing is remembered, and so nothing can be forgotten.
+        # The id names the instance and gateways keep no state of responses, so another gateway finds it, too.
         assert second.id.startswith(response_id("i1", "default", "")[:25])
         assert (await client.responses.retrieve(second.id)).id == second.id
         assert (await client.responses.cancel(second.id)).status == "cancelled"
@@ -89,7 +89,7 @@ async def test_a_stored_response_is_found_by_its_id_alone(up: Stack, tmp_path: P
     assert status == 200
     assert up.engines[1].requests[-1][0].endswith("?stream=false&starting_after=1")
     assert all(one["request_id"] != "resp_own" for _, one, _ in up.engines[1].requests if "request_id" in one)
-    # Ends are reported a few milliseconds late, with others.
+    # Ends are reported in batches, a few milliseconds late.
     await eventually(lambda: not up.router.reserved, "no reservation is left")
 
 
@@ -118,7 +118,7 @@ async def test_texts_are_embedded_ranked_and_scored(up: Stack) -> None:
             status, answer = await ask(up, path, BODIES[kind])
             assert status == 200, path
             assert up.engines[0].requests[-1][0] == kind.value
-    assert up.router.first_tokens == [], "the end of a whole answer says that it began"
+    assert up.router.first_tokens == [], "the end of a non-streamed answer also reports that it began"
     assert up.gateway.router.inflight() == {}
 
 
@@ -256,7 +256,7 @@ async def test_aliases_are_listed_and_resolved(tmp_path: Path) -> None:
         async with gpt(up) as client:
             assert [model.id async for model in client.models.list()] == ["big", "tiny", "tiny-alias", "tiny-lora"]
             retrieved = await client.models.retrieve("big")
-            # Agents plan by the length of the context, under vLLM's name for it.
+            # Agents read the context length from the field that vLLM uses.
             assert (retrieved.id, retrieved.model_extra and retrieved.model_extra["max_model_len"]) == ("big", 4096)
             with pytest.raises(openai.NotFoundError):
                 await client.models.retrieve("gone")

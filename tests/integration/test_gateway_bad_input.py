@@ -1,4 +1,4 @@
-"""Bad input: ten thousand requests that are wrong in every way we know; each is refused or hung up on, and leaves nothing."""
+"""Bad input: ten thousand malformed requests of many kinds; each is refused or its connection closed, and nothing stays open."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def noise(rng: random.Random) -> Pieces:
 
 
 def mutated(rng: random.Random) -> Pieces:
-    """A request with some of its bytes changed, which may leave it as good as it was, with as few more or fewer of them."""
+    """A request with some bytes changed, added or removed, which may still be valid."""
     whole = bytearray(encoded(CHAT))
     for _ in range(rng.randrange(1, 8)):
         at = rng.randrange(len(whole))
@@ -69,7 +69,7 @@ def huge_head(rng: random.Random) -> Pieces:
 
 
 def unfinished(rng: random.Random) -> Pieces:
-    """A request of which the last bytes never come."""
+    """A request whose last bytes are never sent."""
     whole = encoded(CHAT)
     return cut(rng, whole[: rng.randrange(1, len(whole))])
 
@@ -125,7 +125,7 @@ def wrong_type(rng: random.Random) -> Pieces:
 
 
 def wrong_shape(rng: random.Random) -> Pieces:
-    """A prompt, model or body that is none."""
+    """A prompt, model or body of a shape that is none."""
     value = rng.choice([value for value in VALUES if value != "x"])
     no_chat = rng.choice([[], {}, "x", 3, [3], [[]], ["x"], [{}], [{"role": 1}], [{"role": "user", "content": 3}]])
     return [
@@ -150,7 +150,7 @@ def wrong_place(rng: random.Random) -> Pieces:
     return [b"%b %b HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n" % (method, path)]
 
 
-# How often each comes; mutated requests may be good ones.
+# Relative frequency of each kind; mutated requests may be valid.
 KINDS: dict[Callable[[random.Random], Pieces], int] = {
     noise: 20,
     mutated: 10,
@@ -167,7 +167,7 @@ KINDS: dict[Callable[[random.Random], Pieces], int] = {
 
 
 async def case(port: int, pieces: Pieces) -> int:
-    """The status that the case was answered with, 0 for a connection that was closed without one."""
+    """Return the status of the response, or 0 if the connection was closed without one."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = b""
     try:
@@ -215,7 +215,7 @@ async def test_ten_thousand_bad_requests_leave_nothing(tmp_path: Path) -> None:
                 fine = {0, 200} if name == "mutated" else {0}
                 assert all(400 <= status < 500 or status in fine or status == 505 for status in counts), (name, counts)
             assert sum(sum(counts.values()) for counts in seen.values()) == CASES
-            # Where this client is slow to send, the short deadlines hang up on it. Mostly hung up on, it would prove little.
+            # If this client is slow to send, a short deadline closes its connection. Many such cases would prove little.
             for name, status in (("wrong_type", 400), ("deep", 400), ("unfinished", 408), ("huge_head", 431)):
                 assert set(seen[name]) <= {0, 408, status}
                 assert seen[name][status] > sum(seen[name].values()) / 2
@@ -225,7 +225,7 @@ async def test_ten_thousand_bad_requests_leave_nothing(tmp_path: Path) -> None:
 
 
 async def settled(url: str, up: Stack) -> None:
-    """Until no request is open: at the gateway, at the router, at the engines."""
+    """Wait until no request is open at the gateway, the router or the engines."""
     async with aiohttp.ClientSession() as client:
         while True:
             async with client.get(f"{url}/metrics") as answer:

@@ -1,4 +1,4 @@
-"""Browsers at the gateway (CORS), and who looks whether it lives."""
+"""Browsers at the gateway (CORS), and its liveness check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both requests of an offload sent at once, where both engines want it, over real sockets; and what happens when one fails."""
+"""Both requests of an offload sent at once, between layerwise engines, over real sockets; and what happens when one fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BOTH = (True, True)
 
 @pytest.fixture
 async def up(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
-    """A gateway whose limits that a test names as its parameter are short."""
+    """A gateway in which the timeouts that a test's parameter names are short."""
     async with offload_stack(tmp_path, getattr(request, "param", ())) as running:
         yield running
 

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as outside sets of requests try it (tests/support/http_cases): what can be read in two ways is refused and closed."""
+"""HTTP/1.1 by external sets of requests (tests/support/http_cases): an ambiguous request is refused and its connection closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway that is told nothing of tokenizers: it gets them where its engines have them from."""
+"""A gateway without configured tokenizers: it gets them from the hub that its engines use."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ ID = "maker/tiny-coder"
 
 @asynccontextmanager
 async def gateway(up: Peers, hub: str, folder: Path, **settings: Any) -> AsyncIterator[str]:
-    """A gateway of this process with a hub and a folder for what it gets from there; its URL."""
+    """Run a gateway in this process, with a hub and a folder for the files from it; yields its URL."""
     with pytest.MonkeyPatch.context() as patch:
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub)
         patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         patch.setattr(constants, "ENDPOINT", hub)
         patch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
-        # The library's thread for progress bars would outlive the test, and between its tries it waits for up to 8 s.
+        # The library's thread for progress bars would outlive the test, and between retries the library waits for up to 8 s.
         patch.setattr(tqdm.tqdm, "monitor_interval", 0)
         patch.setattr(_http, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 100)))
         patch.setattr(pool_check, "ASK_HUB_AGAIN_S", (0.2, 1.0))
@@ -57,7 +57,7 @@ async def gateway(up: Peers, hub: str, folder: Path, **settings: Any) -> AsyncIt
 async def process(
     up: Peers, hub: str, folder: Path, token: str = "", proxy: str = "", **settings: str
 ) -> AsyncIterator[str]:
-    """As gateway(), a process with these variables and nothing else."""
+    """Like gateway(), but a process with only these variables."""
     environment = {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, **settings}
     others = {"HF_ENDPOINT": hub, "HF_HOME": str(folder), "HF_TOKEN": token, "HF_HUB_OFFLINE": "0"}
     others |= {"HTTP_PROXY": proxy, "http_proxy": proxy} if proxy else {}
@@ -83,7 +83,7 @@ async def until(url: str, **wanted: object) -> dict[str, Any]:
 
 
 async def fetched_by_an_engine(hub: str, cache: Path, call: str, *args: str) -> None:
-    """Have a process of its own (the library leaves connections open) call the hub's library."""
+    """Call the hub's library in a separate process, because the library leaves connections open."""
     code = f"import sys, huggingface_hub as hub; hub.{call}(*sys.argv[3:], endpoint=sys.argv[1], cache_dir=sys.argv[2])"
     command = (sys.executable, "-c", code, hub, str(cache), *args)
     process = await asyncio.create_subprocess_exec(*command, env=os.environ | {"HF_HUB_OFFLINE": "0"})
@@ -110,7 +110,7 @@ async def test_what_the_engine_serves_comes_from_the_hub_and_is_kept(tmp_path: P
         hub.broken, asked = True, len(hub.asked)
         async with process(up, hub.url, tmp_path / "home") as url:
             await until(url, exact=True)
-        assert len(hub.asked) == asked, "what is kept is not asked for"
+        assert len(hub.asked) == asked, "cached files are not requested again"
 
 
 async def test_a_hub_that_is_away_is_asked_again_and_said(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ async def test_a_download_that_broke_off_is_made_whole(tmp_path: Path) -> None:
 
 
 async def test_what_an_engine_fetched_of_a_model_is_made_whole(tmp_path: Path) -> None:
-    """Engines ask for file after file: a cache with tokenizer.json may lack the chat template, and tell nothing of it."""
+    """Engines fetch files one by one, so a cache with tokenizer.json may lack the chat template without a sign of it."""
     async with peers_and_hub(tmp_path) as (up, hub):
         cache = tmp_path / "home" / "hub"
         await fetched_by_an_engine(hub.url, cache, "hf_hub_download", ID, "tokenizer.json")
@@ -193,7 +193,7 @@ async def test_engines_that_differ_are_compared_with_what_the_hub_has_now(tmp_pa
             await until(url, exact=True)
         else:
             await until(url, reason="text probe 0 (add_special_tokens=true) differs")
-            # Once for each incarnation.
+            # The hub is asked once for each incarnation.
             asked = len(hub.asked)
             await up.router.tell_fleet()
             await asyncio.sleep(0)
@@ -285,15 +285,15 @@ async def test_an_engine_that_changes_its_model_while_it_is_silent_is_followed(t
 
 
 async def test_the_hub_is_asked_through_a_proxy(tmp_path: Path) -> None:
-    """And nobody else, routers and engines neither."""
+    """Only the hub: routers and engines are reached without the proxy."""
     async with peers_and_hub(tmp_path) as (up, hub):
         async with process(up, "http://hub.example", tmp_path / "home", proxy=hub.url) as url:
             await until(url, exact=True)
-        assert {path.split("/")[1] for path in hub.asked} == {"api", "maker"}, "and not a router's address"
+        assert {path.split("/")[1] for path in hub.asked} == {"api", "maker"}, "no router's address"
 
 
 async def test_the_revision_that_the_engine_tells_is_had(tmp_path: Path) -> None:
-    """The hub's main has gone on since the engine started."""
+    """The hub's main has moved on since the engine started."""
     old = SHA[::-1]
     async with peers_and_hub(tmp_path, f"{ID}@{old}") as (up, hub):
         hub.others[old] = hub.models[ID]
@@ -311,7 +311,7 @@ async def test_while_the_hub_is_away_what_is_kept_of_another_revision_will_do(tm
         up.router.pools[0].model_root = f"{ID}@{newer}"
         async with gateway(up, hub.url, tmp_path / "home") as url:
             await until(url, exact=True)
-            # Unless its tokens are others; then the hub is asked for as long as it is away.
+            # The cached revision does not do if its tokens differ from the engine's: the hub is asked until it answers.
             hub.others[newer] = make_tokenizer(tmp_path / "newer", CHATML.replace("assistant", "pointsman"))
             up.engines[0].tokenizer = load_tokenizer(hub.others[newer])
             up.router.pools[0].instances[0].incarnation = "2"
@@ -340,7 +340,7 @@ A, B = f"{ID}@{'a' * 40}", f"{ID}@{'b' * 40}"
 
 @asynccontextmanager
 async def two_revisions(tmp_path: Path) -> AsyncIterator[tuple[Peers, FakeHub, Path]]:
-    """Two engines of revision A, of which the first restarts with B, whose template is another one; the folder of B's files."""
+    """Two engines of revision A, of which a test restarts the first with B, whose template differs; also yields B's folder."""
     async with peers_and_hub(tmp_path, A, engines=2) as (up, hub):
         newer = make_tokenizer(tmp_path / "newer", CHATML.replace("assistant", "pointsman"))
         hub.others |= {A.partition("@")[2]: hub.models[ID], B.partition("@")[2]: newer}
@@ -348,7 +348,7 @@ async def two_revisions(tmp_path: Path) -> AsyncIterator[tuple[Peers, FakeHub, P
 
 
 async def restart(up: Peers, tokenizer: Path | None, root: str) -> None:
-    """The first engine is another incarnation, with this tokenizer; the pool is said to have it from `root`."""
+    """Give the first engine another incarnation and this tokenizer; the pool's model root becomes `root`."""
     if tokenizer is not None:
         up.engines[0].tokenizer = load_tokenizer(tokenizer)
     up.router.pools[0].instances[0].incarnation += "+"
@@ -376,7 +376,7 @@ async def test_a_revision_that_cannot_be_had_costs_only_its_engines(tmp_path: Pa
             hub.broken = True
         else:
             del hub.others[B.partition("@")[2]]
-            hub.models[ID] = tmp_path  # main has nothing of use
+            hub.models[ID] = tmp_path  # main has no tokenizer files
         asked = len(hub.asked)
         await restart(up, None if same else newer, B)
         await eventually(lambda: len(hub.asked) > asked, "the hub is asked for it")
@@ -384,7 +384,7 @@ async def test_a_revision_that_cannot_be_had_costs_only_its_engines(tmp_path: Pa
             await until(url, exact=True)
             return
         await until(url, tokenizer="inexact")
-        # The canary leaves, and the hub is as it was.
+        # The canary leaves; the hub stays as it is.
         canary = up.router.pools[0].instances[0]
         up.router.pools[0].model_root = A
         kept = up.router.pools[0].instances[1]
@@ -396,7 +396,7 @@ async def test_a_revision_that_cannot_be_had_costs_only_its_engines(tmp_path: Pa
 
 
 async def test_what_was_kept_of_one_commit_serves_where_another_is_refused(tmp_path: Path) -> None:
-    """A cache that was filled by a commit alone does not say which of them main is."""
+    """A cache that was filled by commit ids does not record which commit is main."""
     async with two_revisions(tmp_path) as (up, hub, _):
         async with gateway(up, hub.url, tmp_path / "home") as url:
             await until(url, exact=True)

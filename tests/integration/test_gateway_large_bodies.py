@@ -1,4 +1,4 @@
-"""Large bodies: the event loop does nothing of them, what cannot fit is refused early, and all of it is charged."""
+"""Large bodies: they are handled outside the event loop's thread, refused early if they cannot fit, and charged to the key."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ async def test_large_bodies_are_parsed_and_rendered_in_a_thread(
         noted(prepare.RequestPreparer, "tokens")
         noted(prepare, "estimated_tokens")
         assert (await ask(up, PATH, body))[0] == 200
-        # Its own template: nobody but the engine can tell its tokens.
+        # A template in the request: only the engine can count its tokens.
         assert (await ask(up, PATH, body | {"chat_template": "x"}))[0] == 200
-        # The engine of the test parses and renders here, too.
+        # The test's fake engine parses and renders in this process, too.
         here = threading.get_ident()
         assert threads.keys() == {"parse", "read", "tokens", "estimated_tokens"}
         for name, seen in threads.items():

@@ -20,7 +20,7 @@ from tests.support.waiting import eventually
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "set the points"}], "stream": True}
 EVENTS = 7_000
-PADS = ("x" * 100, "x" * 12_000)  # one that passes as it is, one that is parsed
+PADS = ("x" * 100, "x" * 12_000)  # one that passes unparsed, one that is parsed
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ async def up(tmp_path: Path) -> AsyncIterator[Stack]:
 
 
 def kept_by_the_gateway() -> int:
-    """Bytes that its code allocated and something still holds."""
+    """Bytes that the gateway's code allocated and that are still referenced."""
     files = ("app.py", "http/connection.py", "conduct.py")
     ours = [tracemalloc.Filter(True, f"*/services/gateway/{file}", all_frames=True) for file in files]
     return sum(one.size for one in tracemalloc.take_snapshot().filter_traces(ours).statistics("filename"))
@@ -56,7 +56,7 @@ async def test_an_open_stream_does_not_keep_its_prompt(up: Stack) -> None:
 
 
 class Torrent(FakeEngine):
-    """Answers one who asks for `flood` with 42 MB as fast as they are taken; the others as ever."""
+    """Answers a request with `flood` with 42 MB, as fast as they are read; other requests as usual."""
 
     sent = 0
 
@@ -78,7 +78,7 @@ def resident_mb(pid: int) -> float:
 
 
 async def stalled(engine: Torrent) -> None:
-    """Until the flood stands still. Seen too early it is only seen with less in it."""
+    """Wait until the engine can send no more. If this returns too early, the test only measures less data."""
     before = 0
     while not before == engine.sent > 0:
         before = engine.sent
@@ -104,7 +104,7 @@ async def test_a_client_that_does_not_read_costs_little_and_nobody_else(tmp_path
                     asked = [group.create_task(others.post(url, json=CHAT)) for _ in range(20)]
                 for one in asked:
                     assert (await one.result().read()).endswith(b"[DONE]\n\n")
-                assert held == engine.sent < 30e6, "what the sockets take, and no more"
+                assert held == engine.sent < 30e6, "no more than the sockets' buffers take"
                 assert resident_mb(process.pid) - before < 10
                 events = (await slow.read()).split(b"\n\n")
             numbers = [json.loads(event[6:])["number"] for event in events[:-2]]
@@ -128,7 +128,7 @@ async def test_bodies_beyond_what_may_be_held_are_refused_and_end_well(tmp_path:
             async with http.post(url, json=large) as refused:
                 assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
                 assert (await refused.json())["error"] == {
-                    "message": "The gateway holds as many requests as it has room for.",
+                    "message": "The gateway has no memory left for another request.",
                     "type": "server_error",
                     "param": None,
                     "code": "no_room",

@@ -242,7 +242,7 @@ async def test_a_second_sigterm_ends_the_drain(tmp_path: Path) -> None:
             await stream.content.readline()
             process.send_signal(signal.SIGTERM)
             await eventually(lambda: any(b"drains" in line for line in log))
-            await asyncio.sleep(1.1)  # one signal may come twice, by way of a parent
+            await asyncio.sleep(1.1)  # sooner, it would count as the same signal, which a parent may also forward
             process.send_signal(signal.SIGTERM)
             assert b"instance_failed" in await stream.read()
             assert await process.wait() == 0
@@ -261,7 +261,7 @@ async def test_a_stream_that_outlives_the_drain_is_cancelled_and_told(tmp_path: 
             engine = up.engines[0]
         assert [one.outcome for one in router.finished] == [placement_pb2.OUTCOME_CANCELLED] * 2
         assert engine.open == 0
-        # Whole to HTTP, and an error to its client: one that only breaks off looks like the end of some answers.
+        # Complete for HTTP, with an error event at its end: a stream that only breaks off looks like the end of some answers.
         error = json.loads((await stream.read()).split(b"data: ")[-1])
         assert error["error"]["code"] == "instance_failed"
         refused = await waiting

@@ -35,7 +35,7 @@ from tests.support.waiting import eventually
 
 @pytest.fixture
 async def up(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
-    """A gateway whose limits that a test names as its parameter are short."""
+    """A gateway in which the timeouts that a test's parameter names are short."""
     async with offload_stack(tmp_path, getattr(request, "param", ())) as running:
         yield running
 
@@ -44,7 +44,7 @@ async def test_a_stream_brings_the_kv_along(up: Stack) -> None:
     p, d = p_and_d(up)
     assert await answered(up, STREAM) == ("i1", "The points are set.")
     ((_, sent, params),), ((_, served, fetched),) = p.halves, d.halves
-    # P's request has the prompt and nothing that could end or shape its one token.
+    # P's request has the prompt, and no field that could end or shape its one token.
     assert {name: sent.pop(name) for name in ("model", "messages", "tools", "temperature")} == {
         name: CHAT[name] for name in ("model", "messages", "tools", "temperature")
     }
@@ -117,7 +117,7 @@ async def test_a_prompt_that_may_change_on_its_way_is_computed_where_it_is_answe
         assert (await answered(up, body))[0] == "i1"
         assert [len(place.keys) > 0 for place in up.router.places] == [True]
         assert [place.single_instance for place in up.router.places] == [not parted]
-        # A router that knows nothing of that is not followed.
+        # If the router ignores single_instance, the gateway refuses the step.
         step, error = told(up)[0]
         assert (step, error.endswith("another instance may see other tokens"), error == "") == (0, not parted, parted)
         assert (halves(up, 0), halves(up, 1)) == ((["send"], ["fetch"]) if parted else ([], []))
@@ -164,7 +164,7 @@ async def test_when_p_fails_d_answers_alone(up: Stack, body: dict[str, Any], fau
     assert await answered(up, body) == ("i1", "The points are set.")
     assert told(up) == [(0, error)]
     assert [done.instance_failed for done in up.router.step_dones] == [error == "deadline"]
-    # What D answers P could have answered: it was not the request's own fault.
+    # D answered the request, so P's refusal was not the request's fault.
     told_first = [name for one in up.router.first_tokens for name in one.refused_by]
     assert told_first == (["i0"] if error == "status 500" else [])
     assert (d.halves, len(d.requests)) == ([], 1)
@@ -201,7 +201,7 @@ async def test_a_stream_that_begins_with_an_error_is_not_the_answer(up: Stack) -
 async def test_after_a_failed_transfer_the_bootstrap_server_is_asked_again(up: Stack) -> None:
     p, d = p_and_d(up)
     await answered(up, STREAM)
-    p.engine_id = d.engine_id = "e2"  # it was started again, and nobody knows yet
+    p.engine_id = d.engine_id = "e2"  # it restarted, and nobody has noticed yet
     up.router.step_dones.clear()
     d.fetches = "500"
     await answered(up, STREAM)
@@ -222,7 +222,7 @@ async def test_when_d_is_gone_another_answers(up: Stack) -> None:
 
 
 def released(up: Stack) -> list[list[str]]:
-    """The transfers that each engine was asked to let go."""
+    """The transfers that each engine was asked to release."""
     return [[params["transfer_id"] for params in engine.released] for engine in p_and_d(up)]
 
 
@@ -236,7 +236,7 @@ async def test_kv_that_certainly_nobody_fetches_is_let_go(up: Stack, body: dict[
         up.router.pools[0].instances[1].url = "http://127.0.0.1:1"
         offloading(up)
     else:
-        # The router wants it served where it was prefilled, after all.
+        # The router now places the SERVE step on the instance that prefilled.
         plan = up.router.placer
 
         def then_there(
@@ -254,14 +254,14 @@ async def test_kv_that_certainly_nobody_fetches_is_let_go(up: Stack, body: dict[
 
 
 async def test_what_d_may_have_fetched_is_left_to_d_and_p(up: Stack) -> None:
-    """D that refuses a request tells P itself; one that hung up may have fetched."""
+    """A D that refuses a request notifies P itself; a D that closed the connection may have fetched the KV."""
     p, d = p_and_d(up)
     for d.fetches in ("ok", "400", "reset"):
         for body in (STREAM, CHAT):
             async with aiohttp.ClientSession() as http, http.post(f"{up.url}/v1/chat/completions", json=body) as answer:
                 await answer.read()
             await up.router.until(lambda: not up.router.reserved)
-    # What is let go is let go in order: were there more, they would have come.
+    # Releases are sent in order: earlier ones would have arrived by now.
     d.fetches = "500"
     await answered(up, STREAM)
     await eventually(lambda: released(up)[0] != [])

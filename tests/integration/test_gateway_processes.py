@@ -24,7 +24,7 @@ async def figures(url: str) -> dict[str, float]:
 
 
 def children(pid: int) -> list[int]:
-    """The gateways among a parent's children; another one keeps account of what they share."""
+    """The process ids of the gateways among a parent's children. Another child tracks the resources that they share."""
     pids = [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [one for one in pids if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()]
 
@@ -38,7 +38,7 @@ def serving_ids(log: list[bytes]) -> list[str]:
 
 
 async def chat(url: str, key: str = "") -> int:
-    """On a connection of its own, so that it may reach either."""
+    """Send a chat on a new connection, which either gateway may accept; returns the status."""
     headers = {"x-api-key": key} if key else {}
     async with (
         aiohttp.ClientSession(headers=headers) as client,
@@ -113,7 +113,7 @@ async def test_processes_hold_a_keys_limits_as_one(tmp_path: Path) -> None:
         environment = {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, "PROCESSES": "2", **limited}
         async with gateway_running(environment) as (_, log):
             url = await both_are_ready(up, log, 2)
-            # A minute's worth comes at once; what fills up again while this machine is slow is counted too.
+            # A minute's limit may be used at once; what refills while this machine is slow is counted, too.
             began = asyncio.get_running_loop().time()
             told = [await chat(url, "k1") for _ in range(16)]
             took_s = asyncio.get_running_loop().time() - began

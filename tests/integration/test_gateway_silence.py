@@ -24,7 +24,7 @@ GONE = "went silent, and nobody listens there any more"
 
 
 def by_session(up: Stack) -> Placer:
-    """A placer that goes by the instance which the session names, and to i2 from there."""
+    """A placer that chooses the instance that the session id names, and i2 after a failure there."""
     refs = {ref.instance_id: ref for ref in up.router.pools[0].instances}
     return lambda request: serve(request, refs["i2" if request.exclude else request.session_id])
 
@@ -47,7 +47,7 @@ async def whole(url: str, at: str, **fields: object) -> tuple[str, bytes]:
 
 
 async def test_only_an_engine_that_does_not_listen_any_more_loses_its_answers(tmp_path: Path) -> None:
-    """As long as i0's answers take to end, i1's are as silent."""
+    """i1's answers are as silent as i0's, for as long as the gateway takes to end i0's."""
     async with stack(tmp_path, engines=3) as up:
         up.router.placer = by_session(up)
         leaves, takes_long, _ = up.engines
@@ -78,7 +78,7 @@ async def test_only_an_engine_that_does_not_listen_any_more_loses_its_answers(tm
             await up.router.until(lambda: len(up.router.finished) == 7)
             failed = [one.error for one in up.router.finished if one.outcome == placement_pb2.OUTCOME_FAILED]
             assert sorted(failed) == [f"no answer: {GONE}"] * 2 + [GONE] * 2
-            # Not even the connections are left.
+            # The connections are closed, too.
             await eventually(lambda: leaves.open == 0)
             process.terminate()
             assert await process.wait() == 0
@@ -88,7 +88,7 @@ async def test_only_an_engine_that_does_not_listen_any_more_loses_its_answers(tm
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence is short."""
+    """Shorten the times after which silence is noticed."""
     monkeypatch.setattr(connection_pool, "SWEEP_S", 0.05)
     monkeypatch.setattr(connection_pool, "SILENT_S", 0.1)
     monkeypatch.setattr(dead_connections, "REPROBE_S", 0.1)

@@ -20,7 +20,7 @@ from tests.support.waiting import eventually
 
 @pytest.fixture
 async def up(tmp_path: Path) -> AsyncIterator[Stack]:
-    """A gateway before two engines; the router slices whatever comes, as far as a test wants it."""
+    """A gateway before two engines; the router slices prompts as a test sets it."""
     async with stack(tmp_path, client_cache_salt=True) as running:
         yield running
         assert [engine.open for engine in running.engines] == [0, 0]
@@ -72,7 +72,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
     ids=["prompt_logprobs", "several", "media that the template does not show"],
 )
 async def test_what_cannot_be_sliced_is_not(up: Stack, path: str, changes: dict[str, Any]) -> None:
-    """The router is told so, and one that slices nevertheless hears at once that it cannot be."""
+    """The router is told that the prompt is not sliceable; if it slices nevertheless, it is refused at once."""
     slicing(up, 128, 256)
     await ask(up, {name: value for name, value in (LONG | changes).items() if value is not None}, path)
     assert up.router.places[0].sliceable_tokens == 0
@@ -81,7 +81,7 @@ async def test_what_cannot_be_sliced_is_not(up: Stack, path: str, changes: dict[
 
 
 async def test_after_counts_that_differ_nothing_is_sliced(up: Stack) -> None:
-    """Three times in a row the engine counted one token less than we did."""
+    """Three times in a row, the engine counts one token fewer than the gateway."""
     slicing(up, 128)
     tokenizer = up.engines[0].tokenizer
     real = tokenizer.prompt
@@ -98,16 +98,16 @@ async def test_after_counts_that_differ_nothing_is_sliced(up: Stack) -> None:
 
 
 async def test_a_slice_that_is_not_there_any_more_ends_slicing(up: Stack) -> None:
-    """The engine says that it had 16 tokens cached, of the 512 that it was sent before."""
+    """The engine reports 16 cached tokens, of the 512 that an earlier slice computed."""
     slicing(up, 512, 768, 1_024)
     await ask(up, LONG)
     assert told(up) == [(0, ""), (1, "an earlier slice is not cached any more")]
-    # Whatever the router says then, the answer follows.
+    # Whatever the router answers then, the gateway sends the whole request.
     assert [where for where, _, _ in sent(up)] == ["/v1/completions"] * 2 + ["/v1/chat/completions"]
 
 
 async def test_a_router_that_does_not_know_the_plan_is_asked_for_another_one(up: Stack) -> None:
-    """As a new owner of the pool answers: what is computed stays where it is, and the request comes anew."""
+    """A new owner of the pool answers so. Computed slices stay on their instance, and the request is placed anew."""
     slicing(up, 128, 256)
     planned = up.router.placer
 

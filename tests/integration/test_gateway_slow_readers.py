@@ -1,5 +1,5 @@
-"""Clients that read large whole answers slowly, over real sockets: who takes them steadily gets all, who does not is closed, and
-what is held for all of them is bounded."""
+"""Clients that read large non-streamed answers slowly, over real sockets: a client that reads steadily gets the whole answer, any
+other one is disconnected, and the memory held for all of them is bounded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.processes.gateway import gateway_running, told_url
 
 
 class Bulky(FakeEngine):
-    """Answers one who asks for `bulk` with as many bytes more; the others as ever."""
+    """Answers a request with `bulk` with that many bytes more; other requests as usual."""
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -35,7 +35,7 @@ class Bulky(FakeEngine):
 
 @asynccontextmanager
 async def gateway(folder: Path, *, tls: bool = False, **settings: object) -> AsyncIterator[tuple[str, Stack]]:
-    """A gateway process, which runs on uvloop as operators' do, and what is behind it."""
+    """A gateway process, which runs on uvloop as in production, and the fakes behind it."""
     async with stack(folder, engines=1, engine=Bulky) as up:
         given = {name.upper(): str(value) for name, value in settings.items()}
         given |= {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address}
@@ -55,7 +55,7 @@ async def gateway(folder: Path, *, tls: bool = False, **settings: object) -> Asy
 
 
 async def asked(url: str, bulk: int, *fields: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection with little room at this end, on which a large answer was asked for."""
+    """Open a connection with a small receive buffer and request a large answer on it."""
     body = json.dumps(CHAT | {"bulk": bulk})
     head = ["POST /v1/chat/completions HTTP/1.1", "Host: h", "Content-Type: application/json", *fields]
     head.append(f"Content-Length: {len(body)}")
@@ -86,7 +86,7 @@ async def read_slowly(reader: asyncio.StreamReader, pause_s: float, piece: int) 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 async def test_who_reads_slowly_but_steadily_gets_all(tmp_path: Path, tls: bool) -> None:
-    """What TLS has encrypted counts as unsent: once it did not, and was cut off 2 s after the answer was made."""
+    """Bytes that TLS has encrypted count as unsent. When they did not, they were cut off 2 s after the answer was made."""
     async with gateway(tmp_path, tls=tls) as (url, _):
         reader, writer = await asked(url, 24 << 20, "Connection: close")
         assert await read_slowly(reader, 0.04, 200_000) > 24 << 20

@@ -17,7 +17,7 @@ REQUESTS = 150
 
 
 async def one(up: Stack, http: aiohttp.ClientSession, rng: random.Random, number: int) -> str:
-    """One request that streams or not, and is given up at some point or not."""
+    """Send one request, streamed or not, which is cancelled at some point or not."""
     body = CHAT | {"stream": rng.random() < 0.7, "user": str(number)}
     patience = rng.choice([None, None, 0.0, 0.002, 0.01, 0.05])
     try:
@@ -60,7 +60,7 @@ async def test_nothing_is_left_after_a_storm(tmp_path: Path) -> None:
         await eventually(lambda: gateway.router.open_count == 0)
         await eventually(lambda: gateway.router.connected)
         await eventually(lambda: not up.router.reserved)
-        # Who leaves while it is being placed ends twice: by itself, and with the placement, which is given back.
+        # A client that leaves during placement causes two ends: its own, and that of the late placement, which is given back.
         late = "the placement came too late"
         told = [done.request_id for done in up.router.finished if done.error != late]
         assert len(told) == len(set(told))

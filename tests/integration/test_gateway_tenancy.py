@@ -99,7 +99,7 @@ async def test_tokens_per_minute_count_prompt_and_answer(tmp_path: Path, stream:
             with pytest.raises(openai.RateLimitError) as limited:
                 await client.chat.completions.create(**CHAT)
         owed = len(up.engines[0].tokenizer.chat(CHAT)) + 600 - 50 + 1
-        # Less what the time since then has paid: a stalled machine may have taken a minute.
+        # Less what was refilled since then: a stalled machine may have taken a minute.
         assert owed * 60 / 50 - 60 < int(limited.value.response.headers["Retry-After"]) <= owed * 60 / 50 + 1
 
 
@@ -113,7 +113,7 @@ async def test_answers_tell_what_is_left_of_their_keys_limits(tmp_path: Path) ->
             assert (told["x-ratelimit-limit-requests"], told["x-ratelimit-remaining-requests"]) == ("3", "2")
             assert told["x-ratelimit-reset-requests"] == "20s"
             assert told["x-ratelimit-limit-tokens"] == "6000"
-            # What the prompt took is known when the answer begins; a moment has filled again.
+            # The prompt's tokens are charged when the answer begins; a few may have been refilled.
             assert 6_000 - prompt <= int(told["x-ratelimit-remaining-tokens"]) <= 6_000
             async with client.chat.completions.with_streaming_response.create(**CHAT, stream=True) as streamed:
                 assert streamed.headers["x-ratelimit-remaining-requests"] in "12"
@@ -170,7 +170,7 @@ async def test_each_request_of_a_tenant_is_one_line_for_its_bill(tmp_path: Path)
         ("red", 400, "rejected", 0, 0),
         ("red", 500, "failed", 0, 0),
     ]
-    # Who leaves in the middle has had the prompt computed, and the tokens that came.
+    # A request that is cancelled midway has used the prompt's tokens and those that were sent.
     assert brief[5] == ("red", 499, "cancelled", prompt, 1)
     assert brief[6:] == [("blue", 200, "ok", prompt, words), ("blue", 429, "rejected", 0, 0)]
     assert [one["stream"] for one in lines[:2]] == [False, True]

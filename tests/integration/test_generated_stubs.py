@@ -1,4 +1,4 @@
-"""A gateway and an operator written from the protos alone: generated stubs, and nothing of this project's besides."""
+"""A gateway and an operator written from the protos alone: with generated stubs and no code of this project."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
 
 
 async def messages(call: Any) -> AsyncIterator[placement_pb2.SessionResponse]:
-    """What comes on a session, batches taken apart."""
+    """Yield the messages of a session, with batches unpacked."""
     async for message in call:
         for one in message.batch.responses if message.HasField("batch") else [message]:
             yield one
@@ -29,7 +29,7 @@ async def messages(call: Any) -> AsyncIterator[placement_pb2.SessionResponse]:
 
 async def test_a_request_goes_its_whole_way_by_generated_stubs(channel: grpc.aio.Channel) -> None:
     fleet: Any = fleet_pb2_grpc.FleetServiceStub(channel)
-    # An agent brings an instance that tells no events of its cache.
+    # An agent reports an instance without KV events.
     report: Any = agent_pb2_grpc.AgentServiceStub(channel).Report()  # type: ignore[call-arg]
     instance = agent_pb2.Instance(
         instance_id="engine:8000",

@@ -113,7 +113,7 @@ async def test_a_newer_stream_of_a_gateway_outlives_the_older() -> None:
             pass
         await newer.send(place=asked("r"))
         await held(client, 1)
-        # Longer than lease and tick: the older stream's end took nothing from the newer one.
+        # Longer than lease and tick: the older stream's end removed nothing of the newer one.
         await asyncio.sleep(0.7)
         assert (await client.instances())["a"].num_requests == 1
         await newer.finish("x")
@@ -247,7 +247,7 @@ async def test_a_gateway_waits_for_room_and_passes_the_refusal_on_as_429(tmp_pat
 
 @dataclass(frozen=True)
 class HoldsTheRest(Policy):
-    """A slice of one block, and then no word of the rest."""
+    """Places a slice of one block, then holds the rest."""
 
     name: ClassVar[str] = "holds_the_rest"
 
@@ -260,7 +260,7 @@ class HoldsTheRest(Policy):
 async def test_a_hold_between_two_steps_that_outlasts_its_gateway_gives_one_answer_at_one_price(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
-    """Whether the router knows how long the gateway waits, so that both give up at once, or not, as of an older gateway."""
+    """With `told`, the router knows how long the gateway waits, so both give up at once; without, the gateway is an older one."""
     if not told:
         step_done = gateway_messages.step_done
 
@@ -297,11 +297,11 @@ async def test_a_hold_between_two_steps_that_outlasts_its_gateway_gives_one_answ
                     assert (await answer.json())["usage"]["completion_tokens"]
                 await eventually(lambda: len(router.state.reservations) == 0, "nothing is open")
                 router.state.check_invariants()
-            # Longer than the router holds, so that an answer that comes too late would have come.
+            # Wait until the router holds nothing, so that a late answer would have arrived.
             await eventually(lambda: not router.state.held_requests.queue.count(MODEL), "nothing is held")
             ends = [one for one in router.decisions.newest(lambda _: True) if one.finished is not None]
         parts = [asked["max_tokens"] for path, asked, _ in engine.requests if path.endswith("/completions")]
-        assert parts == [1, 3] * 4, "a slice and an answer each"
+        assert parts == [1, 3] * 4, "one slice and one answer for each request"
         assert len({one.decision.request.request_id for one in ends}) == 4
         assert {one.finished.outcome for one in ends if one.finished} == {"OK"}
         assert max(prices) == 1

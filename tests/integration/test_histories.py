@@ -88,7 +88,7 @@ async def test_the_past_goes_on_with_what_happens() -> None:
         await a_past(server, client, "a", seconds=10.0)
 
         async def reported() -> bool:
-            # What is sampled is in the newest bucket once that is over.
+            # A sample is in the newest bucket once that bucket's time has ended.
             answer = await pools(client, measures=[fleet_pb2.POOL_MEASURE_KV_USAGE])
             return any(value == 0.25 for one in answer.pools for value in one.series[0].values)
 
@@ -159,7 +159,7 @@ async def test_the_console_tells_gaps_as_nan_and_asks_for_a_right() -> None:
 
 
 def past_of_nobody() -> FleetHistory:
-    """A pool that held 1 request, was not seen, and held 3, in the last steps that are over."""
+    """A pool that held 1 request, had no sample, and held 3, in the last three steps that have ended."""
     begun = (time.monotonic() // POOL_STEP_S - 3) * POOL_STEP_S
     history = FleetHistory(begun)
     for step, held in ((0, 1), (2, 3)):

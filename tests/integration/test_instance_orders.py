@@ -62,7 +62,7 @@ def knows(client: Client, *names: str) -> Any:
 
 
 async def refused_as(call: Any) -> tuple[str, str, str]:
-    """The code, the reason and the message of a call that fails."""
+    """Return the code, the reason and the message of a call that fails."""
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call
     info = error_details_pb2.ErrorInfo()
@@ -91,9 +91,9 @@ async def test_an_order_is_of_all_replicas_and_outlives_all_restarts(tmp_path: P
                 await Report(client).join("a", incarnation="2")
                 await Report(client).join("late")
                 known = await client.instances()
-                assert (known["a"].state, known["a"].cordon_reason) == (CORDONED, "a new disk"), "its engine restarted"
+                assert (known["a"].state, known["a"].cordon_reason) == (CORDONED, "a new disk"), "its engine's restart"
                 assert (known["b"].state, known["b"].weight, known["late"].weight) == (READY, 1.0, 0.25)
-            # Both change one order, each another field of it.
+            # Both replicas change the same order, each another field.
             await asyncio.gather(order(one, "b", cordoned=True), order(two, "b", weight=0.5))
             both |= {"b": (True, 0.5, "", True), "late": (False, 0.25, "", True)}
             for client in (one, two):
@@ -119,7 +119,7 @@ async def test_an_order_is_of_all_replicas_and_outlives_all_restarts(tmp_path: P
 
 @pytest.mark.parametrize("comes_back", ["as it was", "empty"])
 async def test_orders_of_two_replicas_without_redis_are_both_kept(tmp_path: Path, comes_back: str) -> None:
-    """What each says while Redis is away is new to the other, and none of it is lost."""
+    """Orders that each replica accepts while Redis is away are new to the other one, and none of them is lost."""
     with ExitStack() as processes:
         url, redis = processes.enter_context(redis_server(tmp_path))
         shared = {"redis_url": url, "owner_lease_s": 0.5}
@@ -137,10 +137,10 @@ async def test_orders_of_two_replicas_without_redis_are_both_kept(tmp_path: Path
                 await order(two, "a", cordoned=True, reason="a new disk"),
                 await order(one, "b", weight=0.5),
                 await order(one, "lifted", cordoned=False),
-                # One order, each another part of it.
+                # The same order, each replica another field.
                 await order(two, "c", cordoned=True),
                 await order(one, "c", weight=0.25),
-                # The same part of it: the later one counts, whoever writes first.
+                # The same field: the later change wins, whichever replica writes first.
                 await order(one, "d", weight=0.75),
                 await order(two, "d", weight=0.125),
             ]
@@ -224,7 +224,7 @@ async def test_a_cordon_is_seen_in_decisions_and_by_gateways() -> None:
 
         assert await placeable() == {"a", "b"}
         await order(client, "a", cordoned=True)
-        assert await placeable() == {"b"}, "what a gateway places on by itself"
+        assert await placeable() == {"b"}, "a gateway without a router would place on b alone"
         for number in range(4):
             assert (await session.place(f"r{number}", 160)).step.instance.instance_id == "b"
         made = (await client.fleet.GetDecision(fleet_pb2.GetDecisionRequest(decision_id="r0"))).decision
@@ -292,7 +292,7 @@ async def test_by_command() -> None:
             "a is CORDONED, 0 requests open (cordoned: a new disk, weight 0.5)\n"
         )
         assert await pointsman("uncordon", "a") == "a is READY, 0 requests open (weight 0.5)\n"
-        # Behind it is said that the cache counts as empty, where commands take longer than an agent may be silent.
+        # The line also says that the cache counts as empty, if commands take longer than an agent may be silent.
         assert "READY (weight 0.5" in await pointsman("instances")
         for given in ("1.5", "-1", "-0.5"):
             assert "weight: must be 0 to 1" in await pointsman("weight", "a", given)

@@ -25,19 +25,19 @@ GATEWAYS = 4
 
 
 class Gateway:
-    """A gateway's end of its stream, which reads when it is asked to."""
+    """A gateway's end of its stream, which reads only when read() is called."""
 
     def __init__(self, router: Router, gateway_id: str) -> None:
         self.told: ToldFleet | None = None
-        self.kinds: list[str] = []  # of the messages that came the last time
+        self.kinds: list[str] = []  # kinds of the messages that the last read() returned
         self._stream = GatewayStream()
         assert router.gateway_claims.opened(gateway_id, b"secret", time.monotonic())
         router.opened(ev.GatewayHello(gateway_id), self._stream)
 
     async def read(self) -> int:
-        """The size, in bytes, of all that has come."""
+        """Read all messages that have arrived; return their size in bytes."""
         await asyncio.sleep(0)  # the turn in which the fleet has changed ends
-        # The end of a stream lets its queue be read until it is empty; another one takes what follows.
+        # An ended queue can be read until it is empty; a new one takes later messages.
         come, self._stream.batch_queue = self._stream.batch_queue, BatchQueue()
         come.end()
         size, self.kinds = 0, []
@@ -53,13 +53,13 @@ class Gateway:
         return size
 
     def incarnations(self) -> dict[str, str]:
-        """Those of the instances that it knows."""
+        """The incarnations of the instances that the gateway knows."""
         assert self.told is not None
         return {one.instance_id: one.incarnation for pool in self.told.pools.values() for one in pool.instances}
 
 
 class Fleet:
-    """Agents that report so many instances to one router, with four gateways that are there from the start."""
+    """Agents that report INSTANCES instances to one router, with four gateways that are connected from the start."""
 
     def __init__(self) -> None:
         self.router = Router(RouterSettings(redis_url="", metrics_listen="", startup_wait_s=0.0))
@@ -82,7 +82,7 @@ class Fleet:
 
 @pytest.fixture
 async def fleet() -> Fleet:
-    """All are there, and all gateways know."""
+    """A fleet whose instances are all reported and known to all gateways."""
     fleet = Fleet()
     await fleet.read()
     for number in range(INSTANCES):
@@ -137,7 +137,7 @@ async def test_a_change_of_health_is_made_of_that_instance_alone(fleet: Fleet, m
 
 
 async def test_an_instance_is_told_before_what_is_placed_on_it(fleet: Fleet) -> None:
-    """In the turn in which its agent said hello."""
+    """Also if the request is placed in the turn of the event loop in which the agent said hello."""
     fleet.infos.append(info("new.fleet.example", model="another", served_names=("another",)))
     fleet.hello(INSTANCES, INSTANCES)
     fleet.report(INSTANCES, INSTANCES, healthy=True)

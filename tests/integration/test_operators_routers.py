@@ -1,4 +1,4 @@
-"""Operators' commands where several routers share the models: each asks whoever knows."""
+"""Operators' commands when several routers share the models: each command asks the router that knows the answer."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Pair:
     owner_client: Client
 
     async def ask(self, *words: str, router: str = "other", status: int = 0) -> str:
-        """What a command prints that asks one of the routers; its exit status must be `status`."""
+        """Return the output of a command that asks one of the routers; its exit status must be `status`."""
         server = self.owner if router == "owner" else self.other
         return await command(*words, router=f"127.0.0.1:{server.port}", status=status)
 
 
 async def command(*words: str, router: str, status: int = 0) -> str:
-    """What a command prints; its exit status must be `status`."""
+    """Return the output of a command; its exit status must be `status`."""
     app = typer.Typer()
     fleet_commands.add_fleet_commands(app)
     done = await asyncio.to_thread(CliRunner().invoke, app, [*words, "--router", router])
@@ -51,7 +51,7 @@ async def command(*words: str, router: str, status: int = 0) -> str:
 
 @asynccontextmanager
 async def pair(folder: Path, advertise: str = "") -> AsyncIterator[Pair]:
-    """Two routers; `advertise`: what the owner tells as its address."""
+    """Two routers; `advertise` is the address that the owner advertises."""
     async with AsyncExitStack() as stack:
         url, _ = stack.enter_context(redis_server(folder))
         shared: dict[str, Any] = {"redis_url": url, "owner_lease_s": LEASE_S}

@@ -33,7 +33,7 @@ NOT_ITS_OWN = {
     "shadow": {"matplotlib", "nvidia-ml-py", "pyzmq", "redis", "scipy"},
     "cli": {"aiohttp", "matplotlib", "numpy", "nvidia-ml-py", "pyzmq", "tokenizers"},
 }  # fmt: skip
-# Imports whatever the files of a part import, inside functions too. cli's main.py imports the other parts.
+# Imports everything that the files of a part import, also inside functions, without cli's main.py, which imports the other parts.
 IMPORT_ALL = """
 import ast, importlib, pathlib, sys
 import pointsman
@@ -46,13 +46,13 @@ for file in {*part.rglob("*.py")} - {part / "main.py"}:
         elif isinstance(node, ast.ImportFrom):
             importlib.import_module(node.module)
 """
-# As if nothing of this repository were there; what is compiled once serves the next start.
+# Nothing of this repository can be imported. Bytecode is written, so that the next start need not compile again.
 OUTSIDE = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": ""}
 
 
 @dataclass
 class Installed:
-    """The wheel, and an environment for each extra that was asked for."""
+    """The wheel, and an environment for each extra that a test has used."""
 
     wheel: Path
     folder: Path
@@ -80,7 +80,7 @@ class Installed:
 
 
 def run(*command: str | Path, status: int = 0) -> str:
-    """What a command says: its output, or its complaint where `status`, its exit status, must not be 0."""
+    """Run a command, which must end with `status`; return its stdout, or its stderr if `status` is not 0."""
     ended = subprocess.run(
         [str(word) for word in command], capture_output=True, text=True, timeout=100, cwd="/", env=os.environ | OUTSIDE
     )
@@ -122,7 +122,7 @@ def test_an_extra_brings_what_its_part_imports_and_no_more(installed: Installed,
 def test_the_command_line_names_the_extra_that_is_missing(installed: Installed) -> None:
     pointsman = installed.bin("agent") / "pointsman"
     told = run(pointsman, "--help")
-    assert "Run a node's agent." in told
+    assert "Run a node's agent, " in told
     assert "Not installed: pointsman[lab]." in told
     for words, extra in (("replay --trace t", "lab"), ("decisions verify f", "cli")):
         said = run(pointsman, *words.split(), status=1)

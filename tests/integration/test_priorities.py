@@ -31,7 +31,7 @@ def as_client(key: str, **headers: str) -> dict[str, str]:
 
 
 async def test_keys_name_the_class_and_weight_that_routers_are_asked_with(tmp_path: Path) -> None:
-    """And a client cannot: its field is left out, as before."""
+    """A client cannot set them: the `priority` field of its body is dropped."""
     keys = tmp_path / "keys"
     keys.write_text(KEYS)
     async with stack(tmp_path, api_keys_file=keys) as up, aiohttp.ClientSession() as http:
@@ -59,7 +59,7 @@ async def test_a_header_that_is_no_time_is_refused(tmp_path: Path, given: str) -
 
 
 async def test_what_is_left_of_a_clients_time_is_told_anew_with_each_question(tmp_path: Path) -> None:
-    """And a refusal for it is a 504, that asks nobody to come back."""
+    """A request that is refused because of it gets a 504 without Retry-After."""
     async with stack(tmp_path, router_grace_s=30.0) as up:
         up.router.placer = lambda _: None
         async with aiohttp.ClientSession() as http:
@@ -130,10 +130,10 @@ async def test_interactive_requests_are_answered_before_batch_ones_and_take_thei
         done, _ = await asyncio.wait(tasks[1:3], return_when=asyncio.FIRST_COMPLETED)
         [displaced] = [one.result() for one in done]
         assert displaced[:2] == (429, "1")
-        assert "the queue is full and this request's class goes last" in displaced[2]
+        assert "the queue is full, and a request of another priority class takes this request's place" in displaced[2]
         late = await post("k-fast", **{TIMEOUT: "0.2"})
         assert (late[0], late[1]) == (504, "")
-        # The late one had displaced the other one of the lowest class.
+        # The late request had displaced the other request of the lowest class.
         await waiting(client, 1)
         engine.hold = None
         tasks[0].cancel()

@@ -1,4 +1,4 @@
-"""Measuring an engine from outside: what can be learned for certain, and when nothing is measured. Times are not judged here."""
+"""Measuring an engine from outside: what can be learned for certain, and when nothing is measured. Times are not checked here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pointsman.lab.live.request_overhead import measure_overhead
 from pointsman.lab.workload.tokenizer import ChatTokenizer
 
 FAST = Profile(step_s=0.002, prefill_token_s=1e-5, prefill_pair_s=1e-9, decode_sequence_s=1e-5, decode_kv_token_s=1e-9)
-# Time enough for a machine that stalls: what is measured is then always the same.
+# Enough time for a machine that stalls, so that the same measurements are always made.
 SHORT = {"seconds": 600.0, "longest": 700, "repeats": 1, "pause_s": 0.0}
 
 
@@ -38,7 +38,7 @@ async def test_an_engine_is_measured(engine: EmulatedEngine, tmp_path: Path) -> 
     measured = await measure(ProfileSettings(url=engine.url, **SHORT))
     known = {"block_size": 32, "kv_blocks": 500, "max_model_len": 4_096, "max_num_batched_tokens": 256}
     assert measured.engine == known
-    # Cold ones, then those with a prefix, of which full blocks were cached.
+    # Prefills of new prompts, then those with a prefix, whose full blocks were cached.
     sizes = [(one.new, one.cached, one.steps) for one in measured.prefills]
     assert sizes == [
         (64, 0, 1),
@@ -64,12 +64,12 @@ async def test_an_engine_is_measured(engine: EmulatedEngine, tmp_path: Path) -> 
 
 async def test_rounds_are_taken_while_there_is_time(engine: EmulatedEngine) -> None:
     measured = await measure(ProfileSettings(url=engine.url, **SHORT | {"repeats": 2}), chunk=256)
-    # Each measurement is one, however often it was taken.
+    # A repeated measurement counts once.
     assert (len(measured.prefills), len(measured.decodes)) == (10, 14)
     assert measured.remarks == []
     hurried = await measure(ProfileSettings(url=engine.url, **SHORT | {"repeats": 9, "seconds": 0.001}), chunk=99)
     assert "there was time to take each measurement 1 times" in hurried.remarks
-    # Not looked for.
+    # A given chunk size is not searched for.
     assert hurried.engine["max_num_batched_tokens"] == 99
 
 
@@ -123,13 +123,13 @@ async def test_what_requests_pay_beside_the_engines_time(
     tokenizer, pace = ChatTokenizer(), ReplaySettings(url=engine.url)
     front = await measure_overhead(pace, [engine.url], tokenizer, (64, 200), 3, 0.0)
     assert front.request_s + 200 * front.prompt_token_s > 0
-    # Steps of one sequence that go on from the prompt.
+    # Decode steps of one sequence, which follow the prompt.
     assert len(front.decodes) == 6
     assert {one.batch for one in front.decodes} == {1}
     assert 64 < min(one.kv_tokens for one in front.decodes) < 200 < max(one.kv_tokens for one in front.decodes)
     assert all(one.seconds > 0 for one in front.decodes)
     counters = engine.model.counters
-    # Chats: the template's tokens are in them. None finds another's cached but for its beginning.
+    # The prompts are chats, so they include the template's tokens. None finds blocks of another one cached.
     assert counters.prompt_tokens > 3 * (64 + 200)
     assert counters.prefix_cache_hits == 0
     with pytest.raises(EngineError, match="does not answer a chat: 400"):
@@ -137,7 +137,7 @@ async def test_what_requests_pay_beside_the_engines_time(
     other = await start(EmulateSettings(port=0), FAST)
     try:
         monkeypatch.setattr("pointsman.lab.live.request_overhead.METRICS_WITHIN_S", 0.1)
-        with pytest.raises(EngineError, match="are all named"):
+        with pytest.raises(EngineError, match="must name every engine"):
             await measure_overhead(pace, [other.url], tokenizer, (64,), 1, 0.0)
     finally:
         await other.stop()
@@ -178,7 +178,7 @@ async def test_an_emulated_engine_is_what_its_profile_says(tmp_path: Path) -> No
         config = emulated.model.config
         assert emulated.model.profile == FAST
         assert (config.block_size, config.kv_blocks, config.max_model_len) == (64, 99, 2_048)
-        # What is asked for goes before what was measured.
+        # Given values override the measured ones.
         assert config.max_num_batched_tokens == 88
     finally:
         await emulated.stop()

@@ -47,8 +47,8 @@ async def test_pools_move_to_the_replica_that_joins_and_nothing_is_lost(tmp_path
             for model in MODELS:
                 assert await owner(gateway, model, {"one"}) == "one"
 
-            # In each pool: a stream that stays open, and a session's requests one after the other; in one that will move,
-            # the instance is full, and a request is held.
+            # Each pool has a stream that stays open and a session with one request after the other. In one pool that will move,
+            # the instance is full and a request is held.
             for model in MODELS:
                 await gateway.place(f"open-{model}", model)
             full = min(THEIRS)
@@ -70,10 +70,10 @@ async def test_pools_move_to_the_replica_that_joins_and_nothing_is_lost(tmp_path
             async with fleet.client("two") as client:
                 wanted = fleet_pb2.GetDecisionRequest(decision_id=answer.decision_id)
                 made = (await client.fleet.GetDecision(wanted)).decision
-                assert made.held.ToNanoseconds() / 1e9 > waited / 2, "it keeps its age"
+                assert made.held.ToNanoseconds() / 1e9 > waited / 2, "the held request keeps its age"
 
                 async def counted() -> bool:
-                    # A gateway may know of a pool's new owner, by the old one, before that has read what is open.
+                    # A gateway may learn of a pool's new owner from the old one before the new owner has read the open requests.
                     instances = await client.instances()
                     return {model for model, one in instances.items() if one.num_requests} == THEIRS
 
@@ -94,7 +94,7 @@ async def owner(gateway: Gateway, model: str, wanted: set[str]) -> str:
 
 
 async def keep_asking(gateway: Gateway, model: str, until: asyncio.Event) -> int:
-    """One request after the other until `until`; how many were placed."""
+    """Place and finish one request after the other until `until` is set; return how many were placed."""
     for number in itertools.count():
         name = f"{model}-{number}"
         await gateway.place(name, model)

@@ -39,7 +39,7 @@ async def test_a_storm_through_all_replicas_never_books_an_instance_twice(tmp_pa
 
 
 async def test_the_naive_order_fails_the_same_storm() -> None:
-    """Each replica decides on its own view, and only then writes what it decided where the others see it."""
+    """Here each replica decides on its own view, and only then writes the decision where the other replicas see it."""
     views = [state() for _ in range(3)]
     for view in views:
         for at in range(4):
@@ -124,12 +124,12 @@ async def test_the_owner_is_killed_in_the_middle_of_storms(tmp_path: Path) -> No
             await asyncio.sleep(rng.uniform(0.0, 0.01))
             fleet.routers[owner].process.kill()
             placed = await burst
-            # Without its Redis, which may be slow on a busy machine, an owner places on what it alone knows: the logs tell.
+            # If its Redis does not answer, as on a busy machine, an owner places on its own knowledge alone; the logs say so.
             assert double_bookings(placed) == 0, "\n".join([str(placed), *fleet.logs()])
             await fleet.idle()
             fleet.routers[owner].process.start()
             await fleet.ready()
-            # It may own the pool again, by the lease that it left, before a gateway has told it what has ended.
+            # The router may own the pool again, by its old lease, before a gateway has reported which requests ended.
             await fleet.idle()
         assert all(set(gateway.answers.values()) == {1} for gateway in fleet.gateways)
 
@@ -151,7 +151,7 @@ async def test_open_streams_and_sessions_outlive_their_owner(tmp_path: Path) -> 
             assert at != lost
             counts = {name: one.num_requests for name, one in (await client.instances()).items()}
             assert (counts[at], counts[lost]) == (1, 1)
-            # What a gateway asks again, because the answer did not reach it, goes to the same instance.
+            # A request that a gateway repeats because the answer did not reach it goes to the same instance.
             again = Session(client, "h")
             await again.hello()
             assert (await again.place("lost", BIG)).step.instance.instance_id == lost
@@ -174,7 +174,7 @@ async def test_an_owner_that_slept_past_its_lease_writes_nothing_and_loses_its_g
             await session.hello()
             os.kill(process.pid, signal.SIGSTOP)
             try:
-                # Written to a router that sleeps: it reads this when it wakes.
+                # Written to a paused router, which reads this when it resumes.
                 await session.send(place=placement_pb2.PlacementRequest(request_id="late", model="m", input_tokens=BIG))
                 other = await fleet.owner(other_than=owner)
                 placed = await fleet.gateways[0].place("r")

@@ -1,4 +1,4 @@
-"""The router over real gRPC: reports, sessions, the unary form, questions, doors."""
+"""The router over real gRPC: reports, sessions, unary placement, queries, access control."""
 
 from __future__ import annotations
 
@@ -364,7 +364,7 @@ async def test_doors_open_to_the_right_role_only() -> None:
                     "place": lambda c: c.placement.Place(placement_pb2.PlaceRequest(), metadata=c.metadata),
                     "report": lambda c: Report(c).read(),
                 }.items():
-                    # The one that nobody ends; the others end by themselves, however slow the machine is.
+                    # Only this call is not ended by the router; the others end by themselves, however slow the machine is.
                     open_s = 0.5 if (token, name) == ("A", "report") else 30.0
                     outcomes[token, name] = await _code(call(client), open_s)
         unauthenticated, denied = "UNAUTHENTICATED", "PERMISSION_DENIED"

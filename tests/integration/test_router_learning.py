@@ -1,4 +1,4 @@
-"""Over real gRPC: progress while deltas arrive, distrust and its resync, what is learned without events, what operators see."""
+"""Over real gRPC: progress while deltas arrive, a failed audit and its resync, learning without KV events, what operators see."""
 
 from __future__ import annotations
 

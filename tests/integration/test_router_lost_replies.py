@@ -31,14 +31,14 @@ class Scene:
     client: Client
     session: Session
     proxy: LossyProxy
-    store: redis.asyncio.Redis  # past the proxy
+    store: redis.asyncio.Redis  # not through the proxy
 
     async def open_in_redis(self) -> set[str]:
-        """The requests that Redis holds as open."""
+        """Ids of the requests that Redis holds as open."""
         return set(await self.store.hkeys(OPEN))
 
     async def count(self) -> int:
-        """The requests that the router counts on its instances."""
+        """Number of requests that the router counts on its instances."""
         return sum(status.num_requests for status in (await self.client.instances()).values())
 
     async def normal(self) -> bool:
@@ -71,7 +71,7 @@ async def test_a_write_whose_reply_is_lost_is_told_once_and_kept_once(tmp_path: 
     async with scene(tmp_path) as one:
         await one.session.place(
             "first"
-        )  # Redis learns the script: its refusal of an unknown one would be the lost answer.
+        )  # Redis loads the script now. Otherwise the lost answer would be its refusal of an unknown script.
         before = one.proxy.lost
         one.proxy.losing = APPLY
         placing = asyncio.create_task(one.session.place("r"))
@@ -80,7 +80,7 @@ async def test_a_write_whose_reply_is_lost_is_told_once_and_kept_once(tmp_path: 
             return await one.open_in_redis() == {"first", "r"} and one.proxy.lost > before
 
         await eventually(landed, "the write landed and its reply was lost")
-        assert not placing.done(), "told before the router could know that it is kept"
+        assert not placing.done(), "answered before the router could know that the placement is stored"
         one.proxy.losing = None
         placement = await placing
         await eventually(one.normal, "the router works with Redis again")
@@ -97,8 +97,8 @@ async def test_a_write_whose_reply_is_lost_is_told_once_and_kept_once(tmp_path: 
 
 
 async def test_open_requests_outlive_renewals_whose_replies_are_lost(tmp_path: Path) -> None:
-    """The lease runs out, and each attempt to have it again lands without the router's hearing of it: it has owned the pool all
-    the time, and what it knows, placements made meanwhile included, is newer than what Redis holds."""
+    """The lease expires, and each attempt to renew it succeeds in Redis while its reply is lost. So the router has owned the pool
+    all the time, and its state, placements made meanwhile included, is newer than what Redis holds."""
     async with scene(tmp_path) as one:
         await one.session.place("before")
         for round_ in range(3):
@@ -131,7 +131,7 @@ async def test_open_requests_outlive_renewals_whose_replies_are_lost(tmp_path: P
 
 
 async def test_a_write_that_arrives_late_revives_nothing(tmp_path: Path) -> None:
-    """A write is stuck on the way until its request has ended and that is written, too."""
+    """A write is delayed until its request has ended and the end is written, too."""
     async with scene(tmp_path) as one:
         await one.session.place("first")
         await one.session.finish("first")

@@ -60,7 +60,7 @@ async def test_a_restarted_router_knows_the_open_requests_the_sessions_and_what_
             status = (await client.instances())["a"]
             assert (status.num_requests, status.ongoing_tokens, status.sessions) == (1, 100, 1)
             session = Session(client)
-            await session.hello()  # The same gateway, which has nothing open any more.
+            await session.hello()  # the same gateway, which no longer has open requests
             assert (await client.instances())["a"].num_requests == 0
 
 
@@ -102,7 +102,7 @@ async def test_an_owner_that_slept_past_its_lease_is_fenced_off(tmp_path: Path) 
             await session.hello()
             await session.place("r")
             async with redis.asyncio.Redis.from_url(url) as store:
-                # What another replica does while this one sleeps.
+                # What another replica would do while this one is paused.
                 await store.hset("pointsman:{default:m}:lease", mapping={"id": "two", "address": "127.0.0.1:2"})
                 await store.persist("pointsman:{default:m}:lease")
                 await store.incr("pointsman:{default:m}:epoch")
@@ -163,7 +163,7 @@ async def test_a_fleet_name_keeps_fleets_apart(tmp_path: Path) -> None:
 
 
 async def test_what_another_version_has_written_is_taken_as_far_as_it_can_be_read(tmp_path: Path) -> None:
-    """A newer version's field is passed over, an older one's missing field has its default, and the rest is left out."""
+    """A newer version's field is ignored, an older one's missing field has its default, and unreadable entries are left out."""
     older = {"request_id": "older", "gateway_id": "g", "instance_id": "a", "decision_id": "d"}
     older |= {"input_tokens": 100, "new_tokens": 100, "pool": "m"}
     kept = {"older": older, "newer": {**older, "request_id": "newer", "colour": "red"}, "other": {"request_id": 7}}
@@ -184,7 +184,7 @@ async def test_what_another_version_has_written_is_taken_as_far_as_it_can_be_rea
 async def test_a_store_that_is_told_to_end_as_a_command_is_written_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """redis-py writes by asyncio.wait_for(), which loses a cancellation that comes in that moment."""
+    """redis-py writes by asyncio.wait_for(), which loses a cancellation that arrives at that moment."""
     ending: list[asyncio.Task[None]] = []
     write = AbstractConnection._send_packed_command
 
@@ -214,7 +214,7 @@ async def test_a_store_that_is_told_to_end_as_a_command_is_written_ends(
         running_store.cancel()
         assert done
         with redis.Redis.from_url(url) as client:
-            assert client.zcard("pointsman:{f}:replicas") == 0, "it said that it leaves"
+            assert client.zcard("pointsman:{f}:replicas") == 0, "the router has removed itself from the replicas"
 
 
 SESSIONS, OPEN = 150_000, 2_000
@@ -222,7 +222,7 @@ POOL = "pointsman:{default:m}:"
 
 
 async def test_a_pool_of_many_sessions_is_taken_over_under_one_lease(tmp_path: Path) -> None:
-    """Its open requests are known before anything is placed, its sessions page by page after that."""
+    """Its open requests are read before anything is placed, its sessions page by page after that."""
     with redis_server(tmp_path) as (url, _):
         kept = {
             "gateway_id": "g",
@@ -243,9 +243,9 @@ async def test_a_pool_of_many_sessions_is_taken_over_under_one_lease(tmp_path: P
             await Report(agent).join("a")
             await owns(server)
             state = server.router.state
-            # They are applied a part at a time; what asks for a place waits for all.
+            # Reservations are applied in parts; placements wait for all of them.
             await eventually(lambda: len(state.reservations) == OPEN, "all reservations are known")
-            # What is placed while the sessions come counts more than what was kept.
+            # A placement that is made while sessions are read takes precedence over the stored owner.
             session = Session(agent)
             await session.hello()
             await session.place("new", tenant="t", session_id="session-7")
@@ -281,7 +281,7 @@ async def test_an_emptied_redis_is_filled_again_under_one_lease(tmp_path: Path) 
 
 
 async def test_a_redis_that_takes_no_writes_is_done_without_until_it_does(tmp_path: Path) -> None:
-    """It answers heartbeats all the while, and takes the writes of another pool."""
+    """Meanwhile Redis answers heartbeats and accepts the writes of another pool."""
     with redis_server(tmp_path) as (url, _):
         async with running(redis_url=url, owner_lease_s=0.4) as (server, client):
             await Report(client).join("b", model="n", served_names=["n"])
@@ -318,7 +318,7 @@ async def test_a_redis_that_takes_no_writes_is_done_without_until_it_does(tmp_pa
                 beats = store.answered_at
                 assert beats is not None
                 await eventually(lambda: (store.answered_at or 0.0) > beats + 1.0, "heartbeats")
-                assert told == [True], "it does not go to and fro"
+                assert told == [True], "the state does not alternate"
                 assert store.may_place("m")
                 await admin.execute_command("ACL", "SETUSER", "default", "allkeys")
 
@@ -333,7 +333,7 @@ async def test_a_redis_that_takes_no_writes_is_done_without_until_it_does(tmp_pa
 async def test_a_pool_without_instances_is_left_and_what_redis_has_of_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many models come and go, leases are asked for of those alone that are there. One that comes back is owned again."""
+    """Leases are requested only for models that are present, however many come and go. A model that returns is owned again."""
     monkeypatch.setattr(gone_pools, "KEPT_S", 0.3)
     with redis_server(tmp_path) as (url, _):
         async with running(redis_url=url, owner_lease_s=0.4) as (server, client):

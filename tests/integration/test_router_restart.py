@@ -1,4 +1,4 @@
-"""A router that comes back under load: what it knows again, when it says that it serves, and what is placed before that."""
+"""A router that restarts under load: what it recovers, when it reports that it serves, and what is placed before that."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 NOT_PLACING = {"": NOT_SERVING, PLACEMENT: NOT_SERVING, AGENT: SERVING, FLEET: SERVING}
 PLACING = dict.fromkeys(NOT_PLACING, SERVING)
 ENGINES, BLOCK, CACHED = 3, 16, 12 * 16
-LONG_S = 120.0  # beyond any stall of a busy machine: what ends a wait is what it waits for
+LONG_S = 120.0  # longer than any stall of a busy machine: waits end by their condition, not by this limit
 MODEL = "pointsman-emulated"
 
 
 async def health(address: str) -> dict[str, int]:
-    """What the router at `address` says of itself (""), and of each of its services."""
+    """The health status that the router at `address` reports of itself (""), and of each of its services."""
     async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         return {name: (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status for name in NOT_PLACING}
@@ -103,7 +103,7 @@ class Sessions:
         await self._http.close()
 
     async def ask(self, name: str, session: str, prompt: list[int]) -> placement_pb2.Placement:
-        """Place one prompt; what runs then is left open."""
+        """Place one prompt; the request is left open."""
         request = placement_pb2.PlacementRequest(
             request_id=name, model=MODEL, session_id=session, input_tokens=len(prompt), keys=prompt_keys(prompt, MODEL)
         )
@@ -113,7 +113,7 @@ class Sessions:
         return step
 
     async def turn(self, name: str, session: str, prompt: list[int]) -> placement_pb2.Placement:
-        """One prompt from its placement to its end, on the engine that was named."""
+        """Place one prompt, run it on the chosen engine, and finish it."""
         step = await self.ask(name, session, prompt)
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
         async with self._http.post(f"{step.step.instance.url}/v1/completions", json=body) as answer:
@@ -182,7 +182,7 @@ async def fleet(folder: Path, redis_url: str) -> AsyncIterator[Fleet]:
 
 
 def prompt_of(session: int, turn: int) -> list[int]:
-    """The session's prompt of its first or second turn, which its engine has three quarters of already."""
+    """The session's prompt of its first or second turn. The first turn caches three quarters of the second one's prompt."""
     return [(200 * session + at) % 2_000 for at in range(CACHED + (turn - 1) * 4 * BLOCK + 1)]
 
 
@@ -196,20 +196,20 @@ async def test_a_restart_under_load_forgets_nothing_and_guesses_nothing(tmp_path
                 owners[session] = (
                     await load.turn(f"first-{session}", f"s{session}", prompt_of(session, 1))
                 ).step.instance
-            # Those that have come back are kept in the store.
+            # The store keeps the owners of sessions that have come back.
             for session in range(4, 7):
                 await load.turn(f"again-{session}", f"s{session}", prompt_of(session, 1))
             for session in range(1, 4):
                 await load.ask(f"open-{session}", f"s{session}", prompt_of(session, 2))
                 load.client.first_token(f"open-{session}")
-            # First tokens are reported a few milliseconds late, with others.
+            # First tokens are reported in batches, a few milliseconds late.
             await up.until(
                 lambda known: (
                     [sum(pair) for pair in zip(*streams(known).values(), strict=True)] == [3, 3 * len(prompt_of(1, 2))]
                 ),
                 "three streams",
             )
-            # Each session's first turn, and nothing of the streams that are open, has reached an engine.
+            # Engines have computed each session's first turn, and nothing of the open streams.
             await up.until(
                 lambda known: sum(one.keys for one in known.values()) == 6 * CACHED // BLOCK, "all keys reported"
             )
@@ -218,7 +218,7 @@ async def test_a_restart_under_load_forgets_nothing_and_guesses_nothing(tmp_path
             os.kill(up.agent.pid, signal.SIGSTOP)
             try:
                 up.router.process.kill()
-                # Asked while no router is there.
+                # Requests while no router runs.
                 waiting = [
                     asyncio.ensure_future(load.turn(f"second-{at}", f"s{at}", prompt_of(at, 2))) for at in range(4, 7)
                 ]
@@ -248,13 +248,13 @@ async def test_a_restart_under_load_forgets_nothing_and_guesses_nothing(tmp_path
             assert {name: (one.instance.incarnation, one.state) for name, one in known.items()} == {
                 name: (one.instance.incarnation, one.state) for name, one in before.items()
             }
-            # An end is reported a few milliseconds late, with others.
+            # Ends are reported in batches, a few milliseconds late.
             await up.until(lambda known: streams(known) == streams(before), "the open streams, and no others")
             for session in range(1, 4):
                 load.end(f"open-{session}")
             await up.until(lambda known: all(idle(one) for one in known.values()), "every counter is 0")
             if shared:
-                # A new owner places before it has read whose the sessions were.
+                # A new owner places before it has read the sessions' owners, so wait for them.
                 await up.until(lambda known: sum(one.sessions for one in known.values()) == 6, "six sessions")
                 for session in range(1, 4):
                     answer = await load.turn(f"third-{session}", f"s{session}", prompt_of(session, 2))

@@ -209,7 +209,7 @@ async def test_what_if_gives_others_their_turn_and_is_asked_one_at_a_time(monkey
         )
         counting.cancel()
         assert [len(list(group)) for _, group in itertools.groupby(name for name, _ in asked)] == [20, 20]
-        assert len({turn for _, turn in asked}) == 40, "a turn of the loop between any two"
+        assert len({turn for _, turn in asked}) == 40, "the event loop runs other tasks between any two decisions"
 
 
 async def test_decisions_are_listed_and_watched_by_every_filter() -> None:
@@ -258,7 +258,7 @@ async def test_a_watch_tells_only_what_its_filter_asks_for() -> None:
 
 
 async def refused_as(call: Any) -> tuple[str, str]:
-    """The code and the reason of a call that fails."""
+    """Return the code and the reason of a call that fails."""
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call
     info = error_details_pb2.ErrorInfo()
@@ -282,7 +282,7 @@ async def test_a_policy_replaces_the_one_that_was_seen() -> None:
         assert await refused_as(change("sticky", at_first)) == ("ABORTED", "POLICY_CHANGED")
         assert await refused_as(change("sticky", "nonsense")) == ("ABORTED", "POLICY_CHANGED")
         assert await etag() == answer.etag
-        # The settings count as well, and equal policies have equal etags.
+        # The etag depends on the settings, too, and equal policies have equal etags.
         heuristic = await change("elastic", answer.etag, decider="heuristic")
         cost = await change("elastic", heuristic.etag, decider="cost")
         assert cost.etag != heuristic.etag
@@ -324,7 +324,7 @@ async def test_replicas_share_a_policy_and_keep_it_over_restarts(tmp_path: Path)
             assert (await two.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy.settings[
                 "decider"
             ] == "heuristic"
-            # Whoever starts later places by it, too, whatever its own settings say.
+            # A router that starts later uses this policy, too, whatever its own settings say.
             async with running(router_id="three", policy="sticky", **shared) as (_, three):
                 await eventually(places_by(three, "elastic"), "three follows")
 
@@ -338,7 +338,7 @@ async def test_replicas_share_a_policy_and_keep_it_over_restarts(tmp_path: Path)
             redis.kill()
             alone = await two.fleet.SetPolicy(fleet_pb2.SetPolicyRequest(policy=policy("lmetric")))
             assert (alone.this_replica_only, alone.policy.name, await in_force(one)) == (True, "lmetric", "elastic")
-            # An empty Redis returns: what was set last is the fleet's.
+            # Redis returns empty: the policy that was set last becomes the fleet's.
             with redis_server(tmp_path, port=int(url.rpartition(":")[2].partition("/")[0])):
                 await eventually(places_by(one, "lmetric"), "one follows when Redis is back")
                 assert await in_force(two) == "lmetric"
@@ -358,7 +358,7 @@ async def test_a_policy_that_a_replica_does_not_know_changes_nothing(tmp_path: P
             await eventually(seen, "Redis has answered")
             assert (await one.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy.name == "unified"
             assert ReplicaInfo.read("what another version tells") == ReplicaInfo.read("") == ReplicaInfo()
-            # What is set here is newer than that.
+            # A policy that is set now gets a higher version.
             await one.fleet.SetPolicy(fleet_pb2.SetPolicyRequest(policy=policy("sticky")))
             with Redis.from_url(url, decode_responses=True) as client:
                 assert client.hget("pointsman:{default}:config", "version") == "4"
@@ -387,18 +387,18 @@ async def test_a_drain_is_an_order_to_all_replicas_until_the_engine_restarts(tmp
                 for name in ("a", "b"):
                     await Report(client).join(name)
                 await eventually(told(client, a=ready, b=ready), "both instances")
-            # At both replicas at once, of two instances: neither order undoes the other.
+            # Two instances are drained at once, one at each replica: neither order undoes the other.
             answers = await asyncio.gather(drain(one, "a"), drain(two, "b"))
             assert [(one.instance.state, one.this_replica_only) for one in answers] == [(draining, False)] * 2
             for client in (one, two):
                 await eventually(told(client, a=draining, b=draining), "both drain at both")
             assert (await drain(two, "b", resume=True)).instance.state == ready
             await eventually(told(one, a=draining, b=ready), "one follows")
-            # A replica that starts later knows it before the instance's agent comes, and is told by its first heartbeat.
+            # A replica that starts later learns of the drain from its first heartbeat, before the instance's agent connects.
             async with running(router_id="three", **shared) as (_, three):
                 await Report(three).join("a")
                 await eventually(told(three, a=draining), "three follows")
-                # The engine restarts: what was ordered of its life before ends with that, at each replica.
+                # The engine restarts: the drain of its earlier incarnation ends at each replica.
                 for client in (one, two, three):
                     await Report(client).join("a", incarnation="2")
                 await eventually(told(three, a=ready), "a new life")
@@ -412,7 +412,7 @@ async def test_a_drain_is_an_order_to_all_replicas_until_the_engine_restarts(tmp
                 with Redis.from_url(url, decode_responses=True) as client:
                     kept = client.hget("pointsman:{default}:config", "config")
                 assert kept is not None
-                assert OperatorConfig.read(kept).drained == {"a": "1", "b": "1"}, "of a's life before, which is over"
+                assert OperatorConfig.read(kept).drained == {"a": "1", "b": "1"}, "a's is of its old incarnation"
 
 
 async def test_the_command_sets_the_policy_and_says_what_is_wrong() -> None:

@@ -1,4 +1,4 @@
-"""Shadow mode beside a real nginx: what it says is what the same requests really get, and nobody notices it."""
+"""Shadow mode beside a real nginx: its figures are those that the same requests really get, and clients do not notice it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SESSIONS, TURNS, ANSWER = 10, 5, 24
 
 @dataclass
 class Talk:
-    """What a client got: prompt and cached tokens of every answer."""
+    """What a client received: prompt and cached tokens, summed over its answers."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -47,7 +47,7 @@ class Talk:
 
 
 async def converse(url: str, sessions: int = SESSIONS, turns: int = TURNS, salt: str = "") -> Talk:
-    """Conversations that come one after the other, whose turns return the answers before them, over one system prompt."""
+    """Run conversations that start one after the other over one system prompt; each turn includes the answers before it."""
     talk = Talk()
 
     async def one(number: int) -> None:
@@ -82,7 +82,7 @@ async def engines() -> AsyncIterator[list[EmulatedEngine]]:
 
 
 class Docs:
-    """The page's blocks, with addresses and files of a test's own."""
+    """The page's code blocks, with this test's addresses and files."""
 
     def __init__(self, folder: Path, engines: list[EmulatedEngine]) -> None:
         self.shadow, self.front, self.router = (f"127.0.0.1:{free_port()}" for _ in range(3))
@@ -104,7 +104,7 @@ class Docs:
         return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
     def commands(self, *beginning: str) -> list[list[str]]:
-        """The words of every `pointsman` command that begins so."""
+        """The words of every `pointsman` command that begins with `beginning`."""
         lines = "\n".join(self.blocks("sh shadow")).replace("\\\n", " ").splitlines()
         words = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("pointsman ")]
         return [one for one in words if tuple(one[: len(beginning)]) == beginning]
@@ -114,7 +114,7 @@ class Docs:
         return Process(name, pointsman_command(*words, *more), self._folder / f"{name}.log", cwd=self._folder)
 
     async def run(self, words: list[str]) -> str:
-        """What a command prints that ends by itself, with status 0."""
+        """Run a command that must end by itself with status 0; return its output."""
         argv = pointsman_command(*words)
         child = await asyncio.create_subprocess_exec(*argv, cwd=self._folder, stdout=PIPE, stderr=PIPE)
         out, err = await child.communicate()
@@ -175,7 +175,7 @@ async def test_it_says_what_really_comes(engines: list[EmulatedEngine], tmp_path
         # Nothing but the clients' requests has reached an engine's model.
         assert sum(one.model.counters.prefix_cache_queries for one in engines) == as_it_is.prompt_tokens
         now = (await answered(report_url, lambda told: bool(told) and told["now"]["placed"] == as_it_is.answers))["now"]
-        # Facts: what the engines' events told was cached where requests went is what the engines said themselves.
+        # The cached tokens computed from the engines' KV events equal those that the engines reported in their answers.
         assert now["actual_cached_tokens"] == pytest.approx(as_it_is.cached_tokens, rel=0.02)
         assert now["would_be_cached_tokens"] > now["actual_cached_tokens"]
         async with aiohttp.ClientSession() as client, client.get(f"http://{docs.shadow}/metrics") as answer:
@@ -185,7 +185,7 @@ async def test_it_says_what_really_comes(engines: list[EmulatedEngine], tmp_path
         shadow.stop()
         log, record = ((tmp_path / name).read_bytes() for name in ("access.jsonl", "shadow-record.jsonl"))
 
-        # A shadow that hangs, or is dead, is nobody's concern.
+        # A shadow that hangs or is dead does not affect clients.
         later.start()
         pointsman.start()
         await answered(report_url)
@@ -209,7 +209,7 @@ async def test_it_says_what_really_comes(engines: list[EmulatedEngine], tmp_path
     (tmp_path / "access.jsonl").write_bytes(log)
     of_log, *of_record = docs.commands("shadow", "read")
     first = [of_log, *of_record, *docs.commands("trace"), *docs.commands("simulate")]
-    # Each by itself, and at once; the first and the one that writes what the last reads tell their figures, too.
+    # Each command runs in a process, all at once. The log's command and the record's last one also write their figures.
     told_by = {id(of_log): "log.json", id(of_record[-1]): "record.json"}
     printed = await asyncio.gather(
         *(docs.run([*words, *(["--out", told_by[id(words)]] if id(words) in told_by else [])]) for words in first)
@@ -219,7 +219,7 @@ async def test_it_says_what_really_comes(engines: list[EmulatedEngine], tmp_path
     assert "50 of 50 decisions are the same" in await docs.run(verify)
     told = {line.partition("  ")[0]: line.split() for line in printed[len(of_record)].splitlines()}
     assert f"{MODEL}, 3 engines: 50 requests, {as_it_is.prompt_tokens:,} prompt tokens" in told
-    # What the serving shadow said itself.
+    # The same figures as the running shadow reported.
     assert told["as it was placed"][:5] == said["as it was placed"][:5]
     assert told["by Pointsman (unified)"][:4] == said["by Pointsman (unified)"][:4]
     found = [json.loads((tmp_path / name).read_text())["models"][MODEL] for name in ("log.json", "record.json")]
@@ -227,16 +227,16 @@ async def test_it_says_what_really_comes(engines: list[EmulatedEngine], tmp_path
     assert gain > 0
     for model in found:
         assert (model["requests"], model["placement_known"], model["keyed"], model["failed"]) == (50, 50, 50, 0)
-        # The same placement in the model and in the engines; then what it promises, and what really came.
+        # The recorded placement in the model and in the engines; then the gain that is predicted, and the real one.
         assert model["recorded"]["cached_tokens"] == pytest.approx(as_it_is.cached_tokens, rel=0.01)
-        # Engines that share two cores with clients are not as fast as their model: loads differ here and there, and with them
-        # placements. A session that begins on another engine misses a whole system prompt. The gain itself is no such accident.
+        # Engines that share two cores with clients are slower than their model, so some loads and placements differ. A session
+        # that begins on another engine misses a whole system prompt. The gain itself is larger than such differences.
         assert model["counterfactual"]["cached_tokens"] == pytest.approx(really.cached_tokens, abs=gain / 2)
         assert model["saved_tokens"] > gain / 2
     compared = [json.loads(line) for line in (tmp_path / "compared.jsonl").read_text().splitlines()]
     assert sum(one["recorded"]["cached_tokens"] for one in compared) == found[1]["recorded"]["cached_tokens"]
     assert {one["recorded"]["instance"] for one in compared} == {one.url.removeprefix("http://") for one in engines}
-    # No text of a request is in what is recorded.
+    # The recorded files contain no text of a request.
     assert all(
         "brief" not in (tmp_path / name).read_text()
         for name in ("shadow-record.jsonl", "compared.jsonl", "would-be.jsonl")

@@ -1,4 +1,4 @@
-"""A token that is taken away ends the streams that were opened with it, and their clients come back with another."""
+"""Removing a token ends the streams that were opened with it, and their clients reconnect with another token."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ async def test_streams_end_whose_token_is_taken_away_and_no_others(taken: str, f
         await new.open()
         write(folder, taken, f"{taken}-new")
         assert await ended(old.calls[taken]) is grpc.StatusCode.UNAUTHENTICATED
-        assert await old.calls[taken].details() == "the token of this call is not valid any more"
+        assert await old.calls[taken].details() == "the token of this call is no longer valid"
         others = [call for role, call in old.calls.items() if role != taken] + list(new.calls.values())
         assert not any(call.done() for call in others)
-        # Their ends have been noticed as any other's.
+        # The router handles the ends of these streams as any other end.
         if taken == "gateway":
             await eventually(lambda: set(server.router.gateways) == {"gw-new"}, "the gateway is gone")
         if taken == "agent":
@@ -145,7 +145,7 @@ async def test_an_agent_comes_back_at_once_with_its_new_token(folder: Path, tmp_
             first = record.stream_id
             write(own, "agent", "agent-new")
             write(folder, "agent", "agent-new")
-            # Sooner than an agent asks again that was refused.
+            # Sooner than the retry of an agent that was refused.
             await eventually(lambda: record.stream_id != first and reporter.connected, "welcomed again", within_s=20.0)
             assert reporter.refusal == ""
         finally:

@@ -1,4 +1,4 @@
-"""One trace over client, gateway, router and engine, as a collector gets it; and requests that go on without one."""
+"""One trace over client, gateway, router and engine, as a collector receives it; and requests that work without a collector."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PATH = "/v1/chat/completions"
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    # A batch that a stalled machine is too slow for would be gone.
+    # With a shorter timeout, a batch could be dropped on a stalled machine.
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "60")
     with collecting() as collector:
         yield collector
@@ -96,7 +96,7 @@ async def test_one_trace_goes_from_the_client_to_the_engine(tmp_path: Path, coll
     assert request.holds(serve)
     assert place.end_ns <= serve.start_ns <= serve.moments["sent"] <= serve.moments["first token"] <= serve.end_ns
     assert request.start_ns <= request.moments["tokenised"] <= place.start_ns
-    # Where the engine's own span goes on from.
+    # The parent of the engine's own span.
     sent = parse_traceparent(engine.requests[-1][2]["traceparent"])
     assert sent is not None
     assert (f"{sent.trace_id:032x}", f"{sent.span_id:016x}", sent.sampled) == (serve.trace_id, serve.span_id, True)
@@ -141,7 +141,7 @@ async def test_attempts_that_fail_show_which_and_how(tmp_path: Path, collector: 
             engine.mode = status
         status, _ = await chat(url, client)
         spans = await trace(collector, client, 1 + 3 + 3 + 2)
-    assert str(status) in ("500", "503"), "the last one's own"
+    assert str(status) in ("500", "503"), "the status of the last attempt"
     places = [span for span in spans if span.name == "gateway place"]
     served = [span for span in spans if span.name == f"gateway chat {MODEL}"]
     assert sorted(span.error for span in served) == ["status 500", "status 503"]

@@ -13,7 +13,7 @@ from tests.support.waiting import until
 
 
 def test_signals_in_a_row_leave_no_child(tmp_path: Path) -> None:
-    """As `timeout` sends them: to its child, and at once to its group."""
+    """`timeout` sends its signal to its child and at once to the process group, so that the child receives it twice."""
     gateway, *others = (f"127.0.0.1:{free_port()}" for _ in range(4))
     names = ("--router-listen", "--router-metrics", "--agent-metrics")
     flags = [word for pair in zip(names, others, strict=True) for word in pair]

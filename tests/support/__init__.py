@@ -1,1 +1,1 @@
-"""What tests and benchmarks share: fakes, processes, engines, each once."""
+"""Helpers that tests and benchmarks share: fakes, processes and engines."""

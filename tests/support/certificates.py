@@ -1,4 +1,4 @@
-"""Certificates for tests, made by openssl: an authority, and what it signs for 127.0.0.1 and localhost."""
+"""Certificates for tests, made by openssl: an authority, and certificates that it signs for 127.0.0.1 and localhost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Signed:
 
 
 class Authority:
-    """Signs certificates; `ca` is its own."""
+    """An authority that signs certificates. `ca` is its own certificate."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -27,7 +27,7 @@ class Authority:
         _openssl("req", "-x509", *_fresh(self._key), "-out", self.ca, "-days", "2", "-subj", f"/CN={folder.name}")
 
     def sign(self, name: str, names: Sequence[str] = ()) -> Signed:
-        """A certificate for servers and clients on this machine, or of `names`."""
+        """Return a certificate for servers and clients on this machine, or for the DNS names `names`."""
         cert, key, request = (self._folder / f"{name}.{kind}" for kind in ("pem", "key", "csr"))
         file = self._folder / "names"
         told = [f"DNS:{one}" for one in names] or ["IP:127.0.0.1", "DNS:localhost"]

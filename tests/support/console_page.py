@@ -1,4 +1,4 @@
-"""The console's page in a headless Chromium, before a router with a small fleet."""
+"""The console's page in a headless Chromium, served by a router with a small fleet."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from pointsman.router.io.main import RouterServer
 from pointsman.router.v1 import placement_pb2
 from tests.support.router import Client, Report, Session, running
 
-# Nobody's markup may come to life: an instance and a session of these names are in every fleet here.
+# Names from outside must not be rendered as markup. Each fleet here has an instance and a session with this name.
 EVIL = "<img src=x onerror=document.title='owned'>"
+# Timeout of Playwright's actions and expectations, ms.
 WITHIN_MS = 15_000
 expect.set_options(timeout=WITHIN_MS)
 
 
 class Shown:
-    """A page of one console that is open in a browser, and what it did that it should not."""
+    """A console page in a browser. `wrongs` lists its faults: console errors, requests to other hosts, tokens in URLs."""
 
     def __init__(self, page: Page, server: RouterServer) -> None:
         assert server.console is not None
@@ -53,7 +54,7 @@ class Shown:
 
 @asynccontextmanager
 async def browser(instances: int = 3, scheme: Any = "light", roles: bool = False) -> AsyncIterator[Shown]:
-    """A fleet with one answered request of session s1, and its console in Chromium."""
+    """Start a fleet with one answered request of session s1, and open its console in Chromium."""
     executable = shutil.which("chromium") or shutil.which("google-chrome")
     assert executable, "this test needs Debian's chromium"
     tokens = Tokens(
@@ -63,7 +64,7 @@ async def browser(instances: int = 3, scheme: Any = "light", roles: bool = False
         token_dir=None,
     )
     async with AsyncExitStack() as stack:
-        # Chromium refuses its sandbox to root; what it opens here is this page alone.
+        # Chromium does not run its sandbox as root. It opens only this page here.
         playwright = await stack.enter_async_context(async_playwright())
         chromium = await playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         stack.push_async_callback(chromium.close)
@@ -92,7 +93,7 @@ async def a_request(client: Client) -> None:
     await gateway.finish("request-of-s1", cached_tokens=32, timings=placement_pb2.Timings(first_token_ms=120.0))
 
 
-# The texts that are too pale before what is behind them.
+# Returns the texts whose contrast with their background is below 4.5.
 CONTRAST = """() => {
     const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
     const rgba = (colour) => {

@@ -1,4 +1,4 @@
-"""How much a value holds: the number of different objects that can be reached from it."""
+"""The size of a value: the number of different objects that can be reached from it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-# What belongs to the program, and not to the value.
+# Types that belong to the program, not to the value.
 _PROGRAM = (type, ModuleType, BuiltinFunctionType)
 
 
 def reachable(root: object) -> dict[str, int]:
-    """Type -> how many objects of it `root` leads to, itself among them. Classes and modules are not followed, functions only to
-    what they have closed over."""
+    """Return type -> number of its objects that can be reached from `root`, including `root`. Classes and
+    modules are not followed, and of functions only the closures are."""
     seen: dict[int, object] = {}
     pending: list[Any] = [root]
     while pending:
@@ -27,7 +27,7 @@ def reachable(root: object) -> dict[str, int]:
         elif isinstance(one, MethodType):
             pending.append(one.__self__)
         elif isinstance(one, msgspec.Struct):
-            # Without gc=True the collector does not know what they hold.
+            # The garbage collector does not track the fields of a Struct without gc=True.
             pending.extend(getattr(one, name) for name in one.__struct_fields__)
         else:
             pending.extend(gc.get_referents(one))

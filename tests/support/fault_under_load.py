@@ -1,4 +1,4 @@
-"""A fault under load: what clients got, and when all was well again."""
+"""A fault under load: which answers clients received, and when the fleet was healthy again."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from typing import Protocol
 
 from tests.support.trace_replay import CheckedLoad
 
-BEFORE, AFTER = 8, 8  # whole answers
+BEFORE, AFTER = 8, 8  # whole answers before the fault, and after the fleet is healthy
 _rows: list[tuple[str, ...]] = []
 _HEAD = ("fault", "lasted", "answers", "others", "slowest", "served after", "well after")
 
 
 class FleetUnderFault(Protocol):
-    """A fleet that trouble comes to."""
+    """A fleet in which a test makes faults."""
 
     replay: CheckedLoad
 
     async def repair(self) -> None:
-        """Undo what an earlier test may have left."""
+        """Undo faults that an earlier test may have left."""
 
     async def wait_until_healthy(self) -> None:
-        """Until every part is there and knows the others."""
+        """Wait until every part runs and knows the others."""
 
     async def wait_until_at_rest(self) -> None:
-        """Until nothing is open anywhere, and routers know what engines have cached."""
+        """Wait until nothing is open anywhere, and routers know what engines have cached."""
 
     def repeated_answers(self) -> list[str]:
-        """Answers that engines have made more than once, since the last call."""
+        """Return answers that engines have made more than once since the last call."""
 
     def new_tracebacks(self) -> list[str]:
-        """Errors that nobody handled, since the last call."""
+        """Return errors that were not handled, since the last call."""
 
 
 @dataclass
 class FaultTimes:
-    """One fault. `began` and `over`: monotonic s."""
+    """Times of one fault. `began` and `over` (its end): monotonic clock, s."""
 
     began: float = 0.0
     over: float = 0.0
 
     def starts_now(self) -> None:
-        """The fault happens now."""
+        """Record that the fault begins now."""
         self.began = time.monotonic()
 
     def ends_now(self) -> None:
-        """What is broken is whole again, or being started."""
+        """Record that the fault ends now: the broken part works again, or is being started."""
         self.over = time.monotonic()
 
 
@@ -56,11 +56,11 @@ class FaultTimes:
 async def fault_under_load(
     fleet: FleetUnderFault, what: str, *, may: Collection[str] = (), may_repeat: bool = False
 ) -> AsyncIterator[FaultTimes]:
-    """Load runs around the block, in which the fault happens and ends. Afterwards all is well while the load still runs; then
-    it ends, and nothing is left.
+    """Run load around the block, in which the fault begins and ends.
 
-    `may`: what clients may get besides whole answers. `may_repeat`: a generation may have been whole without its gateway
-    hearing so, and have been made again.
+    After the block, wait until the fleet is healthy while the load still runs. Then end the load, wait until the fleet is at
+    rest, and check the answers, repeated generations and tracebacks. `may`: outcomes that clients may get besides whole answers.
+    `may_repeat`: a generation may be made twice, because the first one was whole but its gateway did not receive its end.
     """
     await fleet.repair()
     fleet.new_tracebacks()
@@ -92,7 +92,7 @@ def _note(what: str, fault: FaultTimes, fleet: FleetUnderFault, well_after: floa
     others = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()) if outcome != "whole")
     failed = [one.ended_at for one in fleet.replay.failures()]
     slowest = max(one.ended_at - one.sent_at for one in asked)
-    # All requests are answered from when on?
+    # From this time on all requests got whole answers.
     served = max([end - fault.began for end in failed], default=0.0)
     lasted = fault.over - fault.began
     figures = (f"{lasted:.1f} s", f"{counts['whole']}", others or "-", f"{slowest:.1f} s")
@@ -100,7 +100,7 @@ def _note(what: str, fault: FaultTimes, fleet: FleetUnderFault, well_after: floa
 
 
 def recovery_table() -> list[str]:
-    """The table of all faults so far."""
+    """Return the table of all faults so far, as lines; empty if there were none."""
     if not _rows:
         return []
     rows = [_HEAD, *_rows]

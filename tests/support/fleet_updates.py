@@ -1,4 +1,4 @@
-"""What a router tells of a fleet that has changed, made from two whole ones."""
+"""The update that a router sends for a changed fleet, computed from two whole fleets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pointsman.router.v1 import placement_pb2
 
 
 def fleet_update(before: placement_pb2.Fleet, after: placement_pb2.Fleet) -> placement_pb2.FleetUpdate:
-    """What makes `after` of `before`."""
+    """Return the update that turns `before` into `after`."""
     told, now = ({pool.model: pool for pool in fleet.pools} for fleet in (before, after))
     return placement_pb2.FleetUpdate(
         starting=after.starting,

@@ -1,4 +1,4 @@
-"""Requests to a gateway before fake engines, by plain HTTP and by the vendors' own clients."""
+"""Requests to a gateway in front of fake engines, by plain HTTP and by the vendors' own clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One plain HTTP request, past the environment's proxies: for what the official client does not send."""
+"""Plain HTTP requests that bypass the environment's proxies, for requests that the official client does not send."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer, whatever its status."""
+    """An HTTP response of any status."""
 
     status: int
     body: bytes
@@ -25,12 +25,12 @@ class Reply:
         return self.body.decode()
 
     def json(self) -> Any:
-        """The body's JSON value. ValueError when it is none."""
+        """Return the body's JSON value. Raises ValueError if the body is not JSON."""
         return json.loads(self.body)
 
 
 def serves(url: str, path: str = "/health") -> bool:
-    """Whether `path` is answered with 200."""
+    """Return whether a GET of `path` returns 200."""
     try:
         return ask(url + path, timeout_s=5).status == 200
     except OSError:
@@ -45,7 +45,7 @@ def ask(
     headers: Mapping[str, str] | None = None,
     timeout_s: float = 60,
 ) -> Reply:
-    """GET, or POST `body`: bytes as they are, anything else as JSON. OSError when nobody answers."""
+    """Send a GET, or a POST of `body` (bytes as they are, other values as JSON). Raises OSError if there is no response."""
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(
         url, data=data, headers={"Content-Type": "application/json", **(headers or {})}, method=method

@@ -1,15 +1,15 @@
-"""What the router lists of an instance."""
+"""Helpers for the instances that a router lists."""
 
 from __future__ import annotations
 
 from pointsman.router.v1 import fleet_pb2
 
-# What ListInstances calls an instance whose keys are complete. An operator's drain or cordon hides READY.
+# States in which ListInstances shows an instance whose keys are complete. A drain or cordon hides READY.
 IN_STEP = (fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_DRAINING, fleet_pb2.INSTANCE_STATE_CORDONED)
 
 
 def counters(status: fleet_pb2.InstanceStatus) -> dict[str, int]:
-    """The router's own load counters of an instance: all zero when it has no open request."""
+    """Return the router's own load counters of an instance. All are zero if the instance has no open request."""
     return {
         "num_requests": status.num_requests,
         "pending_prefill_tokens": status.pending_prefill_tokens,

@@ -1,4 +1,4 @@
-"""What something costs in steps of the interpreter: the same on every machine, and under any load."""
+"""Cost of code in steps of the interpreter, which is the same on every machine and under any load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Steps:
-    """Counts the interpreter's steps inside the block."""
+    """Counts the interpreter's steps (opcodes) inside the block, in `count`."""
 
     def __enter__(self) -> Steps:
         self.count = 0

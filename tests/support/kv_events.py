@@ -1,4 +1,4 @@
-"""KV events of made-up blocks, and what a shadow of them holds."""
+"""KV events of synthetic blocks, and the keys that CachedBlocks holds of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PER_BLOCK = BLOCK // 16
 
 
 def tokens_of(path: tuple[int, ...]) -> list[int]:
-    """A prompt of one block per letter; equal letters at different depths are equal tokens under different prefixes."""
+    """Return a prompt with one block per letter. Equal letters at different depths are equal tokens after different prefixes."""
     return [letter * 1000 + at for letter in path for at in range(BLOCK)]
 
 
@@ -20,7 +20,7 @@ def hash_of(path: tuple[int, ...]) -> int:
 
 
 def store(path: tuple[int, ...], first: int = 0, medium: str | None = "GPU", **more: object) -> BlockStored:
-    """The event for blocks `first`.. of the chain `path`."""
+    """Return the event that stores the blocks from `first` on of the chain `path`."""
     return BlockStored(
         block_hashes=[hash_of(path[: at + 1]) for at in range(first, len(path))],
         parent_block_hash=hash_of(path[:first]) if first else None,

@@ -1,4 +1,4 @@
-"""What several tests of the lab ask of engines and simulations."""
+"""Values and policies that several tests of the lab use with engines and simulations."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pointsman.lab.workload.traces import TraceRequest
 from pointsman.router.core.policy.base import Policy, hold, offload, serve
 from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult
 
-# A step takes 1 s, and 0.01 s more for each token of a prompt; nothing else costs anything.
+# A step takes 1 s, plus 0.01 s per prompt token. Everything else costs nothing.
 PLAIN = Profile(step_s=1.0, prefill_token_s=0.01, prefill_pair_s=0.0, decode_sequence_s=0.0, decode_kv_token_s=0.0)
 
 
 def ask(
     session: str, turn: int, at_s: float, ids: Sequence[int], length: int, output: int = 2, think_s: float = 0.0
 ) -> TraceRequest:
-    """A request of a trace with blocks of 64 tokens."""
+    """Return a request of a trace with blocks of 64 tokens."""
     return TraceRequest(
         timestamp_ms=at_s * 1e3,
         session_id=session,
@@ -36,12 +36,12 @@ def ask(
 
 
 def ask_once(session: str, at_s: float, length: int, output: int = 1) -> TraceRequest:
-    """The only turn of a session, whose prompt nobody shares."""
+    """Return the only turn of a session, whose prompt no other session shares."""
     return ask(session, 1, at_s, (), length, output)
 
 
 def simulated(requests: list[TraceRequest], asked: SimulationConfig) -> tuple[Simulator, dict[str, RequestRecord]]:
-    """A simulation that answers every request once and leaves nothing open, and its records by session."""
+    """Run a simulation; return it and its records by session. Asserts that each request is answered once and none is open."""
     simulator = Simulator(requests, asked)
     records = simulator.run()
     assert sorted((one.session, one.turn) for one in records) == sorted((one.session, one.turn) for one in requests)
@@ -53,7 +53,7 @@ def simulated(requests: list[TraceRequest], asked: SimulationConfig) -> tuple[Si
 
 @dataclass(frozen=True)
 class Passed(Policy):
-    """Prefill on the first instance, decode on the second."""
+    """A policy that prefills on the first instance and decodes on the second."""
 
     name: ClassVar[str] = "passed"
 
@@ -64,7 +64,7 @@ class Passed(Policy):
 
 @dataclass(frozen=True)
 class OneAtATime(Policy):
-    """Hold whatever comes while anything is open, `at_most_s` long (0: as long as the router lets it)."""
+    """A policy that holds requests while another is open, for at most `at_most_s` (0: the router's own limit)."""
 
     name: ClassVar[str] = "one_at_a_time"
     at_most_s: float = 0.0

@@ -1,9 +1,9 @@
-"""Finds what a test leaves open, at that test: processes, threads, sockets, pipes, files, ZMQ contexts and sockets, gRPC channels
-and servers, and tasks that still ran when their event loop closed.
+"""A pytest plugin that fails a test which leaves something open: processes, threads, sockets, pipes, files, ZMQ contexts and
+sockets, gRPC channels and servers, and tasks that still ran when their event loop closed.
 
-A fixture of a wider scope than a function's may leave open what it will, until it ends. What seems left is first collected, so
-that what only Python's garbage holds is gone (a ResourceWarning of that is reported, too), and then waited for. Neither costs
-anything where nothing is left.
+A fixture of a wider scope than a function may keep things open until the fixture ends. If something seems to be left, the plugin
+runs the garbage collector, which closes what only garbage holds (a ResourceWarning that this raises is reported, too). Then it
+waits for the rest to end. Both cost nothing if nothing is left.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ import pytest
 import zmq
 
 Key = tuple[str, int | str]
-"""Kind and identity of something that is open."""
+"""Kind and identity of an open thing."""
 Open = dict[Key, str]
-"""With what is known of it so far."""
+"""Open things, with the description known so far."""
 
-# What was told to end may need so long, on a busy machine.
+# Maximum time that things which were told to end may take on a busy machine, s.
 GRACE_S = 5.0
+# Maximum number of loop turns that ready tasks get when their event loop closes.
 TURNS = 100
-# In the environment of all processes that a run of tests starts.
+# Environment variable of all processes that a run of tests starts.
 MARK = "POINTSMAN_TESTS"
 ROOT = Path(__file__).resolve().parents[2]
-# gRPC's own, one for the process while any channel or server of grpc.aio is in memory.
+# A thread of gRPC's own, one per process, which runs while any channel or server of grpc.aio is in memory.
 _THREADS_OF_LIBRARIES = ("_poll_wrapper",)
-# The names of its tasks.
+# Prefixes of the names of a gRPC server's tasks.
 _CALLS_OF_A_SERVER = ("rpc_task", "HandleExceptions[")
-# An event loop's threads end with the loop.
+# Prefix of the names of an event loop's threads, which end with the loop.
 _OF_AN_EXECUTOR = "(asyncio_"
-# Libraries keep files of their own open, fonts for instance.
+# Paths of files that libraries keep open, fonts for instance.
 _FILES_OF_NOBODY = (
     *("anon_inode:", "/dev/", "/proc/", "/usr/share/fonts/"),
     *(os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix)),
@@ -54,7 +55,7 @@ _FILES_OF_NOBODY = (
 
 
 class Leaks:
-    """The plugin."""
+    """The pytest plugin."""
 
     def __init__(self) -> None:
         self._made = _Made()
@@ -81,7 +82,7 @@ class Leaks:
             undo()
 
     def pytest_collection_finish(self) -> None:
-        # Modules and collected tests stay; without them a collection takes milliseconds.
+        # Modules and collected tests stay in memory. If they are frozen, a garbage collection takes only milliseconds.
         gc.collect()
         gc.freeze()
         self._before = self._open()
@@ -103,7 +104,7 @@ class Leaks:
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
         if (owned := self._owned.pop(fixturedef, None)) is None:
             return
-        # A peer of what ended may have connected to what another fixture still runs.
+        # A peer of an ended server may have connected to a server that another fixture still runs.
         sockets_too = self._owns_connections()
         left = self._settled(
             lambda now: _without_libraries(
@@ -132,7 +133,7 @@ class Leaks:
 
     def _left_by(self, item: pytest.Item) -> str:
         if isinstance(item, pytest.Function):
-            item.funcargs.clear()  # pytest's own next step; what they hold may go
+            item.funcargs.clear()  # pytest does this next; their values may be collected
         left = self._settled(lambda now: self._without_owners(_beyond(now, self._before, *self._owned.values())))
         self._report(left, "the test")
         self._before = self._open()
@@ -140,13 +141,13 @@ class Leaks:
         return "\n- ".join(["left open:", *found]) if found else ""
 
     def _without_owners(self, left: Open) -> Open:
-        """Less what a channel, a context or an event loop of a wider fixture may have opened meanwhile."""
+        """Return `left` without what a channel, context or event loop of a wider fixture may have opened meanwhile."""
         if self._has_wider_loop():
             return {key: what for key, what in self._without_executors(left).items() if key[0] != "file"}
         return _without_libraries(left, sockets_too=self._owns_connections())
 
     def _owns_connections(self) -> bool:
-        """Whether what a wider fixture runs makes and takes connections by itself."""
+        """Return whether a wider fixture has gRPC or ZMQ objects, which open and accept connections by themselves."""
         return any(kind in ("gRPC", "ZMQ") for owned in self._owned.values() for kind, _ in owned)
 
     def _without_executors(self, left: Open) -> Open:
@@ -158,7 +159,7 @@ class Leaks:
         return any(fixture.argname.endswith("_scoped_runner") for fixture in self._owned)
 
     def _settled(self, left: Callable[[Open], Open]) -> Open:
-        """What `left` finds, after a collection and a while."""
+        """Return what `left` still finds after a garbage collection and at most GRACE_S."""
         if not left(self._open()):
             return {}
         with _unraisable_to(self._found):
@@ -176,21 +177,21 @@ class Leaks:
         self._found += [f"{_described(key, what)}, by {by}" for key, what in left.items()]
 
     def _loop_closes(self, cancel_all: Callable[[Any], None], loop: asyncio.AbstractEventLoop) -> None:
-        # The calls of a server that has stopped end when gRPC's own thread has told of it.
+        # The calls of a stopped server end only after gRPC's own thread has reported the stop.
         if calls := [task for task in asyncio.all_tasks(loop) if task.get_name().startswith(_CALLS_OF_A_SERVER)]:
             loop.run_until_complete(asyncio.wait(calls, timeout=GRACE_S))
-        # What waits for nothing but its turn has it.
+        # Tasks that are ready to run get their turns.
         for _ in range(TURNS):
             if not any(map(_is_ready, asyncio.all_tasks(loop))):
                 break
             loop.run_until_complete(asyncio.sleep(0))
         for task in asyncio.all_tasks(loop):
-            # gRPC's own tasks end some time after the call that they are of; nobody can wait for them.
+            # gRPC's own tasks end some time after their call. No code can wait for them.
             if not getattr(task.get_coro(), "__qualname__", "").startswith("_AioCall."):
                 self._found.append(f"a task that ran when its event loop closed: {task!r}")
         cancel_all(loop)
 
-    # ---- for who starts processes on behalf of a fixture ----
+    # ---- used by code that starts processes for a fixture ----
 
     def owner(self) -> pytest.FixtureDef[Any] | None:
         return self._setting_up[-1] if self._setting_up else None
@@ -209,18 +210,18 @@ _running: Leaks | None = None
 
 
 def owner() -> object:
-    """The fixture of a wider scope that is being set up: what is made now is its own. None at other times."""
+    """Return the fixture of a wider scope that is being set up and owns what is made now; None if there is none."""
     return _running.owner() if _running is not None else None
 
 
 def give(owner: Any, pid: int) -> None:
-    """Process `pid`, which runs from now on, is that fixture's."""
+    """Record that the new process `pid` belongs to a fixture."""
     if _running is not None and owner is not None:
         _running.give(owner, pid)
 
 
 def _helper(of: str) -> int | None:
-    """Of the process that multiprocessing keeps for good once it needed it: its id, and the pipe to it."""
+    """Return a number of multiprocessing's resource tracker, which never ends once started: its process id, or the pipe to it."""
     number: int | None = getattr(resource_tracker._resource_tracker, of, None)
     return number
 
@@ -248,14 +249,14 @@ def _threads() -> Open:
 
 
 class _Processes:
-    """Those of this run of tests: its children, and whatever has its mark."""
+    """The processes of this run of tests: its children, and processes with MARK in their environment."""
 
     def __init__(self) -> None:
         self._seen: dict[int, bool] = {}
         self._mark = f"{MARK}={os.getpid()}\0".encode()
 
     def now(self) -> Open:
-        """Those that run. Who descends from a child is told by that child."""
+        """Return the processes that run. A descendant of a child is reported as that child."""
         running = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         self._seen = {pid: is_ours for pid, is_ours in self._seen.items() if pid in running}
         for pid in running - self._seen.keys():
@@ -281,7 +282,7 @@ class _Processes:
 
 
 def _parent_of(pid: int) -> tuple[int, str]:
-    """Its parent and its state, 0 and X when it is gone."""
+    """Return a process's parent and state; 0 and "X" if the process does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -298,13 +299,13 @@ class _Made:
         self._zmq: weakref.WeakKeyDictionary[Any, Key] = weakref.WeakKeyDictionary()
 
     def now(self) -> Open:
-        """Those that are not closed; of gRPC also if nobody holds them any more (ZMQ's warn of that)."""
+        """Return the objects that are not closed. gRPC's are included even if they were collected (ZMQ warns of that itself)."""
         return self._open | {
             key: f"{one!r} made at {one.__dict__['_made_at']}" for one, key in list(self._zmq.items()) if not one.closed
         }
 
     def watch(self) -> Iterator[Callable[[], None]]:
-        """Keep a record from now on; yields what ends that."""
+        """Record objects from now on; yield functions that undo the patches."""
         yield _wrap(zmq.Context, "__init__", self._begin_zmq)
         yield _wrap(zmq.Socket, "__init__", self._begin_zmq)
         for kind, end in _GRPC:
@@ -327,7 +328,7 @@ class _Made:
         return end(one, *args, **more)
 
 
-# What a channel or server is, and what ends it however it is asked to.
+# Classes of gRPC's channels and servers, and the method that every way to end them calls.
 _GRPC: tuple[tuple[Any, str], ...] = (
     (import_module("grpc._channel").Channel, "_close"),
     (import_module("grpc._server")._Server, "stop"),
@@ -337,7 +338,7 @@ _GRPC: tuple[tuple[Any, str], ...] = (
 
 
 def _here() -> str:
-    """The line of this repository that is being executed."""
+    """Return the file and line of this repository that is being executed."""
     frame = sys._getframe(2)
     while frame.f_back is not None and not _is_own(frame.f_code.co_filename):
         frame = frame.f_back
@@ -349,7 +350,7 @@ def _is_own(file: str) -> bool:
 
 
 def _wrap(where: Any, name: str, by: Callable[..., Any]) -> Callable[[], None]:
-    """Have `by` called in place of a function, with that function first; returns what undoes it."""
+    """Replace a function by `by`, whose first argument is the original; return a function that undoes this."""
     original = getattr(where, name)
 
     def called(*args: Any, **more: Any) -> Any:
@@ -361,7 +362,7 @@ def _wrap(where: Any, name: str, by: Callable[..., Any]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _unraisable_to(found: list[str]) -> Iterator[None]:
-    """What is raised where nobody can catch it, a warning included, goes to `found`."""
+    """Add exceptions that cannot be caught, and ResourceWarnings, to `found` inside the block."""
     before = sys.unraisablehook
     sys.unraisablehook = lambda one: found.append(f"{type(one.exc_value).__name__}: {one.exc_value}")
     try:
@@ -377,13 +378,15 @@ def _number(key: Key) -> int:
 
 
 def _sockets_held() -> dict[int, socket.socket]:
-    """Python's objects of sockets, by their numbers."""
+    """Return Python's socket objects by file descriptor."""
     return {one.fileno(): one for one in gc.get_objects() if isinstance(one, socket.socket)}
 
 
 def _without_libraries(left: Open, *, sockets_too: bool = False) -> Open:
-    """Less the pair of sockets by which grpc.aio wakes event loops, one pair for the process; if `sockets_too`, less all sockets
-    that are no objects of Python's."""
+    """Return `left` without the pair of sockets by which grpc.aio wakes event loops, one pair per process.
+
+    `sockets_too`: also without all sockets that have no Python object.
+    """
     if not any(kind == "file" for kind, _ in left):
         return left
     held = _sockets_held()

@@ -1,4 +1,4 @@
-"""What policies' docstrings say."""
+"""Reads policies' docstrings."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from pointsman.router.core.policy.base import Policy
 
 
 def documented_reasons(kind: type[Policy]) -> set[str]:
-    """The reasons that a policy's docstring says it may give, its steps' included, but not those of `another`'s."""
+    """Return the reasons in a policy's docstring, its steps' included. Names before `'s` are other policies, not reasons."""
     section = (inspect.getdoc(kind) or "").partition("\nReasons: ")[2].partition("\nSource: ")[0]
     return set(re.findall(r"`(\w+)`(?!'s)", section))

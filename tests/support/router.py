@@ -1,4 +1,4 @@
-"""A router in this process that listens on a free port, and clients for its services."""
+"""A router in this process that listens on a free port, and clients of its services."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.waiting import WITHIN_S, eventually
 
 
 class Client:
-    """Stubs of all services, showing `token`."""
+    """Stubs of all services, which authenticate with `token`."""
 
     def __init__(self, channel: grpc.aio.Channel, token: str = "") -> None:
         self.metadata = bearer(token)
@@ -39,7 +39,7 @@ class Client:
 
 
 class Report:
-    """One agent's stream for one instance, and an observer of the router where the agent may not look itself."""
+    """One agent's stream for one instance. `observer` lists the router's instances, for agents whose token may not."""
 
     def __init__(self, client: Client, observer: Client | None = None) -> None:
         self._observer = observer or client
@@ -49,7 +49,7 @@ class Report:
         await self.call.write(agent_pb2.ReportRequest(**kind))
 
     async def read(self) -> agent_pb2.ReportResponse:
-        # Not wait_for(): before Python 3.12 it loses a cancellation that comes with the message.
+        # Not wait_for(): before Python 3.12 it loses a cancellation that arrives together with the message.
         async with asyncio.timeout(WITHIN_S):
             return await self.call.read()
 
@@ -71,7 +71,7 @@ class Report:
                 key_scheme=scheme,
                 oldest_seq=oldest,
                 latest_seq=latest,
-                report_interval_ms=60_000,  # it speaks when the test has it speak
+                report_interval_ms=60_000,  # only the test sends reports
             )
         )
 
@@ -87,7 +87,7 @@ class Report:
         await self.send(load=agent_pb2.Load(healthy=True, running=1, kv_usage=0.25))
 
     async def join(self, name: str = "a", keys: list[int] | None = None, **changes: Any) -> None:
-        """The instance is there, and its keys are: what comes next on another stream or connection finds it so."""
+        """Send hello and snapshot, and wait until the router lists the instance as in step; later streams find it so."""
         await self.hello(name, **changes)
         assert (await self.read()).welcome.snapshot
         await self.snapshot(keys or [])
@@ -99,12 +99,12 @@ class Report:
 
 
 def gateway_hello(gateway_id: str, **fields: Any) -> placement_pb2.GatewayHello:
-    """A hello as of one gateway whenever it has this id."""
+    """Return a hello whose secret depends only on the id, so that equal ids are one gateway."""
     return placement_pb2.GatewayHello(gateway_id=gateway_id, secret=gateway_id.encode().ljust(16), **fields)
 
 
 class Session:
-    """One gateway's stream."""
+    """One gateway's stream to the router."""
 
     def __init__(self, client: Client, gateway_id: str = "g") -> None:
         self.gateway_id = gateway_id
@@ -122,7 +122,7 @@ class Session:
         await self.call.write(placement_pb2.SessionRequest(**kind))
 
     async def read(self, *kinds: str) -> placement_pb2.SessionResponse:
-        """The next message of these kinds; others are passed over."""
+        """Return the next message of these kinds; ignore others."""
         while True:
             while self._unread:
                 message = self._unread.popleft()
@@ -134,7 +134,7 @@ class Session:
             self._unread.extend(message.batch.responses if message.HasField("batch") else (message,))
 
     async def fleet(self) -> ToldFleet:
-        """The fleet as of the next message that tells of it."""
+        """Return the fleet as of the next message that describes or updates it."""
         message = await self.read("fleet", "fleet_update")
         if message.HasField("fleet"):
             self._told = ToldFleet(message.fleet)
@@ -143,7 +143,7 @@ class Session:
         return self._told
 
     async def place(self, request_id: str, tokens: int = 100, **changes: Any) -> placement_pb2.Placement:
-        """Where a request goes. Asks again while the pool's owner changes, as gateways do; any other refusal is an error."""
+        """Return a request's placement. Retries while the pool's owner changes, as gateways do; any other refusal is an error."""
         values = {"request_id": request_id, "model": "m", "input_tokens": tokens} | changes
         request = placement_pb2.PlacementRequest(**values)
         async with asyncio.timeout(WITHIN_S):
@@ -165,7 +165,7 @@ class Session:
 
 @asynccontextmanager
 async def running(tokens: Tokens | None = None, **changes: Any) -> AsyncIterator[tuple[RouterServer, Client]]:
-    """A router and a client of it; with tokens, the client shows the operator's."""
+    """Run a router, and yield it with a client. With tokens, the client uses the operator's."""
     values: dict[str, Any] = {
         "listen": "127.0.0.1:0",
         "metrics_listen": "",

@@ -1,4 +1,4 @@
-"""A made-up past for a router's history, so that no test has to wait for one."""
+"""A synthetic past for a router's history, so that tests need not wait for one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ SAMPLE_S = POOL_STEP_S / 2
 
 
 def give_past(router: Router, seconds: float = 600.0, gap: tuple[float, float] = (0.0, 0.0)) -> FleetHistory:
-    """Replace the router's history by one that goes back `seconds`, of the instances that it knows and a request that it has
-    decided; it knows nothing of the time between `gap`, in s ago. The further back in the list an instance stands, the more it
-    has to do."""
+    """Replace the router's history by a synthetic one of the last `seconds`, and return that history.
+
+    It consists of the router's instances and a request that the router has decided. It has no samples between the two times of
+    `gap`, in s ago. Load grows with an instance's position in the router's list.
+    """
     now, rng = time.monotonic(), random.Random(1)
     records = router.state.instances.records()
     [logged] = list(router.decisions.newest(lambda _: True))[:1]

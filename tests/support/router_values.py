@@ -1,4 +1,4 @@
-"""Short ways to make the router's values in tests."""
+"""Shorthands that make the router's values for tests."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def state(policy: str = "unified", *, owns_all: bool = True, **settings: Any) ->
 
 
 def set_policy(state_: RouterState, policy: Policy, now: float = 0.0) -> None:
-    """Let `policy` decide from now on."""
+    """Make `policy` decide from now on."""
     state_.handle(ev.PolicySet(policy), now)
 
 
@@ -75,7 +75,7 @@ def hello(
 def join(
     state_: RouterState, name: str, stream_id: int, keys: list[int] | None = None, now: float = 0.0, **changes: Any
 ) -> None:
-    """An instance says hello and completes its snapshot."""
+    """Send an instance's hello and its complete snapshot."""
     hello(state_, name, stream_id, now, **changes)
     keys = keys or []
     for message in (SnapshotBegin(0), SnapshotChunk(1, keys), SnapshotEnd(0, len(keys), digest_of(1, keys))):
@@ -94,7 +94,7 @@ def place(
 
 
 def finish(state_: RouterState, now: float = 0.0) -> list[ev.Effect]:
-    """Let a router apply what is unfinished; the effects."""
+    """Send GoOn until nothing is unfinished; return the effects."""
     effects: list[ev.Effect] = []
     while state_.unfinished:
         effects += state_.handle(ev.GoOn(), now)

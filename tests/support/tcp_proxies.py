@@ -1,4 +1,4 @@
-"""TCP proxies in the test's own event loop: a link that can be cut, broken and slow, and one that loses what is answered."""
+"""TCP proxies in the test's event loop: one that can be cut, broken or slow, and one that loses answers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]  # of one connection
+Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]  # the two ends of one connection
 
 
 class TcpProxy:
-    """Listens on `port` for 127.0.0.1:`target`. What passes, and when, is its kinds' own."""
+    """Listens on `port` and connects to 127.0.0.1:`target`. Subclasses decide which bytes pass, and when."""
 
     def __init__(self, target: int) -> None:
         self.port = 0
@@ -26,11 +26,11 @@ class TcpProxy:
 
     @property
     def address(self) -> str:
-        """HOST:PORT to dial."""
+        """HOST:PORT to connect to."""
         return f"127.0.0.1:{self.port}"
 
     def lead_to(self, target: int) -> None:
-        """Connections that come from now on lead to 127.0.0.1:`target`; those that are open stay."""
+        """Connect new connections to 127.0.0.1:`target`; open ones stay."""
         self._target = target
 
     async def start(self) -> None:
@@ -39,7 +39,7 @@ class TcpProxy:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Close everything."""
+        """Close the listener and all connections."""
         assert self._server is not None
         self._server.close()
         for task in list(self._tasks):
@@ -48,10 +48,10 @@ class TcpProxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _admit(self) -> None:
-        """What a new connection waits for. ConnectionError: it is refused."""
+        """Wait until a new connection may be made. Raises ConnectionError to refuse the connection."""
 
     def _directions(self, client: Ends, server: Ends) -> tuple[Coroutine[Any, Any, None], ...]:
-        """What passes a connection's bytes on, each way."""
+        """Return the coroutines that forward a connection's bytes, one per direction."""
         raise NotImplementedError
 
     def _reset(self) -> None:
@@ -84,8 +84,11 @@ class TcpProxy:
 
 
 class Link(TcpProxy):
-    """While it is cut nothing passes, as when packets are lost: what was sent arrives when the cut is over, and so do new
-    connections. While it is broken, connections are reset. A slow link takes `delay_s` each way, in order."""
+    """A proxy with a network's faults.
+
+    While the link is cut nothing passes, as when packets are lost: sent bytes and new connections arrive after the cut. While the
+    link is broken, connections are reset. A slow link delays bytes by `delay_s` in each direction, in order.
+    """
 
     def __init__(self, target: int) -> None:
         super().__init__(target)
@@ -95,16 +98,16 @@ class Link(TcpProxy):
         self._broken = False
 
     def cut(self) -> None:
-        """Let nothing pass until repair()."""
+        """Hold all bytes and new connections until repair()."""
         self._open.clear()
 
     def break_(self) -> None:
-        """Reset all connections, and new ones until repair()."""
+        """Reset all open connections, and new ones until repair()."""
         self._broken = True
         self._reset()
 
     def repair(self) -> None:
-        """All is well again."""
+        """End all faults of the link."""
         self._open.set()
         self._broken = False
         self.delay_s = 0.0
@@ -118,7 +121,7 @@ class Link(TcpProxy):
         return self._pass(client[0], server[1]), self._pass(server[0], client[1])
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One direction, to its end; pieces that are late are sent on in their order."""
+        """Forward one direction until its end; delayed pieces keep their order."""
         loop = asyncio.get_running_loop()
         late: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 
@@ -151,17 +154,17 @@ class Link(TcpProxy):
 
 @dataclass
 class _Asked:
-    """The latest request of a connection."""
+    """The latest request of a connection, and whether it was held."""
 
     request: bytes = b""
     late: bool = False
 
 
 class LossyProxy(TcpProxy):
-    """For clients that send a request, wait for its answer, and send the next.
+    """A proxy that loses answers, for clients that wait for each answer before the next request.
 
-    The answer to a request that contains `losing` vanishes. Requests that come between `hold` and `pass_on` wait in here until
-    `deliver`, and reach the server then, even when their client has hung up.
+    The answer to a request that contains `losing` is dropped. Requests that come between hold() and pass_on() wait in the proxy
+    until deliver(), and then reach the server even if the client has disconnected.
     """
 
     def __init__(self, target: int) -> None:
@@ -174,15 +177,15 @@ class LossyProxy(TcpProxy):
         self.answered_late = 0
 
     def hold(self) -> None:
-        """Keep what comes from now on."""
+        """Hold requests that come from now on."""
         self._gate = self._held_back = asyncio.Event()
 
     def pass_on(self) -> None:
-        """Pass on what comes from now on; what is held stays."""
+        """Forward requests that come from now on; held requests stay held."""
         self._gate = None
 
     def deliver(self) -> None:
-        """Let what is held reach the server."""
+        """Send the held requests to the server."""
         self._held_back.set()
 
     def _directions(self, client: Ends, server: Ends) -> tuple[Coroutine[Any, Any, None], ...]:
@@ -202,7 +205,7 @@ class LossyProxy(TcpProxy):
         except ConnectionError:
             pass
         finally:
-            # A client that hung up does not stop the server from carrying out what came late, and that is to be seen.
+            # After a held request the server stays connected: its answer is counted even if the client has disconnected.
             if not asked.late:
                 writer.close()
 
@@ -225,7 +228,7 @@ class LossyProxy(TcpProxy):
 
 @asynccontextmanager
 async def proxied(port: int) -> AsyncIterator[LossyProxy]:
-    """A running proxy of 127.0.0.1:port."""
+    """Run a proxy of 127.0.0.1:`port`."""
     proxy = LossyProxy(port)
     await proxy.start()
     try:

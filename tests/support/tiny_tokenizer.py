@@ -1,4 +1,4 @@
-"""A small tokenizer with ChatML's template, as a model folder would hold it."""
+"""A small tokenizer with ChatML's template, in a model folder's files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHATML = """{%- if tools %}
 
 
 def make_tokenizer(folder: Path, template: str = CHATML) -> Path:
-    """A byte-level BPE tokenizer with ChatML special tokens, as a model folder would hold it."""
+    """Write a byte-level BPE tokenizer with ChatML's special tokens to `folder`, as a model has it; return the folder."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates of real families with small vocabularies trained here: all but the vocabulary is their own."""
+"""Tokenizers and chat templates of real model families. Only their vocabularies differ: they are small and trained here."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ MISTRAL_TEMPLATE = (
 CORPUS = [
     "Set the points so that each train takes the right track. The signal's clear; we'll go at 17:45.",
     "def place(request: Request) -> Placement:\n    # pick and reserve\n    return min(view, key=lambda i: i.load)\n",
-    "f();\n// a\n//\n/ b //\n/ c */\n/\n" * 9,  # so that Tekken learns to join newlines and slashes
+    "f();\n// a\n//\n/ b //\n/ c */\n/\n" * 9,  # makes Tekken learn merges of newlines and slashes
     "Die Weiche führt nach Übersee, naïve café, Привет, 你好世界 こんにちは 🚂🛤️\r\n\r\n\tA/B //* comment */\n\n\n  two\n",
 ] * 3
 
@@ -84,16 +84,16 @@ def _bpe(split: str, specials: list[str], **more: object) -> Tokenizer:
 
 
 def qwen() -> Tokenizer:
-    """NFC, single digits, ChatML."""
+    """Return Qwen's kind: NFC, single digits, ChatML."""
     tokenizer = _bpe(QWEN_SPLIT, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tokenizer.normalizer = normalizers.NFC()
-    # As Qwen has them: added, not special, but matched on the raw text.
+    # As in Qwen: added tokens that are not special, but are matched on the raw text.
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("<think>", "</think>", "<tool_call>")])
     return tokenizer
 
 
 def llama3() -> Tokenizer:
-    """Digits by threes, a beginning token that the post-processor adds."""
+    """Return Llama 3's kind: digits in groups of three, a beginning token that the post-processor adds."""
     specials = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     tokenizer = _bpe(LLAMA3_SPLIT, specials)
     template = processors.TemplateProcessing(
@@ -105,19 +105,19 @@ def llama3() -> Tokenizer:
 
 
 def tekken() -> Tokenizer:
-    """Mistral's newer kind: control tokens in brackets, words by case."""
+    """Return Mistral's newer kind: control tokens in brackets, words split by case."""
     return _bpe(TEKKEN_SPLIT, ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]"])
 
 
 def mistral(prepend_scheme: str = "first") -> Tokenizer:
-    """Mistral's older kind, as transformers converts it: sentencepiece BPE behind a Metaspace, `<s>` added in front."""
+    """Return Mistral's older kind, as transformers converts it: sentencepiece BPE after a Metaspace, with `<s>` prepended."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme, split=False)
     return _sentencepiece(tokenizer)
 
 
 def llama2() -> Tokenizer:
-    """The legacy kind: a normaliser that puts a blank before every part."""
+    """Return the legacy kind of Llama 2: a normaliser that prepends a blank to every part."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     return _sentencepiece(tokenizer)
@@ -127,7 +127,7 @@ def _sentencepiece(tokenizer: Tokenizer) -> Tokenizer:
     specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=specials, show_progress=False)
     tokenizer.train_from_iterator([word for text in CORPUS for word in text.split()], trainer)
-    # Of the trained specials only the first three are added tokens in the real file; a fresh copy has just those.
+    # In the real file only the first three of the trained special tokens are added tokens. The fresh copy has only those three.
     fresh = Tokenizer(tokenizer.model)
     if tokenizer.normalizer is not None:
         fresh.normalizer = tokenizer.normalizer
@@ -150,13 +150,13 @@ FAMILIES: dict[str, tuple[Callable[[], Tokenizer], str, dict[str, str]]] = {
 
 
 def model(family: str, cache: TokenCache) -> tuple[ModelTokenizer, ChatTemplate]:
-    """One family's tokenizer and template, as the gateway uses them."""
+    """Return one family's tokenizer and template, as the gateway uses them."""
     make, source, specials = FAMILIES[family]
     template = ChatTemplate(source, specials, lambda: datetime(2026, 3, 4))
     return ModelTokenizer(make(), template, None, cache=cache), template
 
 
-# Special tokens of every family inside what people write, whole and broken, blanks of all kinds at every edge.
+# Special tokens of every family, whole and broken, to insert into texts.
 SPECIALS = [
     "<|im_start|>",
     "<|im_end|>",

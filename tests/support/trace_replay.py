@@ -1,4 +1,4 @@
-"""Agents that ask a gateway without end, a small trace over and over, and know what each answer must be."""
+"""Endless clients that replay a small trace against a gateway and check each answer against the expected one."""
 
 from __future__ import annotations
 
@@ -19,18 +19,22 @@ from pointsman.lab.workload.synthetic_trace import SMALL, generate
 from pointsman.lab.workload.tokenizer import ChatTokenizer
 from pointsman.lab.workload.traces import TraceRequest, by_session
 
+# Timeout of one request, s.
 DEADLINE_S = 30.0
-ANSWERS_S = 60.0  # for a few whole answers while a fleet is well
+# Timeout for a few whole answers of a healthy fleet, s.
+ANSWERS_S = 60.0
 TRACE = generate(120, 60.0, 5, replace(SMALL, output_tokens=400))
-# Answers after which clients try again: nobody took the request, or an instance failed.
+# Statuses after which clients may retry: the request was not accepted, or an instance failed.
 PROPER_ERRORS = {429, 502, 503}
 
 
 @dataclass
 class ClientRequest:
-    """One request under an id of its own, and what its client got: "whole", "broken" (an answer that began and did not end, and
-    said so), "reset" (the connection ended without an answer: the client asks again under another id), or an error's status;
-    "hung" and "wrong" must not be."""
+    """One request with a unique id, and its outcome for the client.
+
+    "whole"; "broken": an answer that began, and ended with an error event or a broken connection; "reset": the connection ended
+    without an answer, and the client retries with another id; or an error's status. "hung" and "wrong" must not occur.
+    """
 
     request_id: str
     sent_at: float
@@ -40,15 +44,15 @@ class ClientRequest:
 
 
 class CheckedLoad:
-    """The agents, who speak in `words`. `asked` is what was asked since begin(). Of emulated engines the answers are `known`; of
-    others only their lengths."""
+    """The clients, whose prompts consist of `words`. `asked` lists the requests since begin(). `known`: the answers are known
+    in advance, as those of emulated engines are; otherwise only their lengths are."""
 
     def __init__(
         self, url: str, model: str, words: Sequence[str], *, scale: float, clients: int, known: bool = True
     ) -> None:
         self.asked: list[ClientRequest] = []
         self.prompts: dict[str, list[int]] = {}
-        """The tokens of each session's newest prompt, where answers are known."""
+        """Session -> tokens of its newest prompt, if answers are known."""
         self._url, self._model, self._count, self._known = url, model, clients, known
         self._tokenizer = ChatTokenizer()
         self._texts = dict(zip(self._tokenizer.word_ids, self._tokenizer.words, strict=True))
@@ -59,31 +63,31 @@ class CheckedLoad:
         self._clients: list[asyncio.Task[None]] = []
 
     def begin(self) -> None:
-        """Ask from now on."""
+        """Start the clients."""
         self.asked.clear()
         self._going = True
         self._clients = [asyncio.create_task(self._client()) for _ in range(self._count)]
 
     async def end(self) -> None:
-        """Ask no more, and wait for the last answers."""
+        """Stop sending requests, and wait for the last answers."""
         self._going = False
         await asyncio.gather(*self._clients)
 
     async def answers(self, count: int) -> None:
-        """Until so many more have been answered in full."""
+        """Wait until `count` more requests have whole answers."""
         wanted = self.counts()["whole"] + count
-        # A timeout that goes off in a callback of the loop ends nothing.
+        # An own deadline: pytest's timeout, if it is raised in a callback of the event loop, ends nothing.
         deadline = time.monotonic() + ANSWERS_S
         while self.counts()["whole"] < wanted:
             assert time.monotonic() < deadline, f"no {count} answers in {ANSWERS_S:g} s: {self.counts()}"
             await asyncio.sleep(0.02)
 
     def counts(self) -> Counter[str]:
-        """What has been got, how often."""
+        """Return how often each outcome has occurred."""
         return Counter(one.outcome for one in self.asked if one.ended_at)
 
     def failures(self) -> list[ClientRequest]:
-        """All that is no whole answer."""
+        """Return the requests without a whole answer."""
         return [one for one in self.asked if one.outcome != "whole"]
 
     async def _client(self) -> None:
@@ -155,7 +159,7 @@ def _whole(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(told: Any, length: int, wanted: str | None) -> tuple[str, str]:
-    """What an answer that came to its end is. A client hears of a stream's failure by an event, with or without [DONE]."""
+    """Return outcome and detail of an answer that ended. An error event reports a stream's failure, with or without [DONE]."""
     if not isinstance(told, str):
         choice = told["choices"][0]
         said, reasons, usages, ends = choice["message"]["content"], [choice["finish_reason"]], [told["usage"]], True

@@ -1,4 +1,4 @@
-"""Waiting with a deadline, for what nobody tells us of."""
+"""Polling with a deadline, for states that no event reports."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+# Default timeout of a wait, s.
 WITHIN_S = 60.0
 
 
 def until(ready: Callable[[], T | None], *, within_s: float, what: str) -> T:
-    """Ask `ready` until its answer is true and return that. Raises AssertionError with `what` and the last answer otherwise."""
+    """Call `ready` until its result is true; return it. Raises AssertionError with `what` and the last result."""
     deadline = time.monotonic() + within_s
     while True:
         answer = ready()
@@ -28,7 +29,7 @@ def until(ready: Callable[[], T | None], *, within_s: float, what: str) -> T:
 async def eventually(
     check: Callable[[], Awaitable[Any] | object], what: str = "what is waited for", within_s: float = WITHIN_S
 ) -> Any:
-    """The same in a running loop: `check` may be a coroutine function."""
+    """Like until(), in a running event loop. `check` may be a coroutine function."""
     deadline = time.monotonic() + within_s
     while True:
         answer = check()

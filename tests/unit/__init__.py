@@ -1,1 +1,1 @@
-"""One module's rules: by example, and for every input."""
+"""Tests of single modules, by examples and by properties that hold for every input."""

@@ -1,4 +1,4 @@
-"""What a test leaves open is found at that test, by its name."""
+"""Anything that a test leaves open is reported at that test, by name."""
 
 from __future__ import annotations
 

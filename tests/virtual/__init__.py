@@ -1,1 +1,1 @@
-"""Routers, agents and gateways together in virtual time, under any order of faults."""
+"""Tests of routers, agents and gateways together in virtual time, under any order of faults."""

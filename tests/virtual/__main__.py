@@ -1,5 +1,7 @@
-"""`python -m tests.virtual 0 200`: the seeds from 0 to 199; with one number, that seed's story. `measure` prints what the costs
-are here; `forks` runs seeds on a large fleet as it is."""
+"""`python -m tests.virtual 0 200` runs the seeds 0 to 199. With one number it runs that seed and prints its story.
+
+`measure` prints the costs measured on this machine. `forks` runs seeds on a large fleet that is built in full size.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from tests.virtual import forks, measure
 
 
 def main() -> int:
-    """1 where a seed failed."""
+    """Return the exit status: 1 if a seed failed."""
     if os.environ.get("PYTHONHASHSEED") != "0":
-        # The order in sets is part of what a seed stands for.
+        # A seed is only reproducible with the same order of sets.
         os.execve(
             sys.executable,
             [sys.executable, "-m", "tests.virtual", *sys.argv[1:]],

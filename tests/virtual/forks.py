@@ -1,7 +1,7 @@
-"""Seeds on a large fleet as it is: built once, and each seed goes on from there in a process of its own.
+"""Runs seeds on a large fleet in full size. The fleet is built once, and each seed continues from there in a forked process.
 
 `python -m tests.virtual forks [SEEDS [SESSIONS [KEYS [INSTANCES]]]]`: by default 20 seeds on a million sessions, 4 million keys
-and 256 instances, which needs 9 GB of memory. What routers compute is charged as on any virtual fleet, for what is really there.
+and 256 instances, which needs 9 GB of memory. Routers are charged as in any virtual fleet, for the sizes that are built.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tests.support.virtual.run import Run, any_faults, new_loop, story, watch
 from tests.support.virtual.world import MODELS, World
 
 SEEDS, SESSIONS, KEYS, INSTANCES = 20, 1_000_000, 4_000_000, 256
-# Blocks of one cached prompt.
+# Number of blocks of one cached prompt.
 CHAIN_BLOCKS = 250
-# Agents write all that they know to a disk; of 15,000 keys on each of 256 instances no tests can do that every 2 s.
+# Interval between two saves of an agent's state, s. Saving 15,000 keys of each of 256 instances every 2 s would be too slow.
 SAVE_S = 30.0
 
 
 def main(arguments: list[str]) -> int:
-    """1 where a seed failed."""
+    """Run the seeds; exits the process, with status 1 if a seed failed."""
     seeds, sessions, keys, instances = [*map(int, arguments), *(SEEDS, SESSIONS, KEYS, INSTANCES)[len(arguments) :]]
     began = time.process_time()
     gc.disable()
@@ -60,12 +60,12 @@ def main(arguments: list[str]) -> int:
                 os._exit(_go_on(loop, worlds[0], result, seed))
             failed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
         print(f"{failed} of {seeds} failed", flush=True)
-        # Nothing of what runs here is to be ended in order: that would take longer than a seed.
+        # Exit without cleaning up: ending the fleet in order would take longer than a seed.
         os._exit(min(failed, 1))
 
 
 def _build(keys: int, instances: int, sessions: int) -> World:
-    """A fleet whose engines have `keys` cached keys each, before it starts."""
+    """Build a fleet whose engines have `keys` cached keys each; the fleet is not started."""
     world = World(random.Random(0), policy="unified", engines=instances, capacity_blocks=keys)
     world.checks_all = False
     for at, engine in enumerate(world.engines.values()):
@@ -78,13 +78,13 @@ def _build(keys: int, instances: int, sessions: int) -> World:
 
 
 def _chains(engine: int, count: int) -> Iterator[list[int]]:
-    """Prompts of CHAIN_BLOCKS blocks, each another's; of numbers that take no memory of their own."""
+    """Yield prompts of CHAIN_BLOCKS blocks without a common prefix. Their tokens are small ints, which Python shares."""
     for number in range(count):
         yield [*engine.to_bytes(4, "big"), *number.to_bytes(4, "big"), *([7] * (CHAIN_BLOCKS * KEY_TOKENS - 8))]
 
 
 async def _settle(world: World, sessions: int) -> None:
-    """Wait until the routers know all of it."""
+    """Wait until the routers know all instances, keys and sessions."""
     while True:
         await asyncio.sleep(1.0)
         routers = world.live_routers()
@@ -96,13 +96,15 @@ async def _settle(world: World, sessions: int) -> None:
         if known and sum(len(router.state.affinity) for router in routers) >= sessions // len(MODELS) * len(MODELS):
             break
     for engine in world.engines.values():
-        # What agents have read: it takes much memory, and nobody reads it again.
+        # Agents have read these events and do not need them again. The events take much memory.
         engine.log[:] = [BlockRemoved(block_hashes=[], medium="GPU") for _ in engine.log]
 
 
 def _go_on(loop: VirtualLoop, world: World, result: Run, seed: int) -> int:
-    """One seed's faults, in this process, which is the seed's own; 1 where it failed. `result`: what loggers write to that were
-    made before."""
+    """Run one seed's faults in this process; return 1 if the seed failed.
+
+    `result`: must be the one of the build, because loggers that were made then write to it.
+    """
     began, result.seed = time.process_time(), seed
     random.seed(seed)
     world.rng.seed(seed)

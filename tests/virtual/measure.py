@@ -30,14 +30,14 @@ from tests.support.router_values import join, place, request, state
 from tests.support.virtual import costs
 
 INSTANCES, KEYS, SESSIONS = 1_000, 1_000_000, 200_000
-# Each is measured so often; the fastest counts.
+# Number of measurements of each coefficient; the fastest counts.
 TIMES = 5
-# Some time after all instances have joined, so that what is kept of them holds.
+# Time of the measurements, s. It is after all instances have joined, so the routers' candidate snapshots stay valid.
 NOW = 1.0
 
 
 def main() -> int:
-    """Print each coefficient, what it is here, and the ratio of the two."""
+    """Print each coefficient, its measured value, and the ratio of the two."""
     print(f"{'coefficient':24}{'set, us':>10}{'here, us':>10}{'ratio':>8}")
     for measure in (_placements, _reports, _index, _sessions, _reservations, _fleet, _redis):
         for name, seconds in measure():
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def _each(work: Callable[[], object], count: int, before: Callable[[], object] = object) -> float:
-    """Seconds of one of `count` that `work` does, which `before` prepares."""
+    """Return the CPU seconds of one of the `count` operations of `work`. `before` prepares each measurement."""
     fastest = float("inf")
     for _ in range(TIMES):
         before()

@@ -1,4 +1,4 @@
-"""What each part computes takes virtual time, and so what once took longer than a lease is seen: each such defect, put back."""
+"""Tests that computing takes virtual time: each former defect that outlasted a lease is put back, and must be found."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Tell = Callable[[str], None]
 
 
 async def owner_dies(world: World, tell: Tell) -> None:
-    """Each pool's owner is killed, and comes back when the other has had the time to take over."""
+    """Kill each pool's owner, and restart it when the other router has had time to take over."""
     for model in MODELS:
         await asyncio.sleep(1.0)
         for owner in [node for node in world.routers.values() if node.router and node.router.state.owned.owns(model)]:
@@ -45,7 +45,7 @@ async def owner_dies(world: World, tell: Tell) -> None:
 
 
 async def redis_forgets(world: World, tell: Tell) -> None:
-    """Redis restarts empty, after all that it had was read."""
+    """Restart Redis empty, after all its data was read."""
     await asyncio.sleep(5.0)
     world.redis.wipe()
     tell("redis restarts empty")
@@ -53,7 +53,7 @@ async def redis_forgets(world: World, tell: Tell) -> None:
 
 
 async def engines_restart(world: World, tell: Tell) -> None:
-    """So often that the index is swept."""
+    """Restart all engines often enough that the index is swept."""
     for _ in range(3):
         for engine in world.engines.values():
             engine.kill()
@@ -65,14 +65,14 @@ async def engines_restart(world: World, tell: Tell) -> None:
 
 
 async def more_than_fits(world: World, tell: Tell) -> None:
-    """Requests come faster than the engines answer, and wait in the router."""
+    """Send requests faster than the engines answer, so they are held in the router."""
     asking = [asyncio.create_task(gateway.ask()) for gateway in world.gateways.values() for _ in range(40)]
     await asyncio.gather(*asking)
     tell("all are answered")
 
 
 async def engines_hang(world: World, tell: Tell) -> None:
-    """One engine of each pool fails all that it gets, and clients leave: circuits open, and requests on trial end elsewhere."""
+    """Stop one engine of each pool, and let clients leave: circuits open, and requests on trial end on other instances."""
     for name in ("e0:1", "e1:1"):
         world.network.stop(world.engines[name].node, 16.0)
     asking = [asyncio.create_task(gateway.ask()) for gateway in world.gateways.values() for _ in range(8)]
@@ -84,7 +84,7 @@ async def engines_hang(world: World, tell: Tell) -> None:
 
 
 async def operators_ask(world: World, tell: Tell) -> None:
-    """What another policy had decided of all that is remembered."""
+    """Send WhatIf for all recorded decisions."""
     await asyncio.sleep(10.0)
     tell(faults.operators_ask(world, 0.0))
     await asyncio.sleep(5.0)
@@ -93,11 +93,11 @@ async def operators_ask(world: World, tell: Tell) -> None:
 WHAT_BEFALLS = (owner_dies, redis_forgets, engines_restart, engines_hang, more_than_fits, operators_ask)
 
 
-# ---- what once was so ----
+# ---- former defects ----
 
 
 def read_all_sessions_before_owning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R1: a new owner reads all that Redis has of a pool in two calls, and knows it in one event."""
+    """R1: a new owner reads all data of a pool from Redis in two calls, and handles it in one event."""
 
     async def own(store: Any, pool: Any, epoch: int, *, rewrite: bool) -> None:
         if epoch == pool.epoch:
@@ -115,7 +115,7 @@ def read_all_sessions_before_owning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rewrite_without_renewing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R2: an emptied Redis is filled again page after page, and leases are renewed only after the last."""
+    """R2: an emptied Redis is rewritten page by page, and leases are renewed only after the last page."""
 
     async def flush(store: Any, pool: Any, until: float = 0.0, *, page: bool = True) -> None:
         await original(store, pool)
@@ -139,7 +139,7 @@ def sweep_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def retry_at_each_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R4: each load report has held requests decided on again, whether there is room or not."""
+    """R4: each load report tries held requests again, even if there is no room."""
 
     def reported(held: Any, pool: str, instance_id: str, now: float) -> list[ev.Effect]:
         held._views.has_room = lambda *_: True
@@ -162,12 +162,12 @@ def decide_again_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_trials_that_end_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R5: the end of a request on trial that tells nothing of its instance leaves the trial open."""
+    """R5: if the end of a request on trial says nothing about its instance, the trial stays open."""
     monkeypatch.setattr(Circuit, "left", lambda circuit, request_id: None)
 
 
 def wait_for_reports_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R6 in effect: what frees room for a held request does not have it tried again, and no more does time."""
+    """Like R6: neither freed room nor the passing of time makes the router try a held request again."""
     monkeypatch.setattr(HeldRequests, "_serve", lambda held, pool, now, tries: [])
 
 
@@ -190,7 +190,7 @@ def test_what_once_outlasted_a_lease_is_found(
     found: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By one of a few seeds: which requests are on trial, for one, is drawn."""
+    """One of a few seeds must find the defect. A seed draws, for instance, which requests are on trial."""
     put_back(monkeypatch)
     failures: list[str] = []
     for seed in range(1, 6):
@@ -207,11 +207,11 @@ def test_the_largest_fleet_gets_over_it(trouble: Any) -> None:
     assert result.answers[200] > 50
 
 
-# ---- how work takes time ----
+# ---- the time that work takes ----
 
 
 def charged(*works: Callable[[VirtualLoop], Coroutine[Any, Any, None]]) -> None:
-    """Run each as a node of its own, in virtual time, until the last has ended."""
+    """Run each of `works` as a separate node in virtual time, until the last has ended."""
     loop = VirtualLoop(owner_of)
     track_tasks(loop)
 
@@ -252,7 +252,7 @@ def test_a_node_that_computes_does_nothing_else_and_others_do() -> None:
 
 
 def test_work_in_short_turns_lets_others_in() -> None:
-    """A thousand turns of 1.5 ms in place of one of 1.5 s."""
+    """A thousand turns of 1.5 ms in place of one turn of 1.5 s."""
     at: list[float] = []
 
     async def busy(loop: VirtualLoop) -> None:
@@ -280,7 +280,7 @@ def test_short_turns_are_counted_though_each_of_them_holds_nothing_up() -> None:
 
 
 def test_budgets_of_a_turn_see_what_is_charged() -> None:
-    """20 pieces of 1 ms under a budget of 2 ms leave turns to others."""
+    """20 pieces of 1 ms under a budget of 2 ms let other callbacks run between them."""
     between: list[float] = []
 
     async def busy(loop: VirtualLoop) -> None:
@@ -307,7 +307,7 @@ def test_a_stop_outlasts_the_end_of_a_turn() -> None:
 
 
 def test_a_reply_of_redis_takes_as_long_as_its_size_asks_for() -> None:
-    """And its next one waits for it; one that takes longer than its client waits is lost."""
+    """Redis' next reply waits for it. A reply that takes longer than its client's timeout is lost."""
     took: list[float] = []
 
     async def read(loop: VirtualLoop) -> None:

@@ -1,4 +1,4 @@
-"""Whatever happens to a fleet, in virtual time: the seeds, and what earlier seeds have found, each held down by itself."""
+"""Tests of a fleet in virtual time: the seeds, and a separate test of each defect that earlier seeds have found."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def virtually(work: Coroutine[Any, Any, None]) -> None:
             loop.end()
 
 
-@pytest.mark.timeout(2_400)  # It only computes, at a low priority: as long as a busy machine lets it.
+@pytest.mark.timeout(2_400)  # It only computes, at a low priority, so a busy machine may need long.
 def test_nothing_is_lost_left_or_hung_whatever_happens() -> None:
-    """A seed that fails is told with its number: `python -m tests.virtual NUMBER` tells its story."""
+    """The output names the seeds that failed. `python -m tests.virtual NUMBER` prints a seed's story."""
     half = SEEDS // 2
     ranges = ((0, half), (half, SEEDS))
     runs = [
@@ -82,13 +82,13 @@ def test_a_seed_stands_for_one_story() -> None:
 
 
 def test_a_run_that_leaves_something_behind_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends of requests that never reach a router are reservations that stay."""
+    """If ends of requests never reach a router, their reservations stay."""
     monkeypatch.setattr(RouterClient, "finished", lambda self, finished: self._requests.pop(finished.request_id, None))
     assert "reservations" in run(0).failure
 
 
 def test_a_process_that_stops_goes_on_later_with_what_was_due() -> None:
-    """And each has a wall clock of its own."""
+    """Also, each process has its own wall clock."""
     ran: list[tuple[float, float]] = []
 
     async def work() -> None:
@@ -119,7 +119,7 @@ def a_store(
     snapshot: Callable[[str], Iterator[Any]] = lambda pool: iter(()),
     merge_config: Callable[[str, str, str], str] = lambda before, own, stored: stored or own,
 ) -> redis_store.RedisStore:
-    """A router's store over that Redis."""
+    """Return a router's store on that Redis."""
 
     def from_url(url: str, *, socket_timeout: float, **_: Any) -> Client:
         return Client(network, redis, socket_timeout)
@@ -140,7 +140,7 @@ def a_store(
 
 
 def test_what_ends_while_the_store_comes_back_is_not_kept_for_ever() -> None:
-    """One pool is written anew, and before the other is, a request of the first ends."""
+    """One pool is rewritten, and one of its requests ends before the other pool is rewritten."""
 
     async def work() -> None:
         network, redis = Network(random.Random(1)), VirtualRedis()
@@ -177,7 +177,7 @@ def test_what_ends_while_the_store_comes_back_is_not_kept_for_ever() -> None:
 
 
 def test_a_clock_of_redis_that_is_set_back_keeps_no_dead_router_alive() -> None:
-    """Its pools are taken over, and nothing is handed to it, though all that it wrote seems to be of the future."""
+    """The dead router's pools are taken over and none is handed to it, although its writes seem to be of the future."""
 
     async def work() -> None:
         network, redis = Network(random.Random(1)), VirtualRedis()
@@ -208,8 +208,10 @@ def test_a_clock_of_redis_that_is_set_back_keeps_no_dead_router_alive() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_order_is_lost_however_redis_fails(seed: int) -> None:
-    """Three replicas are told orders while Redis stops, loses replies, carries out late what was sent, or comes back empty. When
-    it is well again all three and Redis have the last order for each instance."""
+    """Three replicas receive orders while Redis stops, loses replies, carries out commands late, or restarts empty.
+
+    After Redis has recovered, all three and Redis have the last order for each instance.
+    """
 
     async def work() -> None:
         rng = random.Random(seed)
@@ -238,7 +240,7 @@ def test_no_order_is_lost_however_redis_fails(seed: int) -> None:
                 redis.stopped_until = asyncio.get_running_loop().time() + rng.uniform(0.0, 3.0)
             if rng.random() < 0.1:
                 redis.wipe()
-            # An instance's orders come one after the other, those of several at any replicas at once.
+            # Orders of one instance are sent one after the other, orders of several instances concurrently to any replicas.
             told = {f"i{rng.randrange(4)}": (number * 3 + one + 1) / 100 for one in range(3)}
             await asyncio.gather(*(tell(rng.choice(sorted(stores)), *each) for each in told.items()))
             wanted |= told
@@ -255,7 +257,7 @@ def test_no_order_is_lost_however_redis_fails(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_redis_that_loses_its_data_unnoticed_leaves_pools_to_their_owner(seed: int) -> None:
-    """The other replica has not heard of an owner yet: to it the pool has been free since it started."""
+    """The other replica does not know of an owner yet: for it the pool has been free since its start."""
 
     async def work() -> None:
         network, redis = Network(random.Random(seed)), VirtualRedis()
@@ -266,7 +268,7 @@ def test_a_redis_that_loses_its_data_unnoticed_leaves_pools_to_their_owner(seed:
             await stores[name].run()
 
         first, other = sorted(("one", "two"), key=lambda name: name != preferred("m", ("one", "two")))
-        for name in (first, other):  # They poll every 0.25 s, the other one 0.1 s after the first.
+        for name in (first, other):  # Both poll every 0.25 s, the second 0.1 s after the first.
             Node(name).spawn(serve(name))
             await asyncio.sleep(0.1)
         await asyncio.sleep(0.85)
@@ -305,7 +307,7 @@ def test_a_router_told_to_end_as_a_change_wakes_it_leaves_its_pools(later: int) 
 
 
 def test_an_owner_that_always_has_something_to_write_keeps_its_pools() -> None:
-    """At full load each write is followed by the next: neither the leases nor another pool's writes wait for the last."""
+    """At full load each write is followed by the next. Lease renewals and another pool's writes do not wait for the last."""
 
     async def work() -> None:
         lost: list[str] = []
@@ -345,7 +347,7 @@ def test_an_owner_that_always_has_something_to_write_keeps_its_pools() -> None:
 
 
 class ScriptedRouter:
-    """Tells what it is told to, and remembers what it hears."""
+    """A router that sends what the test wants, and records the messages that it receives."""
 
     def __init__(self, router_id: str, network: Network) -> None:
         self.router_id = router_id
@@ -367,35 +369,35 @@ class ScriptedRouter:
             self.heard += message.batch.requests if message.HasField("batch") else [message]
 
     async def owner(self, router_id: str, epoch: int) -> None:
-        """Say who owns the pool; empty: there is no such pool."""
+        """Send the pool's owner. Empty id: the pool does not exist."""
         owner = pb.Owner(router_id=router_id, address=f"{router_id}:1", epoch=epoch)
         pools = [pb.Pool(model="m", served_names=["m"], owner=owner)] if router_id else []
         before, self.told = self.told, pb.Fleet(pools=pools)
         await self.context.write(pb.SessionResponse(fleet_update=fleet_update(before, self.told)))
 
     async def place(self, request_id: str) -> None:
-        """Answer a question."""
+        """Send a placement."""
         step = pb.Step(kind=pb.STEP_KIND_SERVE, instance=pb.InstanceRef(instance_id="e", url="http://e"))
         await self.context.write(
             pb.SessionResponse(placement=pb.Placement(request_id=request_id, step=step, last=True))
         )
 
     def finished(self) -> list[tuple[str, int]]:
-        """The ends that it heard of."""
+        """Return the received ends of requests."""
         return [(one.finished.request_id, one.finished.outcome) for one in self.heard if one.HasField("finished")]
 
     def asked(self) -> list[str]:
-        """The questions that it heard."""
+        """Return the ids of the received placement requests."""
         return [one.place.request_id for one in self.heard if one.HasField("place")]
 
 
 def dialling(network: Network) -> AbstractContextManager[object]:
-    """Gateways reach routers by this network meanwhile."""
+    """Make gateways connect to routers by this network inside the block."""
     return mock.patch.object(router_stream, "open_channel", lambda address: Channel(network, address))
 
 
 async def two_routers() -> tuple[RouterClient, ScriptedRouter, ScriptedRouter]:
-    """A gateway's client, connected to both; the first owns the pool."""
+    """Return a gateway's client that is connected to two routers, and the routers. The first owns the pool."""
     network = Network(random.Random(1))
     routers = ScriptedRouter("r0", network), ScriptedRouter("r1", network)
     for one in routers:
@@ -413,7 +415,7 @@ async def two_routers() -> tuple[RouterClient, ScriptedRouter, ScriptedRouter]:
 
 
 def test_a_placement_that_comes_too_late_is_given_back() -> None:
-    """The pool changed hands while the answer was on its way, and the first owner does not know it yet."""
+    """The pool's owner changed while the answer was on its way, and the first owner does not know this yet."""
 
     async def work() -> None:
         client, first, second = await two_routers()
@@ -433,7 +435,7 @@ def test_a_placement_that_comes_too_late_is_given_back() -> None:
 
 
 def test_while_no_owner_is_known_the_router_that_was_asked_is_waited_for() -> None:
-    """The pool's agents are away for a moment, so that no router tells of the pool at all."""
+    """The pool's agents are disconnected for a moment, so no router reports the pool at all."""
 
     async def work() -> None:
         client, first, second = await two_routers()
@@ -448,7 +450,7 @@ def test_while_no_owner_is_known_the_router_that_was_asked_is_waited_for() -> No
         assert (await asking).step.instance.instance_id == "e"
         client.finished(pb.Finished(request_id="x", outcome=pb.OUTCOME_OK))
         await asyncio.sleep(0.5)
-        # Who has it by now is not known, so the end is told to all.
+        # The present owner is not known, so the end is sent to all routers.
         assert first.finished() == second.finished() == [("x", pb.OUTCOME_OK)]
         assert first.asked() == []
 
@@ -456,7 +458,7 @@ def test_while_no_owner_is_known_the_router_that_was_asked_is_waited_for() -> No
 
 
 def test_a_router_that_tells_what_changed_of_an_unknown_pool_is_asked_for_the_whole_fleet() -> None:
-    """Passed over, the update would leave the gateway with another fleet than the router's until one of them restarts."""
+    """If the update were ignored, the gateway's fleet would differ from the router's until one of them restarts."""
 
     async def work() -> None:
         client, first, second = await two_routers()
@@ -473,13 +475,13 @@ def test_a_router_that_tells_what_changed_of_an_unknown_pool_is_asked_for_the_wh
 
 
 def test_an_owner_that_took_its_pool_again_is_told_anew_what_is_open() -> None:
-    """Another one had it in between, and nobody heard: what the owner knows is what was written down by then, ended or not."""
+    """Another router owned the pool in between, unnoticed. The owner knows what was stored by then, including ended requests."""
 
     async def work() -> None:
         _, first, _ = await two_routers()
         await first.owner("r0", 3)
         await asyncio.sleep(0.5)
-        # On the stream's beginning, when it was said to own the pool, and now.
+        # At the stream's beginning, when the router was first named as owner, and now.
         assert [one.HasField("hello") for one in first.heard] == [True, True, True]
 
     virtually(work())

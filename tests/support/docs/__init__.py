@@ -1,1 +1,1 @@
-"""The shell blocks of the pages, and who parses their commands."""
+"""The shell blocks of the documentation pages, and the parsers of their commands."""

@@ -1,4 +1,4 @@
-"""Commands that cannot be run here, parsed by what would parse them: typer, kubectl, the compose file, the Makefile, protos."""
+"""Parses commands that cannot be run here: by typer, kubectl, the compose file, the Makefile and the list of benchmarks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tools import check_deploy
 from tools.deploy_checks.kubectl import ensure_kubectl
 
 COMPOSE = REPOSITORY / "deploy/compose"
-# What docker compose is asked to do in these pages; there is no Docker here whose parser could be asked.
+# Subcommands of docker compose that the pages use. Tests have no Docker whose parser could check them.
 COMPOSE_VERBS = {"build", "config", "exec", "logs", "ps", "restart", "up"}
-# Nothing of ours: only that they are there is not said of them.
+# Programs from elsewhere. Their arguments are not checked.
 SHELL = {
     "cat",
     "cd",
@@ -42,7 +42,7 @@ SHELL = {
 
 
 def problem(command: str) -> str:
-    """What is wrong with a command line; "" when its program would take it."""
+    """Return what is wrong with a command line, or "" if its program would accept it."""
     words = [word for word in shlex.split(command) if word not in ("|", "&")]
     while words and re.fullmatch(r"\w+=.*", words[0]):
         words = words[1:]
@@ -56,7 +56,7 @@ def problem(command: str) -> str:
         return _compose(words[2:])
     if name in _PARSERS:
         return _PARSERS[name](arguments)
-    return "" if name in SHELL or _file(program) else f"nobody knows {program}"
+    return "" if name in SHELL or _file(program) else f"unknown program {program}"
 
 
 def _file(path: str) -> bool:
@@ -65,7 +65,7 @@ def _file(path: str) -> bool:
 
 @cache
 def command_line() -> Any:
-    """The click command of `pointsman`, with all its subcommands."""
+    """Return the click command of `pointsman`, with all its subcommands."""
     for group in command_line_module.GROUPS:
         group.register()
     return typer.main.get_command(command_line_module.app)
@@ -95,7 +95,7 @@ def _kubectl(arguments: list[str]) -> str:
         kind, slash, name = word.partition("/")
         if slash and kind in known and name not in known[kind] and not re.fullmatch(r"(vllm|router|gateway)-\d", name):
             return f"no {kind} is called {name}"
-    # A server that is not there is only asked when all flags are understood.
+    # kubectl contacts the server, which does not exist, only after it has parsed all flags.
     asked = [*arguments, *(["--dry-run=server"] if arguments[0] == "apply" else [])]
     at = asked.index("--") if "--" in asked else len(asked)
     asked[at:at] = ["--server", "http://127.0.0.1:1", "--request-timeout", "1s"]
@@ -121,12 +121,12 @@ def _compose(arguments: list[str]) -> str:
         if not word.startswith("-") and word != "-f":
             verb, rest = word, [one for one in words if not one.startswith("-")]
             if verb not in COMPOSE_VERBS:
-                return f"docker compose {verb}?"
+                return f"docker compose {verb}: not in COMPOSE_VERBS"
             named = rest[:1] if verb == "exec" else rest
             if unknown := set(named) - services:
                 return f"no service is called {unknown.pop()}"
             return _pointsman(rest[2:]) if verb == "exec" and rest[1] == "pointsman" else ""
-    return "docker compose to do what?"
+    return "docker compose without a subcommand"
 
 
 def _make(arguments: list[str]) -> str:
@@ -151,7 +151,7 @@ def _pytest(arguments: list[str]) -> str:
 
 
 def _vllm(arguments: list[str]) -> str:
-    # Its flags are given to vLLM's own parser by tests/engine/test_deploy_flags.py.
+    # tests/engine/test_deploy_flags.py checks its flags with vLLM's own parser.
     return "" if arguments[:1] == ["serve"] else f"vllm {' '.join(arguments)}?"
 
 

@@ -1,9 +1,8 @@
-"""The shell blocks of README.md and docs/: the words after ```sh say what a command needs that a test has not.
+"""The shell blocks of README.md and docs/. The words after ```sh are marks: what a command needs that a test does not have.
 
-Unmarked blocks are run on a fleet of emulated engines (tests/integration/test_command_line.py). Those marked `gpu` (vLLM),
-`cluster` (Kubernetes, Docker) or `long` (minutes of work) are parsed, command by command, by what would parse them
-(parsed.py), and so are those that need a router of another make in front (`shadow`), which
-tests/integration/test_shadow.py also runs.
+Blocks without marks are run on a fleet of emulated engines (tests/integration/test_command_line.py). The commands of blocks with
+marks are only parsed, each by its own program's parser (command_parsers.py): `gpu` (vLLM), `cluster` (Kubernetes, Docker), `long`
+(minutes of work) and `shadow` (another vendor's router in front). tests/integration/test_shadow.py also runs the last kind.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _BLOCK = re.compile(r"^```sh(?P<marks>[^\n]*)\n(?P<text>.*?)^```", re.DOTALL | r
 
 @dataclass(frozen=True)
 class Block:
-    """One block: where it is, its marks, and its text."""
+    """One block: its page and line, its marks, and its text."""
 
     where: str
     marks: frozenset[str]
@@ -29,13 +28,13 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Its command lines, continued ones joined, without comments."""
+        """The block's command lines, with continued lines joined, without comments."""
         lines = re.sub(r"\\\n\s*", "", self.text).splitlines()
         return [command for line in lines if (command := re.sub(r"(^|\s)#.*", "", line).strip())]
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The shell blocks of a page, in order."""
+    """Return the shell blocks of a page, in order."""
     text = page.read_text()
     return [
         Block(

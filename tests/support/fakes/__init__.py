@@ -1,1 +1,1 @@
-"""Neighbours made up for one service, over real sockets."""
+"""Fake peers of one service, over real sockets."""

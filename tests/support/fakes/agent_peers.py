@@ -27,7 +27,7 @@ from pointsman.common.io.channel import SERVER_OPTIONS
 
 
 class FakeEngine:
-    """vLLM's surface as far as the agent looks at it. `mute` batches reach the replay buffer only."""
+    """The part of vLLM's interface that the agent uses. `mute` batches are only in the replay buffer."""
 
     def __init__(self, context: zmq.asyncio.Context, *, process_start: float | None = 1000.0) -> None:
         self.context = context
@@ -39,9 +39,9 @@ class FakeEngine:
         self.ranks = [0]
         self.replay_port = True
         self.announced: dict[str, str] = {}
-        """What its connector package says of it: labels of pointsman_kv_transfer_info; none without the package."""
+        """Labels of the connector package's pointsman_kv_transfer_info; empty without the package."""
         self.tokenizer: dict[str, str] = {}
-        """The same of pointsman_tokenizer_info."""
+        """Labels of pointsman_tokenizer_info; empty without the package."""
         self.metrics_broken = False
         self.buffer: list[tuple[int, bytes]] = []
         self.replays = 0
@@ -55,7 +55,7 @@ class FakeEngine:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        """Begin a lifetime; after a stop, on the same HTTP port with new ZMQ ports and an empty cache."""
+        """Start a new incarnation. After stop() the HTTP port stays the same; the ZMQ ports are new and the cache is empty."""
         self._seq, self.buffer = 0, []
         self._pub = self.context.socket(zmq.PUB)
         self._pub.linger = 0
@@ -98,7 +98,7 @@ class FakeEngine:
         self.buffer.append((seq, payload))
 
     def rewind(self) -> None:
-        """The publisher starts over, although the process does not."""
+        """Restart the publisher's sequence numbers without a restart of the process."""
         self._seq, self.buffer = 0, []
 
     async def _serve_replays(self) -> None:
@@ -136,7 +136,7 @@ class FakeEngine:
         return web.json_response({"version": "0.32.0"})
 
     async def _sources(self, request: web.Request) -> web.Response:
-        # Only rank 0 has sockets here; that suffices to see where the others are looked for.
+        # Only rank 0 has sockets here. That suffices to test where the agent looks for the other ranks' events.
         source: dict[str, Any] = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -150,7 +150,7 @@ class FakeEngine:
 
 @dataclass
 class Stream:
-    """One Report call as the router saw it."""
+    """One Report call as the router received it."""
 
     hello: pb.Hello
     metadata: dict[str, str]
@@ -162,8 +162,10 @@ class Stream:
 
 
 class FakeRouter(agent_pb2_grpc.AgentServiceServicer):
-    """Follows what is reported, by instance id, and insists on contiguous deltas and true consistency_checks. `options` are
-    gRPC's, beside those of a real router."""
+    """Applies reports by instance id, and records gaps between deltas and false consistency checks in `problems`.
+
+    `options`: gRPC server options in addition to those of a real router.
+    """
 
     def __init__(self, *options: tuple[str, int]) -> None:
         self._options = options
@@ -174,11 +176,11 @@ class FakeRouter(agent_pb2_grpc.AgentServiceServicer):
         self.problems: list[str] = []
         self.refuse: tuple[grpc.StatusCode, str] | None = None
         self.deaf = False
-        """Welcomes, and reads nothing more."""
+        """Send the welcome, and then read nothing."""
         self.welcoming: asyncio.Event | None = None
-        """Until it is set the router welcomes nobody."""
+        """If not None: the router sends no welcome until it is set."""
         self.kept_open: asyncio.Event | None = None
-        """Until it is set the router does not end its side of a stream."""
+        """If not None: the router does not end its side of a stream until it is set."""
         self.port = 0
         self._server: grpc.aio.Server | None = None
 
@@ -187,7 +189,7 @@ class FakeRouter(agent_pb2_grpc.AgentServiceServicer):
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        """Serve; after a stop, on the same port."""
+        """Start serving; after stop() on the same port."""
         self._server = grpc.aio.server(options=[*SERVER_OPTIONS, *self._options])
         agent_pb2_grpc.add_AgentServiceServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
@@ -199,7 +201,7 @@ class FakeRouter(agent_pb2_grpc.AgentServiceServicer):
             self._server = None
 
     def keys(self, instance_id: str) -> set[int] | None:
-        """Keys known of an instance, None before its snapshot is complete."""
+        """Return the keys known of an instance; None before its snapshot is complete."""
         pairs = self.pairs.get(instance_id)
         return None if pairs is None else {key for _, key in pairs}
 
@@ -280,7 +282,7 @@ class FakeRouter(agent_pb2_grpc.AgentServiceServicer):
 
 
 class RunningAgent:
-    """An agent in this process, by its own `serve`."""
+    """An agent in this process, run by the agent's own `serve`."""
 
     def __init__(self, engines: list[str], routers: list[str], state_dir: Path, **settings: Any) -> None:
         self.settings = AgentSettings(
@@ -301,7 +303,7 @@ class RunningAgent:
 async def running(
     engine: str, routers: list[str], state_dir: Path, *, save_interval_s: float = 0.1, **settings: Any
 ) -> AsyncIterator[RunningAgent]:
-    """An agent beside one engine; stopped in order at the end."""
+    """Run an agent of one engine inside the block; stop the agent in order at the end."""
     agent = RunningAgent([engine], routers, state_dir, save_interval_s=save_interval_s, **settings)
     try:
         yield agent

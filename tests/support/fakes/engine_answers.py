@@ -1,4 +1,4 @@
-"""What a scripted engine answers on each API, shaped as vLLM's own answers."""
+"""A scripted engine's answers on each API, in the format of vLLM's own answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODEL = "tiny"
 
 @dataclass(frozen=True)
 class Script:
-    """One answer: `words` follow a prompt of `prompt` tokens, of which `cached` were cached."""
+    """One answer: `words` after a prompt of `prompt` tokens, of which `cached` were cached."""
 
     kind: Endpoint
     body: dict[str, Any]
@@ -22,7 +22,7 @@ class Script:
     cached: int = 16
 
     def whole(self) -> dict[str, Any]:
-        """The answer as one object."""
+        """Return the answer as one object."""
         text = "".join(self.words)
         match self.kind:
             case Endpoint.MESSAGES:
@@ -52,7 +52,7 @@ class Script:
         return head | {"choices": [choice], "usage": self._usage()}
 
     def events(self) -> tuple[list[bytes], list[bytes], list[bytes]]:
-        """The answer as events: those before the first word, one for each word, those behind."""
+        """Return the answer as events: those before the first word, one per word, those after the last word."""
         if self.kind is Endpoint.MESSAGES:
             return self._message_events()
         if self.kind is Endpoint.RESPONSES:
@@ -131,5 +131,5 @@ def _named(name: str, data: dict[str, Any]) -> bytes:
 
 
 def _numbered(name: str, number: int, data: dict[str, Any]) -> bytes:
-    """With the type behind the rest, as vLLM writes these."""
+    """Return an event of the Responses API. The type comes last, as in vLLM."""
     return f"event: {name}\ndata: {json.dumps({**data, 'sequence_number': number, 'type': name})}\n\n".encode()

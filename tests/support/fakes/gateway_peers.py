@@ -1,4 +1,4 @@
-"""A router and engines for gateway tests: real sockets, scripted behaviour, everything that reached them kept for inspection."""
+"""A fake router and fake engines for gateway tests, over real sockets. They behave as scripted and record all messages."""
 
 from __future__ import annotations
 
@@ -29,15 +29,23 @@ from tests.support.fleet_updates import fleet_update
 from tests.support.tiny_tokenizer import CHATML, make_tokenizer
 from tests.support.waiting import eventually
 
+# Event with which a vLLM that was told to stop aborts a generation.
 GIVEN_UP = b'data: {"choices":[{"index":0,"delta":{"content":""},"finish_reason":"abort"}]}\n\n'
 
 
 @dataclass
 class FakeEngine:
-    """An engine that answers a scripted text. `mode` is one of ok, 400, 500, 501, 503, hang (everywhere), cut (dies mid-stream),
-    short (ends a stream without [DONE]), linger (does not end a stream after [DONE]), confess (says after its first word what
-    went wrong inside it, in OpenAI's form as vLLM does on every API), stopped (gives answers up, as a vLLM told to stop does: a
-    stream at once or, with `hold`, behind its first word and without an end)."""
+    """An engine that answers a scripted text. `mode` is one of:
+
+    - ok, 400, 500, 501, 503
+    - hang: no request is answered
+    - cut: the connection is closed in the middle of a stream
+    - short: a stream ends without [DONE]
+    - linger: a stream does not end after [DONE]
+    - confess: after the first word the stream reports an internal error, in OpenAI's format as vLLM does on every API
+    - stopped: generations are aborted, as by a vLLM that was told to stop; a stream is aborted at once, or with `hold` after its
+      first word and without an end
+    """
 
     tokenizer: ModelTokenizer
     mode: str = "ok"
@@ -62,7 +70,7 @@ class FakeEngine:
         return web.json_response({"tokens": [one + self.token_shift for one in ids], "count": len(ids)})
 
     async def query(self, request: web.Request) -> web.Response:
-        """As Mooncake's bootstrap server."""
+        """Answer as Mooncake's bootstrap server does."""
         self.queries += 1
         if not self.engine_id:
             return web.Response(status=503)
@@ -138,7 +146,7 @@ class FakeEngine:
         return answer
 
     async def aside(self, request: web.Request) -> web.Response:
-        """What an engine's HTTP server answers by itself."""
+        """Answer a request that an engine's HTTP server answers by itself, without a generation."""
         body = await request.json()
         self.requests.append((request.path, body, dict(request.headers)))
         await self._hang()
@@ -186,7 +194,7 @@ class FakeEngine:
             await runner.cleanup()
 
     async def stop_listening(self) -> None:
-        """Accept no connection any more, and leave those that are open as they are."""
+        """Stop accepting connections; open ones stay."""
         await self._site.stop()
 
 
@@ -194,14 +202,14 @@ Placer = Callable[[placement_pb2.PlacementRequest], placement_pb2.Placement | pl
 
 
 class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.FleetServiceServicer):
-    """Places on the first instance that is not excluded; `placer` replaces that. Keeps every message by kind."""
+    """A router that places on the first instance that is not excluded, or by `placer`. Records every message by kind."""
 
     def __init__(self, pools: list[placement_pb2.Pool]) -> None:
         self.pools = pools
         self.placer: Placer = self.first
         self.next_steps: list[placement_pb2.Placement | placement_pb2.Refusal] = []
         self.after_failure: Callable[[placement_pb2.StepDone], placement_pb2.Placement] | None = None
-        self.late = False  # whether the answer to a step's end waits for the request's
+        self.late = False  # whether the answer to a step's end is sent only after the request's end
         self._held: list[placement_pb2.Placement] = []
         self.hellos: list[placement_pb2.GatewayHello] = []
         self.places: list[placement_pb2.PlacementRequest] = []
@@ -210,16 +218,16 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
         self.open_streams: list[placement_pb2.OpenStream] = []
         self.finished: list[placement_pb2.Finished] = []
         self.explained: list[placement_pb2.PlacementRequest] = []
-        self.reserved: set[str] = set()  # as a router keeps it: announced or placed, and not finished
+        self.reserved: set[str] = set()  # ids of requests that are announced or placed, and not finished
         self.metadata: dict[str, str] = {}
         self.address = ""
         self.changed = asyncio.Condition()
-        # By stream: what it has been told of the fleet.
+        # By stream: the fleet that was sent last.
         self._sessions: dict[asyncio.Queue[placement_pb2.SessionResponse | None], placement_pb2.Fleet] = {}
         self._server: grpc.aio.Server | None = None
 
     async def tell_fleet(self) -> None:
-        """Tell all gateways what has changed of `pools`."""
+        """Send all gateways the changes of `pools`."""
         fleet = placement_pb2.Fleet(pools=self.pools)
         for session, told in self._sessions.items():
             self._sessions[session] = fleet
@@ -300,7 +308,7 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
         return fleet_pb2.ExplainResponse(decision=decision)
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait until `holds`, looking after every message; the test's own timeout ends a wait that never comes true."""
+        """Wait until `holds()`, checked after every message, without a timeout other than the test's."""
         async with self.changed:
             await self.changed.wait_for(holds)
 
@@ -316,7 +324,7 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
         if self._server is not None:
             await self._server.stop(None)
             self._server = None
-            # What gRPC has cancelled still has to come to its end in this loop.
+            # Tasks that gRPC has cancelled still have to end in this event loop.
             await eventually(lambda: not self._sessions, "gateways' streams are over")
             await asyncio.sleep(0)
 
@@ -337,7 +345,7 @@ def refusal(request: placement_pb2.PlacementRequest, code: int, message: str, wa
 
 @dataclass
 class Peers:
-    """One fake router and some fake engines."""
+    """A fake router and fake engines."""
 
     router: FakeRouter
     engines: list[FakeEngine]
@@ -345,7 +353,7 @@ class Peers:
 
 @dataclass
 class Stack(Peers):
-    """A gateway over them."""
+    """Peers with a gateway."""
 
     url: str
     gateway: Any
@@ -355,7 +363,7 @@ class Stack(Peers):
 async def peers(
     folder: Path, engines: int, template: str = CHATML, engine: type[FakeEngine] = FakeEngine
 ) -> AsyncIterator[Peers]:
-    """A router that knows these engines, whose model's files are in `folder`/model."""
+    """Run engines and a router that knows them. The files of their model are in `folder`/model."""
     tokenizer = load_tokenizer(make_tokenizer(folder / "model", template))
     servers = [engine(tokenizer) for _ in range(engines)]
     contexts = [server.serve() for server in servers]
@@ -393,7 +401,7 @@ async def stack(
     engine: type[FakeEngine] = FakeEngine,
     **settings: Any,
 ) -> AsyncIterator[Stack]:
-    """Everything running, the tokenizer checked (unless `ready` is False)."""
+    """Run engines, router and gateway. Wait until the tokenizer is checked, unless `ready` is False."""
     async with peers(folder, engines, template, engine) as up, gateway_before(up, **settings) as (gateway, url):
         if ready:
             await until_ready(gateway)
@@ -402,7 +410,7 @@ async def stack(
 
 @asynccontextmanager
 async def gateway_before(up: Peers, **settings: Any) -> AsyncIterator[tuple[Any, str]]:
-    """A gateway in this process that asks `up`'s router, and its URL."""
+    """Run a gateway in this process that uses `up`'s router; yield the gateway and its URL."""
     given = {
         "listen": "127.0.0.1:0",
         "routers": [up.router.address],
@@ -414,6 +422,6 @@ async def gateway_before(up: Peers, **settings: Any) -> AsyncIterator[tuple[Any,
 
 
 async def until_ready(gateway: Any) -> None:
-    """Until the self-check has come to an end for every pool."""
+    """Wait until the tokenizer check has ended for every pool."""
     await eventually(gateway.pools.states)
     await gateway.pools.checked()

@@ -1,6 +1,6 @@
-"""A hub of models over HTTP, as far as huggingface_hub asks one for files of a model.
+"""A hub of models over HTTP: the part that huggingface_hub uses to get the files of a model.
 
-As a process of its own: `python -m tests.support.fakes.hub PORT ID FOLDER`, until it is told to end.
+As a separate process: `python -m tests.support.fakes.hub PORT ID FOLDER`. It runs until it is terminated.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class FakeHub:
-    """Serves the folders of `models` (id -> folder) at revision `sha`, which main is, and those of `others` (revision -> folder).
-    As a proxy it serves them whatever host is asked for. `token`: what must be shown, if anything;
-    `broken`: everything is a 503; `without`: a file that is."""
+    """Serves the folders of `models` (id -> folder) at revision `sha`, which is main, and of `others` (revision -> folder).
+
+    As a proxy the hub serves them for any host. `token`: token that clients must send, if any. `broken`: answer all requests with
+    503. `without`: answer requests of paths that end so with 503.
+    """
 
     models: dict[str, Path]
     token: str = ""

@@ -1,4 +1,4 @@
-"""A gateway before two engines that pass KV on, and a router whose plan is to prefill on one and answer from the other."""
+"""A gateway in front of two engines with KV transfer, and a router that plans PREFILL on one and SERVE on the other."""
 
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ STREAM = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
 
 @dataclass
 class KvEngine(FakeEngine):
-    """An engine with a KV connector. `sends`, `fetches`: what it does with either half of a transfer: ok, 400, 500, hang, early
-    (the answer ends by a stop token), error (a stream that begins with an error), reset, wait (until `go` is set, then ok)."""
+    """An engine with a KV connector.
+
+    `sends` and `fetches` set its behaviour in the two halves of a transfer: ok, 400, 500, hang, early (the answer ends by a stop
+    token), error (a stream that begins with an error), reset, wait (until `go` is set, then ok).
+    """
 
     sends: str = "ok"
     fetches: str = "ok"
-    answers: dict[str, Any] | None = None  # what P says of its KV (NIXL)
+    answers: dict[str, Any] | None = None  # P's answer about its KV (NIXL)
     go: asyncio.Event = field(default_factory=asyncio.Event)
     released: list[dict[str, Any]] = field(default_factory=list)
     halves: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
@@ -91,7 +94,7 @@ class KvEngine(FakeEngine):
 
 @asynccontextmanager
 async def offload_stack(tmp_path: Path, short: Sequence[str] = ()) -> AsyncIterator[Stack]:
-    """A gateway that waits long for everything but for the settings that `short` names, and a router that offloads."""
+    """Run a gateway and a router that offloads. Timeouts are 60 s, or 0.3 s for the settings in `short`."""
     limits: dict[str, Any] = {"transfer_timeout_s": 60.0, "prefill_timeout_s": 60.0} | dict.fromkeys(short, 0.3)
     limits["breakdown_file"] = tmp_path / "breakdown.jsonl"
     async with stack(tmp_path, engine=KvEngine, **limits) as running:
@@ -104,7 +107,7 @@ async def offload_stack(tmp_path: Path, short: Sequence[str] = ()) -> AsyncItera
 def offloading(
     up: Stack, protocol: int = agent_pb2.KV_PROTOCOL_MOONCAKE, layerwise: tuple[bool, bool] = (False, False)
 ) -> None:
-    """The router's plan: PREFILL on i0, SERVE on i1; after a failure SERVE on i1 without KV."""
+    """Make the router plan PREFILL on i0 and SERVE on i1; after a failure, SERVE on i1 without KV."""
     p, d = up.router.pools[0].instances
     p.kv_transfer.layerwise, d.kv_transfer.layerwise = layerwise
     for ref, engine in zip((p, d), up.engines, strict=True):
@@ -130,7 +133,7 @@ def offloading(
 
 
 async def answered(up: Stack, body: dict[str, Any]) -> tuple[str, str]:
-    """The instance that answered 200, and the text. The router has heard of the end when this returns."""
+    """Send a chat; return the instance that answered, and the text. Waits until the router has received the request's end."""
     async with aiohttp.ClientSession() as http, http.post(f"{up.url}/v1/chat/completions", json=body) as answer:
         raw = await answer.text()
         assert answer.status == 200, raw
@@ -163,7 +166,7 @@ def p_and_d(up: Stack) -> tuple[KvEngine, KvEngine]:
 
 
 def slicing(up: Stack, *prefixes: int) -> None:
-    """The router's plan: PREFILLs of so many tokens on i0, then SERVE there; after a failure SERVE at once."""
+    """Make the router plan a PREFILL on i0 for each of `prefixes` (tokens), then SERVE on i0."""
     one = up.router.pools[0].instances[0]
 
     def step(index: int, tokens: int = 0) -> placement_pb2.Placement:
@@ -178,5 +181,5 @@ def slicing(up: Stack, *prefixes: int) -> None:
         return given
 
     up.router.placer = first
-    # A router that goes on slicing: the gateway knows better.
+    # After a failure this router sends another PREFILL, which the gateway must not carry out.
     up.router.after_failure = lambda done: step(done.step_index + 1, 1_024)

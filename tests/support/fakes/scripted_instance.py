@@ -1,4 +1,4 @@
-"""An instance that sends the bytes it is told to, and what asks it."""
+"""An instance that sends scripted bytes, and a client's requests to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: Text/Plain; x=y\r\nContent-Length: 5\
 
 
 class Instance:
-    """A server that answers its n-th request on the n-th connection as told."""
+    """A server that answers each request with the next of `answers`, and records requests and connections."""
 
     server: asyncio.Server
 
@@ -21,7 +21,7 @@ class Instance:
         self.answers: list[list[bytes]] = []  # the pieces of each answer
         self.requests: list[bytes] = []
         self.connections = 0
-        self.hold: asyncio.Event | None = None  # what an answer's last piece waits for
+        self.hold: asyncio.Event | None = None  # the last piece of an answer waits for this
         self.after = "keep"  # what follows an answer: keep, close, or reset at the next request
         self.url = ""
         self.serving: set[asyncio.Task[None] | None] = set()

@@ -1,4 +1,4 @@
-"""A collector of spans: a real OTLP/gRPC receiver that keeps what it gets."""
+"""A collector of spans: a real OTLP/gRPC receiver that stores the spans."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ WORKERS = 2
 
 @dataclass(frozen=True)
 class Seen:
-    """One span as it came over the wire. Times are unix ns, ids hexadecimal."""
+    """One received span. Times are Unix ns, ids hexadecimal."""
 
-    name: str  # behind the service's: "router decide"
+    name: str  # after the service's name: "router decide"
     trace_id: str
     span_id: str
     parent_id: str
@@ -36,12 +36,12 @@ class Seen:
     error: str
 
     def holds(self, other: Seen) -> bool:
-        """Whether `other` begins and ends within this one."""
+        """Return whether `other` begins and ends within this span."""
         return self.start_ns <= other.start_ns <= other.end_ns <= self.end_ns
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """What came so far, from whichever thread."""
+    """The spans received so far, from all threads."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -56,10 +56,10 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def trace(self, trace_id: str, count: int) -> list[Seen]:
-        """A trace once `count` spans of it have come, in the order of their beginnings."""
+        """Wait until `count` spans of a trace have come; return them in order of their start."""
 
         def found() -> list[Seen]:
-            # By their ids: who did not hear that a batch came sends it again.
+            # By span id: an exporter that received no response sends a batch again.
             spans = list({span.span_id: span for span in list(self.spans) if span.trace_id == trace_id}.values())
             return spans if len(spans) >= count else []
 
@@ -70,10 +70,10 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """A collector that listens inside the block."""
+    """Run a collector inside the block."""
     collector = Collector()
     pool = ThreadPoolExecutor(WORKERS)
-    # All of its threads are there at once: one that a later test made it start would be taken for that test's.
+    # Start all threads of the pool now: a thread that starts during a later test would be reported as that test's leak.
     begun = threading.Barrier(WORKERS)
     wait([pool.submit(begun.wait) for _ in range(WORKERS)])
     server = grpc.server(pool)

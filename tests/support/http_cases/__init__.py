@@ -1,4 +1,4 @@
-"""HTTP/1.1 requests as bytes, gathered from outside sets (cases.toml), and how a server is asked and judged by them."""
+"""HTTP/1.1 requests as bytes, gathered from outside sets (cases.toml), sent to a server whose answers are checked."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILE = Path(__file__).with_name("cases.toml")
-# What is asked on a connection that stays open: whether it is still in step.
+# Request sent after a case. Its answer shows whether server and client still agree where a request begins.
 NEXT = b"GET /livez HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
 WANTS = ("accept", "close", "refuse", "error", "either", "cut")
 
 
 @dataclass(frozen=True)
 class HttpCase:
-    """Bytes to send, and what becomes of them; see cases.toml."""
+    """Bytes to send, and what the server must do with them. cases.toml explains the fields."""
 
     id: str
     group: str
@@ -30,8 +30,11 @@ class HttpCase:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The statuses of the answers to a case, without 1xx; `next`: that of the request after it, 0 where the connection was closed
-    before, None where no answer came; `silent`: nothing happened in time."""
+    """Statuses of the answers to a case, without 1xx.
+
+    `next`: status of the request sent after the case; 0 if the connection was closed before, None if no answer came.
+    `silent`: nothing happened in time.
+    """
 
     statuses: tuple[int, ...]
     next: int | None
@@ -49,7 +52,7 @@ class Outcome:
 
 
 def load(model: str) -> list[HttpCase]:
-    """All cases, in which chats are asked of `model`."""
+    """Return all cases; their chat requests name `model`."""
     told = tomllib.loads(FILE.read_text(encoding="utf-8"))
     macros: dict[str, str] = told.pop("macros")
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "set the points"}], "max_tokens": 1})
@@ -80,7 +83,7 @@ def _expanded(text: str, macros: dict[str, str]) -> str:
 
 
 def answers_in(data: bytes, *, head: bool, ended: bool) -> list[int]:
-    """Statuses of the whole answers in `data`, without 1xx. `head`: the first one has no body; `ended`: nothing follows."""
+    """Return statuses of the whole answers in `data`, without 1xx. `head`: the first has no body. `ended`: no data follows."""
     statuses = []
     while (end := data.find(b"\r\n\r\n")) >= 0:
         fields = data[:end].decode("latin-1").lower().split("\r\n")
@@ -107,7 +110,7 @@ def answers_in(data: bytes, *, head: bool, ended: bool) -> list[int]:
 
 
 async def ask(port: int, case: HttpCase, within_s: float) -> Outcome:
-    """Send the case on a connection of its own; once it is answered, another request. What has not come `within_s` is silence."""
+    """Send the case on a new connection and, once it is answered, NEXT. Silent: the server does not close `within_s`."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head, data, own = case.send.startswith(b"HEAD"), b"", 0
     sending = asyncio.create_task(_send(writer, case))
@@ -139,7 +142,7 @@ async def _send(writer: asyncio.StreamWriter, case: HttpCase) -> None:
 
 
 def fault(case: HttpCase, seen: Outcome) -> str:
-    """What is wrong with the outcome; empty: nothing."""
+    """Return what is wrong with the outcome, or an empty string."""
     good = [status for status in seen.statuses if 200 <= status < 300]
     if 101 in seen.statuses:
         return "another protocol is spoken"

@@ -1,5 +1,7 @@
-"""The compose file's services run as processes with the commands, environment, secrets, files and health checks that it says.
-Only what a container runtime does is replaced: names become the loopback address, ports free ones, mounts files of the test."""
+"""Runs the compose file's services as processes, with its commands, environment, secrets, files and health checks.
+
+Only the work of a container runtime is replaced: names become the loopback address, ports free ones, and mounts the test's files.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,13 @@ from tools.deploy_checks import compose, service_environment
 
 FILE = check_deploy.DEPLOY / "compose/compose.yaml"
 BIN = Path(sys.executable).parent
-# What listens on a port that no setting, command or health check of its own names with an address.
+# Ports of services whose settings, command and health check name no port with an address.
 PORTS = {"redis": {"6379"}}
 
 
 @dataclass
 class Stack:
-    """The services of the chosen profiles. `ports` maps (name, its port in the container) to the port here."""
+    """The services of the chosen profiles. `ports` maps (name, port in the container) to the port on this machine."""
 
     folder: Path
     services: dict[str, dict[str, Any]]
@@ -40,15 +42,15 @@ class Stack:
     processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
 
     def secret(self, name: str) -> str:
-        """The secret in the file `name`."""
+        """Return the secret in the file `name`."""
         return (self.folder / "secrets" / name).read_text().strip()
 
     def url(self, name: str, port: str) -> str:
-        """Where the service's port is here."""
+        """Return the base URL of a service's port on this machine."""
         return f"{self.scheme}://127.0.0.1:{self.ports[name, port]}"
 
     def local(self, name: str, text: str) -> str:
-        """`text` of service `name` as it must read on this machine."""
+        """Return `text` of service `name` with this machine's paths, addresses and ports."""
         for mount, here in sorted(self._mounts(name).items(), key=lambda one: -len(one[0])):
             text = re.sub(rf"(?<![\w./-]){re.escape(mount)}(?![\w-])", str(here), text)
         for (service, port), here in self.ports.items():
@@ -60,7 +62,7 @@ class Stack:
         return text
 
     def environment(self, name: str) -> dict[str, str]:
-        """Nothing but what the compose file says, and where programs are."""
+        """Return a service's environment: only the variables of the compose file, and the paths of programs."""
         told = {key: self.local(name, str(value)) for key, value in self.services[name].get("environment", {}).items()}
         programs = {"PATH": f"{self.folder / 'bin'}:{BIN}:{os.environ['PATH']}", "HOME": str(self.folder)}
         if path := os.environ.get("PYTHONPATH"):
@@ -68,7 +70,7 @@ class Stack:
         return {**programs, **told}
 
     async def start(self, name: str, prepare: Callable[[Path], None] = lambda mounts: None) -> None:
-        """Start a service, its mounted secrets and files first; `prepare` may change those, which lie in the folder given."""
+        """Make a service's mounted secrets and files, and start it. `prepare` may change these files before the start."""
         service = self.services[name]
         self._mount(name)
         prepare(self.folder / name)
@@ -85,7 +87,7 @@ class Stack:
             )
 
     async def stop(self, name: str) -> None:
-        """End a service as a container runtime does."""
+        """Stop a service as a container runtime does: SIGTERM, and SIGKILL after 15 s."""
         process = self.processes.pop(name)
         if process.returncode is None:
             process.terminate()
@@ -96,16 +98,16 @@ class Stack:
             await process.wait()
 
     def log(self, name: str) -> str:
-        """What the service wrote."""
+        """Return the service's log."""
         return (self.folder / f"{name}.log").read_text()
 
     async def healthy(self, name: str) -> bool:
-        """Whether the service's health check passes. Fails the test when its process has ended."""
+        """Return whether the service's health check passes. Raises AssertionError if its process has ended."""
         assert self.processes[name].returncode is None, f"{name} ended:\n{self.log(name)}"
         kind, *check = self.services[name]["healthcheck"]["test"]
         assert kind == "CMD"
         if name == "redis":
-            # Its client's -e, which makes an error reply a failure, is newer than the one in the tests.
+            # The redis-cli of the tests is too old for -e, which makes an error reply a failure.
             check = ["redis-cli", "-p", str(self.ports[name, "6379"]), *(word for word in check[1:] if word != "-e")]
         words = [self.local(name, word) for word in check]
         probe = await asyncio.create_subprocess_exec(
@@ -114,13 +116,13 @@ class Stack:
         return await probe.wait() == 0
 
     async def until_healthy(self, *names: str) -> None:
-        """Wait for health checks to pass; the test's own timeout ends it."""
+        """Wait until health checks pass, without a timeout other than the test's."""
         for name in names:
             while not await self.healthy(name):  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.2)
 
     async def start_control_plane(self) -> None:
-        """Redis, router, emulated engines, agent and gateway, in the order that `depends_on` says, until all are healthy."""
+        """Start Redis, router, emulated engines, agent and gateway in the order of `depends_on`; wait until all are healthy."""
         for name in ("redis", "emulated-0", "emulated-1"):
             await self.start(name)
         await self.until_healthy("redis")
@@ -131,7 +133,7 @@ class Stack:
         await self.until_healthy("agent-emulated", "gateway")
 
     def _mounts(self, name: str) -> dict[str, Path]:
-        """Path in the container -> path here, of secrets, volumes and files."""
+        """Return path in the container -> path on this machine, of secrets, volumes and files."""
         found = {"/run/secrets": self.folder / name / "secrets"}
         for volume in self.services[name].get("volumes", []):
             source, target = volume.split(":")[:2]
@@ -146,7 +148,7 @@ class Stack:
             if source[0] not in "./":
                 here.mkdir(exist_ok=True)
                 continue
-            # What scripts make lies in the test's folder.
+            # Files that scripts make are in the test's folder.
             given = (self.folder if source.startswith("./") else FILE.parent) / source
             for file in given.rglob("*") if given.is_dir() else [given]:
                 copied = here / file.relative_to(given) if given.is_dir() else here
@@ -165,8 +167,10 @@ class Stack:
 async def compose_stack(
     folder: Path, *profiles: str, tls: bool = False, above: Sequence[str] = (), **variables: str
 ) -> AsyncIterator[Stack]:
-    """The services without a profile and those of `profiles`, none started; `above`: files on top, `tls`: with tls.yaml
-    on top. `variables` are not those of .env.example."""
+    """Prepare the services without a profile and those of `profiles`; none is started. Stop all after the block.
+
+    `above`: compose files to merge over the main one. `tls`: merge tls.yaml, too. `variables` override those of .env.example.
+    """
     example, _ = compose.example_env(FILE.with_name(".env.example").read_text())
     told = yaml.safe_load(FILE.read_text())
     for name in above:
@@ -195,7 +199,7 @@ async def compose_stack(
             stack.ports |= {(one, port): here for one in compose.names(name, service)}
     (folder / "bin").mkdir()
     for program in ("redis-server", "redis-cli"):
-        # Debian's before the one of the environment, which cannot TLS.
+        # Debian's program is preferred: the one of the Python environment has no TLS.
         if found := shutil.which(program, path="/usr/bin:/usr/local/bin:/opt/homebrew/bin"):
             (folder / "bin" / program).symlink_to(found)
     probe = folder / "bin/pointsman-probe"

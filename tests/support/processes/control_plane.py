@@ -1,4 +1,4 @@
-"""The control plane as real processes beside real engines: Redis, one router, one agent, one gateway, with tokens."""
+"""The control plane as real processes in front of real engines: Redis, a router, an agent and a gateway, with auth tokens."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ CALL_WITHIN_S = 30.0
 
 @dataclass
 class ControlPlane:
-    """Everything of Pointsman that stands before `engines`, each part a process; `folder` holds logs and the agent's state.
+    """The processes of Pointsman in front of `engines`. `folder` holds logs and the agent's state.
 
-    Parts may be stopped and started by tests, which leave them running.
+    Tests may stop and start processes, and must leave all running.
     """
 
     engines: Sequence[Engine]
@@ -44,7 +44,7 @@ class ControlPlane:
     router_flags: Mapping[str, object] = field(default_factory=dict)
     agent_flags: Mapping[str, object] = field(default_factory=dict)
     gateway_flags: Mapping[str, object] = field(default_factory=dict)
-    target_of: Callable[[Engine], str] = attrgetter("target")  # by which the agent is told of an engine
+    target_of: Callable[[Engine], str] = attrgetter("target")  # the engine's address for the agent's settings
     redis_port: int = field(default_factory=free_port)
     router_port: int = field(default_factory=free_port)
     gateway_port: int = field(default_factory=free_port)
@@ -101,16 +101,16 @@ class ControlPlane:
 
     @property
     def gateway_url(self) -> str:
-        """Base address of the gateway without a trailing slash."""
+        """Base URL of the gateway without a trailing slash."""
         return f"http://127.0.0.1:{self.gateway_port}"
 
     @property
     def state_dir(self) -> Path:
-        """Where the agent keeps its shadows."""
+        """The agent's state folder, with its copies of prefix caches."""
         return self.folder / "agent-state"
 
     def start(self) -> None:
-        """Start all parts and wait until the gateway serves and knows every engine. On failure none is left."""
+        """Start all processes; wait until the gateway serves and the router knows every engine. On failure all are stopped."""
         try:
             self.redis.start()
             self.redis.wait_ready(lambda: redis_answers(self.redis_port), within_s=READY_WITHIN_S)
@@ -128,7 +128,7 @@ class ControlPlane:
 
     @contextmanager
     def another_gateway(self, name: str, **flags: object) -> Iterator[str]:
-        """A second gateway with flags of its own while the block runs; its base address. It must log no traceback."""
+        """Run a second gateway with other flags inside the block; yield its URL. Asserts that it logs no traceback."""
         url = f"http://127.0.0.1:{free_port()}"
         given = {"--listen": url.removeprefix("http://"), "--routers": self.router_address}
         gateway = self._service(f"gateway-{name}", given | flags, roles=("gateway",), command="gateway")
@@ -142,7 +142,7 @@ class ControlPlane:
 
     @contextmanager
     def running(self) -> Iterator[ControlPlane]:
-        """Started, and stopped after the block."""
+        """Run the control plane inside the block."""
         self.start()
         try:
             yield self
@@ -151,8 +151,10 @@ class ControlPlane:
 
     @contextmanager
     def in_step(self) -> Iterator[ControlPlane]:
-        """Idle and in step with its engines before the block, idle after it; it fails when a part of the control plane logged a
-        traceback meanwhile: an error that nobody handled."""
+        """Wait until the control plane is idle and in step with its engines before the block, and idle after it.
+
+        Asserts that no process logs a traceback meanwhile, which is an error that was not handled.
+        """
         self.wait_settled()
         self.wait_idle()
         before = self.tracebacks()
@@ -166,7 +168,7 @@ class ControlPlane:
         self.gateway.wait_ready(lambda: serves(self.gateway_url), within_s=READY_WITHIN_S)
 
     def stop(self) -> None:
-        """End all parts that run, clients first."""
+        """Stop all processes that run, clients first."""
         self._channel.close()
         for part in self.parts:
             if part.alive:
@@ -178,7 +180,7 @@ class ControlPlane:
         return (self.gateway, self.agent, self.router, self.redis)
 
     def tracebacks(self) -> list[str]:
-        """Every traceback in the logs so far: the part's name and what was raised, as far as the log tells."""
+        """Return every traceback in the logs so far, each with the name of its process."""
         return [
             f"{part.name}: {found}"
             for part in self.parts
@@ -200,11 +202,11 @@ class ControlPlane:
         return bearer(self.tokens["operator"])
 
     def instances(self) -> dict[str, fleet_pb2.InstanceStatus]:
-        """What ListInstances answers now, by instance id."""
+        """Return the current answer of ListInstances, by instance id."""
         try:
             answer = self._list_instances()
         except grpc.RpcError as error:
-            # A router that was just killed: the call went out on its old connection. The next one dials anew.
+            # The router was just killed, and the call used its old connection. The next call makes a new connection.
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
             answer = self._list_instances()
@@ -216,16 +218,16 @@ class ControlPlane:
         )
 
     def instance(self, engine: Engine) -> fleet_pb2.InstanceStatus:
-        """What the router knows of one engine. KeyError when nothing."""
+        """Return the router's status of one engine. Raises KeyError if the router does not know the engine."""
         return self.instances()[engine.instance_id]
 
     def decision(self, decision_id: str) -> fleet_pb2.Decision:
-        """What GetDecision answers for a decision or request id."""
+        """Return the answer of GetDecision for a decision or request id."""
         request = fleet_pb2.GetDecisionRequest(decision_id=decision_id)
         return self.fleet.GetDecision(request, timeout=CALL_WITHIN_S, metadata=self.metadata).decision
 
     def finished_decision(self, decision_id: str) -> fleet_pb2.Decision:
-        """The same, once its request has ended: gateways report ends after the client's last byte."""
+        """Like decision(), after the request has ended: gateways report an end only after the client's last byte."""
 
         def ended() -> fleet_pb2.Decision | None:
             decision = self.decision(decision_id)
@@ -234,13 +236,13 @@ class ControlPlane:
         return until(ended, within_s=SETTLE_WITHIN_S, what=f"the end of decision {decision_id}")
 
     def newest_decision(self) -> fleet_pb2.Decision:
-        """The newest decision, without candidates; an empty one before the first."""
+        """Return the newest decision, without candidates; an empty one if there is none."""
         request = fleet_pb2.ListDecisionsRequest(page_size=1)
         decisions = self.fleet.ListDecisions(request, timeout=CALL_WITHIN_S, metadata=self.metadata).decisions
         return decisions[0] if decisions else fleet_pb2.Decision()
 
     def plan(self, decision_id: str) -> list[fleet_pb2.Decision]:
-        """All decisions on one request, from the first to the last part of its plan, once it has ended."""
+        """Wait until a request has ended; return all its decisions, from the first to the last part of its plan."""
         asked = fleet_pb2.ListDecisionsRequest(page_size=100)
         asked.filter.request_id = self.finished_decision(decision_id).request_id
         found = self.fleet.ListDecisions(asked, timeout=CALL_WITHIN_S, metadata=self.metadata).decisions
@@ -248,7 +250,7 @@ class ControlPlane:
 
     @contextmanager
     def policy(self, name: str, **settings: object) -> Iterator[None]:
-        """The router places by this policy inside the block."""
+        """Make the router use this policy inside the block."""
         before = self._list_instances().policy
         wanted = fleet_pb2.Policy(name=name)
         wanted.settings.update(settings)
@@ -264,7 +266,7 @@ class ControlPlane:
 
     @contextmanager
     def draining(self, *engines: Engine) -> Iterator[None]:
-        """Nothing is placed on `engines` inside the block."""
+        """Drain `engines` inside the block."""
         for engine in engines:
             self._drain(engine, resume=False)
         try:
@@ -280,16 +282,16 @@ class ControlPlane:
     # -- waiting -----------------------------------------------------------------------------------------------------------
 
     def wait_settled(self, *engines: Engine) -> None:
-        """Wait until the router calls the engines (default: all) ready and holds as many keys as they have cached.
+        """Wait until the engines (default: all) are ready at the router, with as many keys as they have cached.
 
-        The number is counted from each engine's own event history, past the agent.
+        The number is counted from each engine's own event history, without the agent.
         """
         for engine in engines or self.engines:
 
             def settled(engine: Engine = engine) -> bool:
                 self._assert_alive()
                 status = self._find(engine)
-                # Counted each time: an engine tells of a step's blocks after its answer.
+                # Counted each time: an engine publishes a step's blocks after its answer.
                 return status is not None and status.state in IN_STEP and status.keys == engine.cached_keys()
 
             try:
@@ -299,7 +301,7 @@ class ControlPlane:
                 raise AssertionError(f"{late}, {engine.cached_keys()}; the router knows {known}") from None
 
     def wait_idle(self) -> None:
-        """Wait until neither an engine nor a counter of the router shows any work."""
+        """Wait until no engine has a running request, and all load counters of the router are 0."""
         busy: Any = None
 
         def idle() -> bool:
@@ -327,7 +329,7 @@ class ControlPlane:
 
     @contextmanager
     def client(self) -> Iterator[openai.OpenAI]:
-        """The official client, pointed at the gateway."""
+        """Yield the official client, connected to the gateway."""
         with client_of(self.gateway_url) as client:
             yield client
 
@@ -340,7 +342,7 @@ class ControlPlane:
 
 @contextmanager
 def client_of(url: str) -> Iterator[openai.OpenAI]:
-    """The official client for the server at `url`, without retries and without the environment's proxies."""
+    """Yield the official client of the server at `url`, without retries and without the environment's proxies."""
     with (
         openai.DefaultHttpxClient(trust_env=False, timeout=60) as http,
         openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, http_client=http) as client,

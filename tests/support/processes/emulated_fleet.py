@@ -1,4 +1,4 @@
-"""Two emulated engines with router, agent and gateway before them, as one `pointsman up` starts them."""
+"""Two emulated engines, and router, agent and gateway in front of them, started by one `pointsman up`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ START_S = 120.0
 
 @dataclass(frozen=True)
 class EmulatedFleet:
-    """Where it is reached."""
+    """Addresses of a running fleet."""
 
     gateway_url: str
     router: str
 
     def decisions(self, count: int, session: str = "") -> list[fleet_pb2.Decision]:
-        """All decisions in the order of time, or those of a session, once `count` of them have ended well."""
+        """Wait until `count` decisions have ended with OK; return all decisions (of a session, if given) in order of time."""
 
         def ended() -> list[fleet_pb2.Decision]:
             with grpc.insecure_channel(self.router) as channel:
@@ -43,7 +43,7 @@ class EmulatedFleet:
 
 @contextmanager
 def emulated_fleet(folder: Path, *more: str) -> Iterator[EmulatedFleet]:
-    """The fleet, with exact tokens; `more` are flags of the engines."""
+    """Run the fleet, and wait until its tokens are exact. `more`: flags of the engines."""
     listen, router = (f"127.0.0.1:{free_port()}" for _ in range(2))
     ports = [free_port(), free_port()]
     flags = ("--speedup", "10", *more)

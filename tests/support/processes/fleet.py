@@ -1,5 +1,7 @@
-"""A fleet as its operator runs it: Redis, two routers, a gateway of two processes, agents, engines; each a process, with a link
-of the test's own wherever two of them speak. And what must be true of it when all is well."""
+"""A fleet as its operator runs it, as real processes: Redis, two routers, a gateway of two processes, agents and engines.
+
+Each connection between two of them passes a Link of the test. The fleet also checks what must be true when it is healthy.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ MODEL = "m"
 BLOCK = 16
 ENGINES = {"e0": "a0", "e1": "a0", "e2": "a1"}
 ROUTERS = ("r0", "r1")
+# Timeouts of a start, of waiting for a healthy fleet, and of a call to a router, s.
 START_S, HEALTHY_WITHIN_S, ASK_S = 60.0, 45.0, 2.0
-# Of a link: who dials, and whom.
+# Links: client and server of the connections that pass each.
 LINKS = [
     *(("gateway", name) for name in (*ROUTERS, *ENGINES)),
     *(("agents", name) for name in ROUTERS),
@@ -46,9 +49,11 @@ LINKS = [
 
 
 class Fleet:
-    """The processes by name ("redis", "r0", "r1", "gateway", "a0", "a1", "e0", "e1", "e2") and the links by who dials whom;
-    none where it is not `linked`. With `clocks`, the library made of clock.c, each part's clock can be set. `more`: flags of
-    services ("router", "gateway", "emulate") beside what all need."""
+    """The processes by name ("redis", "r0", "r1", "gateway", "a0", "a1", "e0", "e1", "e2"), and the links by (client, server).
+
+    `linked`: connections pass links. `clocks`: the library made of clock.c, with which each process's wall clock can be set.
+    `more`: additional flags of services ("router", "gateway", "emulate").
+    """
 
     def __init__(
         self, folder: Path, *, linked: bool = True, clocks: Path | None = None, **more: dict[str, Any]
@@ -67,12 +72,12 @@ class Fleet:
     # ---- processes ----
 
     async def start(self) -> None:
-        """Start all, and wait until all is well."""
+        """Start all processes, and wait until the fleet is healthy."""
         self.ledger.touch()
         for link in self.links.values():
             await link.start()
         flags = ("--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction")
-        # Of a limit on its files' size it is to hear as of a full disk.
+        # With SIGXFSZ ignored, a limit on the size of files makes Redis' writes fail, as a full disk does.
         argv = ["env", "--ignore-signal=XFSZ", *redis_command(self.ports["redis"], self.folder, *flags)]
         self._part("redis", argv)
         for name in ENGINES:
@@ -124,19 +129,19 @@ class Fleet:
         self.parts[name] = Process(name, argv, self.folder / f"{name}.log", env)
 
     def clock(self, name: str, clock_offset_s: float) -> None:
-        """Set a part's wall clock, to be wrong by so many s."""
+        """Set the error of a process's wall clock, s."""
         file = self.folder / f"{name}.clock"
         file.touch()
         with file.open("r+b") as there:
             there.write(int(clock_offset_s * 1e9).to_bytes(8, sys.byteorder, signed=True))
 
     def address(self, one: str, other: str) -> str:
-        """Where one part dials another."""
+        """Return the address at which one process connects to another."""
         link = self.links.get((one, other))
         return link.address if link is not None else f"127.0.0.1:{self.ports[other]}"
 
     async def stop(self) -> None:
-        """End all at once."""
+        """Kill all processes, and stop the links."""
         for part in reversed(self.parts.values()):
             if part.alive:
                 await asyncio.to_thread(part.kill)
@@ -144,7 +149,7 @@ class Fleet:
             await link.stop()
 
     async def repair(self) -> None:
-        """Undo what an earlier test may have left."""
+        """Undo faults that an earlier test may have left, and wait until the fleet is healthy."""
         self.ledger.write_bytes(b"")
         for link in self.links.values():
             link.repair()
@@ -159,38 +164,38 @@ class Fleet:
         await self.wait_until_healthy(START_S)
 
     def kill(self, name: str) -> None:
-        """Kill a part."""
+        """Kill a process."""
         self.parts[name].kill()
 
     async def restart(self, name: str) -> None:
-        """End a part in order and start it again."""
+        """Stop a process in order, and start it again."""
         part = self.parts[name]
         assert await asyncio.to_thread(part.stop) == 0, part.tail()
         part.start()
 
     def disk(self, name: str, *, full: bool) -> None:
-        """Whether the files that a part writes may grow: to it, a limit on their size is a disk without room."""
+        """Set whether the disk of a process is full, by a limit of 0 on the size of the files that it writes."""
         pids = [self.parts[name].pid, *(self.gateway_processes() if name == "gateway" else ())]
         for pid in pids:
             _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (0 if full else hard, hard))
 
     def gateway_processes(self) -> list[int]:
-        """Those that serve, without their parent."""
+        """Return the ids of the gateway's serving processes, without their parent."""
         parent = self.parts["gateway"].pid
         pids = map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
         return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
-    # ---- what the fleet says of itself ----
+    # ---- queries ----
 
     @asynccontextmanager
     async def router(self, name: str) -> AsyncIterator[fleet_pb2_grpc.FleetServiceStub]:
-        """A stub for one router, by no link."""
+        """Yield a stub of one router, not through a link."""
         async with open_channel(f"127.0.0.1:{self.ports[name]}") as channel:
             yield fleet_pb2_grpc.FleetServiceStub(channel)
 
     async def replicas(self, name: str) -> fleet_pb2.ListReplicasResponse:
-        """The control plane as one router sees it."""
+        """Return one router's answer to ListReplicas."""
         async with self.router(name) as stub:
             stub_any: Any = stub
             answer: fleet_pb2.ListReplicasResponse = await stub_any.ListReplicas(
@@ -199,7 +204,7 @@ class Fleet:
             return answer
 
     async def instances(self, name: str) -> dict[str, fleet_pb2.InstanceStatus]:
-        """The engines as one router sees them, by their own names."""
+        """Return the instances as one router sees them, by the engines' names."""
         async with self.router(name) as stub:
             stub_any: Any = stub
             answer = await stub_any.ListInstances(fleet_pb2.ListInstancesRequest(), timeout=ASK_S)
@@ -207,7 +212,7 @@ class Fleet:
         return {names[one.instance.instance_id]: one for one in answer.instances}
 
     async def owner(self) -> str:
-        """The router that owns the pool, as soon as one does: it may just change hands."""
+        """Wait until a router owns the pool, as its owner may be changing; return the router's name."""
         owner = ""
 
         async def problem() -> str:
@@ -219,7 +224,7 @@ class Fleet:
         return owner
 
     async def other(self) -> str:
-        """The router that does not."""
+        """Return the name of the router that does not own the pool."""
         owner = await self.owner()
         return next(name for name in ROUTERS if name != owner)
 
@@ -227,12 +232,12 @@ class Fleet:
         return next((name for name in ROUTERS if self.address("gateway", name) == pool.owner.address), "")
 
     async def incarnations(self, engine: str) -> set[str]:
-        """What the routers call the engine's present life; empty where one knows of none."""
+        """Return the engine's incarnations as the routers know them; "" for a router that knows none."""
         known = [(await self.instances(name)).get(engine) for name in ROUTERS]
         return {one.instance.incarnation if one is not None else "" for one in known}
 
     async def wait_until_restarted(self, engine: str, before: set[str]) -> None:
-        """Until both routers know the engine's new life."""
+        """Wait until both routers know an incarnation of the engine that is not in `before`."""
 
         async def problem() -> str:
             now = await self.incarnations(engine)
@@ -241,7 +246,7 @@ class Fleet:
         await self._until(problem, HEALTHY_WITHIN_S)
 
     async def wait_until_replaced(self, pid: int) -> None:
-        """Until the gateway has another process in the place of `pid`."""
+        """Wait until the gateway has replaced its process `pid`."""
 
         async def problem() -> str:
             return "" if pid not in (pids := self.gateway_processes()) and len(pids) == 2 else f"gateway: {pids}"
@@ -249,29 +254,29 @@ class Fleet:
         await self._until(problem, HEALTHY_WITHIN_S)
 
     async def metrics(self, url: str) -> dict[str, float]:
-        """A page of metrics."""
+        """Return the samples of a page of metrics, by name and labels."""
         async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as answer:
             lines = (await answer.text()).splitlines()
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
 
-    # ---- what must be true ----
+    # ---- checks ----
 
     async def wait_until_healthy(self, within_s: float = HEALTHY_WITHIN_S) -> None:
-        """Until every part is there and knows the others, load or no load."""
+        """Wait until every process runs and knows the others. Load may be running."""
         await self._until(self._health_problem, within_s)
 
     async def wait_until_idle(self) -> None:
-        """Until nothing is open anywhere. No load may be running."""
+        """Wait until nothing is open anywhere. No load may be running."""
         await self._until(self._health_problem, HEALTHY_WITHIN_S)
         await self._until(self._still_open, HEALTHY_WITHIN_S)
 
     async def wait_until_at_rest(self) -> None:
-        """Until, besides, both routers know what the engines have cached."""
+        """Wait until nothing is open, and both routers know what the engines have cached."""
         await self.wait_until_idle()
         await self._until(self._cache_problem, HEALTHY_WITHIN_S)
 
     async def _until(self, problem: Callable[[], Awaitable[str]], within_s: float) -> None:
-        """Ask until there is no problem."""
+        """Call `problem` until it returns an empty string. Raises AssertionError after `within_s`."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + within_s
         while True:
@@ -326,8 +331,11 @@ class Fleet:
         return f"redis keeps {kept}" if kept else ""
 
     async def _cache_problem(self) -> str:
-        """What the routers assume of the engines' caches and is not so: the number of keys at each of them, and how much of
-        each session's prompt every engine has, at the owner, which alone says so."""
+        """Return a difference between what routers know of the engines' caches and the truth, or an empty string.
+
+        Compares the number of keys at each router. At the owner, which alone can answer it, also compares the cached tokens of
+        sessions' prompts per engine.
+        """
         truth = {}
         for engine in ENGINES:
             async with (
@@ -362,24 +370,24 @@ class Fleet:
         names = {self.address("gateway", engine): engine for engine in ENGINES}
         return {names[one.instance_id]: one.cached_tokens for one in answer.decision.candidates}
 
-    # ---- what it leaves ----
+    # ---- after the load ----
 
     def repeated_answers(self) -> list[str]:
-        """Ids of requests whose answers engines have made in full more than once, since the last call."""
+        """Return ids of requests whose answers engines have made in full more than once since the last call."""
         ends = Counter(self.ledger.read_text().splitlines())
         self.ledger.write_bytes(b"")
         asked = {one.request_id for one in self.replay.asked}
         made = {line.removesuffix(" whole"): count for line, count in ends.items() if line.endswith(" whole")}
-        assert made.keys() <= asked, "nobody asked for it"
-        assert {one.request_id for one in self.replay.asked if one.outcome == "whole"} <= made.keys(), "nobody made it"
+        assert made.keys() <= asked, "an engine answered an unknown request"
+        assert {one.request_id for one in self.replay.asked if one.outcome == "whole"} <= made.keys(), "not generated"
         return [request_id for request_id, count in made.items() if count > 1]
 
     def tails(self) -> str:
-        """The last lines of all logs."""
+        """Return the last lines of all logs."""
         return "\n".join(part.tail(15) for part in self.parts.values())
 
     def new_tracebacks(self) -> list[str]:
-        """Errors that nobody handled, since the last call."""
+        """Return tracebacks in the logs since the last call: errors that were not handled."""
         found = []
         for name, part in self.parts.items():
             with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""A gateway as a process of its own before fake engines, and what its log says."""
+"""Runs a gateway as a separate process in front of fake engines, and reads its log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import aiohttp
 
 
 async def gateway_process(environment: dict[str, str], **others: str) -> asyncio.subprocess.Process:
-    """A gateway as a process of its own, its log readable from stderr. `environment` are its settings, `others` any variables."""
+    """Start a gateway process whose log is read from stderr. `environment`: its settings. `others`: other variables."""
     variables = {f"POINTSMAN_GATEWAY_{name}": value for name, value in environment.items()}
     code = "import pointsman.gateway.io.main as m; m.run(m.GatewaySettings())"
     return await asyncio.create_subprocess_exec(
@@ -25,7 +25,7 @@ async def gateway_process(environment: dict[str, str], **others: str) -> asyncio
 async def gateway_running(
     environment: dict[str, str], **others: str
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, list[bytes]]]:
-    """A gateway process, and the lines of its log as they come; told to end after the block, and waited for."""
+    """Run a gateway process inside the block; yield it and a list that receives the lines of its log."""
     process = await gateway_process(environment, **others)
     log: list[bytes] = []
 
@@ -45,7 +45,7 @@ async def gateway_running(
 
 
 async def told_url(log: list[bytes]) -> str:
-    """The address at which the gateway serves, once it says so."""
+    """Wait until the gateway logs the address at which it serves; return the address."""
     while True:
         for line in log:
             if url := json.loads(line).get("url", ""):
@@ -54,7 +54,7 @@ async def told_url(log: list[bytes]) -> str:
 
 
 async def ready(url: str) -> None:
-    """Until the gateway calls itself healthy."""
+    """Wait until the gateway reports itself healthy."""
     async with aiohttp.ClientSession() as client:
         while True:
             async with client.get(f"{url}/health") as answer:

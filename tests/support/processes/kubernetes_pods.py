@@ -1,16 +1,18 @@
-"""The pods that a Kubernetes overlay renders run as processes: the entry points and environment of their images, and the
-commands, environment, files, volumes, probes and pre-stop hooks of their manifests.
+"""Runs the pods of a Kubernetes overlay as processes, with the entry points and environment of their images, and the commands,
+environment, files, volumes, probes and pre-stop hooks of their manifests.
 
-What is replaced is what kubelet, network and images do, and nothing else:
+Only the work of kubelet, network and images is replaced:
 
-- a container is a process with no environment but its own, PATH, HOME and what Python needs to find this checkout;
-- a volume is a folder, and its mount path that folder's path (`Pod.local`); secrets and config maps are files in it;
-- a port is a free one of this machine, and NAME:PORT of a Service, or of a pod of a headless one, is 127.0.0.1 and that port;
-- the hub of models is the test's own (HF_ENDPOINT, which clusters without the public one set, too);
-- `redis-server`, `redis-cli` and `vllm` are programs of this machine: `vllm` is the CPU build, given CPU_FLAGS as well. None of
-  the manifests' own flags is left out.
+- A container is a process. Its environment has only its own variables, PATH, HOME and what Python needs to find this checkout.
+- A volume is a folder, and its mount path is replaced by the folder's path (`Pod.local`). Secrets and config maps are files in
+  their folders.
+- A port is replaced by a free one of this machine. NAME:PORT of a Service, or of a pod of a headless Service, is replaced by
+  127.0.0.1 and that port.
+- The hub of models is the test's own (HF_ENDPOINT, which clusters without the public hub set, too).
+- `redis-server`, `redis-cli` and `vllm` are programs of this machine. `vllm` is the CPU build, with CPU_FLAGS in addition to all
+  of the manifests' flags.
 
-Users, read-only roots, limits, GPUs, image pulls and network policies are not replaced: they are absent.
+Users, read-only root file systems, limits, GPUs, image pulls and network policies are absent.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ from tools.deploy_checks import k8s
 
 Object = dict[str, Any]
 BIN = Path(sys.executable).parent
+# Timeout of a probe, s.
 PROBE_S = 5.0
-# What a CPU and a random model need, as in tests/support/engines/servers.py; of the cache's size a GPU decides by its memory.
+# Flags for a CPU and a random model, as in tests/support/engines/servers.py. On a GPU its memory determines the cache's size.
 CPU_FLAGS = (
     "--dtype=float32",
     "--enforce-eager",
@@ -50,7 +53,7 @@ CPU_FLAGS = (
     '--structured-outputs-config={"backend": "xgrammar", "disable_any_whitespace": true}',
 )
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_HOST_IP": "127.0.0.1"}
-# The CPU build is a distribution of another name than the one whose version the command asks for.
+# The command queries the version of the distribution `vllm`. The CPU build is a distribution with another name.
 VLLM = f"""#!{ENGINE_PYTHON}
 import importlib.metadata, os, sys
 own = importlib.metadata.version
@@ -65,8 +68,8 @@ if __name__ == "__main__":
 
 @dataclass
 class Cluster:
-    """The rendered objects of an overlay, and the pods of them that a test wants. `folder` holds volumes and logs; `hub` is the
-    base URL of the models' hub."""
+    """The rendered objects of an overlay, and the pods that a test adds. `folder` holds volumes and logs; `hub` is the base URL
+    of the hub of models."""
 
     objects: list[Object]
     folder: Path
@@ -85,7 +88,7 @@ class Cluster:
         programs = {
             "pointsman-probe": f"#!/bin/sh\n{probe}\n",
             "redis-server": f'#!/bin/sh\nexec {server} "$@" --bind 127.0.0.1 --port {self.redis_port}\n',
-            # -e, which makes an error reply a failure, is newer than the client of the tests.
+            # The client of the tests is too old for -e, which makes an error reply a failure.
             "redis-cli": f'#!/bin/sh\n[ "$1" != -e ] || shift\nexec {client} -p {self.redis_port} "$@"\n',
             "vllm": VLLM,
         }
@@ -94,23 +97,23 @@ class Cluster:
             (bin_folder / name).chmod(0o755)
 
     def workload(self, name: str) -> Object:
-        """The one workload of that name."""
+        """Return the only workload of that name."""
         [found] = [one for one in self.objects if one["kind"] in k8s.WORKLOADS and one["metadata"]["name"] == name]
         return found
 
     def add(self, workload: str, name: str) -> Pod:
-        """Another pod of a workload, not started. Those of a StatefulSet are called NAME-0 and so on."""
+        """Add a pod of a workload, not started. Pods of a StatefulSet are named NAME-0 and so on."""
         self.pods[name] = Pod(self, self.workload(workload), name)
         return self.pods[name]
 
     def secret(self, name: str, key: str) -> str:
-        """A secret's value."""
+        """Return a secret's value."""
         data = self.data("Secret", name)
         assert data is not None, f"no Secret {name}"
         return data[key]
 
     def data(self, kind: str, name: str) -> dict[str, str] | None:
-        """What a ConfigMap or a Secret holds, its name with or without the hash that kustomize puts behind it."""
+        """Return the data of a ConfigMap or Secret, or None. Its real name may end in the hash that kustomize appends."""
         for one in self.objects:
             if one["kind"] == kind and re.fullmatch(rf"{re.escape(name)}(-[0-9a-z]{{10}})?", one["metadata"]["name"]):
                 if kind == "Secret":
@@ -119,8 +122,10 @@ class Cluster:
         return None
 
     def addresses(self) -> dict[str, int]:
-        """NAME:PORT by which pods reach each other -> the port here. A Service of several pods has no one port, and nobody here
-        dials one by its name."""
+        """Return NAME:PORT by which pods reach each other -> port on this machine.
+
+        A Service of several pods is not included: it has no single port, and no pod here connects to one by its name.
+        """
         found: dict[str, int] = {}
         for service in (one for one in self.objects if one["kind"] == "Service"):
             name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
@@ -131,19 +136,19 @@ class Cluster:
                 names += [name, f"{name}.{namespace}.svc"] if len(chosen) == 1 else []
                 for port in service["spec"]["ports"]:
                     here = pod.port(port.get("targetPort", port["port"]))
-                    # To a pod itself its own port leads.
+                    # The name of a pod stands for that pod's own port.
                     found |= {f"{one}:{port['port']}": here for one in names}
         return found
 
     def stop(self) -> None:
-        """End all pods at once, the first ones last."""
+        """Kill all pods, in reverse order."""
         for pod in reversed(self.pods.values()):
             pod.kill()
 
 
 @dataclass
 class Pod:
-    """One pod of `workload`: its containers as processes. Its ports are free ones of this machine."""
+    """One pod of `workload`, with its containers as processes and free ports of this machine in place of its ports."""
 
     cluster: Cluster
     workload: Object
@@ -166,16 +171,18 @@ class Pod:
                 self._names[port.get("name", "")] = inside
 
     def port(self, inside: int | str) -> int:
-        """The port of this machine that stands for a port of the pod, given by number or name."""
+        """Return the port of this machine that stands for a port of the pod, given by number or name."""
         return self._ports[self._names[inside] if isinstance(inside, str) else inside]
 
     def url(self, port: int | str) -> str:
-        """The base URL of one of its ports."""
+        """Return the base URL of one of the pod's ports."""
         return f"http://127.0.0.1:{self.port(port)}"
 
     def prepare(self) -> None:
-        """Make its volumes, and its containers ready to start: they are the fixture's that calls this. The pods that they dial
-        must have been added."""
+        """Make the volumes and the processes of the containers, without a start. The calling fixture owns the processes.
+
+        The pods to which the containers connect must have been added.
+        """
         for volume in [*self.spec.get("volumes", []), *self.workload["spec"].get("volumeClaimTemplates", [])]:
             self._make(volume)
         for container in self.spec["containers"]:
@@ -201,7 +208,7 @@ class Pod:
         return bool(self.containers) and all(process.alive for process in self.containers.values())
 
     def ready(self) -> bool:
-        """Whether all probes that a ready pod must have passed do. ProcessFailure when a container has ended."""
+        """Return whether all startup and readiness probes pass. Raises ProcessFailure if a container has ended."""
         for process in self.containers.values():
             if not process.alive:
                 raise ProcessFailure(f"{process.name} ended\n{process.tail()}")
@@ -213,7 +220,7 @@ class Pod:
         )
 
     def wait_ready(self, within_s: float = 240) -> None:
-        """Wait until it is ready. Raises ProcessFailure with the end of a container's log."""
+        """Wait until the pod is ready. Raises ProcessFailure with the logs' end if a container ends, or after `within_s`."""
         try:
             until(self.ready, within_s=within_s, what=f"{self.name} ready")
         except ProcessFailure:
@@ -223,7 +230,7 @@ class Pod:
             raise ProcessFailure(f"{late}\n{tails}") from None
 
     def probe(self, container: Object, probe: Object) -> bool:
-        """Whether a probe of the container passes."""
+        """Return whether a probe of the container passes."""
         if "httpGet" in probe:
             try:
                 url = self.url(probe["httpGet"]["port"]) + probe["httpGet"]["path"]
@@ -244,8 +251,8 @@ class Pod:
         return self._execute(container, probe["exec"]["command"]) == 0
 
     def delete(self) -> dict[str, int]:
-        """End it as kubelet does: pre-stop hooks, SIGTERM, and after the grace period SIGKILL. Its containers' exit statuses."""
-        # Kubelet tells containers side by side: those that have no hook get their signal at once.
+        """End the pod as kubelet does (hooks, SIGTERM, SIGKILL after the grace period); return exit status by container."""
+        # Kubelet ends containers in parallel, so those without a hook get SIGTERM at once.
         ordered = sorted(self.spec["containers"], key=lambda one: "lifecycle" in one)
         statuses = {}
         for container in ordered:
@@ -257,17 +264,17 @@ class Pod:
         return statuses
 
     def kill(self) -> None:
-        """End what runs of it, at once."""
+        """Kill the containers that run."""
         for process in self.containers.values():
             if process.alive:
                 process.kill()
 
     def log(self, container: str) -> str:
-        """What a container wrote."""
+        """Return a container's log."""
         return self.containers[container].log.read_text(errors="replace")
 
     def environment(self, container: Object) -> dict[str, str]:
-        """Nothing but what the image and the manifest say, as it must read on this machine, and where programs are."""
+        """Return a container's environment: the variables of image and manifest, with local values, and the paths of programs."""
         own = {name: self.local(container, value) for name, value in self._given(container).items()}
         machine = {
             "PATH": f"{self.cluster.folder / 'bin'}:{BIN}:{os.environ['PATH']}",
@@ -280,10 +287,10 @@ class Pod:
         return {**own, **machine}
 
     def local(self, container: Object, text: str) -> str:
-        """`text` of a container as it must read on this machine."""
+        """Return `text` of a container with this machine's paths, addresses and ports."""
         mounts = {mount["mountPath"]: self._volume(mount["name"]) for mount in container.get("volumeMounts", [])}
         if mounts:
-            # At once: a folder here may begin with what is a mount there, as /tmp is.
+            # In one pass: the path of a folder here may begin with a mount path, such as /tmp.
             paths = "|".join(re.escape(path) for path in sorted(mounts, key=len, reverse=True))
             text = re.sub(rf"(?:(?<![\w./-])|(?<=://))({paths})(?![\w-])", lambda m: str(mounts[m[1]]), text)
         for address, here in self.cluster.addresses().items():
@@ -302,7 +309,7 @@ class Pod:
         ]
 
     def _given(self, container: Object) -> dict[str, str]:
-        """The container's environment as it reads in the cluster."""
+        """Return the container's environment as it is in the cluster."""
         env = dict(_image(container["image"])[1])
         for source in container.get("envFrom", []):
             [(kind, told)] = source.items()
@@ -347,7 +354,7 @@ class Pod:
 
 
 def _image(name: str) -> tuple[list[str], Mapping[str, str]]:
-    """Entry point and environment of an image, as its Dockerfile says. An image of others has its program in its arguments."""
+    """Return an image's entry point and environment from its Dockerfile; empty for other projects' images."""
     name = name.rpartition("/")[2].partition(":")[0]
     if not name.startswith("pointsman-"):
         return [], {}

@@ -1,6 +1,6 @@
-"""An emulated engine that notes every generation that it ends: `python -m tests.support.processes.ledger_engine LEDGER --port N`.
+"""An emulated engine that records the end of every generation: `python -m tests.support.processes.ledger_engine LEDGER --port N`.
 
-A line of the ledger, which outlives the engine, is the request's X-Request-ID and "whole" or "broken".
+The ledger is a file that outlives the engine. A line consists of a request's X-Request-ID and "whole" or "broken".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ledger = -1
 
 
 class NotingApp(EngineApp):
-    """Notes the end of each request."""
+    """An EngineApp that records the end of each request."""
 
     async def _generate(self, request: web.Request, kind: Api) -> web.StreamResponse:
         end = "broken"

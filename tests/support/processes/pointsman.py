@@ -1,4 +1,4 @@
-"""Commands of `pointsman` as processes."""
+"""Starts commands of `pointsman` as processes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tests.support.processes.process import Process
 
 
 def pointsman_command(*words: str) -> list[str]:
-    """`pointsman WORDS...`, by this environment's Python."""
+    """Return the command line of `pointsman WORDS...`, run by this environment's Python."""
     return [sys.executable, "-m", "pointsman.cli.main", *words]
 
 
 def flag_words(flags: Mapping[str, object]) -> list[str]:
-    """A flag for each setting, under its name as a setting, with or without dashes; for a list one for each of its values."""
+    """Return a flag for each setting, and one per value for a list. Names may be a setting's or already a flag's."""
     words: list[str] = []
     for name, value in flags.items():
         flag = "--" + name.removeprefix("--").replace("_", "-")
@@ -33,6 +33,6 @@ def pointsman_process(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> Process:
-    """`pointsman COMMAND FLAGS WORDS...`, not started; its log is FOLDER/NAME.log."""
+    """Return a process of `pointsman COMMAND FLAGS WORDS...` that is not started. Its log is FOLDER/NAME.log."""
     argv = pointsman_command(command, *flag_words(flags or {}), *words)
     return Process(name, argv, folder / f"{name}.log", env or {}, cwd)

@@ -1,4 +1,4 @@
-"""Real processes for tests: free ports, waiting with a deadline, logs to show when something fails, and a certain end."""
+"""Real processes for tests: free ports, waiting with a deadline, logs for error messages, and a certain end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.support import leaks
 from tests.support.waiting import until
 
-# Tests that run at the same time are each told some (tools/run_tests.py).
+# Range of ports. tools/run_tests.py gives each of several concurrent test runs its own range.
 _FIRST_PORT, _END_PORT = map(int, os.environ.get("POINTSMAN_TEST_PORTS", "20000-32000").split("-"))
 _given_ports: set[int] = set()
 
@@ -25,9 +25,9 @@ class ProcessFailure(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port on the loopback interface that nothing listens on and that this session has not given before.
+    """Return a TCP port on the loopback interface that no process listens on and that this session has not returned before.
 
-    Below the range that the kernel takes outgoing connections from, so that none of them occupies it before its server starts.
+    Ports are below the kernel's range for outgoing connections, so no connection occupies a port before its server starts.
     """
     rng = random.SystemRandom()
     for _ in range(1_000):
@@ -43,10 +43,10 @@ def free_port() -> int:
 
 @dataclass
 class Process:
-    """A command with its log, in a process group of its own. It dies with the test process, however that one ends.
+    """A command with its log, in a process group of its own. It dies when the test process ends, in whatever way.
 
-    start() may be called again after stop() or kill(); the log is appended to. `env` is added to this process's environment, or,
-    with `only_env`, is all that it has.
+    start() may be called again after stop() or kill(), and then appends to the log. `env` is added to this process's environment,
+    or is the whole environment with `only_env`.
     """
 
     name: str
@@ -59,11 +59,11 @@ class Process:
     _owner: object = field(default_factory=leaks.owner, init=False, repr=False)
 
     def start(self) -> None:
-        """Start it. To be called in the main thread: the kernel ties its life to that thread's."""
+        """Start the process. Must be called in the main thread: the kernel ends the process when the calling thread ends."""
         assert not self.alive, f"{self.name} runs already"
         with self.log.open("ab") as log:
             self._child = subprocess.Popen(
-                # Not by preexec_fn: Python code in a child forked beside gRPC's threads may crash before it gets to exec.
+                # Not by preexec_fn: Python code in a child that is forked while gRPC's threads run may crash before exec.
                 ["setpriv", "--pdeathsig", "TERM", *self.argv],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -76,17 +76,17 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process runs."""
         return self._child is not None and self._child.poll() is None
 
     @property
     def pid(self) -> int:
-        """Its process id. AssertionError when it was never started."""
+        """The process id. Raises AssertionError if the process was never started."""
         assert self._child is not None, f"{self.name} was never started"
         return self._child.pid
 
     def wait_ready(self, ready: Callable[[], bool], *, within_s: float) -> None:
-        """Wait until `ready`. Raises ProcessFailure when it ends before, or takes longer."""
+        """Wait until `ready()`. Raises ProcessFailure if the process ends before, or after `within_s`."""
 
         def ready_or_dead() -> bool:
             if not self.alive:
@@ -102,15 +102,15 @@ class Process:
             raise ProcessFailure(f"{late}\n{self.tail()}") from None
 
     def stop(self, *, within_s: float = 20) -> int:
-        """End it by SIGTERM and return its status; what is left of its group after `within_s` is killed."""
+        """Send SIGTERM, and return the exit status. Kills the process after `within_s`, and the rest of its group at its end."""
         return self._end(signal.SIGTERM, within_s)
 
     def kill(self) -> int:
-        """End its whole group by SIGKILL and return its status."""
+        """Kill the whole process group, and return the exit status."""
         return self._end(signal.SIGKILL, 10)
 
     def tail(self, lines: int = 60) -> str:
-        """The last lines of its log, under a heading."""
+        """Return the last lines of the log, under a heading."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return f"--- the last lines of {self.log.name}\n" + "\n".join(text.splitlines()[-lines:])
 

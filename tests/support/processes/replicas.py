@@ -23,11 +23,12 @@ from tests.support.processes.redis import redis_server
 from tests.support.router import Client, Report
 from tests.support.waiting import eventually
 
+# Number of tokens of a big prompt.
 BIG = 100_000
 
 
 class RouterProcess:
-    """One replica as a process of its own."""
+    """One router replica as a process."""
 
     def __init__(self, name: str, redis_url: str, folder: Path, **settings: object) -> None:
         self.name = name
@@ -44,7 +45,7 @@ class RouterProcess:
 
 
 async def keep_reporting(address: str, instance: str, model: str, **changes: Any) -> None:
-    """An agent of one instance at one router, for ever: dials again whenever the stream ends. `changes`: of its instance."""
+    """Report one instance to one router until cancelled; reconnect when the stream ends. `changes`: fields of the instance."""
     while True:
         async with open_channel(address) as channel:
             report = Report(Client(channel))
@@ -56,7 +57,7 @@ async def keep_reporting(address: str, instance: str, model: str, **changes: Any
 
 
 class Gateway:
-    """A gateway as routers see it: its router client, and requests that it opens and ends."""
+    """A gateway as routers see it: its router client, which opens and ends requests."""
 
     def __init__(self, name: str, routers: list[str]) -> None:
         self.client = RouterClient(routers, name, tuple, 20.0, lambda fleet: None, lambda connected: None)
@@ -74,7 +75,7 @@ class Gateway:
 
 
 class Replicas:
-    """Two or more routers over one Redis, with `models` x `instances` (i0, i1, ... for model m), and as many gateways."""
+    """Routers that share a Redis, as many gateways, and instances of each model (m-i0, m-i1, ... of model m)."""
 
     def __init__(self, redis: Process, routers: dict[str, RouterProcess], models: dict[str, list[str]]) -> None:
         self.redis = redis
@@ -83,11 +84,11 @@ class Replicas:
         self.gateways: list[Gateway] = []
 
     def logs(self) -> list[str]:
-        """The last lines of all routers' logs."""
+        """Return the last lines of all routers' logs."""
         return [router.process.tail() for router in self.routers.values()]
 
     async def owner(self, model: str = "m", other_than: str = "") -> str:
-        """The id of the replica that places for the model, as its gateways see it."""
+        """Wait until all gateways agree on an owner of the model that is not `other_than`; return its id."""
 
         async def known() -> str:
             owners = [gateway.client._owners.owner(model) for gateway in self.gateways]
@@ -98,18 +99,18 @@ class Replicas:
 
     @asynccontextmanager
     async def client(self, name: str) -> AsyncIterator[Client]:
-        """Stubs for one replica."""
+        """Yield the stubs of one replica."""
         async with open_channel(self.routers[name].address) as channel:
             yield Client(channel)
 
     async def ready(self) -> None:
-        """Until every replica knows all instances, and every gateway every owner."""
+        """Wait until every replica knows all instances, and every gateway every owner."""
         await self.answering(sum(map(len, self.models.values())))
         for model in self.models:
             await self.owner(model)
 
     async def answering(self, instances: int) -> None:
-        """Until every replica answers, and knows so many instances."""
+        """Wait until every replica answers, and knows `instances` instances."""
         for name in self.routers:
             async with self.client(name) as client:
 
@@ -121,7 +122,7 @@ class Replicas:
                 await eventually(complete, f"{name} knows {instances} instances")
 
     async def idle(self) -> None:
-        """Until every counter of every pool is exactly 0 at its owner and at every other replica that runs."""
+        """Wait until every load counter of every instance is 0 at every replica that runs."""
         for name, router in self.routers.items():
             if not router.process.alive:
                 continue
@@ -134,7 +135,7 @@ class Replicas:
                 await eventually(empty, f"all counters of {name} are 0")
 
     async def burst(self) -> list[str]:
-        """One big prompt for each instance of model m, all at once, through all gateways; the instances that they got."""
+        """Place one big prompt per instance of model m, concurrently through all gateways; return their instances."""
         names = [uuid.uuid4().hex for _ in self.models["m"]]
         gateways = [self.gateways[at % len(self.gateways)] for at in range(len(names))]
         placed = await asyncio.gather(*(gateway.place(name) for gateway, name in zip(gateways, names, strict=True)))
@@ -144,7 +145,7 @@ class Replicas:
 
 
 def double_bookings(instances: list[str]) -> int:
-    """How many big prompts share an instance while there was an idle one for each."""
+    """Return how many big prompts share an instance although each could have had an idle one."""
     return len(instances) - len(set(instances))
 
 
@@ -162,12 +163,12 @@ def _processes(redis_url: str, folder: Path, count: int, **settings: object) -> 
 async def replicas(
     folder: Path, count: int = 2, models: tuple[str, ...] = ("m",), instances: int = 4, **settings: object
 ) -> AsyncIterator[Replicas]:
-    """All of it, ready."""
+    """Run routers, agents and gateways; yield them when all are ready."""
     with redis_server(folder) as (url, redis), _processes(url, folder, count, **settings) as routers:
         names = {model: [f"{model}-i{at}" for at in range(instances)] for model in models}
         fleet = Replicas(redis, routers, names)
         async with AsyncExitStack() as stack:
-            # All before the first report: a replica that is alone takes every pool that it hears of, and keeps it for a while.
+            # All replicas start before the first report: a replica that is alone takes every pool and keeps it for a while.
             await fleet.answering(0)
             for router in routers.values():
                 for model, members in names.items():
@@ -177,7 +178,7 @@ async def replicas(
                         stack.callback(task.cancel)
             addresses = [router.address for router in routers.values()]
             for at in range(count):
-                # They disagree about who comes first, as gateways do.
+                # Each gateway lists the routers in another order, as real gateways do.
                 gateway = Gateway(f"g{at}", addresses[at:] + addresses[:at])
                 fleet.gateways.append(gateway)
                 await gateway.client.start()

@@ -1,2 +1,2 @@
-"""The control plane's own code in virtual time: routers, agents and gateways as they run, over links, a store and engines that
-are made up, so that every fault can be had at every moment, and again by its seed."""
+"""The control plane's own code in virtual time: routers, agents and gateways over simulated links, store and engines. Any fault
+can occur at any moment, and a seed reproduces it."""

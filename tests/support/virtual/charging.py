@@ -1,8 +1,8 @@
-"""Charges the routers and agents of a virtual fleet for what they compute, and stands a few of each for the declared size.
+"""Charges the routers and agents of a virtual fleet for their CPU time, as in a fleet of the declared size.
 
-Each prebuilt session, key and instance stands for as many as the declared size has of them, and costs as much. What the services
-do in parts (pages, turns of a sweep) they count by numbers that are divided by as much, but are at least 1: the whole takes as
-long as it would, in parts that are at most as long as one prebuilt thing stands for.
+Each prebuilt session, key and instance stands for a number of them, and costs as much as that number does. The sizes of parts in
+which the services work (pages, turns of a sweep) are divided by the same number, but are at least 1. So the whole takes as long
+as in the declared fleet. A part costs no more than the declared part, or than one prebuilt item if that costs more.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tests.support.virtual.costs import Declared
 from tests.support.virtual.engines import CAPACITY_BLOCKS, LOAD_S
 from tests.support.virtual.loop import SHORTEST_TURN_S, VirtualLoop
 
-# Sessions that Redis has of each pool when the fleet starts, where the declared size has any. Their names begin so.
+# Number of sessions per pool that Redis has when the fleet starts (if the declared size has any); prefix of their names.
 PREBUILT_SESSIONS, PREBUILT = 50, "~"
-# The reports that one stands for come one after the other. They are charged in so many parts.
+# Number of parts in which the reports that one report stands for are charged, one after the other.
 REPORT_PARTS = 10
-# A dict of keys is swept at once: fewer of them cost the tests less. In a large fleet each holds a few of those that are built.
+# Number of the index's dicts; a dict is swept at once. Fewer dicts cost the tests less. In a large fleet each has few built keys.
 SHARDS, SHARDS_OF_LARGE = 8, 64
 
 
@@ -42,44 +42,44 @@ class Charges:
     def __init__(
         self, loop: VirtualLoop, declared: Declared, *, pools: int, engines: int, as_it_is: bool = False
     ) -> None:
-        """`as_it_is`: the fleet is built in its size, and so are the index's dicts."""
+        """`as_it_is`: the fleet is built in its full size, so the number of the index's dicts is not changed."""
         self._charge = loop.charge
         self._loop = loop
         self._as_it_is = as_it_is
         self.declared = declared
         self.sessions = _ratio(declared.sessions, pools * PREBUILT_SESSIONS)
-        """How many sessions a prebuilt one stands for; and so on for the others."""
+        """Number of sessions that a prebuilt session stands for. `keys` and `instances` likewise."""
         self.keys = _ratio(declared.keys, engines * CAPACITY_BLOCKS)
         self.instances = _ratio(declared.instances, engines)
         self.keys_of_one = max(self.keys / self.instances, 1.0)
         self.decisions = 1.0
-        """How many recorded decisions one stands for, when they are made again."""
+        """Number of recorded decisions that one stands for, when WhatIf makes it again."""
 
-    # ---- what Redis and its clients are charged ----
+    # ---- charges of Redis and its clients ----
 
     def fields(self, told: Mapping[str, str]) -> float:
-        """How many fields those of a reply stand for."""
+        """Return the number of fields that the fields of a reply stand for."""
         return sum(self.sessions if name.startswith(PREBUILT) else 1.0 for name in told)
 
     def changes(self, args: Any) -> float:
-        """How many changes a call of APPLY with these arguments stands for; 0 for other scripts."""
+        """Return the number of changes that a call of APPLY with these arguments stands for; 0 for other scripts."""
         if len(args) != 5 or not isinstance(args[2], bytes):
             return 0.0
         prebuilt = args[2].count(b'["own","%s' % PREBUILT.encode())
         return args[2].count(b"],[") + 1 + prebuilt * (self.sessions - 1.0)
 
     def parsed(self, fields: float) -> None:
-        """The client has read a reply of so many fields."""
+        """Charge the client for reading a reply of `fields` fields."""
         self._charge(fields * costs.SESSION_PARSED_S)
 
-    # ---- what a router is charged ----
+    # ---- charges of a router ----
 
     def submit(self, submit: Callable[[ev.Event], list[ev.Effect]], event: ev.Event, *, held: bool) -> list[ev.Effect]:
-        """Have a router handle an event. `held`: whether requests wait, which a load report may have tried again."""
+        """Charge a router for an event and make it handle the event. `held`: requests are held, which load reports may try."""
         self._charge(costs.EVENT_S)
         match event:
             case ev.LoadReported() if self.instances > 1.0:
-                # It stands for those of other instances. What a second one costs at once is what each of those costs.
+                # The report stands for those of other instances. Handling it a second time shows what each of those costs.
                 self._charge((self.instances - 1.0) * costs.EVENT_S)
                 effects = submit(event)
                 if held:
@@ -96,13 +96,13 @@ class Charges:
         return submit(event)
 
     def _spread(self, seconds: float) -> None:
-        """Charge the node whose code is running for work that is spread over the time until the instance's next report."""
+        """Charge the running node for work that is spread over the interval until the instance's next report."""
         for part in range(REPORT_PARTS if seconds > SHORTEST_TURN_S else 0):
             self._loop.call_later(LOAD_S * part / REPORT_PARTS, self._charge, seconds / REPORT_PARTS)
 
     @contextmanager
     def charging(self) -> Iterator[None]:
-        """The services' code is charged inside the block."""
+        """Replace the services' functions by ones that are charged, inside the block."""
         with ExitStack() as stack:
 
             def replace(owner: Any, name: str, made: Callable[[Any], Any]) -> None:
@@ -131,7 +131,7 @@ class Charges:
             yield
 
     def _looked_at(self, built: int, *, few: bool) -> float:
-        """How many candidates a decision on so many stands for."""
+        """Return the number of candidates that a decision on `built` candidates stands for."""
         return min(built * self.instances, max(MANY, built)) if few else built * self.instances
 
     def _view(self, view: Any) -> Any:

@@ -1,8 +1,8 @@
-"""What the services' work costs, in seconds of CPU, and the size of the fleet that a run stands for.
+"""Costs of the services' work, in seconds of CPU, and the size of the fleet that a run stands for.
 
-`python -m tests.virtual measure` prints each coefficient beside what it is on that machine. They are set to about twice what
-they were on an idle core of a two-core x86-64 virtual machine with Python 3.11, for a core that others use too. The time of gRPC
-and of the kernel is not in them. Run it again after a change to one of the operations.
+`python -m tests.virtual measure` prints each coefficient and its value measured on this machine. Run it again after a change to
+one of the operations. The coefficients are about twice the values measured on an idle core of a two-core x86-64 virtual machine
+with Python 3.11, because a router shares its core with other processes. They do not include the time of gRPC and of the kernel.
 """
 
 from __future__ import annotations
@@ -10,40 +10,52 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-# An event that the state handles, with its message's conversion.
+# An event that the router state handles, with the conversion of its message, s.
 EVENT_S = 5e-6
-# A placement, its end, and the next try of one that is held: beside its candidates and the keys of its prompt.
+# A placement and its end, or one trial of a held request, s: without its candidates and the keys of its prompt.
 PLACEMENT_S = 80e-6
+# A candidate of a placement, s.
 CANDIDATE_S = 0.9e-6
+# A key of a placement's prompt, s.
 PROMPT_KEY_S = 0.08e-6
-# Whether a pool has room for a held request, for each instance that is looked at.
+# Check of whether a pool has room for a held request, per instance, s.
 ROOM_S = 0.08e-6
-# A key of a snapshot: copied and sent by an agent; read and indexed by a router.
+# A key of a snapshot that an agent copies and sends, s.
 SENT_KEY_S = 0.15e-6
+# A key of a snapshot that a router reads and indexes, s.
 REPORTED_KEY_S = 0.35e-6
-# A key that a sweep of the index looks at.
+# A key that a sweep of the index visits, s.
 SWEPT_KEY_S = 0.5e-6
-# A session: parsed from Redis' reply, recalled, freed with its pool; and a change of it, or of a reservation, written.
+# A session parsed from Redis' reply, s.
 SESSION_PARSED_S = 0.4e-6
+# A session recalled into the affinity table, s.
 SESSION_RECALLED_S = 1.1e-6
+# A session freed with its pool, s.
 SESSION_FREED_S = 0.3e-6
+# A change of a session or reservation that is written to Redis, s.
 CHANGE_WRITTEN_S = 3e-6
-# An open reservation of a pool that is taken over.
+# An open reservation of a pool that a router takes over, s.
 RESERVATION_TAKEN_S = 4e-6
-# An instance in a message that tells of the fleet.
+# An instance in a message that describes the fleet, s.
 FLEET_INSTANCE_S = 0.7e-6
-# A recorded decision made again, beside its candidates.
+# A recorded decision made again by WhatIf, s: without its candidates.
 WHAT_IF_S = 40e-6
+# A candidate of a decision made again, s.
 WHAT_IF_CANDIDATE_S = 0.7e-6
-# Redis' own time: for a field that it tells, a change that APPLY makes, and any command.
+# Redis' own time per field of a reply, s.
 REDIS_FIELD_S = 1.2e-6
+# Redis' own time per change that APPLY makes, s.
 REDIS_CHANGE_S = 5e-6
+# Redis' own time per command, s.
 REDIS_COMMAND_S = 20e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """How many sessions, keys and instances a fleet has, for which a run builds a few of each. 0: as many as it builds."""
+    """Numbers of sessions, keys and instances of the fleet that a run stands for. The run builds only a few of each.
+
+    0: as many as the run builds.
+    """
 
     sessions: int = 0
     keys: int = 0
@@ -51,7 +63,7 @@ class Declared:
 
     @property
     def large(self) -> bool:
-        """Whether it stands for more than is built."""
+        """Whether the declared fleet is larger than the built one."""
         return bool(self.sessions or self.keys or self.instances)
 
     def __str__(self) -> str:
@@ -62,12 +74,12 @@ class Declared:
 
 AS_BUILT = Declared()
 LARGEST = Declared(sessions=1_000_000, keys=4_000_000, instances=1_000)
-# One seed of so many stands for a large fleet.
+# One of this many seeds stands for a large fleet.
 LARGE_IN = 5
 
 
 def draw(rng: random.Random) -> Declared:
-    """The size that a seed's fleet stands for: mostly what it builds."""
+    """Draw the size that a seed's fleet stands for: AS_BUILT for most seeds."""
     if rng.randrange(LARGE_IN):
         return AS_BUILT
     return Declared(

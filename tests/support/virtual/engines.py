@@ -1,4 +1,4 @@
-"""Engines with a prefix cache that evicts, which can pass KV on; agents that report them."""
+"""Simulated engines with a prefix cache that evicts and with KV transfers, and agents that report them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ from pointsman.gateway.core.request.transfer_params import RELEASE_MODEL
 from tests.support.virtual.network import Channel, Network, Node
 
 CAPACITY_BLOCKS = 48
+# Duration of prefill per prompt token and running request, and of decode per token, s.
 TOKEN_S, OUTPUT_S = 4e-4, 0.02
+# Duration of a KV transfer, its duration per token, and the timeout of the decoding engine, s.
 TRANSFER_S, TRANSFER_TOKEN_S, FETCH_WITHIN_S = 0.005, 1e-5, 4.0
+# Intervals at which an agent sends load, waits for more events, and saves its state, s.
 LOAD_S, EVENTS_S, SAVE_S = 0.5, 0.02, 2.0
 
 
 class Engine:
-    """One engine process after another under one address."""
+    """The engine processes that run one after the other at one address."""
 
     def __init__(
         self, instance_id: str, model: str, network: Network, *, layerwise: bool, capacity_blocks: int = CAPACITY_BLOCKS
@@ -40,17 +43,17 @@ class Engine:
         self.peers: list[Engine] = []
         """All engines."""
         self.kept: set[str] = set()
-        """Transfers whose KV is kept until it is fetched."""
+        """Ids of transfers whose KV is kept until it is fetched."""
         self.log: list[Event] = []
         self.news = asyncio.Event()
-        """Set when there is something new to be told of it."""
+        """Set when the engine has events, or a new incarnation, that its agent has not seen."""
         self.cache: OrderedDict[int, None] = OrderedDict()
         self.running = 0
         self.queries = self.hits = self.generated = 0
         self.start()
 
     def start(self) -> None:
-        """A new process with an empty cache."""
+        """Start a new process with an empty cache."""
         self.node = Node(self.instance_id)
         self.lives += 1
         self.log = []
@@ -61,25 +64,25 @@ class Engine:
 
     @property
     def up(self) -> bool:
-        """Whether it runs."""
+        """Whether the engine runs."""
         return self.node.alive
 
     def kill(self) -> None:
-        """Go at once."""
+        """Kill the process."""
         self._network.kill(self.node)
 
     @property
     def incarnation(self) -> str:
-        """The name of this lifetime."""
+        """The id of the current process."""
         return f"{self.instance_id}-{self.lives}"
 
     def fill(self, chains: Iterable[list[int]]) -> None:
-        """Have the KV of these prompts."""
+        """Put the KV of these prompts into the cache."""
         for tokens in chains:
             self._store(tokens, [key ^ 1 for key in extend_keys(root_key(self.model), tokens)])
 
     def cached_keys(self) -> set[int]:
-        """What is cached: an engine names its blocks otherwise."""
+        """Return the block keys of the cache. The engine's own block names are different numbers."""
         return {name ^ 1 for name in self.cache}
 
     async def serve(self, path: str, body: bytes, reply: Any) -> None:
@@ -139,7 +142,7 @@ class Engine:
             _whole(reply, 200, {"choices": [_choice("length")], "usage": usage})
 
     async def _fetch(self, transfer: dict[str, Any], tokens: int) -> bool:
-        """Wait for another engine's KV; whether it came."""
+        """Wait for another engine's KV; return whether it came."""
         loop = asyncio.get_running_loop()
         gives_up = loop.time() + FETCH_WITHIN_S
         while (source := self._engine_of(transfer)) is not None and loop.time() < gives_up:
@@ -151,14 +154,14 @@ class Engine:
         return False
 
     def _engine_of(self, transfer: dict[str, Any]) -> Engine | None:
-        """Who keeps the KV of a transfer, if it still runs."""
+        """Return the engine that keeps the KV of a transfer, or None if it does not run."""
         return next((one for one in self.peers if one.up and one.incarnation == transfer.get("remote_engine_id")), None)
 
     def _store(self, tokens: list[int], names: list[int]) -> None:
         first = next((at for at, name in enumerate(names) if name not in self.cache), len(names))
-        # Blocks behind one that was evicted are computed anew, and their first copies let go.
+        # Blocks after an evicted block are computed anew, and their first copies are removed.
         gone = [name for name in names[first:] if name in self.cache]
-        for name in reversed(names):  # a prompt's last blocks are the first to be evicted
+        for name in reversed(names):  # a prompt's last blocks are evicted first
             self.cache[name] = None
             self.cache.move_to_end(name)
         gone += [self.cache.popitem(last=False)[0] for _ in range(len(self.cache) - self.capacity_blocks)]
@@ -192,7 +195,7 @@ def _whole(reply: Any, status: int, body: dict[str, Any]) -> None:
 
 
 class Agent:
-    """Reports its engines to all routers; what it saves outlives it."""
+    """Reports its engines to all routers. Its saved state survives a restart."""
 
     def __init__(self, name: str, network: Network, engines: list[Engine], routers: list[str]) -> None:
         self._name, self._network, self._engines, self._routers = name, network, engines, routers
@@ -200,25 +203,25 @@ class Agent:
         self.node = Node(name)
 
     def start(self) -> None:
-        """A new agent process."""
+        """Start a new agent process."""
         self.node = Node(self._name)
         for engine in self._engines:
             self.node.spawn(self._watch(engine))
 
     @property
     def up(self) -> bool:
-        """Whether it runs."""
+        """Whether the agent runs."""
         return self.node.alive
 
     def kill(self) -> None:
-        """Go at once."""
+        """Kill the process."""
         self._network.kill(self.node)
 
     async def _watch(self, engine: Engine) -> None:
         known = False
         while True:
             while not engine.node.alive:
-                known = True  # it will be seen to begin
+                known = True  # the agent sees the next incarnation start
                 await asyncio.sleep(LOAD_S)
             await _Watched(engine, self._name, self._disk, saw_start=known).follow(self._network, self._routers)
             known = True
@@ -242,7 +245,7 @@ class _Watched:
             self.cached_blocks = CachedBlocks(engine.model, capacity_blocks=engine.capacity_blocks, latest_seq=latest)
 
     async def follow(self, network: Network, routers: list[str]) -> None:
-        """Report until another incarnation begins."""
+        """Report to all routers until the next incarnation begins."""
         engine, loop = self._engine, asyncio.get_running_loop()
         self._apply()
         instance = pb.Instance(

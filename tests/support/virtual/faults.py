@@ -1,4 +1,4 @@
-"""What can happen to a fleet, and when."""
+"""The faults of a virtual fleet."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.support.virtual.store import LATEST_S
 from tests.support.virtual.store import NAME as REDIS
 from tests.support.virtual.world import World
 
-# As many decisions as one call may have made again.
+# Maximum number of decisions that one WhatIf call makes again.
 MANY_DECISIONS = 1_000
-# One that is built stands for at most so many, since no turn can be shorter than what one costs.
+# Maximum number of decisions that one recorded decision stands for. A turn handles at least one, so this sets its minimum cost.
 MOST_ALIKE = 50.0
-# A fault and how long it lasts, in s.
+# Causes a fault for a duration, s; returns the fault's description for the story.
 Fault = Callable[[World, float], str]
 
 
@@ -85,8 +85,11 @@ def _router_ends(world: World, for_s: float) -> str:
 
 
 def _drains(world: World, for_s: float) -> str:
-    """An operator has an instance drain, and takes that back, again and again until a router says that all have that, and all
-    routers know it and say that it is back: one that has just started, without Redis, knows of no order."""
+    """Drain an instance for `for_s`, then resume it until the resumption has reached all routers.
+
+    The order is repeated until a router reports that all replicas have it, and all routers know the instance as not draining. A
+    router that has just started without Redis knows no orders.
+    """
     instance_id = world.engines[world.rng.choice(sorted(world.engines))].instance_id
 
     def known(node: RouterNode) -> InstanceRecord | None:
@@ -95,7 +98,7 @@ def _drains(world: World, for_s: float) -> str:
     async def order(node: RouterNode, *, resume: bool) -> bool:
         if node.router is None or (record := known(node)) is None:
             return False
-        # However long a stopped router takes: what it does not answer it may still do.
+        # Waits without a limit: a stopped router that has not answered may still carry out the order.
         ordering = node.node.spawn(node.router.drain(record.info, resume))
         await asyncio.wait([ordering])
         return not ordering.cancelled() and ordering.exception() is None and bool(ordering.result())
@@ -148,7 +151,7 @@ def _redis_forgets(world: World, for_s: float) -> str:
 
 
 def operators_ask(world: World, for_s: float) -> str:
-    """Each router is asked what another policy had decided of all that it remembers: in a large fleet those are many."""
+    """Send WhatIf to each router, for all decisions that the router has recorded. In a large fleet these stand for many."""
     for node in world.routers.values():
         if node.router is None or not (known := sum(1 for _ in node.router.decisions.newest(lambda _: True))):
             continue

@@ -1,4 +1,4 @@
-"""A gateway's way to the engines: the connections that its HTTP client would have."""
+"""Connections between a gateway and the engines, in place of those of its HTTP client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.virtual.network import Ended, Network, Node, Pipe, here
 
 
 class Connection:
-    """One request's connection, with the shape of a Call to the network and of an engine's answer to the engine."""
+    """One request's connection. The network uses it like a Call, and the engine writes its answer to it."""
 
     keeps_alive = False
 
@@ -30,7 +30,7 @@ class Connection:
         network.calls[self] = None
 
     def begin(self, method: str, path: str, body: bytes, engine: Engine) -> None:
-        """Send the request, and read what comes."""
+        """Send the request, and read the answer."""
         self._serving = engine.node.spawn(engine.serve(path, body, self))
         self.client.spawn(self._read())
 
@@ -38,7 +38,7 @@ class Connection:
         while not isinstance(item := await self._down.get(), Ended):
             status, piece = msgspec.msgpack.decode(item)
             if self.head.cancelled():
-                continue  # nobody waits any more
+                continue  # the caller does not wait any more
             if status:
                 self.answer.status = status
                 self.answer.headers.add("Content-Type", piece.decode())
@@ -51,43 +51,43 @@ class Connection:
         if not self.head.done():
             self.head.set_exception(error or UpstreamError("no answer"))
 
-    # What the engine does.
+    # Called by the engine.
 
     def start(self, status: int, media_type: str) -> None:
-        """The answer's head."""
+        """Send the answer's head."""
         self._down.put(msgspec.msgpack.encode((status, media_type.encode())))
 
     def write(self, piece: bytes) -> None:
-        """Some of its body."""
+        """Send a part of the body."""
         self._down.put(msgspec.msgpack.encode((0, piece)))
 
     def end(self) -> None:
-        """The body is whole."""
+        """End the body."""
         self._down.put(Ended())
 
-    # What the gateway does, and what happens on the way.
+    # Called by the gateway and the network.
 
     def abort(self) -> None:
-        """Nobody waits for the answer any more."""
+        """Close the connection; the gateway does not want the answer any more."""
         if self._serving is not None:
             self._serving.cancel()
         self._network.calls.pop(self, None)
         self._down.end(Ended(details="closed"))
 
     def pause(self) -> None:
-        """What comes is kept anyway."""
+        """Do nothing: the answer is buffered without a limit."""
 
     resume = pause
 
     def lose(self) -> None:
-        """The engine is gone, or the gateway."""
+        """End the connection, because the engine or the gateway has died."""
         self._network.calls.pop(self, None)
         if self._serving is not None:
             self._serving.cancel()
         self._down.end(Ended(details="connection lost"))
 
     def flush(self) -> None:
-        """Let what a cut has held arrive."""
+        """Deliver what a cut has held."""
         self._down.flush()
 
 
@@ -102,10 +102,10 @@ class ConnectionPool:
     async def send(
         self, method: str, url: str, path: str, headers: Mapping[str, str], body: bytes = b""
     ) -> UpstreamResponse:
-        """One request; its answer's head. Raises UpstreamError."""
+        """Send one request, and return when the answer's head has come. Raises UpstreamError."""
         engine = self._engines.get(url)
         if engine is None:
-            raise UpstreamError("nobody knows where the instance is", sent=False)
+            raise UpstreamError("no engine has this URL", sent=False)
         await asyncio.sleep(self._network.delay_s())
         while self._network.is_cut(self._gateway.name, engine.instance_id):  # noqa: ASYNC110 - in virtual time
             await asyncio.sleep(0.05)
@@ -122,34 +122,34 @@ class ConnectionPool:
 
 
 def upstream(network: Network, engines: Mapping[str, Engine]) -> Upstream:
-    """The gateway's own code, on connections of ours. Belongs to the node whose code is running."""
+    """Return the gateway's own Upstream on virtual connections, for the node whose code is running."""
     pool: Any = ConnectionPool(network, engines)
     return Upstream(GatewaySettings(), pool)
 
 
 class ResponseWriter:
-    """A client's end of a streamed answer, with the shape of the HTTP server's."""
+    """A client's end of a streamed answer, in place of the HTTP server's writer."""
 
     chunked = False
-    lost = True  # where it is cancelled: nothing drains in virtual time
+    lost = True  # read when a request is cancelled: nothing drains in virtual time
 
     def __init__(self) -> None:
         self.begun = self.ended = self.aborted = False
         self.body = b""
 
     def begin(self, status: int, headers: Mapping[str, str], source: object) -> None:
-        """The head."""
+        """Record the head."""
         assert status == 200
         self.begun = True
 
     def write(self, piece: bytes) -> None:
-        """Some of the body."""
+        """Append a part of the body."""
         self.body += piece
 
     def end(self) -> None:
-        """It is whole."""
+        """End the body in order."""
         self.ended = True
 
     def abort(self) -> None:
-        """It breaks off without a word."""
+        """End the answer without an error event."""
         self.aborted = True

@@ -1,4 +1,4 @@
-"""What must hold of a fleet, beside each router's own invariants: of held requests, leases, turns of the loop, and at rest."""
+"""Invariants of a fleet, besides each router's own: of held requests, leases and turns of the event loop, and at rest."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pointsman.router.io.runtime import TICK_S
 from tests.support.virtual.network import Node
 from tests.support.virtual.store import NAME as REDIS
 
-# Longer than this, in s, no router may compute without a turn for others: it is the time between two renewals of a lease.
+# Maximum duration of a turn of a router, s. It is the interval between two renewals of a lease.
 LONGEST_TURN_S = 0.25
-# Of messages to and from Redis that were late within one lease: from so many s on a lease may be lost by them.
+# Sum of the delays of late messages to and from Redis within one lease, from which on the lease may be lost, s.
 LATE_S = 0.3
-# After the last fault every pool has an owner that places within so many s: an engine's agent and a router may have started only
-# then, and a pool may be handed over.
+# Maximum time from the last fault until every pool has an owner that places, s. An agent and a router may only have started at
+# the end of the fault, and a pool may be handed over.
 OWNED_WITHIN_S = 10.0
-# So much later than it is due may a tick be, in s.
+# Maximum delay of a tick, s.
 TICK_SLACK_S = 0.25
 # How long owners may take to read or rewrite their pools' sessions, s: a million of them, in pages of 128 with pauses for others,
 # takes up to 90 s, and two owners may do it one after the other (a router that returns gets its pools handed over).
@@ -29,42 +29,42 @@ PAGED_S = 240
 
 
 class InvariantViolation(AssertionError):
-    """Something that must hold does not."""
+    """An invariant of the fleet is violated."""
 
 
 class Disturbances:
-    """When what was disturbed from outside, so that leases may be lost; times in s on the loop's clock."""
+    """Records which nodes were disturbed from outside, and when: then leases may be lost. Times are in s of the loop's clock."""
 
     def __init__(self) -> None:
         self._times: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self.over_at = 0.0
-        """When the last of them ends."""
+        """When the last disturbance ends."""
 
     def note(self, name: str, for_s: float) -> None:
-        """A node, or Redis, is disturbed from now on."""
+        """Record that a node, or Redis, is disturbed for `for_s` from now on."""
         now = asyncio.get_running_loop().time()
         self._times[name].append((now, now + for_s))
         self.lasts(for_s)
 
     def lasts(self, for_s: float) -> None:
-        """Something that disturbs no lease lasts for so long."""
+        """Record that a fault which disturbs no lease lasts for `for_s`."""
         self.over_at = max(self.over_at, asyncio.get_running_loop().time() + for_s)
 
     def any(self, name: str, since: float, until: float) -> bool:
-        """Whether the node or Redis was disturbed between two moments."""
+        """Return whether the node or Redis was disturbed between two times."""
         return any(
             begins <= until and ends >= since for one in (name, REDIS) for begins, ends in self._times.get(one, ())
         )
 
 
 class LeaseWatch:
-    """Tells of each lease that a router lost, or let run out, though nothing kept it from renewing it but its own work."""
+    """Reports each lease that a router lost or let expire although no disturbance prevented the renewal, only its own work."""
 
     def __init__(self, lease_s: float, disturbances: Disturbances, violate: Callable[[str], None]) -> None:
         self._lease_s, self._disturbances, self._violate = lease_s, disturbances, violate
 
     def watch(self, node: Node, renewed: Any) -> Any:
-        """RedisStore._renewed of that node's store, watched."""
+        """Return `renewed`, the RedisStore._renewed of the node's store, with checks of the lease before and after."""
 
         async def watched(pool: Any, lease: Any, asked: float, *, rewrite: bool) -> None:
             loop = asyncio.get_running_loop()
@@ -78,14 +78,14 @@ class LeaseWatch:
         return watched
 
     def _excused(self, node: Node, held_until: float, now: float) -> bool:
-        """Whether the lease, which was given a lease before `held_until`, may be lost by `now`."""
+        """Return whether a lease that was valid until `held_until` may be lost by `now`: its node died or was disturbed."""
         given = held_until - self._lease_s
         late_s = sum(late_s for at, late_s in node.late if given - LATE_S <= at <= now)
         return not node.alive or late_s >= LATE_S or self._disturbances.any(node.name, given, now)
 
 
 def check_turn(node: Node, begun: float, seconds: float) -> str:
-    """What is wrong with a router's turn: "" or why."""
+    """Return what is wrong with a router's turn, or ""; record the turn in `node.blocked`. Mutates."""
     node.blocked.append((begun, begun + seconds))
     if seconds <= LONGEST_TURN_S:
         return ""
@@ -93,24 +93,29 @@ def check_turn(node: Node, begun: float, seconds: float) -> str:
 
 
 def check_tick(state: RouterState, node: Node, before: float, now: float) -> None:
-    """Time passes for a router, as it did at `before`: each time those of its held requests are answered whose time is over, so
-    that none is late but by a tick, and for as long as the router could not. Raises InvariantViolation."""
+    """Check the time from a router's last tick, `before`, to this one, `now`.
+
+    Each tick answers the held requests whose time has ended. Their answers may be late by one tick, TICK_SLACK_S, and the time in
+    which the router was stopped or computed. Raises InvariantViolation.
+    """
     late_s = now - before - TICK_S - TICK_SLACK_S
     if len(state.held_requests.queue) and late_s > 0.0 and late_s > _blocked_s(node, before, now):
         raise InvariantViolation(f"{node.name} answers held requests {late_s:.2f} s late")
 
 
 def check_held(state: RouterState, ticked_at: float, now: float) -> None:
-    """After time has passed: all whose time was over are answered, and nothing waits beside an instance that is idle and may be
-    placed on. Raises InvariantViolation."""
+    """Check a router's held requests after a tick. Raises InvariantViolation.
+
+    All whose time had ended are answered, and none waits for room while an instance that it may go to is idle.
+    """
     queue = state.held_requests.queue
-    # Ends that need a decision go a few at a time, with a pause after each few.
+    # Held requests whose time has ended and that need a decision are answered a few at a time, with a pause between.
     ends_go_on = state.held_requests._ends_due <= now + ENDS_PAUSE_S and now - ticked_at <= LONGEST_TURN_S
     for held in queue if len(queue) <= TRIES_ON_TICK else ():
         if held.answer_by <= ticked_at and not ends_go_on:
             raise InvariantViolation(f"held request {held.request.request_id} is not answered by its time")
         if not held.for_room:
-            continue  # as its policy asks
+            continue  # its policy holds it
         members = state.instances.members(held.pool, held.request.model)
         for snapshot in state.views._snapshots(members, now):
             one = snapshot.candidate
@@ -126,7 +131,7 @@ def _blocked_s(node: Node, since: float, until: float) -> float:
 
 
 async def check_owned(world: Any, models: tuple[str, ...]) -> None:
-    """After the last fault: every pool has an owner that places, in time. Raises InvariantViolation."""
+    """Wait until every pool has an owner that places. Raises InvariantViolation OWNED_WITHIN_S after the last fault."""
     loop = asyncio.get_running_loop()
     by = max(world.disturbances.over_at, loop.time()) + OWNED_WITHIN_S
     waiting = set(models)
@@ -146,7 +151,7 @@ def _places(router: Any, model: str, now: float) -> bool:
 
 
 async def check_at_rest(world: Any, models: tuple[str, ...]) -> None:
-    """Some time after all is well again and the last request has ended. Raises InvariantViolation."""
+    """Check that nothing is open, some time after the last fault and the last request. Raises InvariantViolation."""
     await _read_and_written(world)
     for gateway in world.gateways.values():
         assert gateway.client is not None
@@ -166,7 +171,7 @@ async def check_at_rest(world: Any, models: tuple[str, ...]) -> None:
 
 
 async def _read_and_written(world: Any) -> None:
-    """Wait for owners that still read or rewrite their pools' sessions, as long as they may."""
+    """Wait at most PAGED_S for owners that still read or rewrite their pools' sessions."""
     for _ in range(PAGED_S):
         pools = [pool for router in world.live_routers() for pool in router.store._pools.values()]
         if not any(pool.reading or pool.unwritten for pool in pools):
@@ -190,7 +195,7 @@ def _check_router(world: Any, router: Any) -> None:
 
 
 async def _check_circuits(world: Any) -> None:
-    """No instance stays excluded: where a circuit is open, its time ends, and the instance may be placed on."""
+    """Check that no instance stays excluded: after the time of its open circuit requests may be placed on it again."""
     loop = asyncio.get_running_loop()
     records = [record for router in world.live_routers() for record in router.state.instances.records()]
     left_s = max((record.circuit.until - loop.time() for record in records), default=0.0)

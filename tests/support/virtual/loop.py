@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer instead of waiting for it, and on which processes compute, stop and go on."""
+"""An event loop in virtual time: its clock jumps to the next timer, and processes on it can compute, stop and resume."""
 
 from __future__ import annotations
 
@@ -12,65 +12,66 @@ from contextvars import Context
 from types import SimpleNamespace
 from typing import Any
 
+# Wall-clock time at the loop's time 0, s.
 EPOCH = 1_800_000_000.0
-# Whose code something is. What has no owner never stops, and computes in no time.
+# Returns the owner of a context's code. Code without an owner is never stopped, and its computing takes no time.
 Owner = Callable[[Context], object]
-# An owner that computes for less than so long, in s, does not keep its next callback waiting: that one begins with its clock
-# ahead instead. A timer for each callback would take more CPU time than the callbacks do.
+# Minimum charge of a callback that makes its owner's next callback wait, s. After a smaller charge the next callback runs at
+# once, with its clock ahead. A timer for each callback would take more CPU time than the callbacks do.
 SHORTEST_TURN_S = 0.001
 
 _NETWORK = Context()
 
 
 class Deadlock(Exception):
-    """Nothing is ready, and nothing ever will be."""
+    """No callback is ready, and no timer is set."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Everything that runs on it sees only its own clock, in s, which begins at 1,000 and moves when all are waiting.
+    """An event loop with a virtual clock, in s, which starts at 1,000 and advances only when all tasks wait.
 
-    While an owner is stopped nothing of its own runs; what was due by then runs when it goes on, in its order. An owner whose
-    callback was charged for what it computes is busy for so long afterwards, and sees its clock go on within the callback.
+    While an owner is stopped none of its callbacks run; those that became ready meanwhile run in order when the owner resumes. An
+    owner whose callback was charged for CPU time is busy for that time afterwards. Its clock advances within the callback.
     """
 
     def __init__(self, owner_of: Owner = lambda _: None) -> None:
         self.now = 1_000.0
-        # By how much the clock of the callback that is running is ahead.
+        # How far the clock of the running callback is ahead of `now`, s.
         self._ahead = 0.0
         super().__init__(_JumpingSelector(self))
         self._ready: Any = _Ready(self, owner_of)
         self._stops: Counter[object] = Counter()
         self._busy_until: dict[object, float] = {}
         self.on_turn: Callable[[object, float, float], None] = lambda owner, begun, seconds: None
-        """Called with an owner, when it began to be busy, and for how long it is, in s: where that is SHORTEST_TURN_S or more."""
+        """Called after a charge of at least SHORTEST_TURN_S, with the owner, the start of its turn, and the charge, s."""
 
     def time(self) -> float:
-        """The moment, for the callback that is running."""
+        """Return the time as the running callback sees it, s."""
         return self.now + self._ahead
 
     def charge(self, seconds: float) -> None:
-        """The callback that is running computes for so long. Without an owner nothing is charged."""
+        """Charge the running callback's owner for `seconds` of CPU. Code without an owner is not charged."""
         if self._ready.owner is not None:
             self._ahead += seconds
 
     def stop_owner(self, owner: object) -> None:
-        """Nothing of it runs from now on, until it is resumed as often as it was stopped."""
+        """Stop an owner, until resume_owner() has been called as often as stop_owner()."""
         self._stops[owner] += 1
         self._ready.stopped.setdefault(owner, [])
 
     def resume_owner(self, owner: object) -> None:
-        """One stop is over."""
+        """End one stop of an owner."""
         self._stops[owner] -= 1
         if self._stops[owner] <= 0:
             self.release_owner(owner)
 
     def release_owner(self, owner: object) -> None:
-        """It runs again, however often it was stopped."""
+        """End all stops of an owner."""
         self._stops.pop(owner, None)
         self._ready.extend(self._ready.stopped.pop(owner, ()))
 
     def end(self) -> None:
-        """Cancel what is still running, and close."""
+        """Cancel all tasks, and close the loop."""
         for owner in list(self._ready.stopped):
             self.release_owner(owner)
         while tasks := asyncio.all_tasks(self):
@@ -80,13 +81,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.close()
 
     def begin_turn(self, owner: object) -> None:
-        """`owner` runs next."""
+        """Note that a callback of `owner` runs next."""
         self._ready.owner = owner
         if owner is not None and (until := self._busy_until.get(owner, 0.0)) > self.now:
             self._ahead = until - self.now
 
     def end_turn(self) -> None:
-        """What ran last has returned."""
+        """Account for the callback that ran last, which has returned."""
         owner, self._ready.owner = self._ready.owner, None
         if not self._ahead:
             return
@@ -103,7 +104,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Ready(deque[asyncio.Handle]):
-    """What is to run now. The loop takes one after the other from it, and passes over those that are cancelled."""
+    """The loop's queue of ready callbacks. Callbacks of stopped owners are put aside.
+
+    In place of such a callback the loop gets a cancelled handle, which it ignores.
+    """
 
     def __init__(self, loop: VirtualLoop, owner_of: Owner) -> None:
         super().__init__()
@@ -141,8 +145,10 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 @contextlib.contextmanager
 def virtual_clocks(loop: VirtualLoop, clock_offset_s: Callable[[], float] = lambda: 0.0) -> Iterator[None]:
-    """`time.time`, `time.monotonic` and `time.perf_counter` are the loop's inside the block, for the whole process; by
-    `clock_offset_s` the first is not as it should be where it is asked."""
+    """Replace `time.time`, `time.monotonic` and `time.perf_counter` by the loop's clock inside the block, for the whole process.
+
+    `clock_offset_s` returns the error of the wall clock (`time.time`) of the caller, s.
+    """
     real = time.monotonic, time.time, time.perf_counter
     time.monotonic = time.perf_counter = loop.time
     time.time = lambda: EPOCH + loop.time() + clock_offset_s()

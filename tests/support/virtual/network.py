@@ -1,4 +1,4 @@
-"""Nodes that can die, and gRPC between them: messages in order on each stream, late, held by a cut, lost with the stream."""
+"""Nodes that can die, and gRPC streams between them. Messages keep their order, and can be late, held by a cut, or lost."""
 
 from __future__ import annotations
 
@@ -16,51 +16,52 @@ import grpc.aio
 from pointsman.common.io.channel import END_OF_STREAM
 from tests.support.virtual.loop import VirtualLoop
 
-# How long a cut lasts before keepalive ends what crosses it, and how often a message is late, and by how much, in s.
+# Duration of a cut or stop after which keepalive ends the affected streams, s.
 KEEPALIVE_S = 8.0
+# Probability that a message is late, and the maximum by which it is late, s.
 LATE, LATE_S = 0.02, 0.3
 
 _node: ContextVar[Node] = ContextVar("node")
-# Where packets are that are on their way: whoever sent them may stop meanwhile.
+# Context of packets on their way. They belong to no node, so they arrive even if their sender stops.
 NETWORK_CONTEXT = Context()
 
 
 def here() -> Node:
-    """The node whose code is running."""
+    """Return the node whose code is running."""
     return _node.get()
 
 
 def owner_of(context: Context) -> Node | None:
-    """The node whose code runs in a context."""
+    """Return the node whose code runs in a context, or None."""
     return context.get(_node)
 
 
 def clock_offset_s() -> float:
-    """By how much the clock of the node whose code is running is wrong, in s."""
+    """Return the error of the wall clock of the node whose code is running, s."""
     node = _node.get(None)
     return node.clock_s if node is not None else 0.0
 
 
 class Node:
-    """One process: the tasks that it runs, and whether it lives."""
+    """One process: its tasks, and whether it is alive."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.alive = True
         self.clock_s = 0.0
-        """By how much its wall clock is wrong."""
+        """Error of the node's wall clock, s."""
         self.late: deque[tuple[float, float]] = deque(maxlen=100)
-        """When what it asked of Redis, or an answer, was late on the way, and by how much, in s."""
+        """Late messages between the node and Redis: the time of each, and by how much it was late, s."""
         self.blocked: deque[tuple[float, float]] = deque(maxlen=1_000)
-        """From when to when it was stopped, or computed."""
-        self.tasks: dict[asyncio.Task[Any], None] = {}  # in the order of their coming
+        """Periods in which the node was stopped or computed: begin and end, s."""
+        self.tasks: dict[asyncio.Task[Any], None] = {}  # a dict for its order
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run `work` as this node's; so is whatever it starts."""
+        """Run `work` as this node's task. Tasks that it starts are this node's, too."""
         return self.spawn_on(asyncio.get_running_loop(), work)
 
     def spawn_on(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """The same on a loop that does not run yet."""
+        """Like spawn(), on a loop that does not run yet."""
         before = _node.set(self)
         try:
             task = loop.create_task(work)
@@ -70,13 +71,13 @@ class Node:
             _node.reset(before)
 
     def _done(self, task: asyncio.Task[Any]) -> None:
-        # Nothing that a node is told to do ends by a fault, whether somebody waits for it or not.
+        # No task of a node may fail, even if no other task awaits it.
         if self.alive and not task.cancelled() and (error := task.exception()) is not None:
             task.get_loop().call_exception_handler({"message": f"a fault in {self.name}", "exception": error})
 
 
 def track_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Have every new task counted as one of the node that starts it."""
+    """Make the loop add every new task to the tasks of the node that starts it."""
 
     def make(loop: asyncio.AbstractEventLoop, work: Any, **more: Any) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **more)
@@ -90,7 +91,7 @@ def track_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 @dataclass(slots=True)
 class Ended:
-    """The last thing in a pipe: the other side is done (OK), or the stream broke."""
+    """The last item of a pipe: the other side has finished (OK), or the stream broke."""
 
     code: grpc.StatusCode = grpc.StatusCode.OK
     details: str = ""
@@ -109,29 +110,29 @@ class Pipe:
         self._closed = False
 
     def put(self, item: bytes | Ended) -> None:
-        """Send; what a dead node sends goes nowhere."""
+        """Send an item. Items of a dead node are dropped."""
         if self._closed or not self.sender.alive:
             return
         loop = asyncio.get_running_loop()
-        # Timers of one moment come in any order.
+        # Timers with equal times can fire in any order, so each time is later than the one before.
         self._latest = max(self._latest + 1e-6, loop.time() + self._network.delay_s())
         loop.call_at(self._latest, self._arrive, item, context=NETWORK_CONTEXT)
 
     def end(self, ended: Ended) -> None:
-        """Nothing that is still on its way arrives."""
+        """Close the pipe with `ended`; items on their way are dropped."""
         if not self._closed:
             self._closed = True
             self.held.clear()
             self._give(ended)
 
     def flush(self) -> None:
-        """The way is free again."""
+        """Deliver what a cut has held."""
         held, self.held = self.held, []
         for item in held:
             self._arrive(item)
 
     async def get(self) -> bytes | Ended:
-        """The next item; the end again and again."""
+        """Return the next item. After the end, each call returns the end."""
         while not self._there:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
@@ -153,14 +154,14 @@ class Pipe:
 
 @dataclass(slots=True)
 class Method:
-    """What a server does for one stream."""
+    """A server's handler of one stream, and the parser of its messages."""
 
     run: Callable[[Any, Any], Coroutine[Any, Any, None]]
     parse: Callable[[bytes], Any]
 
 
 class Call:
-    """A client's end of one stream, with the shape of grpc.aio's."""
+    """A client's end of one stream, with the interface of grpc.aio's."""
 
     keeps_alive = True
 
@@ -179,7 +180,7 @@ class Call:
             )
 
     async def read(self) -> Any:
-        """The next message, or the mark of the end. Raises AioRpcError."""
+        """Return the next message, or END_OF_STREAM. Raises AioRpcError if the stream broke."""
         item = await self._down.get()
         if isinstance(item, Ended):
             self._status = self._status or item
@@ -189,17 +190,17 @@ class Call:
         return self._parse(item)
 
     async def write(self, message: Any) -> None:
-        """Send one. Raises AioRpcError."""
+        """Send a message. Raises AioRpcError if the stream has ended."""
         if self._status is not None:
             raise self._error()
         self._up.put(self._serialise(message))
 
     async def done_writing(self) -> None:
-        """Nothing follows."""
+        """End the client's direction."""
         self._up.put(Ended())
 
     def cancel(self) -> bool:
-        """Give the stream up."""
+        """Cancel the stream; return whether it was still open."""
         if self._status is not None:
             return False
         self._status = Ended(grpc.StatusCode.CANCELLED, "cancelled")
@@ -209,15 +210,15 @@ class Call:
         return True
 
     async def code(self) -> grpc.StatusCode:
-        """How it ended."""
+        """Return the status code with which the stream ended."""
         return self._status.code if self._status is not None else grpc.StatusCode.UNKNOWN
 
     async def details(self) -> str:
-        """In words."""
+        """Return the text of the status."""
         return self._status.details if self._status is not None else ""
 
     def lose(self) -> None:
-        """Neither end hears of the other any more, and each of them is told so."""
+        """Break the stream; both ends are notified."""
         self._network.calls.pop(self, None)
         lost = Ended(grpc.StatusCode.UNAVAILABLE, "connection lost")
         if self.client.alive:
@@ -226,7 +227,7 @@ class Call:
         self._leave()
 
     def flush(self) -> None:
-        """Let what a cut has held arrive."""
+        """Deliver what a cut has held, in both directions."""
         self._up.flush()
         self._down.flush()
 
@@ -284,31 +285,31 @@ class _Context:
         return ()
 
     def auth_context(self) -> dict[str, list[bytes]]:
-        """Nobody shows a certificate here."""
+        """Return no certificate: virtual clients have none."""
         return {}
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
         raise _Aborted(Ended(code, details))
 
     async def abort_with_status(self, status: Any) -> None:
-        """What the status has beside its code and text is not carried."""
+        """Abort with the code and text of `status`; its other fields are dropped."""
         await self.abort(status.code, status.details)
 
 
 class Channel:
-    """What a node dials an address by."""
+    """A channel from the running node to an address."""
 
     def __init__(self, network: Network, address: str) -> None:
         self._network, self._address = network, address
 
     def stream_stream(self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
-        """A stub's method."""
+        """Return the function that opens a stream, for a stub."""
         return lambda *_, **__: Call(
             self._network, here(), self._address, path, request_serializer, response_deserializer
         )
 
     def unary_unary(self, path: str, **_: Any) -> Any:
-        """None is asked for here."""
+        """Return None: virtual nodes make no unary calls."""
         return None
 
     unary_stream = unary_unary
@@ -327,20 +328,20 @@ class Channel:
 
 @dataclass
 class Network:
-    """Who listens where, the streams that are open, and which pairs of nodes cannot reach each other."""
+    """The listening nodes by address, the open streams, and the pairs of nodes that cannot reach each other."""
 
     rng: random.Random
-    calls: dict[Any, None] = field(default_factory=dict)  # and connections over HTTP
+    calls: dict[Any, None] = field(default_factory=dict)  # gRPC streams and HTTP connections
     _nodes: dict[str, Node] = field(default_factory=dict)
     _methods: dict[str, dict[str, Method]] = field(default_factory=dict)
     _cuts: dict[frozenset[str], int] = field(default_factory=dict)
 
     def listen(self, address: str, node: Node, methods: dict[str, Method]) -> None:
-        """`node` serves these paths at `address` from now on."""
+        """Make `node` serve these paths at `address` from now on."""
         self._nodes[address], self._methods[address] = node, methods
 
     def at(self, address: str) -> Node:
-        """Who listens there, or a node that never lived."""
+        """Return the node that listens at an address, or a new dead node."""
         found = self._nodes.get(address)
         if found is None:
             found = Node(address)
@@ -348,20 +349,20 @@ class Network:
         return found
 
     def served(self, address: str, path: str) -> Method | None:
-        """What answers there."""
+        """Return the method that serves a path at an address, or None."""
         return self._methods.get(address, {}).get(path)
 
     def delay_s(self) -> float:
-        """How long a message takes."""
+        """Draw the delay of a message, s."""
         late = self.rng.uniform(0, LATE_S) if self.rng.random() < LATE else 0.0
         return self.rng.uniform(0.0002, 0.003) + late
 
     def is_cut(self, one: str, other: str) -> bool:
-        """Whether nothing passes between two nodes."""
+        """Return whether two nodes cannot reach each other."""
         return frozenset((one, other)) in self._cuts
 
     def cut(self, one: str, other: str, for_s: float) -> None:
-        """Nothing passes between two nodes for so long, in either direction."""
+        """Cut two nodes off from each other for `for_s`, in both directions. Messages are held until the end of the cut."""
         pair, loop = frozenset((one, other)), asyncio.get_running_loop()
         self._cuts[pair] = self._cuts.get(pair, 0) + 1
         if for_s > KEEPALIVE_S:
@@ -369,8 +370,10 @@ class Network:
         loop.call_later(for_s, self._heal, pair)
 
     def stop(self, node: Node, for_s: float) -> None:
-        """The node does nothing for so long, and goes on then with what has come meanwhile. Others take its connections for
-        dead when they have had no answer on them for the time of a keepalive."""
+        """Stop a node for `for_s`; then it resumes with what has arrived meanwhile.
+
+        After KEEPALIVE_S without an answer the other ends treat the node's streams as broken.
+        """
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         loop.stop_owner(node)
@@ -384,7 +387,7 @@ class Network:
             call.lose()
 
     def kill(self, node: Node) -> None:
-        """The node is gone at once; those that it spoke with notice it when a packet of theirs is answered by nobody."""
+        """Kill a node. The other ends of its streams notice after the delay of a message."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         loop.release_owner(node)

@@ -1,4 +1,4 @@
-"""Routers of a virtual fleet: their own code, charged for what it computes and looked into after every event."""
+"""Routers of a virtual fleet: the router's own code, charged for its CPU time and checked after every event."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from pointsman.router.v1 import placement_pb2
 from tests.support.virtual import invariants
 from tests.support.virtual.network import Method, Node
 
+# Duration of a pool owner's lease, s.
 LEASE_S = 1.0
-# So that a fleet this small slices, holds, and offloads.
+# Policy settings with which a fleet of this size slices, holds and offloads.
 SETTINGS: dict[str, dict[str, float | bool | str]] = {
     "foresight": {"slice_factor": 0.5, "slice_min_tokens": 64.0, "light_factor": 0.5},
     "elastic": {"heavy_new_tokens": 32.0, "throughput": 500.0},
@@ -26,7 +27,7 @@ SETTINGS: dict[str, dict[str, float | bool | str]] = {
 
 
 class CheckedRouter(Router):
-    """A router that is charged for every event, and looked into after it."""
+    """A router that is charged for every event, and whose invariants are checked after the event."""
 
     def __init__(self, settings: RouterSettings, world: Any, node: Node) -> None:
         super().__init__(settings)
@@ -36,7 +37,7 @@ class CheckedRouter(Router):
         store._renewed = world.leases.watch(node, store._renewed)
 
     def submit(self, event: ev.Event) -> list[ev.Effect]:
-        """As ever."""
+        """Handle an event as Router does, with charge and checks."""
         passes = isinstance(event, ev.Tick)
         if passes:
             before, self._ticked_at = self._ticked_at, time.monotonic()
@@ -51,7 +52,7 @@ class CheckedRouter(Router):
 
 
 class RouterNode:
-    """One router process after another at one address."""
+    """The router processes that run one after the other at one address."""
 
     def __init__(self, world: Any, address: str) -> None:
         self._world, self._address = world, address
@@ -61,7 +62,7 @@ class RouterNode:
         self.router: CheckedRouter | None = None
 
     def start(self) -> None:
-        """A new process."""
+        """Start a new process."""
         self._lives += 1
         self.node = Node(self._address)
         self._task = self.node.spawn(self._run())
@@ -94,7 +95,7 @@ class RouterNode:
         await router.run()
 
     async def stop(self) -> None:
-        """Go in order, as a rollout has it."""
+        """Stop in order, as in a rollout."""
         router, self.router = self.router, None
         assert self._task is not None
         assert router is not None
@@ -107,10 +108,10 @@ class RouterNode:
 
     @property
     def up(self) -> bool:
-        """Whether it runs, and is not about to stop."""
+        """Whether the router runs, and is not stopping."""
         return self.router is not None
 
     def kill(self) -> None:
-        """Go at once."""
+        """Kill the process."""
         self.router = None
         self._world.network.kill(self.node)

@@ -1,4 +1,4 @@
-"""One seed's run: a fleet starts, things happen to it while it serves, all is well again, and then nothing may be left."""
+"""One seed's run: a fleet starts, faults occur while it serves, they end, and at the end nothing may be open."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from tests.support.virtual.loop import VirtualLoop, virtual_clocks
 from tests.support.virtual.network import clock_offset_s, owner_of, track_tasks
 from tests.support.virtual.world import BROKEN_OFF, MODELS, NONE, World
 
-# In s of virtual time.
+# Durations in virtual time, s: until the fleet is up; of faults; mean between two faults; longest fault; load after the longest
+# fault; from the last answer until the fleet must be at rest.
 START_S, TROUBLE_S, EVERY_S, LONGEST_S, RECOVER_S, REST_S = 6.0, 20.0, 1.5, 10.0, 8.0, 16.0
 
-# What befalls a fleet, and how it is told.
+# Causes faults, and describes each by the function that it is given.
 Trouble = Callable[[World, Callable[[str], None]], Awaitable[None]]
 
-# Of answers in bad times. Every error is one after which clients try again.
+# Allowed statuses of answers while faults occur. After each of the errors clients may retry.
 STATUSES = {NONE, BROKEN_OFF, 200, 429, 502, 503, 504}
 
 
 @dataclass
 class Run:
-    """What a seed came to."""
+    """Result of one seed."""
 
     seed: int
     failure: str = ""
@@ -38,8 +39,11 @@ class Run:
 
 
 def run(seed: int, declared: Declared | None = None, policy: str = "", trouble: Trouble | None = None) -> Run:
-    """Run one seed; never raises for what it finds. It draws the size that its fleet stands for, the policy and the faults,
-    where they are not given: `trouble` does to the fleet what it likes, and returns when all is about to be well."""
+    """Run one seed and return its result; a failure is in the result, not raised.
+
+    The seed draws the size that its fleet stands for, the policy and the faults, unless they are given. `trouble` causes the
+    faults, and returns when all have ended or will end soon.
+    """
     result = Run(seed)
     random.seed(seed)
     loop = new_loop()
@@ -52,14 +56,14 @@ def run(seed: int, declared: Declared | None = None, policy: str = "", trouble: 
 
 
 def new_loop() -> VirtualLoop:
-    """A loop whose tasks belong to nodes."""
+    """Return a loop whose tasks belong to nodes."""
     loop = VirtualLoop(owner_of)
     track_tasks(loop)
     return loop
 
 
 def watch(loop: VirtualLoop, result: Run, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`, and note the first thing that goes wrong anywhere."""
+    """Run `work`, and note in `result` the first error: an exception, a failed task, or a log event of level error or above."""
 
     def fault(_: object, context: dict[str, Any]) -> None:
         result.failure = result.failure or f"{context['message']}: {context.get('exception')!r}"
@@ -74,7 +78,7 @@ def watch(loop: VirtualLoop, result: Run, work: Coroutine[Any, Any, None]) -> No
     structlog.configure(processors=[note], cache_logger_on_first_use=False)
     try:
         loop.run_until_complete(work)
-    except Exception as error:  # whatever it is, it is this seed's finding
+    except Exception as error:  # any exception is a finding of this seed
         result.failure = result.failure or f"{type(error).__name__}: {error}"
     finally:
         structlog.configure(**logging_before)
@@ -89,7 +93,7 @@ async def _live(rng: random.Random, result: Run, declared: Declared | None, poli
 
 
 async def story(world: World, result: Run, trouble: Trouble) -> None:
-    """What befalls a fleet that is up, until nothing may be left of it. Raises InvariantViolation."""
+    """Run load and faults on a fleet that is up, and check that nothing stays open. Raises InvariantViolation."""
     loop = asyncio.get_running_loop()
 
     def tell(what: str) -> None:
@@ -115,7 +119,7 @@ async def story(world: World, result: Run, trouble: Trouble) -> None:
 
 
 async def any_faults(world: World, tell: Callable[[str], None]) -> None:
-    """One fault after the other, as the world's random numbers have it."""
+    """Cause one fault after the other, drawn from the world's random numbers."""
     loop, rng = asyncio.get_running_loop(), world.rng
     until = loop.time() + TROUBLE_S
     while loop.time() < until:

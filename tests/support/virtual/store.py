@@ -1,4 +1,4 @@
-"""A Redis that runs the routers' own scripts, and clients of it whose way there can be slow, cut, or lose a reply."""
+"""A simulated Redis that runs the routers' own scripts, and its clients, whose connections can be slow, cut, or lose replies."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ from tests.support.virtual.loop import EPOCH
 from tests.support.virtual.network import NETWORK_CONTEXT, Network, here
 
 NAME = "redis"
-# Of commands in bad times: the reply comes too late, and half of these are carried out only after that.
+# Probability that a command to a flaky Redis has no reply before its timeout. Half of these commands are carried out late.
 LOST_REPLIES = 0.3
-# When the last of these is carried out, in s.
+# Maximum delay of a command that is carried out late, s.
 LATEST_S = 2.0
-# Fields of a hash that one HSCAN tells.
+# Number of fields of a hash that one HSCAN returns.
 PAGE = 3
-# A hash of so many has been prebuilt, and is told in as many as it is asked for.
+# Minimum number of fields of a hash that counts as prebuilt. HSCAN returns pages of its real size (COUNT) of such a hash.
 MANY_FIELDS = 1_000
-# Of a message that is not late, in s.
+# Maximum delay of a message that is not late, s.
 SHORT_DELAY_S = 0.01
 
 
 class VirtualRedis:
-    """The data, and the commands that the scripts use. Times in ms of the virtual clock."""
+    """The data of a Redis, and the commands that the scripts use. Expiry times are in ms of Redis' wall clock."""
 
     def __init__(self) -> None:
         self.down = False
         self.flaky = False
         self.stopped_until = 0.0
         self.busy_until = 0.0
-        """When what it has been asked is done: it does one thing after the other."""
+        """When the commands so far are done, s. Redis carries out one command after the other."""
         self.clock_s = 0.0
-        """By how much its wall clock is wrong."""
+        """Error of Redis' wall clock, s."""
         self._values: dict[str, Any] = {}
         self._expiry: dict[str, float] = {}
-        # Of a sorted set: no score is lower.
+        # Sorted set -> lower bound of its scores.
         self._least: dict[str, float] = {}
         self._scripts: dict[str, Callable[[Any, Any], Any]] = {}
         self._lua = lupa.LuaRuntime()
 
     def wipe(self) -> None:
-        """Forget everything, as a Redis without persistence does."""
+        """Delete all data, as a restart without persistence does."""
         self._values.clear()
         self._expiry.clear()
 
     def run(self, script: str, keys: Sequence[str], args: Sequence[object]) -> Any:
-        """Run a script; its answer as redis-py gives it."""
+        """Run a Lua script; return its result as redis-py does."""
         if script not in self._scripts:
             self._scripts[script] = self._lua.execute(
                 "local call, decode, sha1hex = ... ; return function(KEYS, ARGV) "
@@ -70,18 +70,18 @@ class VirtualRedis:
         return self._plain(answer)
 
     def prebuild(self, pool: str, sessions: Mapping[str, str]) -> None:
-        """Have it know these sessions of a pool, and their owners, for an hour."""
+        """Add sessions of a pool, with their owners, that expire in an hour."""
         key = f"pointsman:{{default:{pool}}}:affinity"
         for session, owner in sessions.items():
             self._hset(key, session, owner)
             self._zadd(f"{key}_expiry", str((self._now() + 3_600.0) * 1e3), session)
 
     def hash(self, key: str) -> dict[str, str]:
-        """A hash as it is."""
+        """Return a copy of a hash; empty if there is none."""
         return dict(self._live(key) or {})
 
     def fields(self, key: str) -> dict[str, str]:
-        """A hash itself, not to be changed."""
+        """Return a hash without a copy. The caller must not change the hash."""
         return self._live(key) or {}
 
     def _table(self, value: Any) -> Any:
@@ -181,8 +181,10 @@ class VirtualRedis:
 
 
 class Client:
-    """What RedisStore needs of redis-py's client. Belongs to the node that made it, which is charged for what it reads; `charges`
-    None: nothing is."""
+    """The part of redis-py's client that RedisStore uses, for the node that created it.
+
+    `charges`: charges Redis for its work, and the node for reading replies (None: no charges).
+    """
 
     def __init__(self, network: Network, store: VirtualRedis, timeout_s: float, charges: Charges | None = None) -> None:
         self._network, self._store, self._timeout_s = network, store, timeout_s
@@ -191,7 +193,7 @@ class Client:
         self._node = here()
 
     def register_script(self, script: str) -> Callable[..., Awaitable[Any]]:
-        """A script that can be called."""
+        """Return a function that runs the script."""
 
         async def call(keys: Sequence[str], args: Sequence[object]) -> Any:
             changes = self._charges.changes(args) if self._charges is not None else 0.0
@@ -200,18 +202,20 @@ class Client:
         return call
 
     async def hscan(self, key: str, cursor: int, count: int) -> tuple[int, dict[str, str]]:
-        """A page of a hash, and where the next one begins; 0 after the last. Pages are short, whatever `count` says,
-        but those of a prebuilt fleet."""
+        """Return the cursor of the next page (0 after the last) and a page of a hash.
+
+        Pages have PAGE fields whatever `count` is, except in the hashes of a prebuilt fleet.
+        """
 
         def page() -> tuple[int, dict[str, str]]:
-            # By a number of each field that no other changes, as a hash table's scan does.
+            # Ordered by a hash of the field's name, as a scan of a hash table: a change of other fields does not move a field.
             fields = sorted((zlib.crc32(name.encode()), name, value) for name, value in self._store.hash(key).items())
             rest = [one for one in fields if one[0] >= cursor]
             nxt = rest[PAGE][0] if len(rest) > PAGE else 0
             return nxt, {name: value for number, name, value in rest if not nxt or number < nxt}
 
         def long_page() -> tuple[int, dict[str, str]]:
-            # Of a hash too large to be ordered for each page.
+            # A page of a large hash, which is sorted only for its first page.
             if not cursor:
                 self._scans[key] = sorted((zlib.crc32(name.encode()), name) for name in self._store.fields(key))
             ordered, fields = self._scans[key], self._store.fields(key)
@@ -225,12 +229,12 @@ class Client:
         return found
 
     async def hgetall(self, key: str) -> dict[str, str]:
-        """A whole hash."""
+        """Return a whole hash."""
         found: dict[str, str] = await self._ask(lambda: self._store.hash(key))
         return found
 
     async def aclose(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is no connection to close."""
 
     async def _ask(self, command: Callable[[], Any], changes: float = 0.0) -> Any:
         rng, loop = self._network.rng, asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""A fleet of two pools, two routers, two gateways and two agents, with requests coming in, and what must hold of it."""
+"""A fleet of two pools, two routers, two gateways and at least two agents, and clients that check their answers."""
 
 from __future__ import annotations
 
@@ -47,16 +47,17 @@ from tests.support.virtual.routers import LEASE_S, CheckedRouter, RouterNode
 MODELS = ("m", "n")
 ROUTERS = ("r0:1", "r1:1")
 ENGINES_OF_AGENT = 8
+# Timeouts of the gateways, s.
 DEADLINES = RequestTimeouts(placement_s=10.0, prefill_s=6.0, first_byte_s=6.0, transfer_s=6.0, max_retries=2)
-# Whatever happens, a request is over by then: three attempts, each of them a placement, the slices of a prompt and the answer.
+# Maximum duration of a request, s: three attempts, each with a placement, the slices of a prompt and the answer.
 ANSWERED_WITHIN_S = 150.0
 POLICIES = ("unified", "foresight", "lmetric", "round_robin", "elastic")
-# Of an answer that was broken off, and of one that nobody waits for.
+# Statuses of an answer that was broken off, and of one that its client did not wait for.
 BROKEN_OFF, NONE = 1, 0
 
 
 class GatewayNode:
-    """One gateway process after another, and the requests that clients send it."""
+    """The gateway processes that run one after the other, and the requests that clients send them."""
 
     def __init__(self, world: World, name: str) -> None:
         self._world, self.name = world, name
@@ -67,7 +68,7 @@ class GatewayNode:
         self._states: dict[str, PoolState] = {}
 
     def start(self) -> None:
-        """A new process."""
+        """Start a new process."""
         self.node = Node(self.name)
         self.node.spawn(self._run())
 
@@ -100,11 +101,11 @@ class GatewayNode:
 
     @property
     def up(self) -> bool:
-        """Whether it runs."""
+        """Whether the gateway runs."""
         return self.client is not None
 
     def kill(self) -> None:
-        """Go at once; whoever waits for an answer sees the connection break."""
+        """Kill the process; clients that wait for an answer see their connections break."""
         self.client = None
         self._world.network.kill(self.node)
 
@@ -112,8 +113,11 @@ class GatewayNode:
         self._states = {pool.model: PoolState(pool) for pool in pools}
 
     async def ask(self, leaves_after_s: float = 0.0, needs_within_s: float = 0.0) -> int:
-        """A request of a client that perhaps leaves, or needs the first token soon; the status of its answer, 0 where there was
-        none."""
+        """Send a client's request; return the status of its answer, NONE if there was none.
+
+        `leaves_after_s`: the client disconnects then (0: it stays). `needs_within_s`: TTFT deadline (0: none). Raises
+        InvariantViolation if there is no answer after ANSWERED_WITHIN_S.
+        """
         rng = self._world.rng
         self._sent += 1
         model, tokens, session = self._world.prompt()
@@ -146,7 +150,7 @@ class GatewayNode:
             max_output_tokens=output,
             sliceable_tokens=len(tokens),
             tenant=self._world.rng.choice("ab") if not session else "a",
-            # 4: a class of a newer gateway.
+            # 4 is a class that only a newer gateway could send.
             priority=self._world.rng.randrange(5),  # type: ignore[arg-type]
             weight=self._world.rng.randrange(4),
         )
@@ -178,7 +182,7 @@ class GatewayNode:
 
 
 class World:
-    """All of it. Belongs to the running loop."""
+    """The whole fleet on the running event loop."""
 
     def __init__(
         self,
@@ -189,16 +193,18 @@ class World:
         engines: int = 4,
         capacity_blocks: int = CAPACITY_BLOCKS,
     ) -> None:
-        """A fleet of so many engines that stands for one of `declared` size, placed by `policy` (empty: one that is drawn, as is
-        whether many requests may wait or few)."""
+        """Build a fleet of `engines` engines that stands for one of `declared` size, placed by `policy`.
+
+        An empty `policy` is drawn, and so is the size of the hold queue.
+        """
         self.rng = rng
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         loop.on_turn = self._turned
         self.violations: list[str] = []
-        """What invariants were found broken outside any router's own code."""
+        """Violated invariants that were found outside the routers' own code."""
         self.checks_all = True
-        """Whether all that routers know is looked at after every event."""
+        """Whether the routers' own invariants are checked after every event."""
         self.disturbances = Disturbances()
         self.leases = LeaseWatch(LEASE_S, self.disturbances, self.violations.append)
         self.network = Network(rng)
@@ -229,7 +235,7 @@ class World:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Everything is started inside the block."""
+        """Run the fleet inside the block: start all nodes, and kill them at the end."""
 
         def from_url(url: str, *, socket_timeout: float, **_: Any) -> virtual_store.Client:
             return virtual_store.Client(self.network, self.redis, socket_timeout, self.charges)
@@ -252,7 +258,7 @@ class World:
                 self.network.kill(one.node)
 
     def live_routers(self) -> list[CheckedRouter]:
-        """The routers that run."""
+        """Return the routers that run."""
         return [node.router for node in self.routers.values() if node.router is not None]
 
     def _turned(self, owner: object, begun: float, seconds: float) -> None:
@@ -262,7 +268,7 @@ class World:
                 self.violations.append(wrong)
 
     def prompt(self) -> tuple[str, list[int], str]:
-        """A model, a prompt that shares its beginning with others, and its session."""
+        """Draw a model, a prompt that shares its beginning with others, and its session."""
         at = self.rng.randrange(len(self._texts))
         length = self.rng.randint(20, 320)
         own = self.rng.random() < 0.3
@@ -270,7 +276,7 @@ class World:
         return MODELS[at % 2], tokens, "" if own else f"s{at}"
 
     async def load(self, until: float) -> None:
-        """Requests from clients until that moment, some of whom leave; returns when all have their answers."""
+        """Send clients' requests until `until`; return when all are answered. Some clients leave early, some have deadlines."""
         loop = asyncio.get_running_loop()
         asking: set[asyncio.Task[int]] = set()
         while loop.time() < until:
@@ -284,7 +290,7 @@ class World:
 
 
 def _streamed(request_id: str, writer: ResponseWriter, output: int) -> int:
-    """200 for a stream that is whole, BROKEN_OFF for one that told of its failure. Raises InvariantViolation for any other."""
+    """Return 200 for a whole stream, BROKEN_OFF for one that reported its failure. Raises InvariantViolation for any other."""
     events = writer.body.decode().split("\n\n")[:-1]
     tokens, done = sum('"text"' in event for event in events), events.count("data: [DONE]")
     failed = [event for event in events if '"error"' in event]

@@ -1,4 +1,4 @@
-"""The shadow against a model that keeps every physical block in a list and recomputes everything."""
+"""CachedBlocks against a model that keeps every physical block in a list and recomputes everything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.kv_events import BLOCK, MODEL, PER_BLOCK, hash_of, pairs_of, 
 
 
 class Replica:
-    """What a router makes of the deltas: it insists that they are exact."""
+    """A router's copy of the keys, built from deltas; it asserts that each delta is exact."""
 
     def __init__(self) -> None:
         self.pairs: set[tuple[int, int]] = set()
@@ -52,7 +52,7 @@ def held_at(path: tuple[int, ...], place: BlockLocation) -> tuple[tuple[int, ...
     return path, (place[0] or "GPU").upper(), place[1]
 
 
-# Clears are rare: a machine that forgets all the time never meets a block that is held twice.
+# Clears are rare: with frequent clears, hardly any block would be held twice.
 KINDS = st.sampled_from(["store"] * 8 + ["remove"] * 6 + ["placeholder"] * 2 + ["clear"])
 OPERATIONS = st.lists(st.tuples(KINDS, PATHS, st.integers(0, 3), PLACES), min_size=1, max_size=6)
 
@@ -224,7 +224,7 @@ def test_blocks_that_are_no_multiple_of_a_key_are_left_out(cached_blocks: Cached
 
 
 def test_masked_blocks_are_left_out(cached_blocks: CachedBlocks) -> None:
-    """With sliding windows vLLM names fewer hashes than the tokens have blocks: which are whose cannot be told."""
+    """With sliding windows vLLM sends fewer hashes than the tokens have blocks, so hashes cannot be assigned to blocks."""
     event = store((1, 2, 3))
     event.block_hashes.pop(1)
     cached_blocks.apply([event])
@@ -249,7 +249,7 @@ def test_the_ring_is_bounded(cached_blocks: CachedBlocks) -> None:
 
 
 def test_the_wire_format_is_vllms() -> None:
-    """As vllm 0.32 encodes it: maps tagged `type`, defaults left out, fields unknown here ignored."""
+    """As vllm 0.32 encodes it: maps tagged `type`, without default values; unknown fields are ignored."""
     payload = msgspec.msgpack.encode(
         [
             1.5,

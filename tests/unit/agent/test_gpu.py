@@ -13,7 +13,7 @@ from pointsman.agent.io.gpu import GpuSampler
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Device 0 tells everything; device 1 (a MIG parent, say) has no utilisation."""
+    """Device 0 reports all values; device 1 (for example a MIG parent) has no utilisation."""
 
     def utilisation(handle: int) -> Any:
         if handle == 1:

@@ -1,4 +1,4 @@
-"""Live KV events from a socket that is looked after in the very moment in which something comes."""
+"""A live KV event that arrives at the moment at which the subscriber's wait for it times out."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PATIENCE_S = 0.05
 
 
 class LateSocket:
-    """A SUB socket: its first message and the end of the subscriber's patience meet in one turn of the loop."""
+    """A SUB socket whose first message arrives in the same turn of the event loop as the subscriber's timeout."""
 
     def __init__(self) -> None:
         self.asked = 0
 
     def connect(self, *_: object, **__: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     setsockopt = subscribe = close = connect
 
@@ -35,7 +35,7 @@ class LateSocket:
         if self.asked == 1:
             payload = msgspec.msgpack.encode([0.0, [store((1,))], 0])
             loop.call_later(PATIENCE_S * 0.9, coming.set_result, [b"", (0).to_bytes(8, "big"), payload])
-            # The loop is late, as on a busy machine.
+            # Block the event loop, as on a busy machine.
             loop.call_later(PATIENCE_S * 0.5, time.sleep, PATIENCE_S)
         return coming
 
@@ -50,7 +50,7 @@ class Context:
 async def test_no_message_is_lost_that_comes_as_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_subscriber, "FIRST_TAIL_CHECK_S", PATIENCE_S)
     blocks, changed = CachedBlocks("tiny"), asyncio.Event()
-    # Without a replay socket nobody tells it again.
+    # Without a replay socket a lost message is not sent again.
     subscriber = KvSubscriber(Context(), KvEventSource("inproc://events"), blocks, changed.set)  # type: ignore[arg-type]
     assert await subscriber.start()
     running = asyncio.create_task(subscriber.run())

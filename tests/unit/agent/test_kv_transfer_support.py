@@ -1,4 +1,4 @@
-"""How an engine passes KV on: what it announces, what the operator says, and what comes of both."""
+"""How an engine transfers KV, from what it announces and what the operator configures."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_engine_knows_its_protocol_and_role() -> None:
     ],
 )
 def test_an_engine_that_announces_nothing_is_what_the_operator_says(url: str, expected: pb.KvTransfer | None) -> None:
-    """Never with both requests at once."""
+    """The two requests of a transfer are never sent at once to such an engine."""
     assert kv_transfer(parse_engine_address(url), {}, "auto") == expected
 
 

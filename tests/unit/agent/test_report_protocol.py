@@ -78,7 +78,7 @@ def welcome(resume: int | None = None) -> pb.ReportResponse:
 
 
 class ReportMachine(RuleBasedStateMachine):
-    """A shadow that changes, a stream that is read a few messages at a time, resyncs, and streams that break."""
+    """Cached blocks that change, a stream that is read a few messages at a time, resyncs, and streams that break."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def test_a_chunk_of_a_snapshot_holds_a_routers_loop_for_some_milliseconds_at_mos
     while (message := stream.next_message(0.0)) is not None and not message.HasField("snapshot_end"):
         sizes.append(len(message.snapshot_chunk.keys))
     assert sum(sizes) == 10_000
-    # The router takes about a microsecond for each, whatever else it has to do.
+    # The router needs about a microsecond for each key of a message, and other work waits meanwhile.
     assert max(sizes) <= 4_096
 
 

@@ -33,7 +33,7 @@ def test_an_unknown_policy_is_told() -> None:
 def test_the_same_draws_are_placed_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "unified:6:knee:2")
     small = {figure.metric: figure for figure in first_choice()}
-    # All of so small a pool are looked at, with or without.
+    # In so small a pool all candidates are considered, with or without a first choice.
     assert {figure.ratio for figure in small.values()} == {1.0}
     assert "paired ratio 1.000, 1.000 to 1.000 (2 draws of" in small["first_choice_unified_6_knee_ttft_p90_s"].note
     monkeypatch.setattr(policy_views, "MANY", 2)

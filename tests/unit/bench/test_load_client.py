@@ -12,7 +12,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 
 
 async def told(answers: list[bytes], requests: int) -> dict[str, Any]:
-    """What the client tells of a server that answers so on each connection, and closes it with the last."""
+    """What the client reports of a server that sends `answers` on each connection and closes it with the last one."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for answer in answers:

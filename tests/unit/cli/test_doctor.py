@@ -50,7 +50,7 @@ def test_a_pair_that_fits_is_well(bootstrap: str) -> None:
         ("b", Finding.OK),
     ]
     producer, consumer = agent_pb2.KV_ROLE_PRODUCER, agent_pb2.KV_ROLE_CONSUMER
-    # Who only takes KV needs no bootstrap server.
+    # An instance that only receives KV needs no bootstrap server.
     assert levels(instance("a", bootstrap, role=producer), instance("b", "http://nowhere", role=consumer)) == [
         ("a", Finding.OK),
         ("b", Finding.OK),

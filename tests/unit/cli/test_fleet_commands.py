@@ -1,4 +1,4 @@
-"""Operators' commands with what cannot be used: a sentence and status 2, and no traceback."""
+"""Operators' commands with unusable arguments: a message and exit status 2, without a traceback."""
 
 from __future__ import annotations
 
@@ -112,6 +112,6 @@ def test_explain_says_why_a_plan_has_its_form_and_how_its_instance_was_found(
     )
     assert "(least_load_x_work: lowest load x work, that is open requests x tokens to compute)" in out
     fleet_commands._print_decision(decided("held"))
-    assert capsys.readouterr().out.startswith("r-1  held  held: waits until")
+    assert capsys.readouterr().out.startswith("r-1  held  held: waits for the instance")
     fleet_commands._print_decision(decided("of_a_later_version", ("p", ""), ("d", ""), ("d", "")))
     assert capsys.readouterr().out.startswith("r-1  p -> d  of_a_later_version\n")

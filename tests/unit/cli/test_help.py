@@ -1,4 +1,4 @@
-"""What `--help` says of settings is what they are described by, whatever signs are in it."""
+"""`--help` shows the whole description of each setting, whatever characters are in it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS = sorted(set(kinds()), key=lambda kind: (kind.__module__, kind.__name__))
 
 
 def plain(text: str) -> str:
-    """Without blanks and the lines of a table."""
+    """Return the text without blanks and table lines."""
     return re.sub(r"[\s│]+", "", text)
 
 
@@ -40,7 +40,7 @@ def test_help_says_all_of_every_setting(kind: type[BaseSettings], monkeypatch: p
     monkeypatch.setattr(typer.rich_utils, "MAX_WIDTH", 2_000)
     app = typer.Typer()
     add_settings_command(app, "run", kind, lambda _: None, help_="Run it [as it is], with a [bold]sign[/bold].")
-    app.command("other")(lambda: None)  # With one command alone typer takes no command's name.
+    app.command("other")(lambda: None)  # With a single command, typer would not expect its name.
     done = CliRunner().invoke(app, ["run", "--help"])
     assert done.exit_code == 0, done.output
     said = plain(done.output)

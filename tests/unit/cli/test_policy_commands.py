@@ -1,4 +1,4 @@
-"""`pointsman policies` tells every policy with every setting."""
+"""`pointsman policies` lists every policy with every setting."""
 
 from __future__ import annotations
 

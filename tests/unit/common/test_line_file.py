@@ -61,7 +61,7 @@ def test_no_torn_line_is_left(tmp_path: Path) -> None:
     assert file.lost == 2
     assert [(entry["event"], entry.get("lost")) for entry in logged] == [
         ("lines are lost", None),
-        ("lines are kept again", 2),
+        ("lines are written again", 2),
     ]
 
 

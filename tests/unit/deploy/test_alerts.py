@@ -1,4 +1,4 @@
-"""Each alert fires when it should, alone, and none does for a fleet that is well: promtool runs the rules over series."""
+"""Each alert fires alone and when it should, and none fires for a healthy fleet: promtool runs the rules over series."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tools import check_deploy
 
 RULES = check_deploy.DEPLOY / "telemetry/rules/pointsman.yaml"
 P = "pointsman_"
-# Of kube-state-metrics.
+# A series of kube-state-metrics.
 HPA = 'kube_horizontalpodautoscaler_status_condition{namespace="pointsman",horizontalpodautoscaler="vllm",'
-# Half an hour in steps of 15 s: longer than any rule's window and patience together.
+# Half an hour in steps of 15 s: longer than any rule's window and its `for` time together.
 STEPS, END = 120, "30m"
 
-# A fleet that is well: values in promtool's notation, START+STEPxTIMES, or one number that stays.
+# A healthy fleet: values in promtool's notation, START+STEPxTIMES, or one constant number.
 WELL: dict[str, str] = {
     'up{job="pointsman-router",replica="r0"}': "1",
     'up{job="pointsman-gateway",replica="g0"}': "1",
@@ -77,7 +77,7 @@ WELL: dict[str, str] = {
     P + 'gateway_tpot_seconds_bucket{replica="g0",le="+Inf"}': "0+30",
 }  # fmt: skip
 
-# Alert -> the series that are otherwise. Each is a part of a series' name; the alert fires, and no other.
+# Alert -> the series that differ, each by a part of its name. With them, that alert fires and no other.
 ILL: dict[str, dict[str, str]] = {
     "PointsmanRouterDown": {"pointsman-router": "0"},
     "PointsmanGatewayDown": {"pointsman-gateway": "0"},
@@ -166,7 +166,7 @@ def test_each_alert_fires_alone_and_none_when_all_is_well(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["PointsmanStoreAway", "PointsmanRefusals"])
 def test_a_rule_that_cannot_fire_is_found(name: str, tmp_path: Path) -> None:
-    """The test can fail: with another expression of one rule promtool says which alert is missing."""
+    """With another expression in one rule, promtool says which alert is missing: the tests above can fail."""
     broken = tmp_path / "rules.yaml"
     text = RULES.read_text()
     broken.write_text(

@@ -1,4 +1,4 @@
-"""Engines are scaled on a metric that the router tells, by a query that Prometheus understands, and the right workload."""
+"""Engines are scaled on a metric that the router exports, by a query that Prometheus accepts, and it is the right workload."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_engines_are_scaled_and_have_no_count_of_their_own(component: str) -
 
 
 def rendered(component: str, model: str) -> list[dict[str, Any]]:
-    """The objects where the model has been set as the README says."""
+    """The rendered objects, with the model set as the README says."""
     file = "k8s/components/settings/engine.env"
     told = re.sub("(?m)^SERVED_MODEL_NAME=.*", f"SERVED_MODEL_NAME={model}", (check_deploy.DEPLOY / file).read_text())
     return check_deploy.render(OVERLAYS / "single-node", component, files={file: told})

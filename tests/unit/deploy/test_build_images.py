@@ -1,4 +1,4 @@
-"""`make images` against a docker that notes what it is told and answers with digests: no image is built here."""
+"""`make images` with a fake docker that records its arguments and returns digests: no image is built here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pathlib.Path(words[words.index("--metadata-file") + 1]).write_text(json.dumps({{
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with a docker of its own on PATH, in the folder `bin` beside it."""
+    """A repository, with a fake docker on PATH, in the folder `bin` beside it."""
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "docker").write_text(DOCKER)
@@ -89,7 +89,7 @@ def test_images_of_this_machine_have_no_digest(checkout: Path) -> None:
     assert not any(
         "digest" in one for one in yaml.safe_load((checkout / build_images.OVERLAY_IMAGES).read_text())["images"]
     )
-    # What was written is no change that would spoil the next tag.
+    # The written file does not count as a change, which would alter the next tag.
     assert build_images.main(["local"], checkout) == 0
 
 

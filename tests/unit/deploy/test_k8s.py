@@ -127,13 +127,13 @@ def test_prefill_and_decode_instances_reach_each_other_and_know_their_side() -> 
         assert k8s.environment(found["vllm"], objects)[0]["KV_ROLE"] == side
         told = k8s.environment(found["agent"], objects)[0]["POINTSMAN_AGENT_ENGINES"]
         assert f"advertise=http://pod-name.vllm-{role}.pod-namespace.svc:8000" in told
-        # One must not take the other's pods for its own.
+        # Each role's objects must select the pods of that role only.
         service = find(objects, "Service", f"vllm-{role}")["spec"]["selector"]
         workload = find(objects, "StatefulSet", f"vllm-{role}")["spec"]
         assert service == workload["selector"]["matchLabels"]
         assert service["pointsman/kv-role"] == role
         among, asked = find(objects, "NetworkPolicy", f"kv-transfer-{role}")["spec"]["ingress"]
-        # Both kinds.
+        # The engines of both roles.
         assert among["from"] == [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "vllm"}}}]
         assert {"port": "bootstrap"} in among["ports"]
         assert asked["ports"] == [{"port": "bootstrap"}]
@@ -175,7 +175,7 @@ def test_engines_let_answers_end_for_as_long_as_gateways_wait_for_them(overlay: 
     objects = check_deploy.render(OVERLAYS / overlay)
     found = {c.spec["name"]: c for w in objects if w["kind"] in k8s.WORKLOADS for c in k8s.containers(w)}
     assert k8s.drain_s(found["vllm"], objects) >= k8s.drain_s(found["gateway"], objects) >= 3600
-    # Until routers place nothing there any more.
+    # The pause lasts until routers place nothing on the engine any more.
     assert k8s.pause_s(found["vllm"]) > int(
         find(objects, "ConfigMap", "router")["data"]["POINTSMAN_ROUTER_LOST_INSTANCE_S"]
     )

@@ -80,7 +80,7 @@ def test_folder_is_closed_and_password_is_not_in_the_user_list(tmp_path: Path) -
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Wait for another process to come to a state; the test's own timeout ends it."""
+    """Wait until another process reaches a state; the test's own timeout limits the wait."""
     while not await condition():  # noqa: ASYNC110 - there is no event to wait for
         await asyncio.sleep(0.02)
 
@@ -144,7 +144,7 @@ async def test_router_may_keep_its_state_and_is_no_administrator(redis_url: tupl
         async with redis.asyncio.Redis.from_url(redis_url[0], decode_responses=True) as client:
 
             async def owns() -> bool:
-                # Not as soon as it has the lease: what is recorded before its pool is read is nobody's.
+                # The lease alone is not enough: what is recorded before the pool is read is not written.
                 return any(isinstance(event, ev.PoolTaken) for event in events)
 
             async def kept() -> bool:
@@ -161,4 +161,4 @@ async def test_router_may_keep_its_state_and_is_no_administrator(redis_url: tupl
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    assert not any(isinstance(event, ev.StoreState) for event in events), "the store was refused something"
+    assert not any(isinstance(event, ev.StoreState) for event in events), "Redis refused a command of the store"

@@ -1,4 +1,4 @@
-"""Each version is set in one place: whatever names another one is found."""
+"""Each version is set in one place: a file that names another version is found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools import versions
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """The files that name versions."""
+    """A copy of the files that name versions."""
     patterns = ["Makefile", "pyproject.toml", *(file for places in versions.PLACES.values() for file, _ in places)]
     for file in {file for pattern in patterns for file in versions.ROOT.glob(pattern)}:
         copy = tmp_path / file.relative_to(versions.ROOT)

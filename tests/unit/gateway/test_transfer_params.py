@@ -96,7 +96,7 @@ def test_any_answer_gives_params_or_a_transfer_error(answer: bytes) -> None:
     [
         (kv.check_prefilled, b'{"choices":[{"finish_reason":"stop"}]}', "stopped early"),
         (kv.check_prefilled, b'{"choices":[]}', "stopped early"),
-        (kv.nixl_fetch, MOONCAKE_ANSWER, "says nothing of its KV"),
+        (kv.nixl_fetch, MOONCAKE_ANSWER, "has no kv_transfer_params"),
         (kv.nixl_fetch, b'{"choices":[{"finish_reason":"length"}],"kv_transfer_params":[]}', "no completion"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What is found in runs, by hand; and the page that shows it."""
+"""The analysis of runs, checked by hand, and the page that shows it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_splits_and_tails_by_hand() -> None:
         "least_load_x_work": 1,
     }
     assert tail_counts(RECORDS) == {"TTFT": [2, 1, 1, 1, 0, 0], "E2E": [2, 1, 1, 1, 0, 0]}
-    # A class that nobody told is in no table.
+    # Requests without a route class are in no table.
     assert by_class([answer("a", 1, 1.0, route_class="")]) == {}
 
 
@@ -88,7 +88,7 @@ def test_pairs_by_hand() -> None:
     assert found is not None
     assert (found.pairs, found.mean, found.median) == (3, 1.0, 2.0)
     assert (found.faster, found.slower) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
-    # Whole sessions are drawn: two times a (1 s in two), two times b (2 s), or one of each.
+    # Whole sessions are drawn: a twice (1 s in two requests each), b twice (2 s), or one of each.
     assert (found.low, found.high) == (0.5, 2.0)
     heavy = pairs.difference("ttft_s", "HEAVY_P2P")
     assert heavy is not None
@@ -146,7 +146,7 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
 
 
 class Page(HTMLParser):
-    """Balanced elements, ids, and what is fetched from elsewhere."""
+    """Checks that elements are balanced; collects ids and what is fetched from elsewhere."""
 
     VOID = ("meta", "link", "br", "img", "hr", "input")
 
@@ -188,7 +188,7 @@ def test_the_page_needs_nothing_else() -> None:
     assert len(drawn) == 8
     for one in drawn:
         ElementTree.fromstring(one)
-        # All ink is the page's, so that it can be read on a dark one.
+        # Charts draw in the page's own colour, so that they can be read on a dark page.
         assert "#0101" not in one
         assert "#000000" not in one
 
@@ -198,7 +198,7 @@ def test_the_command_prints_and_writes(tmp_path: Path) -> None:
         write_bundle(tmp_path / name, {}, RECORDS, summarise(RECORDS))
     shown = CliRunner().invoke(APP, [str(tmp_path / "one"), str(tmp_path / "two")])
     assert shown.exit_code == 0, shown.output
-    # What they come to is said first, and once.
+    # The bottom line is printed first, and once.
     assert shown.output.lstrip().startswith("Bottom line: the mean change of the requests that one answered, too.")
     assert shown.output.count("no difference (0 ms to 0 ms)") == 3
     assert "verdict" not in shown.output

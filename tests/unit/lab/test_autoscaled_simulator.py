@@ -44,7 +44,7 @@ def scaler(least: int, most: int, target: float) -> AutoscalerSettings:
 
 
 class Resized(ResizableSimulator):
-    """Joins and leaves at set moments; what was decided on an instance while it did not answer."""
+    """A simulator with joins and leaves at set times; records what was decided on an instance while it did not answer."""
 
     def __init__(
         self, trace: list[TraceRequest], config: SimulationConfig, changes: list[tuple[float, str, str]]
@@ -74,7 +74,7 @@ def test_a_new_instance_is_cold_and_takes_new_sessions() -> None:
     simulator = Resized(turns, SimulationConfig(instances=1, profile=PLAIN), [(10.0, "join", "new")])
     records = {record.session: record for record in simulator.run()}
     assert records["a"].instance == "i0"
-    # Nothing runs on either when b comes, so that the first one takes it; c waits nowhere, though its prefix is on i0.
+    # Both instances are idle when b comes, so the first one gets it; c need not wait, though its prefix is on i0.
     assert {records["b"].instance, records["c"].instance} == {"i0", "new"}
     cold = next(record for record in (records["b"], records["c"]) if record.instance == "new")
     assert (cold.cached_tokens, cold.ttft_s) == (0, pytest.approx(2.28))
@@ -87,10 +87,10 @@ def test_an_instance_leaves_when_its_last_stream_has_ended() -> None:
     simulator = Resized(turns, SimulationConfig(instances=1, profile=PLAIN), changes)
     records = {(record.session, record.turn): record for record in simulator.run()}
     assert all(record.ok for record in records.values())
-    # 2 s of prefill and 19 tokens more; the other one may not leave, because it is the last that answers.
+    # 2 s of prefill and 19 tokens more. The other instance may not leave, because it is the last one that answers.
     assert (records["a", 1].instance, records["a", 1].e2e_s) == ("i0", pytest.approx(21.0))
     assert simulator.gone == [("i0", pytest.approx(21.0))]
-    # The session comes back to what is left.
+    # The session's next turn goes to the remaining instance.
     assert (records["a", 2].instance, records["a", 2].cached_tokens) == ("i1", 0)
 
 
@@ -103,7 +103,7 @@ def test_a_name_that_is_taken_again_is_another_instance() -> None:
     record = simulator.router.instances.get("i0")
     assert record is not None
     assert (record.info.incarnation, record.state) == ("2", InstanceState.READY)
-    # What the first one had cached is gone with it.
+    # The blocks that the first instance had cached are lost with it.
     assert (records["a", 2].instance, records["a", 2].cached_tokens) == ("i0", 0)
 
 
@@ -128,7 +128,7 @@ def test_every_request_is_answered_once_whoever_comes_and_goes(
     assert all(record.ok for record in records)
     simulator.router.check_invariants()
     assert len(simulator.router.reservations) == 0
-    # Whoever began to leave is gone, because nothing runs any more.
+    # Instances that began to leave are gone, because nothing runs any more.
     assert {one.info.instance_id for one in simulator.router.instances.records()} == set(simulator.answering)
 
 
@@ -136,7 +136,7 @@ def test_held_requests_go_to_whoever_comes() -> None:
     turns = [ask("a", 1, 0.0, [1], 64, output=60), ask("b", 1, 1.0, [2], 64, output=1)]
     config = SimulationConfig(instances=1, profile=PLAIN, policy=OneAtATime())
     records = {record.session: record for record in Resized(turns, config, [(5.0, "join", "a0")]).run()}
-    # The policy asks the first one by name: the new one is free.
+    # The policy chooses the first instance by name, the new one, which is free.
     assert (records["b"].instance, records["b"].ttft_s) == ("a0", pytest.approx(4.0 + 1.64))
 
 
@@ -156,14 +156,14 @@ def idle_until(end_s: float) -> list[TraceRequest]:
 
 
 def test_a_fleet_grows_after_the_startup_time_and_shrinks_from_the_end() -> None:
-    # Read at 15, 30, ... s, applied 7.5 s later.
+    # The signal is read at 15, 30, ... s and applied 7.5 s later.
     signal = scripted(1.0, 3.0, *[1.0] * 9, *[0.1] * 20)
     simulator = AutoscaledSimulator(
         idle_until(500.0), SimulationConfig(instances=2, profile=PLAIN), scaler(1, 4, 1.0), signal, 60.0
     )
     simulator.run()
     ups = [(sync.at, sync.after) for sync in simulator.syncs if sync.after != sync.before]
-    # 3 x 2 are 6, of which 4 may be; from 180 s on all are too many, seen after the window of 60 s, and one goes each 60 s.
+    # 3 x 2 are 6, of which 4 are allowed. From 180 s on all are too many: seen after the window of 60 s, one leaves each 60 s.
     assert ups == [(37.5, 4), (232.5, 3), (292.5, 2), (352.5, 1)]
     lives = {life.name: life for life in simulator.lives}
     assert (lives["i2"].wanted_at, lives["i2"].ready_at) == (37.5, 97.5)
@@ -179,7 +179,7 @@ def test_an_instance_that_is_not_wanted_any_more_never_starts() -> None:
         idle_until(200.0), SimulationConfig(instances=2, profile=PLAIN), quick, scripted(2.0, 1.0, 0.5, 1.0), 60.0
     )
     simulator.run()
-    # ceil(2 x 0.5) at 52.5 s, before the two that were wanted at 22.5 s would have answered.
+    # ceil(2 x 0.5) at 52.5 s, before the two instances that were wanted at 22.5 s would have answered.
     assert [(sync.at, sync.after) for sync in simulator.syncs if sync.after != sync.before] == [(22.5, 4), (52.5, 1)]
     assert [life for life in simulator.lives if life.wanted_at] == [
         InstanceLife("i2", 22.5, None, 52.5),
@@ -211,7 +211,7 @@ def test_signals_are_the_routers_and_the_engines_figures() -> None:
     AutoscaledSimulator(turns, one_by_one, scaler(1, 4, 1.0), reading, 60.0).run()
     assert seen["waiting"][:4] == [2.0, 1.0, 1.0, 0.0]
     assert seen["kv"][0] == pytest.approx(40 / 20_000)
-    # By the curve that the router has learned of the first prefill when the second one has begun.
+    # Computed with the curve that the router has learned from the first prefill by the time the second one has begun.
     first, second, third, fourth = (figure or 0.0 for figure in seen["backlog"][:4])
     assert first > 0.0
     assert second > third > fourth
@@ -240,7 +240,7 @@ def test_the_backlog_decides_before_ttft_doubles(seed: int) -> None:
     assert alone.decided_s is None
     assert alone.doubled_s is not None
     assert not alone.in_time
-    # Not because the fleet had grown before, nor later than TTFT doubled without a decision.
+    # The fleet had not grown before, and the decision came before the time at which TTFT doubled without one.
     assert (by_backlog.early, by_backlog.paid_before) == (0, 1.0)
     assert by_backlog.decided_s is not None
     assert by_backlog.decided_s < alone.doubled_s
@@ -255,7 +255,7 @@ def windows(*seen: tuple[float, float]) -> TtftWindows:
 def test_ttft_has_doubled_when_a_window_without_an_old_request_says_so_too() -> None:
     calm = [(float(at), 1.0) for at in range(0, 1_000, 10)]
     spike = windows(*calm[:50], *((500.0 + number / 10, 9.0) for number in range(8)), *calm[51:])
-    # Eight of the twenty in a window, for as long as the window is: then they are out of it.
+    # The spike is eight of the twenty values in a window, until it leaves the window.
     assert spike.worst_p90(0.0, 990.0) == 9.0
     assert spike.exceeded_at(2.0, 0.0, 990.0) is None
     assert 0.0 < spike.exceeded_share(2.0, 0.0, 990.0) < 0.15

@@ -1,4 +1,4 @@
-"""Runs of blocks must come and go as single blocks would."""
+"""Runs of blocks must be allocated and evicted as single blocks would be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pointsman.lab.engine.block_cache import BlockCache, HeldBlocks
 
 
 class Plain:
-    """The same, block by block: what vLLM's BlockPool does."""
+    """The same cache block by block, as in vLLM's BlockPool."""
 
     def __init__(self, capacity: int) -> None:
         self.references = [0] * capacity
@@ -60,7 +60,7 @@ class Plain:
 
 
 def chain(path: list[int], name: int = 1) -> list[int]:
-    """Hashes of a prompt whose blocks are `path`, after the block `name`: equal where all before is equal."""
+    """Hashes of a prompt whose blocks are `path`, after the block `name`. Two hashes are equal if all blocks up to them are."""
     hashes = []
     for one in path:
         name = name * 3 + one
@@ -79,7 +79,7 @@ class Sequence:
 
 
 class RunsAreBlocks(RuleBasedStateMachine):
-    """Several sequences take the same blocks and others in turn, fill them bit by bit, and let go of them."""
+    """Several sequences allocate shared and other blocks in turn, fill them step by step, and release them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class RunsAreBlocks(RuleBasedStateMachine):
         self.sequences: list[Sequence] = []
 
     def take(self, sequence: Sequence, count: int) -> None:
-        """Hand out blocks: the same blocks are evicted for them, in the same order."""
+        """Allocate blocks; both caches must evict the same blocks for them, in the same order."""
         blocks, removed = self.plain.allocate(count)
         sequence.blocks += blocks
         evicted = self.cache.allocate(sequence.holding, count)
@@ -97,7 +97,7 @@ class RunsAreBlocks(RuleBasedStateMachine):
         assert set(gone) == set(removed) - there
 
     def fill(self, sequence: Sequence, count: int) -> None:
-        """So many blocks more are computed: those are told that others have computed, too."""
+        """Compute `count` more blocks; the cache must report those that another sequence has computed, too."""
         end = min(sequence.stored + count, len(sequence.hashes))
         hashes = sequence.hashes[sequence.stored : end]
         there = {value for value, of in self.plain.blocks_of.items() if of}
@@ -112,7 +112,7 @@ class RunsAreBlocks(RuleBasedStateMachine):
         filled=st.sampled_from([9, 9, 1, 2, 3]),
     )
     def admit(self, path: list[int], stops_early: int, empty: int, filled: int) -> None:
-        """A hit stops early, now and then, so that known blocks are computed again; others compute the same ones meanwhile."""
+        """Some hits stop early, so that known blocks are computed again; other sequences compute the same blocks meanwhile."""
         hashes = chain(path)
         found = self.plain.lookup(hashes[: max(len(hashes) - stops_early, 0)])
         idle = sum(not self.plain.references[block] for block in found)
@@ -129,13 +129,13 @@ class RunsAreBlocks(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(number=st.integers(0, 99), count=st.integers(1, 7))
     def go_on(self, number: int, count: int) -> None:
-        """Blocks of a prompt are computed, or of an answer."""
+        """Compute blocks of a prompt or of an answer."""
         self.fill(self.sequences[number % len(self.sequences)], count)
 
     @precondition(lambda self: self.sequences)
     @rule(number=st.integers(0, 99), path=st.lists(st.integers(0, 1), min_size=1, max_size=3))
     def answer(self, number: int, path: list[int]) -> None:
-        """A sequence goes on beyond what it was admitted with, if there is a block for it."""
+        """A sequence grows beyond the blocks of its admission, if blocks are free for it."""
         sequence = self.sequences[number % len(self.sequences)]
         hashes = chain(path, sequence.hashes[-1])
         if missing := max(len(sequence.hashes) + len(hashes) - len(sequence.blocks), 0):
@@ -154,7 +154,7 @@ class RunsAreBlocks(RuleBasedStateMachine):
 
     @rule(evicted=st.integers(1, 24))
     def press(self, evicted: int) -> None:
-        """Something else needs so many of the blocks that are known for a moment."""
+        """Allocate up to `evicted` of the cached blocks, which evicts them, and release them at once."""
         sequence = Sequence([], HeldBlocks(), [], 0)
         self.take(sequence, min(self.cache.empty + evicted, self.cache.free))
         self.plain.release(sequence.blocks)
@@ -163,13 +163,13 @@ class RunsAreBlocks(RuleBasedStateMachine):
     @precondition(lambda self: not self.sequences)
     @rule()
     def forget(self) -> None:
-        """Nothing is held, and everything is forgotten."""
+        """Clear both caches while nothing is held."""
         assert self.cache.clear()
         self.plain = Plain(24)
 
     @invariant()
     def same(self) -> None:
-        """Both have the same."""
+        """Both caches have the same content."""
         self.cache.check()
         assert self.cache.free == len(self.plain.free)
         there = {value: len(blocks) for value, blocks in self.plain.blocks_of.items() if blocks}
@@ -182,7 +182,7 @@ TestRunsAreBlocks = RunsAreBlocks.TestCase
 
 
 def copies(release: list[int]) -> RunsAreBlocks:
-    """Three have computed the same four blocks at once, and a fourth one two others; they end in this order."""
+    """Three sequences compute the same four blocks at once, and a fourth one two others; they end in the order `release`."""
     both = RunsAreBlocks()
     for _ in range(3):
         both.admit([0, 0, 0, 0], stops_early=0, empty=0, filled=0)
@@ -203,7 +203,7 @@ def press(both: RunsAreBlocks, *evicted: int) -> None:
 
 def test_copies_are_cut_where_they_are_in_the_order_of_eviction() -> None:
     both = copies([1, 2, 0, 0])
-    # One goes on from the middle of their blocks, and holds those that came first.
+    # One sequence continues from the middle of the shared blocks, and holds the first of them.
     both.admit([0, 0, 1], stops_early=0, empty=0, filled=9)
     press(both, 1, 2, 1, 4, 4, 4)
     both.release(0)

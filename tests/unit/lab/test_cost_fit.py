@@ -1,4 +1,4 @@
-"""From times to costs."""
+"""Fits of costs to measured times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COST = st.floats(1e-6, 1e-2)
 
 
 def prefill(profile: Profile, new: int, cached: int, chunk: int) -> PrefillTime:
-    """As the engine model would take it."""
+    """The time of a prefill in the engine model."""
     config = EngineConfig(max_num_batched_tokens=chunk, max_model_len=16_384, kv_blocks=4_096)
     model = EngineModel(config, profile)
     prompt = list(range(cached + new))
@@ -69,7 +69,7 @@ def test_the_costs_behind_exact_times_are_found(profile: Profile) -> None:
     found = fit([*prefills, *decodes], replace(Profile(), transfer_s=7.0))
     assert found.residual < 1e-4
     for name in STEP_COSTS:
-        # A cost that hardly enters any of the times cannot be told.
+        # A cost that hardly contributes to any of the times cannot be fitted.
         assert getattr(found.profile, name) == pytest.approx(getattr(profile, name), rel=0.02, abs=1e-9), name
     assert found.profile.transfer_s == 7.0
 
@@ -117,7 +117,7 @@ def test_what_is_before_a_chunk_is_fetched_once_for_it() -> None:
         decode_kv_token_s=0.0,
         prefill_kv_token_s=0.01,
     )
-    # However many tokens it has; a decode reads at its own price.
+    # Reading KV costs the same for a chunk of any size; a decode has its own cost.
     assert [profile.chunk_s(tokens, 300) for tokens in (2, 200, 1)] == pytest.approx([3.0, 3.0, 0.0])
     # Chunks after 112, 312 and 512 tokens.
     seen = prefill(profile, 450, 112, 200)
@@ -169,7 +169,7 @@ def test_the_chunk_size_shows_in_what_each_step_stores(chunk: int, steps: int, b
 def test_one_step_says_nothing_of_the_chunk_size() -> None:
     assert chunk_size([12], 16) is None
     assert chunk_size([], 16) is None
-    # No size at all would store so.
+    # No chunk size would lead to such stores.
     assert chunk_size([1, 9, 1], 16) is None
 
 
@@ -192,7 +192,7 @@ def test_profiles_ship_by_name() -> None:
     assert read_profile(Path("reference")).costs == Profile()
     slow = read_profile(Path("slow")).costs
     assert slow.chunk_s(8_192, 0) == pytest.approx(2 * Profile().chunk_s(8_192, 0))
-    # The name that it had before there was a cost that it does not have.
+    # The name of this profile did not change when a cost was added that it does not have.
     assert slow.name != Profile().name == Profile(step_s=0.005).name == "013122af"
     with pytest.raises(ProfileError, match="nowhere"):
         read_profile(Path("nowhere"))
@@ -205,5 +205,5 @@ def test_what_carries_tokens_away_is_paid_by_each_sequence() -> None:
     streamed_decodes = [DecodeTime(batch, 1_000.0, costs.decode_step_s(batch, 1_000.0) + more) for batch, more in took]
     assert found.with_streaming_cost(streamed_decodes).decode_sequence_s == pytest.approx(0.003)
     assert found.with_streaming_cost(streamed_decodes).step_s == costs.step_s
-    # Where it costs nothing, measuring anew shows it now above and now below.
+    # If streaming costs nothing, measurements are now above and now below the fit.
     assert found.with_streaming_cost([DecodeTime(1, 0.0, 0.011)]) == found.with_streaming_cost([]) == costs

@@ -1,4 +1,4 @@
-"""Two fleets alike but for placement, on requests whose outcome is known."""
+"""Two fleets that differ only in placement, on requests whose outcome is known."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def compare(
 
 
 def test_what_another_placement_would_have_found() -> None:
-    """A session sent to and fro finds nothing on its second instance; where it stays it finds its whole last prompt."""
+    """A session that alternates finds nothing on its second instance; a session that stays finds its whole last prompt."""
     requests = [observed(n, n * 10.0, range(BLOCKS + n), instance=NAMES[n % 2]) for n in range(4)]
     compared = compare(requests)
     assert [one.recorded.instance for one in compared] == ["a:1", "b:1", "a:1", "b:1"]
     assert [one.recorded.cached_tokens for one in compared] == [0, 0, (BLOCKS + 1) * 16, (BLOCKS + 2) * 16]
     assert len({one.counterfactual.instance for one in compared}) == 1
-    # An answer goes on in the begun block of its prompt, and all but its last token is there for the next one.
+    # An answer continues in the partial block of its prompt, and all but its last token is cached for the next prompt.
     assert [one.counterfactual.cached_tokens for one in compared] == [0, *((BLOCKS + n) * 16 for n in (1, 2, 3))]
 
     totals = PlacementTotals()

@@ -70,14 +70,14 @@ def test_the_first_step_after_there_was_nothing_to_do_takes_longer() -> None:
     model = EngineModel(EngineConfig(kv_blocks=64, max_model_len=512), replace(PLAIN, wake_s=5.0))
     model.submit(ask("a", list(range(100)), max_tokens=2), 0.0)
     first = model.step(0.0)
-    # It comes while the engine works, and is decoded when nobody else is there any more.
+    # b comes while the engine works, and is decoded when no other request is left.
     model.submit(ask("b", list(range(200, 210)), max_tokens=2), 1.0)
     steps = [first, *run_out(model)]
     assert [step.duration_s for step in steps] == pytest.approx([5.0 + 11.0, 1.0 + 0.11 + 1.0, 1.02])
     model.submit(ask("c", list(range(300, 310)), max_tokens=1), 9.0)
     assert model.decode_only_steps() is None
     assert [step.duration_s for step in run_out(model)] == pytest.approx([5.0 + 2.0])
-    # What awaits its KV is no work yet: the step after it pays.
+    # A request that waits for remote KV is no work yet: the step after it takes the longer time.
     model.submit(ask("d", list(range(400, 432)), max_tokens=1, remote_tokens=32), 20.0)
     assert [step.duration_s for step in run_out(model)] == pytest.approx([0.0, 5.0 + 1.0 + 0.01 + 0.031])
 
@@ -298,7 +298,7 @@ def test_blocks_that_a_prompt_under_way_needs_are_not_given_to_kv_that_comes() -
     model = engine(kv_blocks=12, max_model_len=128, max_num_batched_tokens=16)
     model.submit(ask("a", list(range(100)), max_tokens=1), 0.0)
     model.submit(ask("b", list(range(200, 296)), max_tokens=1, remote_tokens=96), 0.0)
-    # a has one block of seven: eleven are free, six of them are to be its own, and b wants six.
+    # a has one block of seven. Eleven are free, of which six are reserved for a, and b needs six.
     steps = [model.step(0.0) for _ in range(8)]
     assert [len(step.awaited) for step in steps] == [0] * 7 + [1]
 
@@ -310,7 +310,7 @@ def test_an_aborted_request_keeps_its_blocks_until_its_kv_has_come() -> None:
     assert not model.has_work
     assert model.abort("a", 0.0)
     assert model.kv_usage == 4 / 64
-    with pytest.raises(ValueError, match="already here"):
+    with pytest.raises(ValueError, match="already in the engine"):
         model.submit(ask("a", [1]), 0.0)
     assert model.receive("a", 0.0)
     assert model.kv_usage == 0
@@ -335,7 +335,7 @@ def test_one_that_had_to_preempt_itself_goes_on() -> None:
     for name in ("b", "c"):
         model.submit(ask(name, [0] * 40 + [2] * 9, max_tokens=1, remote_tokens=49), 0.0)
     steps = run_out(model)
-    # Alone among the running, with all other blocks held for b and c: a step of nothing, then those two, then a again.
+    # a runs alone, and all other blocks are held for b and c: an empty step, then b and c, then a again.
     lost = next(number for number, step in enumerate(steps) if Preempted("a") in step.events)
     assert steps[lost].scheduled == {}
     assert [event.request_id for event in events_of(steps[lost:], Finished)] == ["b", "c", "a"]
@@ -368,7 +368,7 @@ def test_the_least_urgent_is_preempted_and_gives_back_what_the_step_gave_it() ->
     first.step(0.0)
     first.submit(ask("b", list(range(100, 131)), max_tokens=8, priority=0), 1.0)
     steps = run_out(first)
-    # Here a runs before b and has its token of the step already: it is taken from it again.
+    # Here a runs before b and is scheduled for this step already; its token is withdrawn.
     assert [step.scheduled for step in steps[:3]] == [{"a": 1, "b": 31}, {"a": 1, "b": 1}, {"b": 1}]
     assert events_of(steps[2:3], Preempted) == [Preempted("a")]
 
@@ -387,7 +387,7 @@ def test_the_watermark_keeps_others_out_but_not_the_only_one() -> None:
     model.submit(ask("a", list(range(50)), max_tokens=2), 0.0)
     model.submit(ask("b", list(range(100, 148)), max_tokens=1), 0.0)
     model.submit(ask("c", list(range(200, 328 - 1)), max_tokens=1), 0.0)
-    # a has four blocks, b would have three and leave one; c takes all eight, alone.
+    # a has four blocks; b would need three and leave one, fewer than the two. c takes all eight, alone.
     assert [step.scheduled for step in run_out(model)] == [{"a": 50}, {"a": 1}, {"b": 48}, {"c": 64}, {"c": 63}]
 
 
@@ -424,7 +424,7 @@ def test_reset_prefix_cache_is_told_with_the_next_step() -> None:
         (ask("a", []), "0 tokens"),
         (ask("a", list(range(512))), "512 tokens"),
         (ask("a", [1], max_tokens=0), "at least 1"),
-        (ask("there", [1]), "already here"),
+        (ask("there", [1]), "already in the engine"),
     ],
 )
 def test_impossible_requests_are_refused(request_: EngineRequest, reason: str) -> None:
@@ -464,7 +464,7 @@ def rebuild(cache: Counter[int], events: list[Event]) -> None:
     """Apply events as a listener would."""
     for event in events:
         if isinstance(event, BlocksStored):
-            assert event.parent is None or cache[event.parent], "a parent that was never told"
+            assert event.parent is None or cache[event.parent], "the parent was never reported"
             assert len(event.token_ids) == 16 * len(event.hashes)
             cache.update(event.hashes)
         elif isinstance(event, BlocksRemoved):

@@ -1,4 +1,4 @@
-"""Many decode steps at once must be what they are one by one."""
+"""Many decode steps taken as one event must equal the same steps taken one by one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ask(number: int, shared: int, length: int, output: int) -> EngineRequest:
 
 
 def play(model: EngineModel, asked: list[tuple[float, EngineRequest]], *, leaps: bool) -> tuple[list[Any], int]:
-    """(event, time) of the answers, the events of the blocks, and how often the model ran."""
+    """Return (event, time) of the answers and the block events, and how often the model ran."""
     now, turns, waiting, answers = 0.0, 0, list(asked), []
     stored: list[tuple[int, ...]] = []
     while waiting or model.has_work:
@@ -67,7 +67,7 @@ def play(model: EngineModel, asked: list[tuple[float, EngineRequest]], *, leaps:
 )
 def test_leaps_are_steps(requests: list[tuple[float, int, int, int]], seqs: int) -> None:
     def asked() -> list[tuple[float, EngineRequest]]:
-        # Each a little off the milliseconds in which steps are counted, so that no arrival ties with a step's end.
+        # Arrivals are shifted off the whole milliseconds of steps, so that none coincides with a step's end.
         made = [(at + number * 1e-5, ask(number, *rest)) for number, (at, *rest) in enumerate(requests, 1)]
         return sorted(made, key=lambda one: one[0])
 
@@ -115,5 +115,5 @@ def test_what_cannot_be_leapt_over() -> None:
     model.step(0.0)
     model.submit(ask(3, 0, 230, 2), 0.0)
     decode = model.decode_only_steps()
-    assert decode is not None, "one that does not fit is no hindrance"
+    assert decode is not None, "a request that does not fit does not prevent it"
     assert decode.steps == 1, "the shorter answer ends"

@@ -1,4 +1,4 @@
-"""The findings command in its quick mode, on generated sessions: it runs, goes on where it was, and renders again."""
+"""The findings command in its quick mode, on generated sessions: it runs, resumes where it stopped, and renders again."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def test_a_quick_run_makes_the_document_and_is_not_run_twice(tmp_path: Path, mon
     assert {file.name for file in asked.out.parent.glob("*.svg")} == plots
     lines = asked.results.read_bytes()
 
-    # As a kill leaves it: the last line is torn, and one trial is to be run again.
+    # As after a kill: the last line is truncated, and one trial must be run again.
     asked.results.write_bytes(lines[:-20])
     run(settings(tmp_path, render_only=True))
     assert "1 of the trials that were planned are missing" in asked.out.read_text()
-    # A trial that two runs have left is one.
+    # A trial that two runs have recorded counts once.
     asked.results.write_bytes(lines + lines)
     run(settings(tmp_path, render_only=True))
     assert asked.out.read_text() == text
-    # What a load was called when a trial was run is of no consequence.
+    # The name that a load had when a trial was run does not matter.
     asked.results.write_bytes(lines.replace(b'"load":"full"', b'"load":"rush hour"'))
     run(settings(tmp_path, render_only=True))
     assert asked.out.read_text() == text
@@ -88,7 +88,7 @@ def test_the_whole_study_has_every_policy_at_three_loads_and_foresight_everywher
 
 
 def test_no_figure_is_written_into_the_template() -> None:
-    """Neither into its text nor into a string of its expressions; 0 is the score of an idle instance, and no difference."""
+    """Checks its text and the strings of its expressions. 0 is allowed: the score of an idle instance, and no difference."""
     text = re.sub(r"\{#.*?#\}", "", TEMPLATE.read_text(), flags=re.DOTALL)
     prose = re.sub(r"\{[%{].*?[%}]\}", lambda tag: " ".join(re.findall(r'"(.*?)"', tag[0])), text, flags=re.DOTALL)
     names = r"0|E2E|p50|p90|p99|lmetric1|(ttft|tpot|e2e)_p\d\d_s"
@@ -129,7 +129,7 @@ def test_what_is_said_follows_from_the_figures() -> None:
     assert "| lowest |" in worse
     assert "is met in 0 of 1 cells, those of TTFT p90 in 0." in worse
     assert "7 of the trials" in worse
-    # Slower answers are told, and only where the interval leaves no doubt.
+    # Slower answers are reported, but only if the interval leaves no doubt.
     slower = [trial("foresight", "full", seed, 4.5, e2e_p90_s=5.1 + seed / 100, tpot_p90_s=0.04) for seed in (1, 2, 3)]
     doubt = [trial("foresight", "full", seed, 4.5, e2e_p90_s=5.0 + (2 - seed)) for seed in (1, 2, 3)]
     others = [one for one in trials if one.policy != "foresight"]
@@ -157,7 +157,7 @@ def test_what_is_said_of_elsewhere() -> None:
     )
     assert "lowest TTFT p90 in 1 of 2 cells; not in 2 instances, full (`preble` -16%)." in text
     assert "E2E p99 1.00 and 1.00 times (2 instances, full);" in text
-    # They are no part of the main study, and what lacks a policy is told nowhere.
+    # These trials are no part of the main study; conditions that lack a policy are reported nowhere.
     assert "Every goal is met in 1 of 1 cells" in text
     assert "## 2 instances" not in text
     assert "half the KV" not in text
@@ -165,7 +165,7 @@ def test_what_is_said_of_elsewhere() -> None:
 
 
 def test_policies_are_compared_on_the_draws_that_both_have() -> None:
-    """One that has run on the easy draw only is not the better for it."""
+    """A policy that has run on the easy draw only has no advantage from it."""
     trials = [
         trial(policy, "full", seed, ttft * seed)
         for policy, ttft, seeds in (

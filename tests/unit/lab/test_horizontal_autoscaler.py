@@ -22,7 +22,7 @@ from pointsman.lab.simulation.autoscaling.horizontal_autoscaler import (
 )
 
 AT_ONCE = ScalingRules(0, (RatePolicy("Percent", 10_000, 1),))
-# As the API server sets it where a HorizontalPodAutoscaler says nothing, but for the window.
+# The API server's defaults for a HorizontalPodAutoscaler, except for the window.
 ALL_AT_ONCE = ScalingRules(0, (RatePolicy("Percent", 100, 15),))
 
 
@@ -56,7 +56,7 @@ def test_the_documented_formula(figure: float | None, wanted: int) -> None:
 
 def test_replicas_that_are_not_ready_do_not_count() -> None:
     assert after(settings(), 300.0, 4, ready=2) == 6
-    # The same figure of a fleet of which half has yet to start asks for no more than is on its way.
+    # The same figure with half of the replicas not ready asks for no more replicas than are starting.
     assert after(settings(), 200.0, 4, ready=2) == 4
 
 
@@ -73,7 +73,7 @@ def test_bounds_hold() -> None:
 def test_downscaling_takes_the_greatest_proposal_of_its_window() -> None:
     slow = settings(down=ScalingRules(300, ALL_AT_ONCE.policies))
     scaler = HorizontalAutoscaler(slow, 4, 0.0)
-    # The count at the beginning is the first proposal.
+    # The initial count is the first recommendation.
     assert scaler.replicas(25.0, 4, 4, 15.0) == 4
     assert scaler.replicas(75.0, 4, 4, 285.0) == 4
     assert scaler.replicas(25.0, 4, 4, 300.0) == 3
@@ -89,7 +89,7 @@ def test_upscaling_takes_the_least_proposal_of_its_window() -> None:
         2,
         2,
     ]
-    # The beginning has left the window: min(8, 6, 10, 8).
+    # The initial count has left the window: min(8, 6, 10, 8).
     assert scaler.replicas(400.0, 2, 2, 60.0) == 6
 
 

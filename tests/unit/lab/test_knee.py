@@ -32,7 +32,7 @@ def test_a_knee_by_hand() -> None:
     cells = [cell("p", rate) for rate in (4.0, 1.0, 2.0)]
     four, one, two = cells
     trials = [trial(one, 0, 1.0, 2.0), trial(two, 0, 2.0, 3.0), trial(four, 0, 3.0, 9.0)]
-    # Powers 1/2, 2/3, 1/3; the second seed's greatest is elsewhere, and a third one was run at two rates only.
+    # Powers 1/2, 2/3, 1/3; the second seed's greatest is at another rate, and a third seed was run at two rates only.
     trials += [trial(one, 1, 1.0, 1.5), trial(two, 1, 2.0, 3.2), trial(four, 1, 3.0, 10.0), trial(one, 2, 9.0, 1.0)]
     [knee] = knees(cells, trials)
     assert (knee.rates, knee.rate, knee.inside, knee.agreement) == ((1.0, 2.0, 4.0), 2.0, True, 0.5)

@@ -1,4 +1,4 @@
-"""Where requests' time went: what the router tells, and what the gateway's log makes of it."""
+"""Where requests' time went, from what the router reports and from the gateway's log."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RECORDS = [RequestRecord(session="s", turn=turn, decision=f"d-{turn}", status=20
 def test_the_routers_timings_become_moments() -> None:
     (row,) = break_down(RECORDS[:1], {"d-1": decided("d-1", 1_000.2)}, {})
     assert (row.instances, row.rule, row.mode) == (["p", "d"], "session_affinity", "OFFLOAD")
-    # What the engine did not tell is not 0.
+    # A time that the engine did not report is not 0.
     assert (row.cached_tokens, row.prompt_tokens) == (0, None)
     assert (row.t_recv, row.t_placed, row.t_sent) == pytest.approx((1_000.0, 1_000.25, 1_000.9))
     assert row.t_prefill_sent is row.t_prefill_done is None

@@ -1,4 +1,4 @@
-"""What a live run and its simulation are compared by."""
+"""The measures by which a live run and its simulation are compared."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_is_simulated_has_the_tokens_that_are_sent() -> None:
         assert len(request.hash_ids) == len(ids) // 16
         assert (request.output_length, request.block_size) == (10, 16)
     first, second, other = (request.hash_ids for request in sent)
-    # A turn's prompt ends with what asks for an answer; all before that is in the next turn's.
+    # A turn's prompt ends with the template's generation prompt; all before that is in the next turn's prompt.
     assert second[: len(first) - 1] == first[:-1]
     assert other[0] == first[0]
     assert other[-1] not in first

@@ -1,4 +1,4 @@
-"""What a replay tells while it runs."""
+"""The progress that a replay prints while it runs."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def drawn(schema: object, seed: int = 0) -> dict[str, Any]:
 
 
 def bounds(low: str, high: str) -> st.SearchStrategy[dict[str, int]]:
-    """A lower and an upper one, either of them, or none."""
+    """A lower and an upper bound, either of them, or none."""
     pairs = st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda pair: {low: min(pair), high: max(pair)})
     return pairs | st.integers(0, 20).map(lambda one: {low: one}) | st.integers(0, 20).map(lambda one: {high: one})
 

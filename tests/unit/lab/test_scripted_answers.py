@@ -1,4 +1,4 @@
-"""Scripted answers: what is seen of one does not depend on how its tokens come."""
+"""Scripted answers: how an answer is read does not depend on how its tokens are split into parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway of a simulation: what its own state machine does when time runs out, or nobody places."""
+"""The gateway of a simulation: what the gateway's state machine does when time runs out or no router places."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def simulate(requests: list[TraceRequest], **asked: Any) -> tuple[Simulator, dic
 
 @dataclass(frozen=True)
 class First(Policy):
-    """The first instance that may answer."""
+    """Chooses the first instance that may answer."""
 
     name: ClassVar[str] = "first"
 
@@ -52,7 +52,7 @@ def test_without_an_owner_for_long_the_gateway_places_by_its_own_counts() -> Non
     assert [one.ok for one in records.values()] == [True] * 3
     assert [records[name].decision for name in "ab"] == ["", ""]
     assert (simulator.steps_without_router, simulator.resent_requests) == (2, 0)
-    # One instance has an open request, so that the other gets the first one.
+    # One instance has an open request, so the other one gets request a.
     assert records["a"].instance != records["open"].instance
     assert records["a"].ttft_s == pytest.approx(2.0 + 2.0)
 
@@ -68,7 +68,7 @@ def test_a_request_without_a_first_byte_in_time_goes_elsewhere() -> None:
         timeouts=RequestTimeouts(first_byte_s=3.0),
     )
     assert (records["waits"].instance, records["waits"].ttft_s) == ("i1", pytest.approx(3.0 + 1.64))
-    # The first instance has let go of it.
+    # The first instance has cancelled the request.
     assert simulator.busy_s == pytest.approx({"i0": 1.64 + 59.0, "i1": 1.64})
 
 
@@ -105,7 +105,7 @@ def test_kv_that_does_not_come_in_time_is_computed_where_the_answer_is() -> None
         policy=Passed(),
         timeouts=RequestTimeouts(transfer_s=1.5),
     )
-    # 2 s on i0, 1.5 s in vain, and all of it once more.
+    # 2 s of prefill on i0, a transfer that times out after 1.5 s, and the whole prefill once more.
     assert (records["a"].instance, records["a"].ttft_s) == ("i1", pytest.approx(2.0 + 1.5 + 2.0))
 
 

@@ -52,7 +52,7 @@ def test_a_standby_changes_nothing() -> None:
 def test_each_pool_has_an_owner_and_its_own_instances() -> None:
     asked = SimulationConfig(instances=4, pools=4, routers=2)
     simulator, records = simulate([ask(f"s{number}", float(number), 32) for number in range(8)], asked)
-    # Sessions and instances are dealt in turn.
+    # Sessions and instances are assigned to pools in turn.
     assert [records[f"s{number}"].instance for number in range(8)] == ["i0", "i1", "i2", "i3"] * 2
     owners = {simulator.routers.owner(f"simulated-{number}") for number in range(4)}
     assert owners == {"sim-0", "sim-1"}
@@ -61,7 +61,7 @@ def test_each_pool_has_an_owner_and_its_own_instances() -> None:
 def test_who_comes_while_nobody_owns_the_pool_waits_for_the_new_owner() -> None:
     requests = [ask("first", 0.0, 100), ask("between", 10.0, 100), ask("after", 30.0, 100)]
     simulator, records = simulate(requests, replace(TWO, owner_dies_at_s=9.0))
-    # 1 + 100 * 0.01 s; the second one waits until 12 s first.
+    # 1 + 100 * 0.01 s; the second request first waits for a new owner until 12 s.
     assert [one.ttft_s for one in records.values()] == pytest.approx([2.0, 4.0, 2.0])
     assert simulator.resent_requests == 1
     assert len(simulator.routers.states) == 1
@@ -75,7 +75,7 @@ def test_a_hand_over_keeps_both_and_costs_its_own_time() -> None:
 
 
 def test_what_was_held_is_asked_again_with_its_age() -> None:
-    # Held from 0.25 s on for at most 4 s; the owner dies at 1, the next one comes at 2 s. At the tick at 4.5 s it is over.
+    # Held from 0.25 s on for at most 4 s; the owner dies at 1, the next one comes at 2 s. At the tick at 4.5 s the hold ends.
     requests = [ask("a", 0.0, 64, output=60), ask("b", 0.25, 64)]
     asked = replace(TWO, policy=OneAtATime(4.0), owner_dies_at_s=1.0, takeover_s=1.0)
     simulator, records = simulate(requests, asked)
@@ -92,12 +92,12 @@ def test_open_streams_are_announced_and_count_at_the_new_owner() -> None:
 
 
 def test_a_plan_that_went_with_its_owner_is_made_anew_by_the_next_one() -> None:
-    # The slice ends at 1.64 s. No owner then: the next one, at 4 s, plans the same slice, of which the last block is computed
-    # again in 1.16 s, and then the rest.
+    # The slice ends at 1.64 s, when the pool has no owner. The next owner, at 4 s, plans the same slice, whose last block is
+    # computed again in 1.16 s, and then the rest.
     simulator, records = simulate([ask("a", 0.0, 128)], replace(TWO, policy=Sliced(), owner_dies_at_s=1.0))
     assert (records["a"].ttft_s, records["a"].cached_tokens) == (pytest.approx(4.0 + 1.16 + 1.64), 64)
     assert (simulator.resent_requests, simulator.steps_without_router) == (1, 0)
-    # A new owner there is by then: it knows no plan, and the request asks it at once.
+    # Here a new owner exists by then. It does not know the plan, and the request is placed anew at once.
     asked = replace(TWO, policy=Sliced(), owner_dies_at_s=0.5, takeover_s=0.5)
     simulator, records = simulate([ask("a", 0.0, 128)], asked)
     assert records["a"].ttft_s == pytest.approx(1.64 + 1.16 + 1.64)
@@ -139,8 +139,8 @@ class SlicedAndHeld(OneAtATime):
 
 @pytest.mark.parametrize("word_s", [0.0, 4.0])
 def test_a_hold_between_two_steps_that_outlasts_the_gateway_gives_one_answer(word_s: float) -> None:
-    # a's slice ends while b's long answer runs, and the rest is held for longer than the gateway waits; words are underway for a
-    # while, so that the router's answer and the gateway's own step cross.
+    # a's slice ends while b's long answer runs, and the rest is held for longer than the gateway waits; messages take
+    # word_s, so that the router's answer and the gateway's own step may cross.
     asked = SimulationConfig(
         instances=1,
         profile=PLAIN,
@@ -220,13 +220,13 @@ def test_a_dead_replica_comes_back_and_takes_what_is_its_own() -> None:
     asked = replace(TWO, instances=2, owner_dies_at_s=10.0, owner_back_after_s=15.0)
     simulator = Simulator(turns, asked)
     first = simulator.run()
-    # The successor has it from 13 s on; from 10 + 15 + 6 s on the other is settled, and has it back.
+    # The successor owns the pool from 13 s on. From 10 + 15 + 6 s on the other router is settled, and owns it again.
     owner = simulator.routers.owner("simulated")
     assert (owner, [one.decision.rpartition("-")[0] for one in first]) == (
         "sim-1",
         ["sim-1", "sim-0", "sim-1-again"],
     )
-    # Agents have told it what is cached, which was computed before it was there.
+    # Agents have reported cached blocks to it that were computed before it started.
     assert [one.cached_tokens for one in first] == [0, 64, 128]
     assert len(simulator.routers.states[owner].index) == len(simulator.routers.states["sim-0"].index) > 0
     for state in simulator.routers.states.values():
@@ -234,7 +234,7 @@ def test_a_dead_replica_comes_back_and_takes_what_is_its_own() -> None:
 
 
 def most_lost_s(requests: list[TraceRequest], asked: SimulationConfig, moments: list[float]) -> float:
-    """By how much an owner's death at any of the moments lets any request wait longer for its first token."""
+    """The longest additional wait for a first token that an owner's death at any of the moments causes to any request."""
     _, alive = simulate(requests, asked)
     lost = []
     for moment in moments:
@@ -266,9 +266,9 @@ def test_an_owners_death_costs_small_requests_between_slices_no_more_than_its_ta
     _, alive = simulate(requests, asked)
     assert {one.rule for one in alive.values()} == {"at_once", "slice"}
     alone_s = alive["usual0"].ttft_s or 0.0
-    # They wait for what is left of a slice, not for the 13 s of the whole prompt.
+    # The small requests wait for the rest of a slice, not for the 13 s of the whole prompt.
     assert alone_s < most_waited_s(alive) < 3 * alone_s
     for moment in (15.1, 16.4, 17.9, 19.0, 22.0, 27.0):
         _, records = simulate(requests, replace(asked, owner_dies_at_s=moment))
-        # The longest wait, not each one's own: at which moment of a slice a request comes is chance, with or without a death.
+        # Only the longest wait is compared: when in a slice a request comes is chance, with or without a death.
         assert most_waited_s(records) <= most_waited_s(alive) + 1.5

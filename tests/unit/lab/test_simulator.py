@@ -125,7 +125,7 @@ def test_names_are_shared_where_ids_are(block_size: int) -> None:
     one, other = names("a", ids, 197), names("b", [*ids[:-1], 99], 192)
     assert shared_prefix(one, other) == (192 - block_size) // 16
     assert shared_prefix(one, names("c", ids, 197)) == 12
-    # Beyond the trace's blocks a prompt is its own.
+    # Beyond the trace's blocks, a prompt's blocks are its own.
     assert (
         shared_prefix(names("d", ids, 192 + min(block_size - 1, 32)), names("e", ids, 192 + min(block_size - 1, 32)))
         == 12
@@ -151,7 +151,7 @@ def test_names_of_answers_are_those_of_the_next_prompt(block_size: int) -> None:
     first = make(1, ids[: 200 // block_size], 200, 90)
     second = make(2, ids[: 400 // block_size], 400, 150)
     assert [*second.names[: 290 // 16]] == [*first.names, *first.answer]
-    # Some of an answer that left reasoning out cannot be told from the rest: the prompt alone is gone on from.
+    # If a part of an answer is left out (reasoning), which part is unknown: the next prompt shares the previous prompt only.
     third = make(3, ids[: 500 // block_size], 500, 10)
     assert third.names[: 400 // 16] == second.names
     assert third.names[400 // 16] != second.answer[0]
@@ -164,7 +164,7 @@ def test_names_are_forgotten_with_what_no_cache_holds() -> None:
     prompts = PromptBlocks(tokens=4 * 64)
     shared = tuple(prompts.prompt_of(ask("a", 1, 0, [1, 2], 128)).names)
     for number in range(20):
-        # The first block is asked for all the time, the second one never again.
+        # The first block is used all the time, the second one never again.
         other = tuple(prompts.prompt_of(ask("b", number + 1, 0, [1, 10 + number], 128)).names)
         assert other[:4] == shared[:4]
         assert len(prompts) <= 4

@@ -1,4 +1,4 @@
-"""Generated sessions: their structure, and whether the figures are those of the workload that they stand for."""
+"""Generated sessions: their structure, and whether their statistics are those of the workload that they imitate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_sessions_grow_and_share_their_agents_prompt() -> None:
             assert shared_prefix(before.hash_ids, after.hash_ids) == len(before.hash_ids)
             assert after.input_length > before.input_length + before.output_length
             assert after.timestamp_ms > before.timestamp_ms
-    # Sessions that follow change nothing of those before them.
+    # Additional sessions change nothing in earlier ones.
     more = by_session(generate(25, 60.0, seed=3, shape=shape))
     assert [one.input_length for one in more["s019"]] == [one.input_length for one in sessions["s019"]]
 
@@ -76,7 +76,7 @@ def test_the_figures_are_those_of_the_workload(seed: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"turns": "3"}, "turns: no such parameter; there are agents, "),
+        ({"turns": "3"}, "turns: no such parameter; the parameters are agents, "),
         ({"mean_turns": "0.5"}, "mean_turns"),
         ({"human_share": "1.5"}, "human_share"),
         ({"agents": "two"}, "agents"),

@@ -61,7 +61,7 @@ def test_a_trace_is_read_in_the_order_of_time(tmp_path: Path) -> None:
         (LINE | {"hash_ids": [1, "x"]}, r"\$.hash_ids\[1\]"),
         (LINE | {"hash_ids": [1]}, "hash_ids: 1 for input_length 1030"),
         (LINE | {"think_ms": -2}, r"\$.think_ms"),
-        (LINE, "turn: 1 of session a is there twice"),
+        (LINE, "turn: 1 of session a occurs twice"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, field: str) -> None:

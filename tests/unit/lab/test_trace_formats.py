@@ -1,4 +1,4 @@
-"""The formats of others, each by hand; sessions derived from prefixes; errors that name their field."""
+"""Trace formats of other projects, checked by hand; sessions derived from prefixes; errors that name their field."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_a_session_that_keeps_half_or_less_is_another_one() -> None:
     assert chains.add((1, 2, 3, 4), 40) == (0, 1)
     assert chains.add((1, 2, 3, 6, 7), 50) == (0, 2)
     assert chains.add((1, 2, 9, 10, 11, 12), 60) == (1, 1)
-    # Blocks 1 and 2 belong to none now, those behind them still to the first.
+    # Blocks 1 and 2 belong to no session now, those after them still to the first.
     assert chains.add((1, 2, 3, 6, 7, 8), 60) == (0, 3)
     assert chains.add((1, 2), 70) == (2, 1)
-    # The same input again is no next turn.
+    # The same input again does not count as a next turn.
     assert chains.add((1, 2, 3, 6, 7, 8), 60) == (3, 1)
     assert chains.add((), 9) == (4, 1)
-    # An id that says nothing of what was before it is another block there.
+    # If an id does not imply the ids before it, it is another block after other ids.
     assert chains.add((6, 7, 8), 80) == (5, 1)
 
 
@@ -121,14 +121,14 @@ def test_aiperf_turns_are_put_together(tmp_path: Path) -> None:
         ([mooncake(5, 512, [1]), mooncake(4, 512, [1])], "2: timestamp: 4 is before"),
         ([mooncake(0, 512, [1]), mooncake(1, 0, [])], r"2: .*\$.input_length"),
         ([mooncake(0, 512, [1]) | {"timestamp": "now"}], r"1: .*\$.timestamp"),
-        ([bailian(1, -1, 0, 1, 16, [1]), bailian(1, -1, 0, 1, 16, [1])], "2: chat_id: 1 is there twice"),
+        ([bailian(1, -1, 0, 1, 16, [1]), bailian(1, -1, 0, 1, 16, [1])], "2: chat_id: 1 occurs twice"),
         ([bailian(1, -1, 0, 1, 16, [1, 2, 3])], "1: hash_ids: 3 for input_length 16 in blocks of 16"),
         ([{"session_id": "a", "input_length": 9}, {"session_id": "a", "input_length": 9}], "2: delay: missing"),
         ([{"session_id": "a", "input_length": 9, "hash_ids": [1, 2]}], "1: hash_ids: 2 for input_length 9"),
         ([{"session_id": "a", "input_length": 9}, {"session_id": "a", "text_input": "hello"}], "2: .*input_length"),
         (
             [{"messages": []}],
-            r"1: its fields \(messages\) are of no format known: pointsman, mooncake, bailian, aiperf",
+            r"1: its fields \(messages\) match no known format: pointsman, mooncake, bailian, aiperf",
         ),
     ],
 )
@@ -147,7 +147,7 @@ def test_a_format_can_be_said(tmp_path: Path) -> None:
     path = write(tmp_path / "m.jsonl", mooncake(0, 512, [1]) | {"session_id": "a"})
     assert load_trace(path)[0].session == "a"
     assert load_trace(path, "mooncake")[0].session == "0"
-    with pytest.raises(TraceError, match="csv: no format of traces; known are auto, pointsman"):
+    with pytest.raises(TraceError, match="csv: unknown trace format; known formats: auto, pointsman"):
         load_trace(path, "csv")
 
 

@@ -35,7 +35,7 @@ TRACE = [
 def test_a_small_trace_by_hand() -> None:
     found = statistics(TRACE, cache_tokens=(300,))
     assert (found["requests"], found["sessions"]) == (4, 3)
-    # The last answer would be there 0.5 s + 50 x 10 ms after the last request.
+    # The last answer would be complete 0.5 s + 50 x 10 ms after the last request.
     assert found["span_s"] == 31.0
     assert found["input_tokens"] == {"p10": 193.0, "p50": 255.0, "p90": 485.0, "p99": 552.5, "max": 560, "mean": 315}
     assert found["turns"]["max"] == 2
@@ -99,7 +99,7 @@ def test_the_development_traces_are_read(name: str, count: int, sessions: int, h
     requests = load_trace(path)
     found = statistics(requests)
     assert (found["requests"], found["sessions"], found["ideal_hit_ratio"]) == (count, sessions, hit_ratio)
-    # Sessions that were known, or derived by another rule, are found again from prefixes alone, but for a few.
+    # Nearly all sessions that the trace names, or that another rule derived, are found again from prefixes alone.
     chains = SessionDeriver()
     derived = {chains.add(request.whole_blocks, request.input_length)[0] for request in requests}
     assert len(derived) == pytest.approx(len(by_session(requests)), rel=0.03)

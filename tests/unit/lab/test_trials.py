@@ -64,7 +64,7 @@ def test_a_draw_moves_sessions_and_nothing_else(seed: int, starts: Any, jitter_s
         assert [one.hash_ids for one in turns] == [one.hash_ids for one in old]
         for one, other in zip(turns, old, strict=True):
             assert one.timestamp_ms - turns[0].timestamp_ms == pytest.approx(other.timestamp_ms - old[0].timestamp_ms)
-        # A rate changes when sessions start, not which draw it is.
+        # A rate changes when sessions start; the draw stays the same.
         assert turns[0].timestamp_ms * rate == pytest.approx(once[turns[0].session][0].timestamp_ms)
 
 
@@ -125,7 +125,7 @@ def test_the_floor_by_hand() -> None:
     assert records["b", 1].ttft_s == pytest.approx(3.28)
     # Turn 2 begins when turn 1 has ended, and computes 64 tokens.
     assert (records["a", 2].t_send, records["a", 2].ttft_s) == pytest.approx((5.28, 1.64))
-    # What another session computed is there, but for the last block: its last token is always computed.
+    # Blocks that another session computed are cached, except the last one: a prompt's last token is always computed.
     assert (records["c", 1].cached_tokens, records["c", 1].ttft_s) == (112, pytest.approx(1.16))
 
 

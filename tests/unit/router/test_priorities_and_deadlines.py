@@ -59,7 +59,7 @@ def test_when_the_queue_is_full_the_last_of_the_lowest_class_gives_up_its_place(
     [refused] = ask(router, "s1", priority=STANDARD)
     assert isinstance(refused, ev.Refused)
     assert (refused.request_id, refused.code, refused.retry_after_s) == ("b1", "RESOURCE_EXHAUSTED", 1.0)
-    assert "this request's class goes last" in refused.message
+    assert "another priority class takes this request's place" in refused.message
     assert "STANDARD" not in refused.message, "nobody is told of others' classes"
     assert [one.request_id for one in ask(router, "i0", priority=INTERACTIVE)] == ["b0"]
     assert [one.request_id for one in ask(router, "b2", priority=BATCH)] == ["b2"]
@@ -137,7 +137,7 @@ def test_who_cannot_have_its_first_token_in_time_is_refused_instead_of_placed() 
     [refused] = ask(router, "r", tokens=64_000, keys=KEYS, ttft_deadline_s=LEAST_S - 0.1)
     assert isinstance(refused, ev.Refused)
     assert (refused.code, refused.retry_after_s) == ("DEADLINE_EXCEEDED", None)
-    assert f"needed within {LEAST_S - 0.1:.2f} s, and its prompt takes {LEAST_S:.2f} s at least" in refused.message
+    assert f"needed within {LEAST_S - 0.1:.2f} s, but its prefill takes at least {LEAST_S:.2f} s" in refused.message
     assert len(router.reservations) == 2
     [placed] = ask(router, "q", tokens=64_000, keys=KEYS, ttft_deadline_s=LEAST_S + 0.1)
     assert isinstance(placed, ev.Placed)

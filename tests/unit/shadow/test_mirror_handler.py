@@ -1,4 +1,4 @@
-"""The door for mirrored requests: whatever comes is answered at once, and nothing piles up."""
+"""The endpoint for mirrored requests: every request is answered at once, and the backlog is bounded."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_what_comes_faster_than_it_is_understood_is_dropped_and_counted() 
     for number in range(3):
         backlog.put(MirroredRequest("/v1/completions", Headers(), b"12345", float(number)))
     assert telemetry.registry.get_sample_value("pointsman_shadow_excluded_total", {"reason": "backlog"}) == 1
-    # What has not been read may still change the order.
+    # Requests that have not been read may still change the order.
     assert backlog.read_until == 0.0
     await backlog.get()
     assert backlog.read_until == 0.0
@@ -64,7 +64,7 @@ async def test_a_request_is_understood_as_a_gateway_does() -> None:
     assert list(placement.keys) == list(asked.keys)
     other, _ = await reader.read("/v1/chat/completions", Headers(), json.dumps(CHAT | {"model": "alias"}).encode(), 6.0)
     assert other.keys == asked.keys
-    # Nobody named that conversation: it goes on from the one with the same prompt.
+    # The request names no conversation, so it continues the one with the same prompt.
     assert other.session == "talk"
 
 
