@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -20,32 +20,55 @@ async def follow(path: Path) -> AsyncIterator[bytes]:
     """Yield the lines that are written to `path` from now on, until cancelled.
 
     A file that is replaced is read to its end, and the new file from its beginning. A truncated file, or one that does not exist
-    yet, is read from its beginning, too. Of a line of more than MAX_LINE bytes the first MAX_LINE or more are dropped.
+    yet, is read from its beginning, too. Lines of more than MAX_LINE bytes are left out.
     """
     file = _open(path)
     if file is not None:
         file.seek(0, 2)
-    rest = b""
+    lines = _Lines()
     try:
         while True:
             piece = file.read(PIECE) if file is not None else b""
             if piece:
-                *lines, rest = (rest + piece).split(b"\n")
-                for line in lines:
+                for line in lines.add(piece):
                     yield line
-                if len(rest) > MAX_LINE:
-                    rest = b""
                 continue
             if file is None or _replaced(file, path):
                 if file is not None:
                     file.close()
-                file, rest = _open(path), b""
+                file, lines = _open(path), _Lines()
                 if file is not None:
                     continue
             await asyncio.sleep(LOOK_S)
     finally:
         if file is not None:
             file.close()
+
+
+class _Lines:
+    """Splits pieces of a file into lines, without those of more than MAX_LINE bytes."""
+
+    def __init__(self) -> None:
+        # The pieces of the line that has not ended yet, and their size; the size alone if the line is too long.
+        self._rest: list[bytes] = []
+        self._size = 0
+
+    def add(self, piece: bytes) -> Iterator[bytes]:
+        """Yield the lines that end in `piece`. Mutates."""
+        *ended, rest = piece.split(b"\n")
+        for part in ended:
+            self._append(part)
+            if self._size <= MAX_LINE:
+                yield b"".join(self._rest)
+            self._rest, self._size = [], 0
+        self._append(rest)
+
+    def _append(self, part: bytes) -> None:
+        self._size += len(part)
+        if self._size <= MAX_LINE:
+            self._rest.append(part)
+        else:
+            self._rest = []
 
 
 def _open(path: Path) -> IO[bytes] | None:

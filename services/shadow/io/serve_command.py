@@ -6,6 +6,7 @@ import asyncio
 import math
 import signal
 import time
+from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ log = structlog.get_logger()
 LOOK_S = 0.25
 # Maximum size of the bodies of mirrored requests that are not read yet, bytes.
 BACKLOG_BYTES = 256 << 20
+# Maximum number of placements of the running router that are kept for requests that are not compared yet.
+MAX_LIVE_PLACEMENTS = 10_000
 
 
 class ShadowService:
@@ -62,7 +65,8 @@ class ShadowService:
                 self._comparison.add_engines(model, ModelEngines(tuple(settings.instances)))
         # The engines that the router reported last, by model.
         self._told: dict[str, tuple[str, ...]] = {}
-        self._live_placements: dict[str, LivePlacement] = {}
+        # By request id, until the request is compared. Those of requests that fail, or that were compared before, stay.
+        self._live_placements: OrderedDict[str, LivePlacement] = OrderedDict()
         # Whether the log has whole requests. These are known only when they have ended.
         self._from_log = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -91,7 +95,7 @@ class ShadowService:
             await asyncio.gather(comparing, stopping, *running, *self._tasks, return_exceptions=True)
             if self._fleet is not None:
                 await self._fleet.close()
-        await asyncio.to_thread(self._observe, list(self._pending.due(math.inf, math.inf)))
+        await asyncio.to_thread(self._observe, self._due(math.inf, math.inf))
         await asyncio.to_thread(self._comparison.finish)
 
     def summary(self) -> dict[str, Any]:
@@ -135,6 +139,8 @@ class ShadowService:
         now = await self._fleet.ask(placement)
         if now is not None:
             self._live_placements[request_id] = now
+            if len(self._live_placements) > MAX_LIVE_PLACEMENTS:
+                self._live_placements.popitem(last=False)
 
     async def _follow(self, log_file: Path) -> None:
         async for line in follow(log_file):
@@ -179,16 +185,20 @@ class ShadowService:
         while not stop.is_set():
             now = time.time()
             complete = now - self._settings.window_s if self._from_log else self._backlog.read_until
-            failed = self._pending.failed
-            due = list(self._pending.due(now, complete))
-            self.telemetry.excluded.labels("failed").inc(self._pending.failed - failed)
-            if due:
+            if due := self._due(now, complete):
                 await asyncio.to_thread(self._observe, due)
                 self.telemetry.behind.set(time.time() - due[-1].timestamp_ms / 1e3)
             self.telemetry.waiting.set(len(self._pending))
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await stop.wait()
+
+    def _due(self, now: float, complete_until: float) -> list[ObservedRequest]:
+        """Return the requests to compare, and count the failed ones before them. As PendingRequests.due."""
+        failed = self._pending.failed
+        due = list(self._pending.due(now, complete_until))
+        self.telemetry.excluded.labels("failed").inc(self._pending.failed - failed)
+        return due
 
     def _observe(self, due: list[ObservedRequest]) -> None:
         for request in due:

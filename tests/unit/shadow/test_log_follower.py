@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
+from pointsman.shadow.io import log_follower
 from pointsman.shadow.io.log_follower import follow
 
 
@@ -38,4 +41,18 @@ async def test_a_log_that_is_not_there_yet_is_read_from_its_beginning(tmp_path: 
     await asyncio.sleep(0.05)
     (tmp_path / "log").write_bytes(b"first\n")
     assert await asyncio.wait_for(waiting, 10) == b"first"
+    await lines.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_line_that_is_too_long_is_left_out_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_follower, "MAX_LINE", 100)
+    monkeypatch.setattr(log_follower, "PIECE", 30)
+    log = tmp_path / "log"
+    lines = follow(log)
+    waiting = asyncio.ensure_future(anext(lines))
+    await asyncio.sleep(0.05)
+    log.write_bytes(b"one\n" + b"x" * 250 + b"\n" + b"y" * 100 + b"\ntwo\n")
+    assert await asyncio.wait_for(waiting, 10) == b"one"
+    assert await asyncio.wait_for(anext(lines), 10) == b"y" * 100
+    assert await asyncio.wait_for(anext(lines), 10) == b"two"
     await lines.aclose()  # type: ignore[attr-defined]
