@@ -153,7 +153,7 @@ class Fleet(fleet_pb2_grpc.FleetServiceServicer):
 
 @dataclass
 class Door:
-    """A server and one way of each kind to knock."""
+    """A channel to a server, with one call of each kind."""
 
     channel: grpc.aio.Channel
 
@@ -257,7 +257,7 @@ async def test_one_token_closes_all_doors() -> None:
 
 
 def write(file: Path, text: str) -> None:
-    """Write `file` anew, as a secret that is mounted is."""
+    """Replace `file` by a rename, as a mounted secret is updated."""
     beside = file.with_suffix(".new")
     beside.write_text(text)
     beside.replace(file)

@@ -1,4 +1,4 @@
-"""What waits for a stream's writer: in order, together where it is ready together, and nothing lost at the end."""
+"""The queue before a stream's writer: order, batches of what is ready together, and no loss at the end."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_keys_are_as_the_scheme_says() -> None:
 
 
 def test_keys_stay_what_they_were() -> None:
-    """Agents, routers and gateways of different builds meet: another value here needs another KEY_SCHEME."""
+    """Agents, routers and gateways of different builds must agree on keys. A change of these values needs a new KEY_SCHEME."""
     assert root_key("m", "l", "s") == 0xDDF6_49AF_6A20_B168
     assert prompt_keys(range(16), "m") == [18_076_687_531_197_960_048]
 
@@ -137,7 +137,7 @@ def test_many_keys_have_the_digest_that_they_have_one_by_one(tier: int, count: i
     assert digest_of(tier, keys) == reduce(lambda digest, key: digest ^ digest_of(tier, [key]), keys, 0)
 
 
-# Factors 3, 5 and 7 are the same modulo 2^64 / key for the four keys left out.
+# Multiples of 2^62, four keys, are left out: for them some of the factors 3, 5 and 7 give equal products modulo 2^64.
 @given(KEY.filter(lambda key: key % 2**62))
 def test_digest_tells_tiers_apart(key: int) -> None:
     assert len({digest_of(tier, [key]) for tier in (1, 2, 3)}) == 3

@@ -1,4 +1,4 @@
-"""What a client of ours asks of a connection, every server of ours permits: fakes in tests as well."""
+"""Every gRPC server of the project, fakes in tests included, permits the keepalive and sizes that its clients use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pointsman.common.io.channel import CHANNEL_OPTIONS, SERVER_OPTIONS, open_ch
 from tests.support.tcp_proxies import Link
 
 ROOT = Path(__file__).resolve().parents[3]
-# The first serves exporters of OpenTelemetry and no client of ours, the second shows what would happen to one.
+# The first serves OpenTelemetry exporters only. The second shows what happens to a client without the server options.
 OTHERS = {"tests/support/fakes/span_collector.py", "tests/unit/common/test_channel.py"}
 
 
@@ -24,7 +24,7 @@ def test_servers_permit_what_clients_ask_for() -> None:
     client, server = dict(CHANNEL_OPTIONS), dict(SERVER_OPTIONS)
     assert server["grpc.http2.min_ping_interval_without_data_ms"] < client["grpc.keepalive_time_ms"]
     assert server["grpc.keepalive_permit_without_calls"] == client["grpc.keepalive_permit_without_calls"] == 1
-    assert server["grpc.http2.max_ping_strikes"] == 0, "pings that meet others on a busy machine come closer together"
+    assert server["grpc.http2.max_ping_strikes"] == 0, "on a busy machine delayed pings arrive close together"
     assert server["grpc.max_receive_message_length"] == client["grpc.max_receive_message_length"]
 
 

@@ -21,7 +21,7 @@ from pointsman.common.io import event_loop
 from pointsman.common.io.channel import END_OF_STREAM, SERVER_OPTIONS
 
 STREAMS, TURNS = 64, 80
-# libuv keeps a pipe for the life of the process, from its first loop on: it is no test's.
+# From its first loop on libuv keeps a pipe for the life of the process. It is made here, so that it counts for no test.
 uvloop.new_event_loop().close()
 
 
@@ -83,7 +83,7 @@ async def _held_up(loop: Watched) -> list[int]:
 
 def test_wake_ups_do_not_pile_up_while_the_loop_is_busy() -> None:
     waiting = uvloop.run(_run(), loop_factory=Watched)
-    # Each stream has one event at most that is not seen yet, and one more may come while this one is looked at.
+    # Each stream has at most one unhandled event, and one more may arrive while this one is handled.
     assert max(waiting) <= 2 * STREAMS + 8
 
 

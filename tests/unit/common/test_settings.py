@@ -34,7 +34,7 @@ class Line:
         self.ran: list[TrackSettings] = []
         self.app = typer.Typer()
         add_settings_command(self.app, "track", TrackSettings, self.ran.append, help_="Lay a track.")
-        self.app.command("other")(lambda: None)  # With one command alone typer takes no command's name.
+        self.app.command("other")(lambda: None)  # An app with one command only would not take the command's name.
 
     def __call__(self, *words: str) -> Result:
         return CliRunner().invoke(self.app, ["track", *words])

@@ -224,7 +224,7 @@ BODIES = st.lists(
 def test_chunks_offered_whole_are_those_that_were_sent(
     bodies: list[bytes], cuts: list[int], odd: bool, alone: bool
 ) -> None:
-    """However a chunked answer is cut, each chunk comes once, either whole with its framing or by the parser."""
+    """For any cuts of a chunked response, each chunk is delivered once: whole with its framing, or by the parser."""
     sizes = [b"%X;x=y" if odd else b"%x"] * len(bodies)
     chunks = [size % len(body) + b"\r\n" + body + b"\r\n" for size, body in zip(sizes, bodies, strict=True)]
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -267,7 +267,7 @@ async def _piped(pieces: list[bytes], refuse: bytes) -> list[bytes]:
 
 
 async def test_ordinary_chunks_need_no_parser() -> None:
-    """What the cost of a streamed token rests on."""
+    """The low cost of a streamed token depends on this."""
     chunk = b"10\r\n" + b"x" * 16 + b"\r\n"
     connection = UpstreamConnection(ConnectionPool(1.0, 1.0), Origin("h", 1, tls=False))
     connection.connection_made(Wire())
@@ -297,7 +297,7 @@ async def test_what_only_looks_like_a_chunk_is_left_to_the_parser() -> None:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     like = b"10\r\n" + b"x" * 16 + b"\r\n"
     rest = b"y" * (0x110 - 18)
-    # The size is 0x110, and comes in two; then one that lies within another chunk.
+    # First a chunk whose size, 0x110, is cut in two; then bytes like a chunk within another chunk.
     got = await _piped([head, b"1\r\na\r\n1", like, rest + b"\r\n", b"0\r\n\r\n"], refuse=b"r")
     assert b"".join(got) == b"a" + like[4:] + rest
     got = await _piped([head, b"1\r\na\r\n18\r\n\n", like, b"z\r\n", b"0\r\n\r\n"], refuse=b"r")

@@ -1,4 +1,4 @@
-"""Silent answers: given up where nobody listens any more, and nowhere else."""
+"""Connections that are silent fail if their peer refuses new connections, and only then."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def test_a_refusal_does_not_count_once_somebody_accepted_or_spoke() -> None:
     )
 )
 def test_in_any_order_of_events(looks: list[tuple[set[Peer], float, list[bool]]]) -> None:
-    """Nobody is gone but by refusals in a row to questions asked apart, while something was silent at every look between."""
+    """A peer is dead only after REFUSALS refused probes in a row, at least REPROBE_S apart, and if a connection to the peer was
+    silent at every check in between."""
     silence, now = DeadConnectionDetector(), 0.0
     open_: list[Peer] = []
     asked: dict[Peer, float] = {}
@@ -91,7 +92,7 @@ def test_in_any_order_of_events(looks: list[tuple[set[Peer], float, list[bool]]]
 
 @asynccontextmanager
 async def pool() -> AsyncIterator[ConnectionPool]:
-    """One that looks after its connections when it is told to."""
+    """A connection pool that checks its connections only when the test calls `sweep`."""
     one = ConnectionPool(60.0, 1e12)
     try:
         yield one
@@ -102,7 +103,7 @@ async def pool() -> AsyncIterator[ConnectionPool]:
 
 
 async def look(here: ConnectionPool, at: float) -> int:
-    """Look after the connections at a moment in days to come, and have done with all questions; how many those were."""
+    """Check the connections at time `at`, far in the future, and wait for all probes; return the number of probes."""
     here.sweep(at)
     asked = len(here._probing)
     while here._probing:  # noqa: ASYNC110
@@ -111,7 +112,7 @@ async def look(here: ConnectionPool, at: float) -> int:
 
 
 async def begun(there: Instance, here: ConnectionPool, *answers: list[bytes]) -> list[asyncio.Task[UpstreamResponse]]:
-    """Requests for `answers`, which do not go on."""
+    """Send one request for each of `answers`, which the instance does not continue."""
     there.answers = list(answers)
     asking = [asyncio.create_task(ask(there, here)) for _ in answers]
     while len(there.requests) < len(answers):  # noqa: ASYNC110
@@ -158,7 +159,7 @@ async def test_what_listens_may_be_silent_and_is_asked_once_for_all_streams() ->
 
 
 async def test_a_stream_that_goes_on_outlives_its_port() -> None:
-    """An engine that lets its answers end has closed its port, too."""
+    """An engine that shuts down closes its port first, and then ends its responses."""
     async with instance() as there, pool() as here:
         there.hold = asyncio.Event()
         (stream,) = await begun(there, here, [WHOLE[:-1], WHOLE[-1:]])

@@ -1,4 +1,4 @@
-"""Bodies decoded in pieces: the same values and the same errors as at once, and no more objects than may be."""
+"""Bodies decoded in pieces: the same values and errors as if decoded at once, and a bounded number of objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a gateway's /metrics say of models: the fleet's alone, and of those that have left it only for a while."""
+"""The models in a gateway's /metrics: those of the fleet, and for a while those that have left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROUTE = "/v1/chat/completions"
 
 
 class Page:
-    """The metrics of one gateway at a time that the test sets."""
+    """The metrics of one gateway, with a clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0

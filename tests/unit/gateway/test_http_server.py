@@ -25,7 +25,7 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2;x=y\r\nlo\r\n
 
 
 class Wire(asyncio.Transport):
-    """A transport whose peer takes everything, unless `stuck`."""
+    """A transport that records what is written; the test sets how much is `unsent`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +314,7 @@ async def test_a_client_that_asks_again_at_once_is_still_noticed_when_it_leaves(
     loop, told = asyncio.get_running_loop(), client.wire.write
 
     def write(data: bytes) -> None:
-        # The next request is there before the loop has turned once: a fast client beside a gateway that has to wait for its CPU.
+        # The next request arrives before the event loop has run once more: a fast client, and a gateway that waits for the CPU.
         told(data)
         if client.wire.out.endswith((b"hello", b"0\r\n\r\n")):
             loop.call_soon(client.connection.data_received, WHOLE.replace(b"/echo", b"/hang"))
@@ -370,7 +370,7 @@ async def test_a_slow_client_makes_its_source_wait_and_is_given_up_in_the_end() 
 # (724.1 + 300) - 724.1 is less than 300.
 @pytest.mark.parametrize("now", [1000.0, 724.1])
 async def test_a_client_that_reads_no_answer_is_not_read_either(monkeypatch: pytest.MonkeyPatch, now: float) -> None:
-    """Answer after answer would fill the memory, and each request would give it more time."""
+    """Otherwise unread responses would fill the memory, and each new request would extend the client's deadline."""
     monkeypatch.setattr(time, "monotonic", lambda: now)
     client = Client()
     client.wire.unsent = 2_000_000
@@ -382,7 +382,7 @@ async def test_a_client_that_reads_no_answer_is_not_read_either(monkeypatch: pyt
     assert not client.wire.aborted, "it reads, if slowly"
     client.wire.unsent -= 200_000
     client.connection.overdue(client.connection.deadline)
-    assert client.wire.aborted, "a client that takes a little now and then keeps its answer no longer"
+    assert client.wire.aborted, "a client that reads too little is disconnected"
 
 
 async def test_a_large_answer_leaves_in_pieces_and_counts_until_the_last() -> None:
@@ -455,7 +455,7 @@ async def test_an_ended_connection_waits_for_a_client_that_still_reads() -> None
     while not client.wire.aborted:
         last = client.connection.deadline
         client.connection.overdue(last)
-    assert given_up - 1 < last < given_up + 5, "one that reads nothing is not waited for any longer"
+    assert given_up - 1 < last < given_up + 5, "a client that reads nothing is disconnected after stall_s"
     sent = Client()
     sent.wire.unsent = 1_000
     await sent.send(WHOLE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
@@ -509,7 +509,7 @@ def chunks_of(size: int) -> bytes:
 
 
 async def test_all_bodies_together_are_bounded() -> None:
-    """By what has come, not by what was announced: who announces much and sends nothing keeps nobody out."""
+    """The received bytes count, not the announced ones: a client that announces a large body and sends nothing takes no room."""
     one = Client()
     assert await one.send(posting(90_000), b"x" * 80_000) == b""
     other = Client(one)
@@ -544,7 +544,7 @@ async def test_one_clients_bodies_leave_room_for_the_others() -> None:
     assert first.server.bodies.used == 78_000
     other = Client(first)
     assert await other.send(uploading(60_000, "b"), b"x" * 59_999) == b"", "another client finds room"
-    assert status_of(await Client(first).send(uploading(70_000, "c"), b"x" * 39_000)) == 503, "for all there is a bound"
+    assert status_of(await Client(first).send(uploading(70_000, "c"), b"x" * 39_000)) == 503, "the limit of all clients"
     for connection in list(first.server.connections):
         connection.connection_lost(None)
     assert first.server.bodies.used == 0

@@ -23,7 +23,7 @@ IN_PLACE = """{%- for message in messages %}{{- '<|im_start|>' + message.role + 
 {%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
 {%- elif part.type == 'text' %}{{- part.text }}{%- endif %}{%- endfor %}{%- endif %}{{- '<|im_end|>\\n' }}
 {%- endfor %}{{- '<|im_start|>assistant\\n' }}"""
-# Another way: all of them in front, and a word about them.
+# Another kind of template: a text in front depends on the number of media.
 IN_FRONT = """{%- set seen = namespace(images=0) %}{%- for message in messages %}{%- for part in message.content %}
 {%- if part.type == 'image' %}{%- set seen.images = seen.images + 1 %}{%- endif %}{%- endfor %}{%- endfor %}
 {{- 'Track 1 with ' ~ seen.images ~ ' pictures' }}

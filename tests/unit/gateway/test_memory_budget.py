@@ -1,4 +1,4 @@
-"""The budgets of bytes that requests share, and what of an engine's whole answer is counted."""
+"""The memory budget that requests share, and what of an engine's response counts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_an_answer_counts_until_it_is_let_go(length: int | None) -> None:
     assert await read(answer([b"x" * 50, b"x" * 30], length), held) == b"x" * 80
     assert budget.used == 80
     assert await read(answer([b"y" * 90], None if length is None else 90), held) == b"y" * 90, (
-        "in the first one's place"
+        "it replaces the first response in the budget"
     )
     assert budget.used == 90
 

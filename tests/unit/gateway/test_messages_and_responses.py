@@ -85,7 +85,7 @@ def test_efforts() -> None:
     off = chat_of(Endpoint.MESSAGES, messages=messages, thinking={"type": "disabled"}, **high)
     assert off["reasoning_effort"] == "disabled"
     assert chat_of(Endpoint.RESPONSES, input="a", reasoning={"effort": "low"})["reasoning_effort"] == "low"
-    # A template that ignores efforts gets the least, one that heeds them gets "none".
+    # "none" for a template that uses the effort; "low" for one that ignores it.
     assert disabled_effort(lambda chat: "same") == "low"
     assert disabled_effort(lambda chat: chat["reasoning_effort"]) == "none"
     assert disabled_effort(lambda chat: None) == "low"

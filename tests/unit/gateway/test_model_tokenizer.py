@@ -68,7 +68,7 @@ def test_a_prompt_that_shows_the_clock_is_steady_while_the_clock_shows_the_same(
     now = datetime.fromisoformat(f"2026-03-04T{clock}:30")
     made = ChatTemplate("{% if messages[0].content == 'when' %}{{ strftime_now(form) }}{% endif %}", {}, lambda: now)
     assert made.read(user("when", chat_template_kwargs={"form": form})).steady is steady
-    # Each prompt by what it asked for itself.
+    # A prompt counts as steady if it did not use the clock itself, whatever an earlier one did.
     assert made.read(user("x", chat_template_kwargs={"form": form})).steady
 
 

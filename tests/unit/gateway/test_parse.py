@@ -75,7 +75,7 @@ def parsed_or_refused(endpoint: Endpoint, raw: bytes) -> None:
     seen = json.loads(call.payload)
     assert not set(FORBIDDEN_FIELDS) & seen.keys()
     assert "cache_salt" not in seen
-    # Routes that know no vllm_xargs let anything of that name through, as any field that they do not know.
+    # A route without vllm_xargs passes a field of this name unchanged, as any unknown field.
     if isinstance(seen.get("vllm_xargs"), dict):
         assert not set(FORBIDDEN_XARGS) & seen["vllm_xargs"].keys()
     assert call.payload is raw or call.stripped or call.hide_usage

@@ -30,7 +30,7 @@ LOADS_IN_AN_HOUR = 3600 / 60 + 3600 / REFUSED_AGAIN_S * 2 + 10
 
 
 class World:
-    """Engines and a hub, and the pools as far as a check asks them. A tokenizer is a number here."""
+    """Engines, a hub, and what PoolCheck uses of the pools. A number stands for a tokenizer."""
 
     def __init__(self) -> None:
         self.state = PoolState(placement_pb2.Pool(model="m", model_root=SOURCES[0]))
@@ -105,7 +105,7 @@ class World:
         self.check.notice(again=True)
 
     def is_safe(self) -> bool:
-        """Not exact, or no engine that is there has told other tokens than the tokenizer's when it was last asked."""
+        """Return whether the status is not EXACT, or no present engine had other tokens than the tokenizer when last compared."""
         ours = cast(int, self.state.tokenizer)
         told = [self.told.get((ours, one.url, one.incarnation)) for one in self.state.pool.instances]
         return self.state.tokenizer_status is not TokenizerStatus.EXACT or False not in told

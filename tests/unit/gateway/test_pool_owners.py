@@ -1,4 +1,4 @@
-"""What the routers' words about the fleet come to."""
+"""PoolOwners: what a gateway derives from the fleets that several routers send."""
 
 from __future__ import annotations
 

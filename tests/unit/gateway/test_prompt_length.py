@@ -1,4 +1,4 @@
-"""Prompts that no context holds are refused by what is known first: messages, ids, characters, tokens."""
+"""Prompts longer than the context are refused by the first sufficient count: messages, ids, characters or tokens."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_text_that_is_too_long_is_tokenised_no_further(monkeypatch: pytest.Mon
     prompt = tokenizer.prepare(call, 5_000).tokenize()
     assert 5_000 < len(prompt.ids) == prompt.lengths[0]
     assert sum(made) < len(text) / 2
-    # What was made is kept, and so enough is known at once when it comes again.
+    # The computed tokens are cached, so the same prompt needs few new ones.
     made.clear()
     assert len(tokenizer.prepare(call, 5_000).tokenize().ids) > 5_000
     assert sum(made) < 3 * 4_000

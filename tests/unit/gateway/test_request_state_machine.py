@@ -1,4 +1,4 @@
-"""The request machine: exactly one Finished for each attempt, bounded attempts, a deadline at every arrow."""
+"""The request state machine: one ReportFinished for each attempt, bounded attempts, a deadline in each phase that waits."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_same_5xx_of_two_instances_is_final_and_nobodys_fault() -> None:
     "last", [ev.ResponseEnded(), ev.ResponseEnded("its own"), ev.UpstreamFailed("reset"), ev.ClientDisconnected()]
 )
 def test_who_refused_is_named_once_however_the_answer_of_another_ends(last: ev.Event) -> None:
-    """At its beginning: answers last for minutes, in which the instance would refuse others."""
+    """They are named when the answer begins: it may last for minutes, in which the instance would refuse other requests."""
     machine = serving()
     machine.handle(ev.UpstreamFailed("status 500", 500, refused=True), 2.0)
     machine.handle(StepAssigned("r.1", B), 3.0)
@@ -285,7 +285,7 @@ def test_a_router_that_is_lost_between_two_slices_is_followed_by_another_attempt
     machine = between_slices()
     assert machine.handle(ev.RouterLost("r"), 2.0) == [LOST, ev.AskRouter("r.1", ())]
     assert machine.deadline == 12.0
-    # The new owner goes on where the old one ended, in its own way.
+    # The new owner decides the rest of the prompt.
     rest = StepAssigned("r.1", A, prefill_tokens=128)
     assert machine.handle(rest, 3.0) == [ev.Prefill(rest)]
 
@@ -294,7 +294,7 @@ def test_without_any_router_what_is_left_of_a_sliced_prompt_goes_where_it_began(
     machine = between_slices()
     machine.handle(ev.RouterLost("r"), 2.0)
     assert machine.handle(ev.RouterLost("r.1"), 3.0) == [ev.Serve(StepAssigned("r.1", A, degraded=True))]
-    # When that instance fails it is left with what it has.
+    # If the instance fails, another one is chosen, without the computed slice.
     assert machine.handle(ev.UpstreamFailed("broke"), 4.0)[-1] == ev.AskRouter("r.2", ("a",))
     assert machine.handle(ev.RouterLost("r.2"), 5.0) == [ev.PlaceLocally("r.2", ("a",))]
 
@@ -383,7 +383,7 @@ def test_an_answer_may_begin_before_the_prefill_says_that_it_is_done() -> None:
     plain = StepAssigned("r", EAGER_B, index=1, decision_id="d")
     assert machine.handle(ev.PullEnded(), 1.0) == [ev.ReportStepDone("r", 0), ev.AdoptEarlyStep(AHEAD), ev.Serve(plain)]
     assert machine.deadline == 31.0
-    # Told, but not answered yet: the router has heard of the prefill's end.
+    # The end of the prefill is reported, and the router has not answered yet.
     machine = sent_ahead(prefilled=True)
     assert machine.handle(ev.ResponseStarted(), 2.0) == [ev.AdoptEarlyStep(AHEAD), ev.ReportFirstToken("r")]
     assert machine.handle(FOLLOWS, 3.0) == []
@@ -413,14 +413,14 @@ def test_an_instance_that_refuses_ahead_ends_the_prefill_and_is_asked_without_kv
     ]
     for inline_kv_transfer, event, error in cases:
         machine = sent_ahead(inline_kv_transfer=inline_kv_transfer)
-        # Its instance is not to blame for the prefill.
+        # The failure of the other instance does not count against the prefilling one.
         assert machine.handle(event, 1.0) == [
             ev.AbortUpstream(),
             ev.AskNextStep("r", 0, f"the other instance: {error}"),
         ]
         assert machine.handle(EAGER_ALONE, 2.0) == [ev.Serve(EAGER_ALONE)]
         assert machine.deadline == 32.0
-        # Told while the router is asked for the step that failed: it is given, and then told.
+        # The second request fails while the router is asked for its step: the failure is handled after the answer.
         machine = sent_ahead(inline_kv_transfer=inline_kv_transfer, prefilled=True)
         assert machine.handle(event, 2.0) == []
         taken, *rest = machine.handle(FOLLOWS, 3.0)
@@ -517,10 +517,10 @@ def test_every_attempt_ends_exactly_once_whatever_happens(
 
 
 class Conversation(RuleBasedStateMachine):
-    """Engines, a router, a client and a clock that do anything they can do, in any order; the machine's effects are carried out.
+    """Engines, a router, a client and a clock act in any order, and the machine's effects are carried out.
 
-    Only what is open can end, as with real connections: the machine is held to have one thing open at most (and what is sent
-    ahead of a PREFILL's end), to leave nothing open when it is done, and to give the client one answer.
+    As with real connections, only open requests can end. The machine may have one upstream request open (and an early step
+    during a PREFILL), must leave none open when it is done, and must give the client one answer.
     """
 
     def __init__(self) -> None:
@@ -563,7 +563,7 @@ class Conversation(RuleBasedStateMachine):
                     assert step.attempt_id not in self.plain_only
                     self.early = effect
                 case ev.AdoptEarlyStep(step):
-                    # What computed the KV may still say so; nobody waits for it.
+                    # The end of the prefill may still be reported; it is not awaited any more.
                     taken = self.early or self.ended_early
                     assert taken is not None
                     assert taken.step.target == step.target

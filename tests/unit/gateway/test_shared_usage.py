@@ -119,7 +119,7 @@ def test_a_key_is_a_digest(file: Path) -> None:
 
 
 def test_the_disk_has_given_all_that_is_mapped(file: Path) -> None:
-    """What is written where a full disk has none to give would end the process by SIGBUS."""
+    """All mapped blocks must be allocated. A write to a block that a full disk cannot allocate ends the process by SIGBUS."""
     usage_file = SharedUsageFile(file, 0, 2)
     for name in range(200):
         usage_file.store(digest(name))

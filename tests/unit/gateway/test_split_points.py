@@ -29,7 +29,7 @@ LIMIT = 8 << 20
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_pieces() -> Any:
-    """Cuts wherever they are allowed: small texts then show what large ones would."""
+    """Set the minimum lengths of pieces to a few characters, so that small texts are cut at every allowed place."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(split_points, "MIN_PIECE_CHARS", 1)
         patch.setattr(split_points, "NEWLINE_PIECE_CHARS", 3)
@@ -135,7 +135,7 @@ def test_a_text_that_grows_keeps_its_pieces(text: str, more: str) -> None:
     places = SplitPoints(("<|im_start|>", "</s>"), lines=True)
     short, long = places.pieces(text), places.pieces(text + more)
     assert "".join(long) == text + more
-    # The last piece is still open. So is one before it that ends where a cut may yet prove to be another token's end.
+    # Only the last piece of the shorter text may change.
     assert long[: len(short) - 1] == short[:-1]
 
 
@@ -241,7 +241,7 @@ def test_random_and_unsplit_tokens_are_not_cut() -> None:
 
 
 def test_cuts_that_prove_wrong_on_the_probes_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is thought of a tokenizer: one more line of defence looks at tokens only."""
+    """A second check, independent of the tokenizer's analysis, compares the tokens of probe texts."""
     monkeypatch.setattr(
         "pointsman.gateway.core.tokens.model_tokenizer.split_points_for", lambda *_: SplitPoints(("r",))
     )

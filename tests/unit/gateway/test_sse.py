@@ -1,4 +1,4 @@
-"""Streams on their way: cut anywhere, with usage that is ours, with errors that say too much."""
+"""SSE streams through the gateway: any cut, usage that only the gateway requested, and errors that reveal addresses."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_chunks_that_pass_and_pieces_that_are_fed_are_one_stream(kinds: list[str
         if pass_unchanged:
             out += chunk
         else:
-            # What the parser makes of it comes in pieces as they please.
+            # The parser may receive the chunk in any pieces.
             out += b"".join(events.feed(piece) for piece in cut_up(chunk, cuts[:3]))
             notable.feed(chunk)
     assert out == expected
@@ -215,7 +215,7 @@ def test_an_engines_own_error_says_no_more_than_an_error_body_would(
     assert name == (b"event: error\n" if seen.get("type") == "error" else b"")
     assert events.stream_end().error
     assert events.stream_end().complete == (endpoint not in (Endpoint.CHAT, Endpoint.COMPLETION)), (
-        "there [DONE] has to come"
+        "these end with [DONE]"
     )
 
 

@@ -24,7 +24,7 @@ USAGES = {Endpoint.CHAT: OPENAI, Endpoint.MESSAGES: ANTHROPIC, Endpoint.RESPONSE
 
 
 def named(*events: dict[str, Any]) -> bytes:
-    """Events as the two newer APIs write them."""
+    """Return SSE events with event names, as Messages and Responses write them."""
     return "".join(f"event: {one['type']}\ndata: {json.dumps(one)}\n\n" for one in events).encode()
 
 
@@ -107,7 +107,7 @@ def test_a_response_stream_is_understood_from_its_last_bytes(size: int, user: st
 @given(st.integers(1, 400))
 def test_a_response_stream_that_is_cut_is_not_complete(missing: int) -> None:
     whole = responses_stream(text='"type":"response.completed"}')
-    # The blank line behind the last event may be lost: the event is whole without it.
+    # Without the blank line after it the last event is still complete, so the cut removes more than these two bytes.
     assert parse_stream_end(Endpoint.RESPONSES, whole[: -missing - 2]).complete is False
 
 

@@ -42,7 +42,7 @@ def gpt2() -> Tokenizer:
 
 
 def paired(tokenizer: Tokenizer) -> Tokenizer:
-    """With a model that joins any two letters, so that nearly every word's bounds show in its tokens. Those that were trained
+    """Return the tokenizer with a model that joins any two letters, so that wrong word bounds show in the tokens. Trained models
     know few words with blanks in them."""
     letters = pre_tokenizers.ByteLevel.alphabet()
     pairs = [(one, other) for one in letters for other in letters if one < "\u0122" and other < "\u0122"]
@@ -154,7 +154,7 @@ def test_every_alternative_of_the_table_is_tried_here() -> None:
     )
     tried += f"|{CASED}|{UPPER}|{MORE}|{MARKS}"
     untried = {one for one in ASCII if one not in tried}
-    # The same with another choice of what may follow: marks beside the newlines and slashes of others, and the reverse.
+    # The remaining pattern is a combination of tried ones: marks of one, newlines and slashes of another.
     assert untried == {r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n/]*"}
 
 

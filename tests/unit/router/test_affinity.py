@@ -73,11 +73,11 @@ def test_the_oldest_of_all_pools_goes_where_there_are_too_many(monkeypatch: pyte
         known.assign(pool, session, "a", float(now))
     assert [(pool, session) for pool, session, *_ in known.newest(5.0)] == [("n", "5"), ("m", "4"), ("m", "3")]
     known.recall("m", "6", "a", 5.0)
-    assert len(known) == 3, "what an earlier router knew displaces nothing"
+    assert len(known) == 3, "recalled sessions of an earlier router displace no session"
 
 
 def test_what_goes_at_once_goes_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a pool that is given up, and of sessions whose time is over."""
+    """The sessions of a forgotten pool, and expired sessions."""
     monkeypatch.setattr(affinity, "DROPPED_AT_ONCE", 2)
     monkeypatch.setattr(affinity, "CHUNK", 2)
     known = Affinity(ttl_s=10.0)
@@ -112,7 +112,7 @@ def test_a_session_whose_time_is_over_has_not_come_back() -> None:
 
 
 def test_sessions_that_come_and_go_while_they_are_listed() -> None:
-    """Whoever lists gives others a turn in between."""
+    """A caller that lists sessions lets the event loop run between two of them, so sessions can change meanwhile."""
     known = Affinity(ttl_s=10.0)
     for number in range(6):
         known.assign("m", str(number), "a", float(number))
@@ -127,7 +127,8 @@ def test_sessions_that_come_and_go_while_they_are_listed() -> None:
 
 
 def test_no_dict_becomes_large() -> None:
-    """Whatever the order of coming and going: a dict that grows is copied in one go."""
+    """A dict that grows is copied at once, which takes time in proportion to its size. So every dict stays small, in any order of
+    changes."""
     known = Affinity(ttl_s=1e9)
     for number in range(100_000):
         known.assign("m", f"t/{number}", "a", float(number))

@@ -69,8 +69,8 @@ def test_zero_failures_mean_never() -> None:
 
 @given(st.lists(st.sampled_from(["fail", "answer", "leave", "place", "wait"]), max_size=60))
 def test_an_instance_is_never_left_alone_for_good(actions: list[str]) -> None:
-    """Whatever happens, once every request on it has ended and the longest time is over, it gets a request again; and one that
-    answers is open to all."""
+    """In any order of events, an instance gets a request again once all its requests have ended and `max_open_s` has passed. An
+    instance that answers gets requests without limit."""
     circuit, now, open_ones = Circuit(), 0.0, []
     for number, action in enumerate(actions):
         if action == "wait":

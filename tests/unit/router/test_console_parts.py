@@ -159,5 +159,5 @@ def test_the_page_reads_only_fields_that_there_are(variable: str, message: type[
     """A field that was renamed shows as missing in JavaScript, without an error."""
     script = "\n".join(path.read_text() for path in sorted(PAGE.glob("*.js")))
     read = set(re.findall(rf"(?<![.\w]){variable}\??\.(\w+)", script))
-    assert read, "the variable is gone: say here what shows this message now"
+    assert read, "no script reads this variable: put the new variable of this message here"
     assert read <= {field.json_name for field in message.DESCRIPTOR.fields}

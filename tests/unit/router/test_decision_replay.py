@@ -188,7 +188,7 @@ def test_decisions_are_filtered_by_time() -> None:
 
 
 def busy_fleet(instances: int, each: int, policy: str = "unified") -> RouterState:
-    """Instances that have so many open prefills each."""
+    """A router with `instances` instances, which have about `each` open prefills each."""
     router = state(policy)
     set_policy(router, router.policy.without_holds() or router.policy)
     for number in range(instances):
@@ -215,7 +215,7 @@ def test_the_memory_of_decisions_is_about_what_the_log_counts(instances: int, ea
     number = 0
     tracemalloc.start()
     try:
-        # Without what the state keeps, which is the same in the second half.
+        # The first half measures what the state alone keeps. The second half keeps as much, and the log besides.
         grown = []
         for kept in (DecisionLog(1), log):
             before = tracemalloc.get_traced_memory()[0]

@@ -1,4 +1,4 @@
-"""What the index keeps, and how much it does at once, at sizes that its machine does not reach."""
+"""What the index keeps, and the work of one call, at sizes that the Hypothesis machine does not reach."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EACH = KEYS // SWEEP_AFTER
 
 
 def full(sweep_keys: int = 2_000) -> PrefixIndex:
-    """As many owners as share a sweep, and one that stays, each with keys of its own."""
+    """A full index: SWEEP_AFTER owners, whose drop starts a sweep, and one more that stays. No two owners share a key."""
     index, rng = PrefixIndex(max_keys=KEYS + EACH, sweep_keys=sweep_keys), random.Random(1)
     for number in range(SWEEP_AFTER + 1):
         index.add(f"i{number}", [rng.getrandbits(64) for _ in range(EACH)])
@@ -36,7 +36,7 @@ def test_what_many_owners_held_is_freed_a_part_at_a_time() -> None:
         index.sweep()
         turns.append(before - len(index))
         index.check_invariants()
-        # A whole dict is looked at, so that there may be one more than asked for.
+        # A sweep visits whole dicts, so a turn may exceed `sweep_keys` by the keys of one dict.
         assert 0 < turns[-1] <= 2_000 + 2 * (KEYS + EACH) // SHARDS
     assert len(turns) > 10
     assert index.count(f"i{SWEEP_AFTER}") == len(index.keys_of(f"i{SWEEP_AFTER}")) == EACH

@@ -42,8 +42,8 @@ def added(*entries: Entry, share: float = SHARE) -> PoolOrder:
 
 
 class Backlog:
-    """Flows (tenant, class) that have requests waiting; serves those that can go and counts the work. Those of the lines
-    `full` cannot."""
+    """Flows (tenant, class) of waiting requests. Serves requests that are not of a `full` line, and counts the served work by
+    flow."""
 
     def __init__(self, order: PoolOrder, full: frozenset[Line] = frozenset()) -> None:
         self.order = order
@@ -176,8 +176,9 @@ def test_while_all_wait_shares_are_as_weights(tenants: list[tuple[int, int]], se
 def test_no_class_starves(
     share: float, first: int, costs: list[tuple[int, int]], others: int, blocked: list[int]
 ) -> None:
-    """The first request of the lowest class that can go waits for cost / share tokens of higher ones at most, and for one request
-    more, though these never end. So does each later one of its tenant, after the one before it."""
+    """The first request of the lowest class that is not blocked waits for at most cost / share tokens of higher classes, and one
+    request more, while higher classes always have requests. The same holds for each later request of its tenant, from the
+    moment the one before it is served."""
     backlog = Backlog(PoolOrder(share), frozenset({("full", "")}))
     for cost in blocked:
         backlog.arrive("before", BATCH, float(cost), line=("full", ""))
@@ -203,7 +204,7 @@ def test_no_class_starves(
     share=st.sampled_from([0.0, 0.1, 1.0]), rounds=st.integers(1, 200), costs=st.tuples(*[st.integers(1, 9_999)] * 3)
 )
 def test_a_lower_class_gets_no_more_than_its_share(share: float, rounds: int, costs: tuple[int, int, int]) -> None:
-    """While a higher class waits; one request is rounding."""
+    """This holds while a higher class waits. The share is exceeded by at most the share of one request, from rounding."""
     backlog = Backlog(PoolOrder(share))
     for level, cost in enumerate(costs):
         for _ in range(2):
@@ -252,7 +253,8 @@ def test_a_walk_over_many_lines_costs_no_pass_over_them_for_each_request() -> No
 
 
 def test_what_one_retry_costs_does_not_grow_with_the_queue() -> None:
-    """Of one tenant, and of as many tenants as requests; the first 64, one that is served, one that comes, and who goes last."""
+    """With one tenant, and with one for each request: the first 64 of the walk, the last request of a class, serving one, adding
+    one."""
     ran = {}
     for size in (100, 10_000):
         for tenants in (1, size):

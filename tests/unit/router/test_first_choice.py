@@ -26,7 +26,7 @@ LOOK_AT_FEW = [name for name in POLICIES if make_policy(name).looks_at_few]
 
 @pytest.fixture(autouse=True, scope="module")
 def a_large_pool_is_small() -> Iterator[None]:
-    """So that few instances show what is meant for many."""
+    """Lower the limits, so that a pool of few instances counts as a large one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy_views, "MANY", 8)
         patch.setattr(first_choice, "MOST_CACHED", 3)
@@ -344,7 +344,7 @@ def counted(made: list[object], init: Callable[..., None]) -> Callable[..., None
 
 
 def test_an_instance_that_restarts_as_it_was_has_no_list_made_anew() -> None:
-    """Of a thousand that restart each would have the next placement sort them all."""
+    """Otherwise, if a thousand instances restart, the next placement after each restart would sort all instances."""
     router = fleet()
     decision_of(router, "before")
     lists, members = router.instances.lists("m"), router.instances.members("m", "m")
@@ -355,7 +355,7 @@ def test_an_instance_that_restarts_as_it_was_has_no_list_made_anew() -> None:
     found = decision_of(router, "after", exclude=tuple(one for one in NAMES if one != "i03")).view.find("i03")
     assert found is not None
     assert (found.incarnation, found.kv_capacity_tokens) == ("another", 64)
-    # One that answers to other names does.
+    # A restart that changes the served names makes a new list.
     join(router, "i04", 100, incarnation="another", lora_names=("adapter",))
     assert router.instances.lists("m") is not lists
     assert [record.info.instance_id for record in router.instances.members("m", "adapter")] == ["i04"]

@@ -66,7 +66,7 @@ class _Fleet(RuleBasedStateMachine):
         self.admitted: list[float] = []
         self.tokens: list[tuple[float, int]] = []
         self.waits: list[float] = []
-        self.shares = 0.0  # how much of a minute's worth gateways may have admitted as their shares
+        self.shares = 0.0  # fraction of a minute's limit that cut-off gateways may have admitted as their shares
         for gateway in self.gateways:
             self.connect(gateway)
         self.wait(1.0)
@@ -137,7 +137,7 @@ class _Fleet(RuleBasedStateMachine):
             assert gateway.limiter.in_flight(KEY) == (len(gateway.open) if self.limits != RateLimits() else 0)
 
     def teardown(self) -> None:
-        """Whatever happened, after two quiet minutes all of the limits is there again, at any one gateway."""
+        """After some minutes without requests a single gateway may use all of the limits again."""
         if not hasattr(self, "limits"):
             return
         for gateway in self.gateways:
@@ -158,7 +158,7 @@ class FleetWithoutFaults(_Fleet):
 
 
 class FleetWithFaults(_Fleet):
-    """Routers restart, streams break and take messages with them: besides, each gateway that is cut off admits its share."""
+    """Routers restart, and streams break and lose messages. A gateway that is cut off admits its share besides the limit."""
 
     faults = True
 
@@ -238,7 +238,7 @@ def test_a_takeover_gives_nobody_a_fresh_minute() -> None:
         gateway.limiter.accounted = False
     assert (
         sum(use_up(one, taking_over, limits, 2.0) for one in gateways) <= 40
-    )  # the others' shares, who knew of nothing
+    )  # the shares of the two other gateways, which do not know of the first one's requests
     for gateway in gateways:
         gateway.limiter.accounted = gateway.full = True
         gateway.exchange(taking_over, 3.0, asked=False)
@@ -247,7 +247,7 @@ def test_a_takeover_gives_nobody_a_fresh_minute() -> None:
 
 
 def test_what_was_granted_too_late_is_kept_from_nobody() -> None:
-    """The gateway had turned to its share when the answers came."""
+    """The gateway already used its share, without a router, when the grants arrived."""
     accounts, (one, other) = fleet(2)
     limits = RateLimits(requests_per_minute=600)
     now = 2.0

@@ -13,7 +13,7 @@ from pointsman.router.core.prefill_curve import PrefillCurve, PrefillSums, Prefi
 from pointsman.router.core.types import Candidate, FleetView, PlacementRequest, PolicyResult, PrefillBacklog, StepKind
 from tests.support.router_values import candidate, request
 
-# A token a millisecond, whatever comes before it; u is 1 s.
+# Each new token takes 1 ms, whatever is cached before it. So u, the mean cost of a request of 1,000 tokens, is 1 s.
 CURVE = PrefillCurve(0.0, 1e-3, 0.0)
 RNG = random.Random(0)
 SLICES = Foresight(slice_factor=1.5, slice_min_tokens=16, heavy_wait_factor=0.8)
@@ -45,8 +45,8 @@ def rule(tokens: int, *candidates: Candidate, policy: Foresight | None = None, *
 
 def test_scores_are_predicted_seconds() -> None:
     result = rule(1_000, one("a", 1_000), one("b", 1_000, cached=800, open_tokens=500, decodes=2))
-    # b: 0.5 s of wait, 0.2 s of its own, 0.05 and for half of the fleet's prefilling 0.15 for each of two decodes beside 0.2 s;
-    # a: 1 s, and 0.3 of the 0.8 s more.
+    # a: 1 s of prefill, and 0.3 of the 0.8 s by which this exceeds b's. b: 0.5 s of wait, 0.2 s of prefill, and interference
+    # with its two decodes, 0.05 + 0.3 / 2 of the 0.2 s for each (half of the instances have prefills).
     assert result.scores == pytest.approx({"a": 1.0 + 0.3 * 0.8, "b": 0.7 + 0.2 * 0.2 * 2})
     assert (result.steps[0].instance_id, result.reason) == ("b", "at_once")
     assert result.figures == pytest.approx({"mean_cost_s": 1.0, "wait_s": 0.5, "prefill_s": 0.2})
@@ -80,7 +80,7 @@ def test_it_waits_for_its_own_cache_rather_than_compute_all_elsewhere() -> None:
 def test_what_a_prefill_has_done_since_it_moved_is_no_wait() -> None:
     busy = one("a", 1_000, open_tokens=4_000, advanced_at=7.0)
     assert rule(1_000, busy).figures["wait_s"] == pytest.approx(1.0)
-    # It may be slower than predicted, but until it is told to be over it is not.
+    # A prefill may be slower than predicted: a tenth of it counts as open until its end is reported.
     assert rule(1_000, busy, now=60.0).figures["wait_s"] == pytest.approx(0.4)
 
 
@@ -93,8 +93,8 @@ def test_a_heavy_prompt_goes_in_slices_of_so_many_usual_requests() -> None:
     [step] = rule(10_000, one("a", 10_000), policy=Foresight(slice_min_tokens=16)).steps
     assert step.prefix_tokens == 288
     [step] = rule(10_000, one("a", 10_000), policy=Foresight()).steps
-    assert step.prefix_tokens == 1_024, "below that, chunks are cut for nothing"
-    assert rule(90_000, one("a", 90_000, chunk_limit=4_096)).reason == "slice", "a lone one would have whole steps"
+    assert step.prefix_tokens == 1_024, "the minimum length of a slice"
+    assert rule(90_000, one("a", 90_000, chunk_limit=4_096)).reason == "slice", "also if the engine cuts prompts"
 
 
 def test_the_last_part_of_a_heavy_prompt_goes_whole() -> None:
@@ -104,7 +104,7 @@ def test_the_last_part_of_a_heavy_prompt_goes_whole() -> None:
     assert (step.kind, step.reason) == (StepKind.SERVE, "at_once"), "it is light now"
     always = Foresight(slice_factor=1.5, slice_min_tokens=16, light_factor=0)
     [step] = rule(10_000, one("a", 10_000, cached=8_200), policy=always).steps
-    assert (step.kind, step.reason) == (StepKind.SERVE, "last_part"), "a crumb is no slice of its own"
+    assert (step.kind, step.reason) == (StepKind.SERVE, "last_part"), "a small rest joins the slice before it"
 
 
 def test_slices_end_where_the_gateway_knows_the_tokens() -> None:
@@ -139,8 +139,8 @@ def test_heavy_prompts_do_not_take_turns() -> None:
     assert go_on(9_000, 9_000).reason == "slice", "one of them must"
     assert go_on(9_000, 9_001).reason == "slice"
     assert go_on(9_000, 800).reason == "slice", "what is little is not worth a pause"
-    assert go_on(9_000, 9_500, cached=0).reason == "slice", "what was evicted meanwhile makes it no longer than it was"
-    # One that comes is first, too, where it is the shorter one, whatever the other has had.
+    assert go_on(9_000, 9_500, cached=0).reason == "slice", "evicted blocks do not count as left to compute"
+    # A new prompt is first, too, if it is shorter than what the other has left.
     begun = one("a", 6_000, remainders=(("other", 7_000, 5_000),))
     assert rule(6_000, begun).reason == "slice"
     assert rule(8_000, one("a", 8_000, remainders=(("other", 7_000, 5_000),))).reason == "held"
@@ -170,15 +170,15 @@ def test_an_answer_beside_the_rest_of_a_heavy_prompt_has_its_price() -> None:
     # 5 s are left of others, and half of the instances have no prefill.
     assert result.scores == pytest.approx({"a": 1.0 + 0.3 * 0.5 * 5.0, "b": 1.0})
     assert result.steps[0].instance_id == "b"
-    # Where all have one there is nowhere to go: to leave a cache would only be more work for all.
+    # If all instances have prefills, the penalty is 0: to leave the cached instance would only add work.
     assert rule(1_000, paused, one("b", 1_000, open_tokens=100)).scores["a"] == pytest.approx(1.0)
-    # What computes a part of its own prompt there is no answer that anything slows.
+    # A request's own remainder is no penalty for it.
     assert rule(1_000, one("a", 1_000, remainders=(("r", 1_000, 500),))).scores == pytest.approx({"a": 1.0})
 
 
 def test_crowds_of_decodes_are_left_alone_where_no_instance_is_idle() -> None:
     crowd = one("a", 1_000, decodes=4)
-    # Nobody prefills: 0.05 for each decode beside 1 s. Half do: 0.3 / 2 more for each.
+    # No instance prefills: 0.05 s for each decode, per second of prefill. If half of them do, 0.3 / 2 s more for each.
     assert rule(1_000, crowd).scores == pytest.approx({"a": 1.0 + 0.05 * 4})
     result = rule(1_000, crowd, one("b", 1_000, open_tokens=2_000))
     assert result.scores == pytest.approx({"a": 1.0 + 0.2 * 4, "b": 3.0})
@@ -240,7 +240,7 @@ def test_prefills_that_are_not_listed_count_as_those_that_are(others: list[tuple
 
 def test_where_prompts_are_cut_those_not_listed_keep_a_prompt_waiting_no_longer_than_they_take() -> None:
     work = {"queue": ((100, 0),) * 16, "chunk_limit": 512, "unlisted": PrefillSums(10, 8_000.0, 8_000.0 * 800)}
-    # 800 tokens in the mean: a prompt of two chunks waits for all of each, one of a chunk for 512 tokens.
+    # An unlisted prompt has 800 tokens, the mean. A prompt of two chunks waits for all of them, and one of one chunk for 512.
     assert rule(900, one("a", 900, **work)).figures["wait_s"] == pytest.approx(1.6 + 8.0)
     assert rule(500, one("a", 500, **work)).figures["wait_s"] == pytest.approx(1.6 + 5.12)
 

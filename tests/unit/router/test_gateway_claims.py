@@ -1,4 +1,4 @@
-"""Whose a gateway's id is, over its sessions' lives, and whose a request is."""
+"""Which process owns a gateway id, and which gateway owns a request."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_lease_that_begins_again_lasts_whole() -> None:
 
 
 def told(router: RouterState, request_id: str, gateway_id: str, now: float = 1.0) -> list[type]:
-    """The kinds of effects of a gateway's word that a request has ended."""
+    """Report the end of a request as a gateway does; return the types of the effects."""
     effects = router.handle(ev.GatewayTold(gateway_id, ev.Finished(request_id, "OK")), now)
     router.check_invariants()
     return [type(effect) for effect in effects]

@@ -73,7 +73,7 @@ class Churn:
             gone = ev.AgentGoodbye if self.random.random() < 0.5 else ev.AgentLost
             self.tell(gone(streams[name], name))
         if self.random.random() < 0.5:
-            # Of a request whose instance has left.
+            # A gateway reports a request whose instance has left.
             stream = ev.OpenStream(request(f"r{self.number}-0", tokens=64, model=model), names[0], Phase.PREFILL, 0)
             self.tell(ev.GatewayHello("g", (stream,)))
             self.tell(ev.StepDone(f"r{self.number}-0", 0, ok=False, error="gone"))
@@ -107,7 +107,7 @@ def test_what_is_kept_stays_bounded_while_hundreds_of_pools_come_and_go(
             churn.settle(2 * KEPT_S)
             sizes.append(churn.objects())
         churn.router.check_invariants()
-    # Of each pool even one name would be 120 more; what varies is which of the last ended requests are remembered.
+    # One object kept per pool would add 120. The remaining difference is which of the last ended requests are kept.
     assert max(sizes) - min(sizes) < 120, sizes
 
 

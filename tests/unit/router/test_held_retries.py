@@ -48,7 +48,7 @@ class Reluctant(Policy):
 
 
 class Driven:
-    """A router with its timers, in virtual time. `decisions` are those on held requests, `placed` those that placed them."""
+    """A router with its timers, in virtual time. `decisions` counts decisions on held requests, `placed` those that place one."""
 
     def __init__(self, limit: int, queue: int = 30) -> None:
         self.router = state(limits=SaturationLimits(limit), queue=QueueSettings(size=queue, timeout_s=1e6))
@@ -179,7 +179,7 @@ def test_more_than_one_trial_may_place_is_placed_by_the_next_ones() -> None:
 
 @dataclass(frozen=True)
 class Divided(Policy):
-    """Has each prompt wait for an instance of its own, and says so of those of an even number of tokens."""
+    """Holds every prompt, for an instance given by its number of tokens. The hold names the instance if the number is even."""
 
     name: ClassVar[str] = "divided"
 
@@ -197,7 +197,7 @@ class Divided(Policy):
 def test_what_one_trial_leaves_the_next_ones_go_on_with_though_more_frees_meanwhile(
     tokens: list[int], pauses: list[float]
 ) -> None:
-    """When time has passed all lines are tried, in as many trials as it takes; one instance never stops reporting."""
+    """All lines are tried within RETRY_S for each line, in several trials, although one instance reports all the time."""
     driven = Driven(limit=0, queue=200)
     set_policy(driven.router, Divided())
     for which in tokens:
@@ -224,7 +224,8 @@ def test_what_one_trial_leaves_the_next_ones_go_on_with_though_more_frees_meanwh
 def test_requests_for_many_adapters_cost_no_look_at_all_instances_for_each_of_them(
     alike: bool, adapters: int, freed: int
 ) -> None:
-    """Adapters that the same instances have count as one; and others no more than so many in a trial: the next ones go on."""
+    """Adapters on the same instances are checked once. Of different ones a trial checks at most MOST_DECISIONS; the next trials
+    continue."""
     freed %= adapters
     router = state(limits=SaturationLimits(1), queue=QueueSettings(size=adapters, timeout_s=1e6))
     names = [f"lora{number}" for number in range(adapters)]
@@ -263,7 +264,7 @@ def test_requests_for_many_adapters_cost_no_look_at_all_instances_for_each_of_th
 )
 @settings(max_examples=15, deadline=None)
 def test_those_that_end_together_are_answered_in_turns(for_room: bool, needed: list[float | None], held: int) -> None:
-    """Without a decision where all is full and no deadline counts, and else with few in a turn."""
+    """No decision is made for them if all instances are full and no deadline is near; otherwise few decisions in one turn."""
     held = held if for_room and needed == [None] else held % 200 + 1
     router = state(limits=SaturationLimits(1 if for_room else 0), queue=QueueSettings(size=held, timeout_s=30.0))
     join(router, "a", 0)

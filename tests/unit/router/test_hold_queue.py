@@ -323,7 +323,8 @@ class Wants(Policy):
 def test_requests_wait_only_behind_those_that_wait_for_the_same_instance(
     waiting: list[tuple[int, Priority]], ticks: int, data: st.DataObject
 ) -> None:
-    """A policy holds each for one of eight; whichever frees, the first in order of those that wait for it goes there at once."""
+    """A policy holds each request for one of eight instances. When one becomes free, the first request that waits for it is
+    placed there at once."""
     router = state(queue=QueueSettings(size=len(waiting)))
     set_policy(router, Wants())
     prompts = [tuple(range(100 * number, 100 * number + 20)) for number in range(8)]
@@ -350,7 +351,7 @@ def test_requests_wait_only_behind_those_that_wait_for_the_same_instance(
 def test_load_reports_that_free_nothing_cost_few_decisions(
     policy_holds: bool, reports: list[tuple[float, int, int]]
 ) -> None:
-    """64 engines report 20 times a second, and requests wait."""
+    """Requests are held while one of 64 engines reports every 0 to 20 ms."""
     router, _ = busy(limit=0 if policy_holds else 1, policy=Picky() if policy_holds else None, names="a")
     decisions, decide = 0, router.held_requests._decider.decide
 

@@ -226,7 +226,7 @@ def test_shares_are_exact_over_many_sessions_and_do_not_overlap() -> None:
         SessionShares(members).drawn("m", f"t/s{number}") for number in range(50)
     ]
     both = sum(bool(shares.drawn("m", f"s{number}") and shares.drawn("n", f"s{number}")) for number in range(10_000))
-    assert both == pytest.approx(10_000 * 0.12**2, rel=0.3), "of two pools the shares are of different sessions"
+    assert both == pytest.approx(10_000 * 0.12**2, rel=0.3), "the draws of two pools are independent"
 
 
 def test_the_same_session_and_seed_give_the_same_and_nothing_but_new_sessions_counts() -> None:

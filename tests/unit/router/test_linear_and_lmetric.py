@@ -114,7 +114,7 @@ def test_adaptive_sends_heavy_requests_to_the_least_decode_and_others_to_cache_a
     assert heavy.result.scores == {"a": 500.0, "b": 400.0, "c": 400.0}
     assert outcome(heavy) == ("c", "least_decode")
     assert heavy.mode == "COLOCATED"
-    # HEAVY from the best hit's new tokens on: one token less to compute on a, and it is MEDIUM.
+    # The route class follows from the new tokens on the instance with the best hit: with one token less on a it is MEDIUM.
     medium = view(
         candidate("a", new=19_999, cached=10_001, ongoing_tokens=60_000),
         candidate("b", new=29_999, cached=1, ongoing_tokens=10_000),

@@ -69,7 +69,8 @@ def placed(router: RouterState, request_id: str, now: float) -> ev.Placed:
 
 
 def test_without_a_gateway_a_plan_is_one_serve() -> None:
-    """Place answers once: nobody would tell that the prefill is done, and its reservation would stay."""
+    """The Place call has one answer: without a gateway's stream the end of a prefill would never be reported, and its reservation
+    would stay."""
     router = migrating()
     answer = place(router, request("r", prompt=PROMPT, session_id="s"), 1.0, gateway="")
     assert isinstance(answer, ev.Placed)
@@ -147,7 +148,7 @@ def test_after_a_failed_transfer_the_target_serves_the_whole_request_and_nothing
     assert third.decision.notes[-1] == "serve_failed: status 500"
     assert router.handle(ev.StepDone("r", 2, False, "again"), 4.0) == []
     assert router.handle(ev.StepDone("r", 1, False, "late"), 4.0) == []
-    # The same request again, as after a broken session, is told the step that it is at.
+    # The same request sent again, as after a broken session, gets the step in progress.
     again = place(router, request("r", prompt=PROMPT, session_id="s"), 5.0)
     assert isinstance(again, ev.Placed)
     assert again.step == third.step
@@ -210,7 +211,7 @@ def test_kv_goes_only_where_both_engines_let_it(p: dict[str, Any], d: dict[str, 
     assert answer.decision.mode == ("OFFLOAD" if can else "COLOCATED")
     assert answer.decision.result.reason == ("heavy" if can else "no_other_instance")
     if not can:
-        # As `d` to `p`, since views list instances by name.
+        # Exchange the two, since views list instances by name and this policy prefills on the first.
         set_policy(router, Blind(), 1.0)
         hello(router, "d", 1, **p)
         hello(router, "p", 2, **d)
@@ -254,7 +255,7 @@ def test_a_burst_of_migrations_does_not_pile_up_on_one_target() -> None:
     # a has 3 requests and gets one more with each placement; b has none in its counters while they prefill on a.
     router = migrating(target_load_ratio=0.5)
     reasons = [placed(router, f"r{n}", 1.0).decision.result.reason for n in range(4)]
-    # Load of a 3, 4, 5, 6; of b 0, 1, 2, 3 with those on their way: always within half. One more on b, and it is not.
+    # Load of a: 3, 4, 5, 6; of b, with migrations in progress: 0, 1, 2, 3, never above half of a's. One more on b exceeds it.
     assert reasons == ["migrate"] * 4
     router.migrations.record("b", 1.0)
     assert placed(router, "r9", 1.0).decision.result.reason == "no_lighter_instance"
@@ -280,7 +281,7 @@ def test_elastic_offloads_only_while_the_cache_owner_decodes() -> None:
     second = placed(router, "r2", 4.0)
     assert (second.step.instance_id, second.decision.instance_id, second.last) == ("p", "d", False)
     assert second.decision.result.reason == "prefill_idle_decode_busy"
-    # P is at work now: another 2,000 tokens ahead would cost more than they gain.
+    # P is busy now: to wait there for another 2,000 tokens would take longer than the transfer gains.
     assert placed(router, "r3", 4.0).decision.result.reason == "prefill_overloaded"
     assert router.affinity.owner("m", "/s", 4.0) == "d"
 

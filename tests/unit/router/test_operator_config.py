@@ -55,8 +55,8 @@ def test_the_order_of_merging_does_not_matter(one: list[object], other: list[obj
 def test_nothing_is_lost_however_replicas_and_the_store_meet(
     first: list[object], apart: list[tuple[int, object]], data: st.DataObject
 ) -> None:
-    """Three replicas that know the same change it apart, one of them or none at a time; the store has what was, or nothing, and
-    they come to it in any order. In the end all have of each part the change that was made last."""
+    """Three replicas start with the same config and change it independently. The store has the old config or none, and they write
+    to it in any order. In the end all have the last change of each part."""
     before = made(*first)
     replicas = [before] * 3
     for who, change in apart:
@@ -105,7 +105,7 @@ def test_the_store_s_counts_where_one_cannot_be_read() -> None:
     assert merged_operator_configs("", own, newer) == newer
     assert merged_operator_configs(newer, newer, own) == own
     later = own[:-1] + ',"of_a_later_version":1}'
-    assert merged_operator_configs(own, own, later) == later, "nothing is missing there, so nothing is written"
+    assert merged_operator_configs(own, own, later) == later, "the store has all of it, so nothing is written"
 
 
 @pytest.mark.parametrize("beyond", [0, 5])

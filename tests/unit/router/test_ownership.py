@@ -73,6 +73,6 @@ def test_a_pool_goes_to_its_preferred_replica_once_that_has_settled_and_is_offer
     assert settled.successor(theirs[0], "one", 14.0) == "", "it did not keep the pool: not again and again"
     settled.seen(["one"], 15.0)
     settled.seen(["one", "two"], 16.0)
-    assert settled.successor(theirs[0], "one", 18.0) == "", "it began anew"
+    assert settled.successor(theirs[0], "one", 18.0) == "", "the replica came back, and its time to settle began anew"
     settled.seen(["one", "two"], 19.0)
     assert settled.successor(theirs[0], "one", 19.0) == "two"

@@ -1,4 +1,4 @@
-"""Page sizes and tokens: whose, for which request, and after what."""
+"""Page sizes and page tokens: the request that a token belongs to, and the position after which it continues."""
 
 from __future__ import annotations
 

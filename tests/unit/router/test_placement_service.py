@@ -33,7 +33,7 @@ class Router:
 
 
 class Context:
-    """A call whose peer says hello and is gone; the call is cancelled so many turns of the event loop later."""
+    """A call whose peer sends a hello and disconnects. The call is cancelled after `turns` turns of the event loop."""
 
     def __init__(self, turns: int) -> None:
         self._turns = turns
@@ -75,7 +75,7 @@ def test_a_gateway_that_is_gone_is_lost_whenever_its_call_is_cancelled(turns: in
 
 
 class Slow(Context):
-    """A call whose welcome is read only when its claim has been swept, and another one has come under the id, or not."""
+    """A call whose welcome is written after its claim has expired. `other`: another gateway has opened under the id by then."""
 
     def __init__(self, claims: GatewayClaims, other: bool) -> None:
         super().__init__(0)

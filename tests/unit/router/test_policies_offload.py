@@ -37,7 +37,7 @@ def test_adaptive_offload_always_offloads_heavy_requests() -> None:
     seen = view(
         holding("a", 0, ongoing_tokens=500),
         holding("b", 0, ongoing_tokens=300),
-        holding("c", 60_000, ongoing_tokens=100),  # the best hit, and the least loaded: still not P
+        holding("c", 60_000, ongoing_tokens=100),  # best hit, least loaded: decodes, so cannot be P
         owner="a",
     )
     decision = ruled("adaptive_offload", seen)
@@ -195,7 +195,7 @@ def test_elastic_offloads_to_the_cache_owner_even_where_unified_would_leave_it()
     )
     assert plan(ruled("unified", seen)) == [("p", "least_load_x_work")]
     assert plan(ruled("elastic", seen, **COST)) == [("p", "offload"), ("d", "offload")]
-    # When it does not pay, unified's choice stands with its own rule, and elastic's reason.
+    # If an offload does not pay, the plan is unified's, and the reason is elastic's.
     idle = view(
         holding("d", 60_000, ongoing_tokens=9_000, num_requests=5),
         holding("p", 0, ongoing_tokens=1_000, num_requests=1),
@@ -215,7 +215,7 @@ def test_elastic_takes_unifieds_choice_for_d_when_caches_are_equal() -> None:
 
 
 def test_elastic_passes_over_a_cache_owner_above_the_ceiling() -> None:
-    # 17 requests are more than 16 and than twice the others'; what is left is an instance without the cache, and no other.
+    # d is above the ceiling: 17 requests are more than 16 and than twice the others' mean. Only p, without the cache, is left.
     seen = view(
         holding("d", 60_000, ongoing_decode_tokens=9_000, num_requests=17), holding("p", 0, num_requests=1), owner="d"
     )

@@ -1,4 +1,4 @@
-"""What counts as a change between a decision and what it would have been, and by how much the first token moves."""
+"""What counts as a change between a decision and its what-if, and the predicted change of TTFT."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_change_is_one_of_instances(would: tuple[tuple[StepKind, str], ...], c
 def test_the_first_token_moves_by_what_is_ahead_and_by_its_own_prefill() -> None:
     made = decided()
     here, there = plan(made, (SERVE, "a")), plan(made, (SERVE, "b"))
-    # On a 2.1 s are ahead, and 0.7 s of its own; on b its own 1.1 s.
+    # On a the prompt waits for 2.1 s and takes 0.7 s; on b it takes 1.1 s.
     assert ttft_change_s(here, there) == pytest.approx(1.1 - 2.8)
     assert ttft_change_s(here, plan(made, (PREFILL, "b"), (SERVE, "a"))) == pytest.approx(1.1 - 2.8)
     assert ttft_change_s(here, plan(made)) is None

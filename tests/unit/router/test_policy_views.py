@@ -262,7 +262,7 @@ def test_a_request_finds_its_own_remainder_listed_among_however_many() -> None:
         everything = sums_of([(1_000 - 16 * n, 16 * n) for n in range(1, LISTED_PREFILLS + 3)])
         assert told.tokens + backlog.unlisted_remainders.tokens == everything.tokens
         assert told.pairs + backlog.unlisted_remainders.pairs == everything.pairs
-    # One that had its part elsewhere, and one that has none.
+    # A request whose slice is on another instance, and a request without a slice.
     router.reservations.put(slice_on("b", "other", 16))
     for name in ("other", "new"):
         found = router.views.view(request(name, tokens=1_000), "m", 0, 1.0).find("a")

@@ -62,7 +62,7 @@ def test_time_and_the_first_token_take_off_what_is_computed() -> None:
     place(made, request("r2", 8_000))
     one = COST(8_000, 0)
     assert backlog(made, now=one / 2)["m"] == all_classes(1.5 * one)
-    # It is not over before it says so.
+    # A prefill does not count as done before it is reported: a tenth of it remains.
     assert backlog(made, now=100.0)["m"] == all_classes(1.1 * one)
     # It took longer than the default curve says, so that the other one will, too.
     made.handle(ev.FirstToken("r1"), 1.0)
@@ -103,7 +103,7 @@ def test_without_an_instance_it_is_told_as_if_there_were_one() -> None:
     made.handle(ev.PlaceRequested(request("r2", 4_000), "g"), 0.0)
     held = all_classes(COST(4_000, 0))
     made.handle(ev.LoadReported(1, "a", Load(0.0, healthy=False)), 0.0)
-    assert backlog(made) == {"m": held}, "what is placed there is in nobody's way"
+    assert backlog(made) == {"m": held}, "prefills placed on an unhealthy instance do not count"
     made.handle(ev.AgentGoodbye(1, "a"), 0.0)
     assert backlog(made) == {"m": held}
     made.handle(ev.Finished("r2", "CANCELLED"), 0.0)
@@ -134,7 +134,7 @@ def test_the_rest_of_a_sliced_prompt_is_waited_for_once() -> None:
     told = backlog(made)["m"]
     assert told["LIGHT"] == pytest.approx(COST(done, 0))
     assert told["HEAVY"] == pytest.approx(COST(done, 0) + rest)
-    # So many light ones are open when the slice is done that the rest is held.
+    # Enough light requests are open at the end of the slice that the rest of the prompt is held.
     for number in range(6):
         place(made, request(f"light{number}", 1_000))
     made.handle(ev.StepDone("big", 0, ok=True), 0.0)

@@ -1,4 +1,4 @@
-"""What watching prefills costs, and which of them teach."""
+"""The cost of observing prefills, and which of them the curve learns from."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_prefill_of_an_earlier_owner_is_waited_for_and_teaches_nothing() -> No
     assert one.samples() == 0
     one.first_token("old", 2.0)
     one.first_token("r1", 3.0)
-    assert one.samples() == 0  # r0 had overtaken
+    assert one.samples() == 0  # r0 had overtaken the old prefill
 
 
 @pytest.mark.parametrize("computed", [0, 400, 1_000])

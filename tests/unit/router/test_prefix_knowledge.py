@@ -90,7 +90,7 @@ def test_one_prompts_keys_move_all_that_share_them_and_nobody_elses() -> None:
         place(router, request(name, prompt=PROMPT))
     place(router, request("other", prompt=OTHER))
     report(router, Delta(1, 1, added=[7, *KEYS[:6], 9]))
-    report(router, Delta(1, 1, added=[7, *KEYS[:8], 9]))  # Again, and not as it was: passed over.
+    report(router, Delta(1, 1, added=[7, *KEYS[:8], 9]))  # The same seq with other content is ignored.
     assert pending(router) == 200 + 2 * (200 - 96)
     router.handle(ev.Finished("r1", "CANCELLED"), 1.0)
     assert pending(router) == 200 + 200 - 96
@@ -104,7 +104,7 @@ def test_keys_that_are_held_but_computed_again_are_no_progress() -> None:
     assert pending(router) == 64
     place(router, request("longer", prompt=PROMPT[:127] + OTHER))
     assert pending(router) == 64 + 327 - 64
-    report(router, Delta(0, 1, added=prompt_keys(PROMPT[:127] + OTHER, "m")))  # Known already, says the number.
+    report(router, Delta(0, 1, added=prompt_keys(PROMPT[:127] + OTHER, "m")))  # By its seq it is already applied.
     assert pending(router) == 64 + 327 - 64
 
 
@@ -305,7 +305,7 @@ def test_an_engine_that_caches_nothing_is_believed_to_for_a_while_only() -> None
 
 
 def shortfalls(router: RouterState, count: int, name: str = "r", now: float = 0.0) -> list[ev.Effect]:
-    """Answers that had nothing cached, and a word of the agent after them; what both bring."""
+    """Run `count` requests whose answers report no cached tokens, and then a report of the agent; return the effects of both."""
     ended = itertools.chain.from_iterable(answer(router, f"{name}{n}", cached=0, now=now) for n in range(count))
     return [*ended, *speaks(router, now)]
 
@@ -538,7 +538,7 @@ def test_an_instance_beyond_the_index_is_approximated_until_there_is_room() -> N
     assert ev.Resync(2, "b", "the index has room again") in effects
     join(router, "b", 2, others, now=1.0)
     assert seen(router, OTHER, name="b", now=1.0).exact
-    # A delta may be what does not fit, too.
+    # The index can become full by a delta, too.
     effects = report(router, Delta(1, 1, added=list(range(9))), 1.0, "b")
     assert effects == [ev.FleetChanged()] or effects == []
     assert record.sync.full

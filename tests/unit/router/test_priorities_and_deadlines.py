@@ -119,7 +119,7 @@ def test_a_deadline_gains_nothing_over_another_tenant_or_class() -> None:
 
 
 def learned(names: str, limit: int, policy: Policy | None = None) -> RouterState:
-    """A router whose curve of prefills is the default one, and known; all instances tell their keys."""
+    """A router that has learned a prefill curve, equal to the default one, and whose instances report their keys."""
     router, _ = busy(names, limit=limit, policy=policy)
     fit = router.prefill_observer._fits["m", ""] = PrefillCurveFit()
     for number in range(SURE_SAMPLES):
@@ -282,9 +282,9 @@ PLACES, TENANT_PLACES = 9, 5
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """A bounded queue under any order of arrivals, answers and ends: nobody is displaced by an equal class, without need, or
-    of the places that its class keeps, and by a lower class only where that has fewer; and a request is let in if there is one
-    that can give up its place."""
+    """A bounded queue under any order of arrivals, answers and ends. A request is displaced only from a full queue, only by
+    another class, and never from the places that its class keeps. A lower class displaces it only while this class has fewer
+    than the kept places. A new request enters a full queue if and only if another one can be displaced."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ MACHINE = settings(max_examples=60, stateful_step_count=40)
 
 
 def _of_later_step(event: ev.Event, effect: ev.Placed | ev.Refused) -> bool:
-    """Whether it answers the event's StepDone: what follows a step, or that nobody knows the plan that it was of."""
+    """Return whether the effect answers the event's StepDone: with the next step, or with a refusal if the plan is unknown."""
     if isinstance(event, ev.GatewayTold):
         event = event.told
     if not isinstance(event, ev.StepDone) or effect.request_id != event.request_id:
@@ -114,8 +114,8 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 class SyncMachine(RuleBasedStateMachine):
-    """A shadow reports over a link that loses, doubles and swaps messages. While the copy calls itself live, it holds the
-    shadow's keys as of its seq; after quiescence it equals the shadow."""
+    """A model set of keys, `shadow`, is reported over a link that loses, doubles and swaps messages. While the copy is live, it
+    equals the set as of the copy's seq; when all messages have arrived, it equals the set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class StateMachine(RuleBasedStateMachine):
             case ev.Finished(request_id):
                 self.waiting.pop(request_id, None)
             case ev.StreamOpened(_, stream):
-                # It runs, whoever asked for it: who goes on alone does so of what waits for its first step, too.
+                # The request runs, so it waits no longer: a gateway may serve by itself also while it waits for a first step.
                 self.waiting.pop(stream.request.request_id, None)
             case ev.GatewayLost(gateway) | ev.GatewayHello(gateway):
                 kept = event.waiting if isinstance(event, ev.GatewayHello) else frozenset()
@@ -304,7 +304,8 @@ class StateMachine(RuleBasedStateMachine):
         return effects
 
     def serve_only_as_all_produce(self, pool: str) -> bool:
-        """Whether `p`, of which nobody knows that it only produces before its agent has said so, may answer."""
+        """Return whether `p` may serve: its agent has not yet reported that `p` only produces KV, or the pool has no other
+        instance."""
         instances = self.router.instances
         return instances.get("p") is None or all(one.info.instance_id == "p" for one in instances.members(pool, pool))
 
@@ -362,7 +363,8 @@ class StateMachine(RuleBasedStateMachine):
 
     @rule(name=INSTANCES, keys=KEYS, tier=st.integers(1, 2), cleared=st.booleans(), ahead=st.integers(0, 1))
     def delta(self, name: str, keys: list[int], tier: int, cleared: bool, ahead: int) -> None:
-        """What fits the copy, mostly: half of the keys leave if they are held, all come if they are not."""
+        """Report a delta that usually fits the copy: `keys` that are not held are added, and every second one, if
+        held, is removed."""
         record = self.router.instances.get(name)
         if record is None:
             return
@@ -507,7 +509,7 @@ class StateMachine(RuleBasedStateMachine):
 
     @rule(name=INSTANCES, waits=st.booleans())
     def fail(self, name: str, waits: bool) -> None:
-        """A request that goes to this instance, and to no other, fails. `waits`: until the next one is on trial there."""
+        """A request on this instance fails. `waits`: time passes until the next request may be on trial there."""
         self.handle(ev.Finished(self.send_to(name), "FAILED"))
         if waits:
             self.tick(2.0)
@@ -531,7 +533,8 @@ class StateMachine(RuleBasedStateMachine):
 
     @rule(keys=KEYS, count=st.integers(1, 6))
     def disappoint(self, keys: list[int], count: int) -> None:
-        """Answers with no cached token at all, of which five distrust an instance that was to have three blocks."""
+        """Run requests whose answers report no cached tokens. Five of these fail the audit of an instance that was predicted to
+        have three blocks."""
         for _ in range(count):
             self.stream += 1
             asked = request(f"d{self.stream}", tokens=1_000, keys=tuple(keys))
@@ -598,7 +601,7 @@ class StateMachine(RuleBasedStateMachine):
         for gateway in ("g1", "g2"):
             self.handle(ev.GatewayHello(gateway))
         for _ in range(4):
-            # The first frees what is open, which answers whom the queue still holds, and those end in turn.
+            # The first tick ends open requests by their leases. This places held ones, which the next ticks end in turn.
             self.now += 100.0
             self.handle(ev.Tick())
         assert len(self.router.reservations) == len(self.router.requests) == 0

@@ -15,7 +15,8 @@ from pointsman.router.core.types import route_class
 from tests.support.policies import documented_reasons
 from tests.support.repository import REPOSITORY
 
-# Given whatever the policy: of plans that cannot be carried out as they are or that another router made, and an offload's step.
+# Reasons that are independent of the policy: of plans that could not be executed as planned or were made by another router, and
+# of an offload's steps.
 OF_ALL = {NO_KV_TRANSFER, SERVED_ALONE, COLOCATED_AFTER_FAILURE, RECOVERED, "offload"}
 
 

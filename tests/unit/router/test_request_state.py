@@ -164,7 +164,8 @@ TELLS = {
 
 
 def test_nothing_but_open_requests_tells_an_index_of_a_request() -> None:
-    """A second place would have to know of every index: an instance stayed excluded for ever because one of them did not."""
+    """Any other place that changed an index would have to update all of them. Such a place did not, and an instance stayed
+    excluded for ever."""
     core = Path(router_core.__file__).parent
     found = {
         (path.name, call)

@@ -155,7 +155,7 @@ def test_failed_instances_are_avoided_for_that_request() -> None:
 
 
 def test_a_drained_instance_gets_nothing_until_its_incarnation_ends() -> None:
-    """Nor when the order came before its agent, or its agent leaves and comes back."""
+    """This holds also if the drain was ordered before its agent connected, or if the agent reconnects."""
     router = state()
     router.handle(ev.DrainsChanged({"a": "1"}), 0.0)
     join(router, "a", 1)
@@ -310,7 +310,7 @@ def test_a_new_owner_knows_what_is_usual() -> None:
     assert [one.mean_work.requests for one in told] == [1, 2, 4, 8, 16, 32]
     after.handle(ev.PoolTaken("m", mean_work=told[-1].mean_work), 50.0)
     assert after.prefill_observer.mean_work("m") == before.prefill_observer.mean_work("m")
-    # It tells on from there.
+    # The next MeanWorkSet is sent only when the number of requests has doubled.
     effects = after.handle(ev.PlaceRequested(request("next", tokens=100), "g"), 51.0)
     assert not [effect for effect in effects if isinstance(effect, ev.MeanWorkSet)]
 
@@ -329,7 +329,7 @@ def test_a_failed_step_that_an_earlier_owner_gave_is_followed_by_a_serve() -> No
     assert placed.decision.decision_id == kept.decision_id
     assert isinstance(reserved, ev.Reserved)
     assert reserved.reservation.step_index == 3
-    # What is asked again for that step gets no second answer, and an unknown request none at all.
+    # A second report of the same step gets no answer, and neither does one of an unknown request.
     assert after.handle(ev.StepDone("r", 2, ok=True), 52.0) == []
     assert after.handle(ev.StepDone("x", 0, ok=True), 52.0) == []
     after.check_invariants()
@@ -362,7 +362,7 @@ def test_what_an_earlier_owner_prefills_on_a_producer_is_answered_by_another_whe
         join(router, "d", 2)
     failed = router.handle(ev.StepDone("r", 0, ok=False, instance_failed=True), 1.0)
     if others:
-        # Its gateway knows where the KV was to go.
+        # The gateway asks again, since it knows the target of the KV.
         [refused] = failed
         assert isinstance(refused, ev.Refused)
         assert (refused.not_serving, refused.gateway_id) == (True, "g")
@@ -481,7 +481,7 @@ def test_adapters_go_only_where_they_are_loaded() -> None:
 
 
 def test_what_was_cancelled_is_decided_again_when_it_is_asked_for_again() -> None:
-    """A gateway gives a placement back that came too late, and may still come back for another: with a reservation."""
+    """A gateway cancels a placement that came too late, and may still ask for another, which must have a reservation."""
     router = state()
     join(router, "a", 1)
     place(router, request("r", tokens=100))
@@ -513,7 +513,7 @@ def refusal(answer: ev.Placed | ev.Refused) -> str:
 
 @pytest.mark.parametrize("outcome", ["OK", "REJECTED", "FAILED", ev.UNKNOWN])
 def test_the_id_of_a_finished_request_is_used_up(outcome: str) -> None:
-    """Its placement reserves nothing any more: whoever went by it would run uncounted."""
+    """The placement of an ended request has no reservation. A request that ran by it would not be counted."""
     router = state()
     join(router, "a", 1)
     place(router, request("r", tokens=100))

@@ -121,7 +121,7 @@ def refuse(state_: RouterState, name: str, now: float, **changes: object) -> lis
 
 
 def answer(state_: RouterState, name: str, now: float, *refused_by: str) -> list[ev.Effect]:
-    """The next attempt, elsewhere, and the beginning of its answer."""
+    """Place the next attempt on another instance, which sends the first token."""
     placed_on(state_, name, now, exclude=refused_by)
     effects = state_.handle(ev.FirstToken(name, refused_by), now)
     state_.check_invariants()
@@ -142,7 +142,7 @@ def test_requests_that_every_instance_refuses_exclude_nobody() -> None:
 
 
 def test_instances_that_are_broken_alike_do_not_vouch_for_each_other() -> None:
-    """Idle as they are, they would be the first choice of every request for ever."""
+    """Otherwise they would stay idle, and so the first choice of every request, for ever."""
     state_ = fleet("a", "b", "c")
     for number in range(REFUSALS * SETTINGS.failures):
         for name, outcome in (("a", "FAILED"), ("b", "REJECTED")):
@@ -171,7 +171,7 @@ def test_a_trial_that_is_refused_is_over_at_once() -> None:
 
 
 def test_a_trial_that_went_on_elsewhere_leaves_its_place_to_another() -> None:
-    """Its gateway had an answer from another instance already, and says so when its stream begins anew."""
+    """The gateway already had an answer from another instance, and reports this when it reconnects."""
     state_ = fleet("a", "b")
     break_(state_, "a")
     assert placed_on(state_, "busy", 0.0) == "b"

@@ -1,4 +1,4 @@
-"""The router's own settings, where they differ from the plain kinds."""
+"""Settings of the router that need their own parsing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Plans that unfold part by part: a slice, its end, the rest placed anew, held between two slices; what prefills teach."""
+"""Plans that are decided slice by slice: the end of a slice, the placement of the rest, holds between two slices, and what the
+prefill curve learns."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ KEYS = tuple(range(1, 65))  # 1,024 tokens
 
 @dataclass(frozen=True)
 class Slices(Policy):
-    """Slices of 256 tokens where `hold_at` tokens are not there yet, then a hold (while others prefill there), then SERVE."""
+    """Plans slices of 256 tokens until `hold_at` tokens are cached, then a hold while other prefills are open, then SERVE."""
 
     name: ClassVar[str] = "slices"
     hold_at: int = 10**9
@@ -132,7 +133,7 @@ def test_a_slice_that_is_not_known_to_be_there_is_the_last() -> None:
 
 
 def held_between(made: RouterState, deadline_s: float | None = None) -> str:
-    """A request that waits after its first slice, because another one prefills elsewhere; that one's instance."""
+    """Hold request r after its first slice, because request `busy` prefills on the other instance; return that instance."""
     answer = place(made, prompt())
     assert isinstance(answer, ev.Placed)
     other = "ab".replace(answer.step.instance_id, "")
@@ -185,7 +186,7 @@ def test_a_gateway_that_went_on_alone_is_counted_once_and_where_it_is(placed_lat
     other = held_between(made)
     where = "ab".replace(other, "")
     if placed_late:
-        # Its answer crosses the word of the gateway.
+        # The placement of the next slice and the gateway's report cross on the stream.
         assert placed(made.handle(ev.FirstToken("busy"), 2.0)).step.prefix_tokens == 512
     alone = ev.StreamOpened("g", ev.OpenStream(prompt(), where, Phase.PREFILL, 256))
     effects = made.handle(alone, 2.5)
@@ -267,7 +268,7 @@ def test_a_pool_that_comes_back_makes_gateways_end_their_plans() -> None:
 
 
 def test_a_new_owner_lets_the_request_ask_anew_or_ends_a_failed_plan_by_one_serve() -> None:
-    """It knows the request from the store and its gateway, and nothing of slices."""
+    """The new owner has the request from the store and its gateway, without its slices."""
     made = router()
     kept = Reservation("r", "g", "a", "one-7", 1_030, 256, pool="m")
     made.handle(ev.PoolTaken("m", (kept,)), 1.0)

@@ -1,4 +1,4 @@
-"""What a router tells its gateways of the fleet: whatever happens, whoever comes when, all have the whole of it."""
+"""The fleet that a router sends to its gateways: in any order of changes and connects, each gateway has all of it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule(after=st.booleans())
     def tell(self, after: bool) -> None:
-        """Updates go out, and a gateway comes that needs none of what came before."""
+        """Send an update to all gateways. `after`: a further gateway connects, which gets the whole fleet."""
         update = self.told.update(self.registry.pools(), self.owners.get, starting=self.starting)
         if update is not None:
             for gateway in self.gateways:

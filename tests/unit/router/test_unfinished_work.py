@@ -49,7 +49,8 @@ def fleet(limit: int = 0) -> RouterState:
 
 
 def known(router: RouterState) -> dict[str, Any]:
-    """All that is known of requests. Of what waited for a takeover not when it was decided, nor what its keys' order gave."""
+    """Return what the router knows of requests, without what depends on the order of events, such as the time of a decision that
+    waited for a takeover."""
     return {
         "open": {one.request_id: one for one in router.reservations},
         "counters": {name: router.reservations.counters(name) for names in POOLS.values() for name in names},
@@ -110,7 +111,7 @@ EVENTS = st.one_of(
 @given(events=st.lists(EVENTS, min_size=3, max_size=25), turns=st.lists(st.integers(0, 4), min_size=25, max_size=25))
 @settings(max_examples=300, deadline=None)
 def test_any_interleaving_ends_as_whole_events_one_after_another(events: list[ev.Event], turns: list[int]) -> None:
-    """Of one pool's events the order stays. Of two pools' it need not, so requests of one id stay in one pool here."""
+    """Events of one pool stay in order. Events of two pools need not, so all requests of one id are of one pool here."""
     events = [_in_one_pool(event) for event in events]
     whole = fleet()
     answered_whole = [_answers(whole.handle(event, 0.0)) for event in events]
@@ -138,7 +139,8 @@ LOST = st.builds(ev.PoolLost, st.sampled_from(sorted(POOLS)))
 )
 @settings(max_examples=300, deadline=None)
 def test_nothing_is_placed_in_a_pool_once_its_loss_is_told(events: list[ev.Event], turns: list[int]) -> None:
-    """In whatever part of what is under way it comes. A loss does not wait, so the order is another than of whole events."""
+    """This holds at any point of the work in progress. A loss does not wait for it, so the order differs from that of whole
+    events."""
     router = fleet()
     asked, answered = set[str](), set[str]()
     owned = dict.fromkeys(POOLS, False)
@@ -209,7 +211,7 @@ def _answers(effects: list[ev.Effect]) -> list[tuple[str, str, str]]:
 
 
 def _sums(router: RouterState) -> dict[str, Any]:
-    """What is known, without the numbers of decisions, which follow the order in which two pools' were made."""
+    """Return what is known, without the ids of decisions, which depend on the order of decisions in different pools."""
     found = known(router)
     found["open"] = {name: replace(one, decision_id="", instance_id="") for name, one in found["open"].items()}
     found["decided"] = {name: pool for name, (pool, _) in found["decided"].items()}
@@ -282,7 +284,7 @@ def test_the_requests_of_a_pool_that_is_lost_are_forgotten_in_parts() -> None:
     effects = router.handle(ev.PoolLost("m"), 2.0)
     assert ev.FleetChanged() in effects
     assert (router.unfinished, len(router.reservations), router.owned.owns("m")) == (True, 2 * PART + 1, False)
-    # Its next step comes too late; another pool's requests do not wait.
+    # A step report of a lost pool's request comes too late. Requests of another pool do not wait.
     assert router.handle(ev.StepDone(f"r{3 * PART - 1}", 0, ok=False), 2.0) == []
     other = router.handle(ev.PlaceRequested(request("other", tokens=10, model="n"), "g2"), 2.0)
     assert any(isinstance(one, ev.Placed) for one in other)
@@ -326,7 +328,7 @@ async def test_the_process_has_other_turns_between_the_parts() -> None:
         await asyncio.sleep(0)
         seen.append(len(router.state.reservations))
     assert seen[:4] == [PART, 2 * PART, 3 * PART, 4 * PART]
-    # What is written anew is all of it.
+    # A snapshot for the store contains all reservations.
     router.submit(ev.GatewayHello("g1", tuple(stream(f"s{number}") for number in range(4 * PART))))
     written = [one for one in router._snapshot("m") if isinstance(one, ev.Reserved)]
     assert {one.reservation.request_id for one in written} == {f"s{number}" for number in range(4 * PART)}
