@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def nixl_plane(pair: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> 
     first request to another one, which may take longer on a busy machine."""
     with offloading(pair, tmp_path_factory.mktemp("nixl-plane")).running() as plane:
         for engine in pair:
-            until(lambda engine=engine: fetches(engine, plane), within_s=WITHIN_S, what=f"KV at {engine.spec.name}")  # type: ignore[misc]
+            until(partial(fetches, engine, plane), within_s=WITHIN_S, what=f"KV at {engine.spec.name}")
         yield plane
 
 
