@@ -31,6 +31,7 @@ from bench.h2load import h2load
 from bench.hostile import hostile
 from bench.http_lint import http_lint
 from bench.large_fleet import large_fleet
+from bench.layer_events import layer_events
 from bench.layerwise import layerwise
 from bench.layerwise_cpu import layerwise_cpu, layerwise_cpu_long
 from bench.layerwise_trace import layerwise_trace
@@ -74,6 +75,7 @@ LONG: dict[str, Callable[[], object]] = {
         autoscale,
         autoscale_sweep,
         elastic,
+        layer_events,
         layerwise,
         layerwise_cpu,
         layerwise_cpu_long,

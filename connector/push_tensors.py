@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import statistics
+import sys
 import threading
 import time
 from functools import partial
@@ -23,7 +25,7 @@ from queue import SimpleQueue
 import torch
 from mooncake.engine import TransferEngine
 
-from pointsman_connector.layerwise.fence import Fence, marker
+from pointsman_connector.layerwise.event_waiter import EventWaiter
 
 
 def cache(arguments: argparse.Namespace) -> torch.Tensor:
@@ -57,6 +59,9 @@ class Layers:
     def __init__(self, arguments: argparse.Namespace, tensor: torch.Tensor) -> None:
         self._tensor = tensor
         self._matrix = torch.randn(2048, 2048, device=arguments.device)
+        self._events = EventWaiter(
+            partial(torch.cuda.Event, blocking=True) if torch.cuda.is_available() else None, self._failed
+        )
         self._repeats = 1
         began = time.perf_counter()
         for _ in range(8):
@@ -68,20 +73,25 @@ class Layers:
         for _ in range(self._repeats):
             torch.mm(self._matrix, self._matrix)
 
+    def _failed(self, error: BaseException) -> None:
+        print(f"an event could not be waited for: {error}", file=sys.stderr)
+        os._exit(1)
+
     def _wait(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    def run(self, value: int, saved: SimpleQueue[tuple[int, Fence | None] | None]) -> float:
-        """Compute; returns when the last layer's computation is over, in seconds of the performance counter."""
-        mark = marker(partial(torch.cuda.Event, blocking=True) if torch.cuda.is_available() else None)
+    def run(self, value: int, saved: SimpleQueue[int | None]) -> float:
+        """Compute; returns when the last layer's computation is over, in seconds of the performance counter. `saved` gets each
+        layer when it is computed, and None at the end."""
         for layer in range(len(self._tensor)):
             self._work()
             self._tensor[layer].fill_(value)
-            saved.put((layer, mark()))
+            self._events.after_launched(partial(saved.put, layer))
         self._wait()
-        saved.put(None)
-        return time.perf_counter()
+        computed = time.perf_counter()
+        self._events.in_order(partial(saved.put, None))
+        return computed
 
 
 def send(one: TransferEngine, tensor: torch.Tensor, remote: tuple[str, int], layers: list[int]) -> None:
@@ -97,15 +107,12 @@ def tail(
     one: TransferEngine, tensor: torch.Tensor, remote: tuple[str, int], layers: Layers, value: int, *, each: bool
 ) -> float:
     """Seconds between the last layer's end and the last byte's arrival."""
-    saved: SimpleQueue[tuple[int, Fence | None] | None] = SimpleQueue()
+    saved: SimpleQueue[int | None] = SimpleQueue()
     ended: list[float] = []
 
     def push() -> None:
         ready: list[int] = []
-        while (item := saved.get()) is not None:
-            layer, fence = item
-            if fence is not None:
-                fence()
+        while (layer := saved.get()) is not None:
             ready.append(layer)
             if each:
                 send(one, tensor, remote, ready)

@@ -13,9 +13,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
     MooncakeConnector,
     get_mooncake_bootstrap_addr,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from pointsman_connector.layerwise.connector import LayerwiseMooncakeConnector
-from pointsman_connector.layerwise.support import enabled, full_attention_only, unsupported_engine
+from pointsman_connector.layerwise.support import (
+    LAYOUTS_OF_SHARED_ROWS,
+    enabled,
+    full_attention_only,
+    unsupported_engine,
+)
 
 # Path of a model in huggingface_hub's cache. In offline mode vLLM replaces the model's name with this path.
 _KEPT = re.compile(r"(?:.*/)?models--([^/]+)/snapshots/([^/]+)/?")
@@ -64,13 +70,29 @@ def announcement(vllm_config: VllmConfig) -> dict[str, str]:
     `layerwise` is "True" if the engine profits from a D request that arrives before P has computed the prompt. `bootstrap_host`
     is empty if the engine runs its own bootstrap server: an engine does not know the address at which others reach it.
     """
+    for kind, config in _connectors(vllm_config):
+        if told := _announcement_of(kind, config):
+            return told
+    return {}
+
+
+def _connectors(vllm_config: VllmConfig) -> list[tuple[type, VllmConfig]]:
+    """The engine's connector classes, each with its configuration: several under a MultiConnector, which loads from the first
+    that has anything."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector is None:
+        return []
+    kind = KVConnectorFactory.get_connector_class(transfer)
+    if issubclass(kind, MultiConnector):
+        return list(kind._get_connector_classes_and_configs(vllm_config))
+    return [(kind, vllm_config)]
+
+
+def _announcement_of(kind: type, vllm_config: VllmConfig) -> dict[str, str]:
     config = vllm_config.kv_transfer_config
-    if config is None or config.kv_connector is None:
-        return {}
     told = {"connector": config.kv_connector, "role": str(config.kv_role), "layerwise": "False"}
     if config.kv_connector == "NixlConnector":
         return told | {"protocol": "nixl", "bootstrap_host": "", "bootstrap_port": ""}
-    kind = KVConnectorFactory.get_connector_class(config)
     if not issubclass(kind, MooncakeConnector):
         return {}
     host, port = "", envs.VLLM_MOONCAKE_BOOTSTRAP_PORT
@@ -81,6 +103,7 @@ def announcement(vllm_config: VllmConfig) -> dict[str, str]:
         and enabled(config.kv_connector_extra_config)
         and not unsupported_engine(vllm_config)
         and full_attention_only(vllm_config)
+        and envs.VLLM_KV_CACHE_LAYOUT not in LAYOUTS_OF_SHARED_ROWS
     )
     return told | {
         "protocol": "mooncake",

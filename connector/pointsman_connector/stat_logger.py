@@ -7,6 +7,7 @@ POINTSMAN_AGENT_LOADS names the agent's ZMQ address, for example ipc:///run/poin
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
 
 from pointsman_connector.announcement import announce
+from pointsman_connector.kv_check_metrics import count_check
 from pointsman_connector.step_load import Counters, StepLoad
 
 logger = init_logger(__name__)
@@ -32,7 +34,12 @@ class StepLoadPublisher(StatLoggerBase):
     latest one."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
-        announce(vllm_config)
+        self._off = False
+        try:
+            announce(vllm_config)
+        except Exception:
+            # The engine is more important than what it says of itself.
+            logger.exception("The engine does not announce its KV transfer support and its tokenizer")
         self._rank = engine_index
         self._counters = Counters()
         self._process = process_start()
@@ -54,15 +61,25 @@ class StepLoadPublisher(StatLoggerBase):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """Push the statistics of one step. vLLM calls this for all of its stat loggers."""
-        if self._socket is None:
+        """Count and push the statistics of one step. vLLM calls this for all of its stat loggers, in the handler of all outputs:
+        an error would end every request, so the first one switches this logger off."""
+        if self._off:
             return
+        try:
+            self._record(scheduler_stats, iteration_stats)
+        except Exception:
+            self._off = True
+            logger.exception("Step loads are off: this version of vLLM may have other statistics")
+
+    def _record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None) -> None:
         if iteration_stats is not None:
             self._counters.generation_tokens += iteration_stats.num_generation_tokens
             self._counters.preemptions += iteration_stats.num_preempted_reqs
         if scheduler_stats is None:
             return
         self._count(scheduler_stats)
+        if self._socket is None:
+            return
         if self._ports is None:
             # Not earlier: a server listens only when its engine is ready.
             self._ports = listening_ports()
@@ -90,12 +107,22 @@ class StepLoadPublisher(StatLoggerBase):
         if external is not None:
             counters.external_prefix_cache_queries += external.queries
             counters.external_prefix_cache_hits += external.hits
-        for name, values in (stats.kv_connector_stats or {}).items():
-            if isinstance(values, list):
-                counters.connector[name] = counters.connector.get(name, 0.0) + float(sum(values))
+        for name, values in _lists(stats.kv_connector_stats or {}):
+            total = float(sum(values))
+            counters.connector[name] = counters.connector.get(name, 0.0) + total
+            count_check(name, total)
 
     def log_engine_initialized(self) -> None:
         """Do nothing. vLLM requires the method."""
+
+
+def _lists(stats: Mapping[str, Any]) -> Iterator[tuple[str, list[float]]]:
+    """Yield the statistics of a connector. A MultiConnector has a mapping of them for each of its connectors."""
+    for name, values in stats.items():
+        if isinstance(values, list):
+            yield name, values
+        elif isinstance(values, Mapping):
+            yield from _lists(values)
 
 
 def listening_ports() -> list[int]:

@@ -227,6 +227,13 @@ def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
     able = [one for one in pool if one.kv_transfer.protocol]
     for one in able:
         name, kv = f"{one.instance_id} KV transfer", one.kv_transfer
+        for wrong in kv.wrong_from:
+            yield Finding(
+                Finding.FAIL,
+                name,
+                f"KV from the engine at {wrong.bootstrap_url} was wrong in {wrong.requests} requests (it was not used)",
+                "compare the two engines' versions, flags and --block-size; restart the sender to let it send again",
+            )
         others = [other for other in able if other is not one and _kv_passes(one, other)]
         if not others and not any(_kv_passes(other, one) for other in able if other is not one):
             yield Finding(

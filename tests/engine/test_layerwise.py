@@ -154,6 +154,12 @@ def offloaded(p: Engine, d: Engine, words: int) -> tuple[str, str]:
     return prompt, run(ask)
 
 
+def refused(p: Engine, d: Engine, words: int) -> tuple[str, str]:
+    """As `offloaded`, where `d` loads nothing from `p`."""
+    prompt = fresh_words(words)
+    return prompt, run(lambda http: Offload(http, p, d, prompt).answer())
+
+
 async def in_the_middle(
     http: aiohttp.ClientSession, p: Engine, d: Engine
 ) -> tuple[str, asyncio.Task[Any], asyncio.Task[str]]:
@@ -217,11 +223,33 @@ def test_a_prefill_without_blocks_begins_anew(trio: list[Engine]) -> None:
 def test_a_layer_that_is_withheld_is_noticed(trio: list[Engine]) -> None:
     """Without this test the comparisons above would prove nothing."""
     chunks, whole, _ = trio
-    with faulty(chunks, withhold=1):
+    with faulty(chunks, withhold=1), faulty(whole, unchecked=1):
         answers = [offloaded(chunks, whole, 600) for _ in range(3)]
     for answer in answers:
         with pytest.raises(AssertionError, match="instead of"):
             assert_right([whole], [answer])
+
+
+def test_wrong_kv_is_not_used_and_its_sender_is_refused(trio: list[Engine]) -> None:
+    chunks, _, spare = trio
+    sender = {"sender": f"http://127.0.0.1:{chunks.bootstrap_port}"}
+    with faulty(chunks, withhold=1):
+        answers = [offloaded(chunks, spare, 600), refused(chunks, spare, 600), refused(chunks, spare, 600)]
+    assert_right([spare], answers)
+    until(
+        lambda: spare.metric("pointsman_kv_wrong_requests_total", **sender) == 1,
+        within_s=WITHIN_S,
+        what="one request with wrong KV; after it nothing is loaded",
+    )
+    before = told(chunks)["pushes"]
+    assert_right([spare], [refused(chunks, spare, 600)])
+    assert told(chunks)["pushes"] == before
+    with faulty(spare, forgiving=1):
+        pass
+    assert_right([spare], [offloaded(chunks, spare, 600)])
+    assert spare.metric("pointsman_kv_wrong_requests_total", **sender) == 1
+    assert told(chunks)["pushes"] > before
+    nothing_left(*trio)
 
 
 @pytest.mark.parametrize(("fault", "value"), [("fail", 1), ("silent", 1), ("slow_s", 0.3)])

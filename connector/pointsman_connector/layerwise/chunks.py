@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from pointsman_connector.layerwise.kv_checks import CheckSettings
 from pointsman_connector.layerwise.progress import blocks_of
 
 
@@ -15,6 +17,8 @@ class Chunk:
 
     `new_blocks` are the ids of the engine's blocks that the prompt got since its last chunk, or all of its blocks if it
     `restarted`. `up_to` is the number of leading blocks that may be sent when a layer is computed, `total` that of the prompt.
+    `check` names the blocks to check, in the last chunk only: (position, id), the position counted from the prompt's end (1: the
+    last block).
     """
 
     transfer_id: str
@@ -23,6 +27,7 @@ class Chunk:
     up_to: int
     total: int
     restarted: bool
+    check: tuple[tuple[int, int], ...] = ()
 
 
 class Request(Protocol):
@@ -46,6 +51,7 @@ class SchedulerOutput(Protocol):
 
     num_scheduled_tokens: dict[str, int]
     kv_connector_block_state: BlockTable | None
+    preempted_req_ids: Collection[str] | None
 
 
 @dataclass
@@ -60,8 +66,10 @@ class _Followed:
 class ChunkTracker:
     """Tracks the prompts that are computed for other engines, from their first chunk to their last."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, checks: CheckSettings, rng: random.Random) -> None:
         self._block_size = block_size
+        self._checks = checks
+        self._rng = rng
         self._followed: dict[str, _Followed] = {}
 
     def follow(self, request: Request, transfer_id: str) -> None:
@@ -75,6 +83,12 @@ class ChunkTracker:
 
     def __len__(self) -> int:
         return len(self._followed)
+
+    def preempted(self, output: SchedulerOutput) -> frozenset[str]:
+        """Return the ids of the transfers whose prompts were preempted before the step that `output` describes. The step may
+        overwrite their blocks."""
+        lost = output.preempted_req_ids or ()
+        return frozenset(self._followed[one].transfer_id for one in lost if one in self._followed)
 
     def step(self, output: SchedulerOutput) -> Iterator[Chunk]:
         """Yield the chunks of the step that `output` describes. Must be called before the scheduler counts the step's tokens as
@@ -93,6 +107,7 @@ class ChunkTracker:
             known = 0 if restarted else one.known_blocks
             done = one.request.num_computed_tokens + tokens
             one.known_blocks, one.preemptions, one.ended = len(blocks), one.request.num_preemptions, done >= prompt
+            check = self._checks.positions(total, self._rng) if one.ended else ()
             yield Chunk(
                 transfer_id=one.transfer_id,
                 request_id=request_id,
@@ -100,4 +115,5 @@ class ChunkTracker:
                 up_to=blocks_of(done, prompt, self._block_size),
                 total=total,
                 restarted=restarted,
+                check=tuple((position, blocks[total - position]) for position in check),
             )

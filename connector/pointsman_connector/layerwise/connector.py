@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -23,6 +24,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from pointsman_connector.layerwise import vllm_compatibility
 from pointsman_connector.layerwise.chunks import Chunk, ChunkTracker
+from pointsman_connector.layerwise.kv_checks import CheckSettings
 from pointsman_connector.layerwise.receiver import LayerwiseWorker
 from pointsman_connector.layerwise.stats import LayerwiseStats
 from pointsman_connector.layerwise.support import enabled, unsupported_cache, unsupported_engine
@@ -68,8 +70,10 @@ class LayerwiseMooncakeConnector(AnyDeviceMooncakeConnector):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return whether CUDA graphs must be piecewise: a whole captured graph would not call `save_kv_layer`."""
-        return enabled(extra_config)
+        """Return False: the replay of a whole graph does not call `save_kv_layer`, but the default mode (FULL_AND_PIECEWISE)
+        replays whole graphs for decode steps only, which push nothing. A prompt whose last chunk has one token may run in such a
+        step; its KV is sent after the prefill."""
+        return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -82,7 +86,11 @@ class LayerwiseMooncakeConnector(AnyDeviceMooncakeConnector):
         if self._layerwise:
             assert self.connector_worker is not None
             assert isinstance(connector_metadata, LayerwiseMetadata)
-            self.connector_worker.begin_step(connector_metadata.chunks, connector_metadata.reqs_not_processed)
+            self.connector_worker.begin_step(
+                connector_metadata.chunks,
+                aborted=connector_metadata.reqs_not_processed,
+                preempted=connector_metadata.preempted,
+            )
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
@@ -91,6 +99,12 @@ class LayerwiseMooncakeConnector(AnyDeviceMooncakeConnector):
         if self._layerwise:
             assert self.connector_worker is not None
             self.connector_worker.save_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        """Handle that all layers of this step are computed, or launched on their stream."""
+        if self._layerwise:
+            assert self.connector_worker is not None
+            self.connector_worker.end_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests that were sent, received or failed since the last step."""
@@ -103,11 +117,13 @@ class LayerwiseMooncakeConnector(AnyDeviceMooncakeConnector):
 
 
 class LayerwiseMetadata(MooncakeConnectorMetadata):
-    """Upstream's message from scheduler to worker, with the step's chunks. An `idle` step computes nothing."""
+    """Upstream's message from scheduler to worker, with the step's chunks and the ids of the transfers whose prompts were
+    `preempted` before the step. An `idle` step computes nothing."""
 
-    def __init__(self, chunks: list[Chunk], *, idle: bool) -> None:
+    def __init__(self, chunks: list[Chunk], preempted: frozenset[str], *, idle: bool) -> None:
         super().__init__()
         self.chunks = chunks
+        self.preempted = preempted
         self.idle = idle
 
 
@@ -116,7 +132,8 @@ class LayerwiseScheduler(MooncakeConnectorScheduler):
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        self._tracker = ChunkTracker(self.block_size)
+        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._tracker = ChunkTracker(self.block_size, CheckSettings.of(extra_config), random.Random())
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Handle that `request` got blocks. Track the request if its KV is for another engine."""
@@ -129,7 +146,9 @@ class LayerwiseScheduler(MooncakeConnectorScheduler):
         """Return the message of one step."""
         upstream = super().build_connector_meta(scheduler_output)
         metadata = LayerwiseMetadata(
-            list(self._tracker.step(scheduler_output)), idle=scheduler_output.total_num_scheduled_tokens == 0
+            list(self._tracker.step(scheduler_output)),
+            self._tracker.preempted(scheduler_output),
+            idle=scheduler_output.total_num_scheduled_tokens == 0,
         )
         metadata.reqs_to_recv = upstream.reqs_to_recv
         metadata.reqs_to_send = upstream.reqs_to_send

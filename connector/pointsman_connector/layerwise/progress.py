@@ -41,13 +41,17 @@ class ComputedBlocks:
         self._computed = dict.fromkeys(layers, 0)
 
     def begin_chunk(self, new_blocks: Sequence[int], *, restarted: bool) -> None:
-        """Add the blocks of a chunk that starts. If `restarted` (after a preemption) the prompt starts over in new blocks.
+        """Add the blocks of a chunk that starts. After a preemption (`restarted`) the prompt starts over in new blocks.
         Mutates."""
         if restarted:
-            self.epoch += 1
-            self.blocks.clear()
-            self._computed = dict.fromkeys(self._computed, 0)
+            self.restart()
         self.blocks.extend(new_blocks)
+
+    def restart(self) -> None:
+        """The prompt has lost its blocks: nothing is computed, and what was read from them belongs to an old epoch."""
+        self.epoch += 1
+        self.blocks.clear()
+        self._computed = dict.fromkeys(self._computed, 0)
 
     def layer_saved(self, layer: str, up_to: int) -> None:
         """Record that `layer` has the KV of the first `up_to` blocks. Unknown layers are ignored. Mutates."""
@@ -99,6 +103,10 @@ class Delivery:
         if batch.epoch == self._epoch:
             for span in batch.spans:
                 self._sent[span.region] = span.end
+
+    def write_discarded(self) -> None:
+        """The write under way landed, but what it read may have been overwritten: it does not count."""
+        self.writing = False
 
     def write_failed(self) -> None:
         """Record that the write in progress failed. The whole delivery then counts as failed. Mutates."""

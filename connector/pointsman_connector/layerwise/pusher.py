@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 )
 from vllm.logger import init_logger
 
-from pointsman_connector.layerwise.fence import Fence
+from pointsman_connector.layerwise.overwrites import OverwriteMarks
 from pointsman_connector.layerwise.progress import Batch, ComputedBlocks
 from pointsman_connector.layerwise.sleeping_writes import SleepingTransferEngine
 from pointsman_connector.layerwise.stats import LayerwiseStats
@@ -37,8 +37,7 @@ class LayerwisePusher(MooncakeConnectorWorker):
     engine: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Ids of transfers whose blocks may have been overwritten.
-        self._overwritten: set[str] = set()
+        self._overwritten = OverwriteMarks()
         self._tasks: set[asyncio.Task[None]] = set()
         super().__init__(*args, **kwargs)
         self.engine = SleepingTransferEngine(self.engine)
@@ -61,20 +60,23 @@ class LayerwisePusher(MooncakeConnectorWorker):
         batch: Batch | None = first
         try:
             while batch is not None:
-                fence = transfer.fence
                 src, dst, lengths = await self._pointers(transfer, computed, receiver, batch)
                 status = 0
                 if src:
                     status = await self.sender_loop.run_in_executor(
                         self._sender_executor,
-                        partial(self._write, fence, receiver.last_write.when()),
+                        partial(self._write, receiver.last_write.when()),
                         receiver.session,
                         src,
                         dst,
                         lengths,
                     )
-                if status != 0 or transfer.transfer_id in self._overwritten:
+                if status != 0:
                     receiver.delivery.write_failed()
+                    return
+                if transfer.transfer_id in self._overwritten:
+                    # What was read may be another prompt's. The loop will hear of it, and restart or give up this transfer.
+                    receiver.delivery.write_discarded()
                     return
                 receiver.delivery.write_finished(batch)
                 self.xfer_stats.record_push(len(batch.spans))
@@ -85,11 +87,7 @@ class LayerwisePusher(MooncakeConnectorWorker):
         finally:
             receiver.idle.set()
 
-    def _write(
-        self, fence: Fence | None, latest: float, session: str, src: list[int], dst: list[int], lengths: list[int]
-    ) -> int:
-        if fence is not None:
-            fence()
+    def _write(self, latest: float, session: str, src: list[int], dst: list[int], lengths: list[int]) -> int:
         # A process that was stopped may resume here before the event loop has run its timers.
         if self.sender_loop.time() > latest:
             return -1

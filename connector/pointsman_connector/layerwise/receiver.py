@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
@@ -17,6 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 )
 from vllm.logger import init_logger
 
+from pointsman_connector.layerwise.checked_response import CheckedXferResponse
+from pointsman_connector.layerwise.kv_checks import RefusedSenders, Sums, differing
 from pointsman_connector.layerwise.sender import LayerwiseSender
 from pointsman_connector.layerwise.sleeping_writes import WRITE_S
 
@@ -37,18 +41,30 @@ class LayerwiseWorker(LayerwiseSender):
         self._awaited: set[str] = set()
         self._arrived = threading.Event()
         self._answered_requests: dict[asyncio.Task[None], set[str]] = {}
+        self._refused = RefusedSenders()
         super().__init__(*args, **kwargs)
+        self._xfer_resp_decoder = msgspec.msgpack.Decoder(CheckedXferResponse)
+        # With data parallelism all ranks step together, so that a rank that sleeps in an idle step delays the others.
+        self._may_sleep = self.vllm_config.parallel_config.data_parallel_size == 1
 
     def start_load_kv(self, metadata: MooncakeConnectorMetadata) -> None:
-        """Request the KV of the requests that start to wait for it."""
-        for pulls in metadata.reqs_to_recv.values():
+        """Request the KV of the requests that start to wait for it. From a refused sender nothing is loaded."""
+        for sender, pulls in metadata.reqs_to_recv.items():
             self._awaited.update(request for request, pull in pulls.items() if any(pull.local_block_ids))
+            if sender in self._refused:
+                self.receiver_loop.call_soon_threadsafe(
+                    self._handle_failed_recv, dict(pulls), list(pulls), f"engine {sender} sent KV that differed"
+                )
+                # The sender still gets a message without blocks, so that it frees its own.
+                metadata.reqs_to_recv[sender] = {
+                    request: replace(pull, local_block_ids=[]) for request, pull in pulls.items()
+                }
         super().start_load_kv(metadata)
 
     def transfer_results(self, *, idle: bool) -> KVConnectorTransferResults:
         """Return the requests that were received, sent or failed. An `idle` step, which computed nothing, first sleeps for up to
         IDLE_SLEEP_S if requests wait for KV."""
-        if idle and self._awaited:
+        if idle and self._awaited and self._may_sleep:
             self._arrived.wait(IDLE_SLEEP_S)
         self._arrived.clear()
         results = self.get_transfer_results()
@@ -56,11 +72,43 @@ class LayerwiseWorker(LayerwiseSender):
         return results
 
     def process_pulling_result(self, response: MooncakeXferResponse, pull_metas: dict[str, PullReqMeta]) -> None:
-        """Handle the sender's message that names the requests whose KV is written or has failed."""
+        """Handle the sender's message that names the requests whose KV is written or has failed. A request whose checksums differ
+        has failed."""
+        if isinstance(response, CheckedXferResponse) and response.ok_reqs:
+            wrong = [one for one in response.ok_reqs if self._differs(pull_metas[one], response.sums.get(one, []))]
+            if wrong:
+                response = msgspec.structs.replace(
+                    response,
+                    ok_reqs=[one for one in response.ok_reqs if one not in wrong],
+                    err_reqs=[*(response.err_reqs or ()), *wrong],
+                    err_msg="its KV differs from the sender's",
+                )
         super().process_pulling_result(response, pull_metas)
         if (conversation := asyncio.current_task()) is not None:
             self._answered_requests[conversation].update(response.ok_reqs or (), response.err_reqs or ())
         self._arrived.set()
+
+    def _differs(self, pull: PullReqMeta, sums: Sums) -> bool:
+        """Return whether the KV of this request must not be used: a checked block differs from what the sender computed, or the
+        sender is refused. A sender whose KV differs is refused from now on."""
+        if pull.remote_engine_id in self._refused and any(pull.local_block_ids):
+            return True
+        blocks = pull.local_block_ids[0] if len(pull.local_block_ids) == 1 else []
+        sums = [(place, value) for place, value in sums if place <= len(blocks)]
+        if pull.failed or not sums or self._block_sums is None:
+            return False
+        places = differing(sums, self._block_sums.of([blocks[-place] for place, _ in sums]).tolist())
+        self.xfer_stats.record_check(pull.remote_bootstrap_addr, differs=bool(places))
+        if places and self._refused.refuse(pull.remote_engine_id):
+            logger.error(
+                "WRONG KV from the engine at %s: %d of %d checked blocks of request %s differ. This engine computes the prompt "
+                "itself, and loads no more KV from that engine until one of the two is restarted",
+                pull.remote_bootstrap_addr,
+                len(places),
+                len(sums),
+                pull.d_req_id,
+            )
+        return bool(places)
 
     def _handle_failed_recv(self, pull_metas: dict[str, PullReqMeta], req_ids: Collection[str], reason: str) -> None:
         super()._handle_failed_recv(pull_metas, req_ids, reason)

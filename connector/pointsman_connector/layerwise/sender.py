@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,12 +28,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 )
 from vllm.logger import init_logger
 
+from pointsman_connector.layerwise.block_sums import BlockSums, Region
+from pointsman_connector.layerwise.checked_response import AnswerEncoder
 from pointsman_connector.layerwise.chunks import Chunk
-from pointsman_connector.layerwise.fence import Fence, marker
+from pointsman_connector.layerwise.event_waiter import Event, EventWaiter
+from pointsman_connector.layerwise.kv_checks import Sums
 from pointsman_connector.layerwise.progress import ComputedBlocks, Delivery
 from pointsman_connector.layerwise.pusher import LEAST_WRITE_BYTES, LayerwisePusher
 from pointsman_connector.layerwise.sleeping_writes import WRITE_S
-from pointsman_connector.layerwise.support import unsupported_receiver
+from pointsman_connector.layerwise.support import layers_without_region, unsupported_receiver
 from pointsman_connector.layerwise.transfer import Receiver, Transfer, session_of
 
 logger = init_logger(__name__)
@@ -41,7 +45,19 @@ logger = init_logger(__name__)
 # be in progress then.
 LAST_WRITE_SHARE = 0.9
 
+# How long an answer waits for checksums: they come with the step that completes the prompt.
+SUMS_S = 5.0
+
 Params = tuple[list[int], list[int], list[int], list[str], str | None]
+
+
+@dataclass
+class _Conversation:
+    """A receiver's message that is being served. `deadline`: the time after which the receiver may have timed out, s of the event
+    loop's clock, which continues while the process is stopped. `sums`: by request, the checksums to send with the answer."""
+
+    deadline: float
+    sums: dict[str, Sums] = field(default_factory=dict)
 
 
 class LayerwiseSender(LayerwisePusher):
@@ -54,30 +70,85 @@ class LayerwiseSender(LayerwisePusher):
         self._steps_layers = False
         self._done_sending: set[str] = set()
         self._may_free: set[str] = set()
-        # By conversation, the time after which its receivers may have timed out: s of the event loop's clock, which continues
-        # while the process is stopped.
-        self._deadline_of: dict[asyncio.Task[Any] | None, float] = {}
-        # A blocking event lets the thread that waits for it sleep.
-        self._mark = marker(partial(torch.cuda.Event, blocking=True) if torch.cuda.is_available() else None)
+        self._conversations: dict[asyncio.Task[Any] | None, _Conversation] = {}
+        self._to_check: list[Chunk] = []
+        self._block_sums: BlockSums | None = None
+        # Why layers are not pushed during the prefill; empty if they are.
+        self._push_off = ""
+        self._events = EventWaiter(
+            self._new_event(), self._event_failed, begin_thread=lambda: self._bind_sender_thread_device()
+        )
         super().__init__(*args, **kwargs)
+        self._encoder = AnswerEncoder(self._encoder, self._sums_of_conversation)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Register the engine's KV cache with the transfer engine, and decide whether layers can be pushed."""
+        super().register_kv_caches(kv_caches)
+        self._push_off = layers_without_region(
+            (layer for layer in kv_caches if layer in self._layer_specs), self.registered_layer_names
+        )
+        if self._push_off:
+            logger.warning("KV goes after the prefill, not layer by layer: %s", self._push_off)
+        regions = zip(self.kv_caches_base_addr, self.block_len_per_layer, self.kv_block_len_per_layer, strict=True)
+        self._block_sums = BlockSums(
+            kv_caches.values(), [Region(*region) for region in regions], self._physical_blocks_per_logical_kv_block
+        )
+
+    def _new_event(self) -> Callable[[], Event] | None:
+        """Return a factory of events of the current stream; None if work is complete when it is launched (CPU)."""
+        # A blocking event lets the thread that waits for it sleep.
+        return partial(torch.cuda.Event, blocking=True) if torch.cuda.is_available() else None
+
+    def shutdown(self) -> None:
+        """Stop the threads."""
+        self._events.close()
+        super().shutdown()
 
     # ---- called by the engine's thread ----
 
-    def begin_step(self, chunks: Sequence[Chunk], overwritten: Collection[str]) -> None:
-        """Start a step that computes `chunks`. The step may overwrite the blocks of the transfers `overwritten`.
+    def begin_step(self, chunks: Sequence[Chunk], *, aborted: Collection[str], preempted: Collection[str]) -> None:
+        """Start a step that computes `chunks`. The step may overwrite the blocks of the transfers `aborted` and `preempted`.
 
-        Data that is read from these blocks from now on is invalid. A write that ends later must see this at once, so the ids are
-        added here and not in the event loop.
+        Data that is read from these blocks from now on is invalid. A write that ends later must see this at once, so the
+        transfers are marked here and not in the event loop.
         """
-        self._overwritten.update(overwritten)
+        self._overwritten.mark(aborted)
+        self._overwritten.mark(preempted)
+        if preempted:
+            self._in_loop(self._restart, preempted)
+        self._to_check = [chunk for chunk in chunks if chunk.check]
         if chunks or self._steps_layers:
-            self._steps_layers = bool(chunks)
-            self.sender_loop.call_soon_threadsafe(self._begin, chunks)
+            self._steps_layers = bool(chunks) and not self._push_off
+            self._in_loop(self._begin, chunks)
 
     def save_layer(self, layer: str) -> None:
         """Handle that the step has written `layer`'s KV, or has queued the write on its stream."""
         if self._steps_layers:
-            self.sender_loop.call_soon_threadsafe(self._saved, layer, self._mark())
+            self._events.after_launched(partial(self._post, self._saved, layer))
+
+    def end_step(self) -> None:
+        """Handle that the step has written all layers' KV, or has queued the writes. Checksums are computed here, on the same
+        stream: at this point no later step can have overwritten a block."""
+        for chunk in self._to_check:
+            sums = None
+            try:
+                if self._block_sums is not None:
+                    sums = self._block_sums.enqueue([block for _, block in chunk.check])
+            except Exception as error:
+                logger.warning_once("KV is sent unchecked: its checksums cannot be computed: %s", error)
+            self._events.after_launched(partial(self._post, self._summed, chunk, sums))
+        self._to_check = []
+
+    def _in_loop(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call in the event loop, after the layers that were launched before are handled."""
+        self._events.in_order(partial(self._post, call, *arguments))
+
+    def _post(self, call: Callable[..., None], *arguments: Any) -> None:
+        self.sender_loop.call_soon_threadsafe(call, *arguments)
+
+    def _event_failed(self, error: BaseException) -> None:
+        # The layer never counts as computed, so vLLM's own transfer sends the prompt after the prefill.
+        logger.error("An event of a layer could not be waited for: %s", error)
 
     # ---- the prompt's side ----
 
@@ -89,18 +160,47 @@ class LayerwiseSender(LayerwisePusher):
                 transfer.request_id = chunk.request_id
                 self._transfer_of[chunk.request_id] = chunk.transfer_id
                 transfer.computed = ComputedBlocks(chunk.total, set(self.registered_layer_names))
-            if chunk.restarted and (waiting := self.reqs_need_send.get(chunk.transfer_id)) is not None:
-                transfer.announced = False
-                waiting.ready.clear()
+            if chunk.restarted:
+                self._take_back(transfer)
             transfer.computed.begin_chunk(chunk.new_blocks, restarted=chunk.restarted)
+            transfer.summing = bool(chunk.check)
             self._step.append((transfer, chunk))
 
-    def _saved(self, layer: str, fence: Fence | None) -> None:
+    def _restart(self, preempted: Collection[str]) -> None:
+        """Handle that these transfers' prompts were preempted and have lost their blocks."""
+        for transfer_id in preempted:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is not None and transfer.computed is not None:
+                self._take_back(transfer)
+                transfer.computed.restart()
+            self._overwritten.clear(transfer_id)
+
+    def _take_back(self, transfer: Transfer) -> None:
+        """Handle that the prompt is not complete any more: its receivers wait again."""
+        transfer.sums = []
+        transfer.summed.clear()
+        if (waiting := self.reqs_need_send.get(transfer.transfer_id)) is not None:
+            transfer.announced = False
+            waiting.ready.clear()
+
+    def _summed(self, chunk: Chunk, sums: torch.Tensor | None) -> None:
+        transfer = self._transfers.get(chunk.transfer_id)
+        if transfer is None:
+            return
+        if sums is not None:
+            transfer.sums = [(place, value) for (place, _), value in zip(chunk.check, sums.tolist(), strict=True)]
+        transfer.summed.set()
+
+    def _sums_of_conversation(self) -> Mapping[str, Sums]:
+        """Return the checksums to send with the answer of the current task, by request."""
+        conversation = self._conversations.get(asyncio.current_task())
+        return conversation.sums if conversation is not None else {}
+
+    def _saved(self, layer: str) -> None:
         for transfer, chunk in self._step:
             computed = transfer.computed
             assert computed is not None
             computed.layer_saved(layer, chunk.up_to)
-            transfer.fence = fence
             for receiver in transfer.receivers.values():
                 self._push_on(transfer, receiver)
             if computed.complete and not transfer.announced and transfer.aborted_at is None:
@@ -128,8 +228,8 @@ class LayerwiseSender(LayerwisePusher):
             self._spawn(self._serve(identity, sock, message))
 
     async def _serve(self, identity: bytes, sock: zmq.asyncio.Socket, message: bytes) -> None:
-        conversation = asyncio.current_task()
-        self._deadline_of[conversation] = self._last_write_deadline()
+        task = asyncio.current_task()
+        self._conversations[task] = _Conversation(self._last_write_deadline())
         try:
             meta = self._xfer_meta_decoder.decode(message)
             self._start_pushing(meta)
@@ -140,7 +240,7 @@ class LayerwiseSender(LayerwisePusher):
             refusal = MooncakeXferResponse(status=MooncakeXferResponseStatus.ERROR, err_msg=str(error))
             await sock.send_multipart((identity, self._encoder.encode(refusal)))
         finally:
-            del self._deadline_of[conversation]
+            del self._conversations[task]
 
     def _last_write_deadline(self) -> float:
         """Return the time after which no write may start to receivers that sent a message now. They wait one write timeout
@@ -206,24 +306,31 @@ class LayerwiseSender(LayerwisePusher):
     ) -> Params:
         """Return the writes that remain for receivers whose prompt is computed: none for receivers that have all of it."""
         session = session_of(agent_meta)
+        conversation = self._conversations[asyncio.current_task()]
+        comparable = self._same_memory(agent_meta)
         rest, never, late = [], [], []
         for request_id, send_meta in ready_reqs:
             transfer = self._transfers.get(send_meta.transfer_id)
             receiver = transfer.receivers.get((session, request_id)) if transfer is not None else None
-            computed = transfer.computed if transfer is not None else None
-            if receiver is not None:
-                # After the answer the receiver may reuse these blocks, so no write may be in progress.
-                await receiver.idle.wait()
-            if receiver is not None and computed is not None and receiver.delivery.done(computed):
-                continue
-            if transfer is not None and any(agent_meta.req_blocks[request_id][1]):
+            wanted = any(agent_meta.req_blocks[request_id][1])
+            pushed = transfer is not None and await self._pushed(transfer, receiver)
+            if transfer is not None and not pushed and wanted:
                 # Only the scheduler can confirm that the blocks are not reused until they are sent.
                 await transfer.scheduler_confirmed.wait()
                 if transfer.aborted_at is not None:
                     never.append(request_id)
                     continue
-            if self.sender_loop.time() > self._deadline_of[asyncio.current_task()]:
+                pushed = await self._pushed(transfer, receiver)
+            if receiver is not None and not pushed:
+                # After the answer the receiver may reuse these blocks, so no write may be in progress.
+                receiver.delivery.give_up()
+                await receiver.idle.wait()
+            if not pushed and self.sender_loop.time() > conversation.deadline:
                 late.append(request_id)
+                continue
+            if transfer is not None and comparable and wanted:
+                conversation.sums[request_id] = transfer.sums
+            if pushed:
                 continue
             rest.append((request_id, send_meta))
             if receiver is not None:
@@ -231,11 +338,32 @@ class LayerwiseSender(LayerwisePusher):
         src, dst, lengths, errors, message = await super()._build_transfer_params(
             rest, agent_meta, local_regions, remote_regions
         )
-        self._deadline_of[asyncio.current_task()] = self._last_write_deadline()
+        conversation.deadline = self._last_write_deadline()
         if never or late:
             reason = "the prefill was aborted" if never else "the receiver may have timed out"
             return src, dst, lengths, [*errors, *never, *late], message or reason
         return src, dst, lengths, errors, message
+
+    async def _pushed(self, transfer: Transfer, receiver: Receiver | None) -> bool:
+        """Wait until no write to the receiver is in progress and the prompt's checksums are computed; return whether the
+        receiver has all its blocks."""
+        if receiver is not None:
+            await receiver.idle.wait()
+        if transfer.summing:
+            try:
+                async with asyncio.timeout(SUMS_S):
+                    await transfer.summed.wait()
+            except TimeoutError:
+                logger.warning_once("KV is sent unchecked: its checksums are not there in time")
+        return receiver is not None and transfer.computed is not None and receiver.delivery.done(transfer.computed)
+
+    def _same_memory(self, meta: MooncakeXferMetadata) -> bool:
+        """Return whether the receiver's blocks have the same bytes in the same order, so that checksums can be compared."""
+        return (
+            (meta.remote_tp_size, meta.remote_pp_size) == (self.tp_size, self.pp_size)
+            and meta.registered_layer_names == self.registered_layer_names
+            and meta.kv_block_lens == self.kv_block_len_per_layer
+        )
 
     def _drop_answered_receivers(self, meta: MooncakeXferMetadata) -> None:
         """Drop the state of the receivers of `meta`, which have been answered."""
@@ -289,7 +417,9 @@ class LayerwiseSender(LayerwisePusher):
         await super().record_send_reqs(known)
         for transfer_id in metadata.reqs_not_processed:
             self._abort(transfer_id)
-            self._overwritten.discard(transfer_id)
+            self._overwritten.clear(transfer_id)
+            if transfer_id not in self._transfers:
+                self._overwritten.forget(transfer_id)
 
     def _abort(self, transfer_id: str) -> None:
         """Abort a prompt that will never be complete: its receivers get an error, now or when they arrive."""
@@ -335,3 +465,4 @@ class LayerwiseSender(LayerwisePusher):
     def _forget(self, transfer_id: str) -> None:
         if (transfer := self._transfers.pop(transfer_id, None)) is not None:
             self._transfer_of.pop(transfer.request_id, None)
+        self._overwritten.forget(transfer_id)

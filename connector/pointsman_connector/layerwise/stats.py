@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.stats import MooncakeKVConnectorStats
+
+from pointsman_connector.layerwise.kv_checks import CHECKED, WRONG_FROM
 
 # Each key has a list, as upstream's keys do: `aggregate` joins the lists of two intervals.
 PUSHES, FALLBACKS = "num_pushed_regions", "num_push_fallbacks"
@@ -20,6 +23,7 @@ class LayerwiseStats(MooncakeKVConnectorStats):
         super().reset()
         self.data[PUSHES] = []
         self.data[FALLBACKS] = []
+        self.data[CHECKED] = []
 
     def record_push(self, regions: int) -> None:
         """Count a completed write of `regions` regions, during its prompt's computation or directly after."""
@@ -31,6 +35,13 @@ class LayerwiseStats(MooncakeKVConnectorStats):
         with self._lock:
             self.data[FALLBACKS].append(1)
 
+    def record_check(self, sender: str, *, differs: bool) -> None:
+        """The checksums of one request's KV were compared. `sender`: URL of the sending engine's bootstrap server."""
+        with self._lock:
+            self.data[CHECKED].append(1)
+            if differs:
+                self.data.setdefault(f"{WRONG_FROM}{sender}", []).append(1)
+
     def clone_and_reset(self) -> LayerwiseStats:
         """Return the statistics of this interval and start a new one."""
         with self._lock:
@@ -38,9 +49,15 @@ class LayerwiseStats(MooncakeKVConnectorStats):
             self.reset()
         return LayerwiseStats(data=taken)
 
+    def aggregate(self, other: KVConnectorStats) -> LayerwiseStats:
+        """Add another worker's interval; returns self."""
+        for name, values in other.data.items():
+            self.data.setdefault(name, []).extend(values)
+        return self
+
     def is_empty(self) -> bool:
-        """Return whether the interval has no events."""
-        return super().is_empty() and not self.data[PUSHES] and not self.data[FALLBACKS]
+        """Nothing happened in the interval."""
+        return super().is_empty() and not any(self.data[name] for name in (PUSHES, FALLBACKS, CHECKED))
 
     def reduce(self) -> dict[str, int | float]:
         """Return a summary of the interval for the engine's log."""
@@ -49,4 +66,8 @@ class LayerwiseStats(MooncakeKVConnectorStats):
             "Num pushes": len(pushes),
             "Avg regions per push": round(sum(pushes) / len(pushes), 1) if pushes else 0,
             "Num push fallbacks": len(self.data[FALLBACKS]),
+            "Num checked requests": len(self.data[CHECKED]),
+            "Num requests with wrong KV": sum(
+                len(values) for name, values in self.data.items() if name.startswith(WRONG_FROM)
+            ),
         }

@@ -5,8 +5,11 @@ The functions only read attributes of vLLM's objects and do not import vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+# Values of VLLM_KV_CACHE_LAYOUT with which a block's row holds all layers, interleaved.
+LAYOUTS_OF_SHARED_ROWS = ("BLNHC", "BHLNC")
 
 
 def enabled(extra_config: Mapping[str, Any]) -> bool:
@@ -23,7 +26,28 @@ def unsupported_engine(vllm_config: Any) -> str:
         return "context parallelism is on"
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism is on"
+    if parallel.use_ubatching:
+        # A layer's hook is called once for each microbatch, and does not tell which tokens it has computed.
+        return "microbatches are on (--enable-dbo, --ubatch-size)"
+    if vllm_config.compilation_config.cudagraph_mode is not None and (
+        vllm_config.compilation_config.cudagraph_mode.name == "FULL"
+    ):
+        # Replaying a whole captured graph calls no hook. FULL_AND_PIECEWISE, the default, does so for pure decode steps only.
+        return "prefills run as whole CUDA graphs (cudagraph_mode FULL)"
     return ""
+
+
+def layers_without_region(layers: Iterable[str], registered: Iterable[str]) -> str:
+    """Why KV cannot be pushed layer by layer where these layers' caches were `registered` under these names; empty when it can.
+
+    Layouts in which a block's row holds several layers interleaved (BLNHC, BHLNC) are registered as one region with one layer's
+    name: writing that region when this layer is computed would send the others too early.
+    """
+    names = set(registered)
+    hidden = [layer for layer in layers if layer not in names]
+    if not hidden:
+        return ""
+    return f"{len(hidden)} layers have no memory of their own (VLLM_KV_CACHE_LAYOUT), such as {hidden[0]}"
 
 
 def unsupported_receiver(meta: Any, *, tp_size: int, pp_size: int) -> str:

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
     TransferRegion,
 )
 
-from pointsman_connector.layerwise.fence import Fence
+from pointsman_connector.layerwise.kv_checks import Sums
 from pointsman_connector.layerwise.progress import ComputedBlocks, Delivery
 
 
@@ -45,12 +45,15 @@ class Transfer:
     request_id: str = ""
     computed: ComputedBlocks | None = None
     receivers: dict[tuple[str, str], Receiver] = field(default_factory=dict)
-    fence: Fence | None = None
     announced: bool = False
     delivered: bool = False
     aborted_at: float | None = None
     # Set when the scheduler has confirmed that it keeps the prompt's blocks until they are sent, or when the prompt is aborted.
     scheduler_confirmed: asyncio.Event = field(default_factory=asyncio.Event)
+    # Whether checksums of this prompt's blocks are under way, and those that are there.
+    summing: bool = False
+    sums: Sums = field(default_factory=list)
+    summed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 def session_of(meta: MooncakeXferMetadata) -> str:

@@ -34,6 +34,7 @@ _SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
         "_build_transfer_params": ("ready_reqs", "agent_meta", "local_regions", "remote_regions"),
         "_prepare_transfer_regions": ("meta",),
         "_send_blocks": ("remote_session", "src_ptrs", "dst_ptrs", "lengths"),
+        "register_kv_caches": ("kv_caches",),
     },
     "SendBlockMeta": {
         "__init__": (
@@ -52,13 +53,19 @@ _SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
 # Hooks that the engine must call with these parameters.
 _HOOKS: dict[str, tuple[str, ...]] = {
     "bind_connector_metadata": ("connector_metadata",),
+    "wait_for_save": (),
     "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata", "kwargs"),
     "get_transfer_results": ("finished_req_ids",),
     "requires_piecewise_for_cudagraph": ("extra_config",),
 }
 # Fields of the engine's messages that this package reads.
 _READ: dict[str, tuple[str, ...]] = {
-    "SchedulerOutput": ("num_scheduled_tokens", "total_num_scheduled_tokens", "kv_connector_block_state"),
+    "SchedulerOutput": (
+        "num_scheduled_tokens",
+        "total_num_scheduled_tokens",
+        "kv_connector_block_state",
+        "preempted_req_ids",
+    ),
 }
 # Attributes of a MooncakeConnectorWorker that may send.
 _KEPT = (
@@ -69,6 +76,10 @@ _KEPT = (
     "_sender_executor",
     "_encoder",
     "_xfer_meta_decoder",
+    "_xfer_resp_decoder",
+    "_layer_specs",
+    "_physical_blocks_per_logical_kv_block",
+    "block_len_per_layer",
     "registered_layer_names",
     "kv_caches_base_addr",
     "kv_block_len_per_layer",

@@ -23,9 +23,10 @@ _GAUGES_AND_COUNTERS = {
 _CACHE_CONFIG = "vllm:cache_config_info"
 _KV_TRANSFER = "pointsman_kv_transfer_info"
 _TOKENIZER = "pointsman_tokenizer_info"
+_WRONG_KV = "pointsman_kv_wrong_requests_total"
 _PROCESS_START = "process_start_time_seconds"
 
-NAMES = (*_GAUGES_AND_COUNTERS, _CACHE_CONFIG, _KV_TRANSFER, _TOKENIZER, _PROCESS_START)
+NAMES = (*_GAUGES_AND_COUNTERS, _CACHE_CONFIG, _KV_TRANSFER, _TOKENIZER, _WRONG_KV, _PROCESS_START)
 """The series that `parse_metrics` reads. A server can be requested to return only these."""
 
 _LINE = re.compile(
@@ -71,12 +72,14 @@ class Sample:
 class Scrape:
     """One parsed page. `process_start` is in seconds of the engine's wall clock, None if the process does not report it
     (several API server processes). `ranks` is keyed by the `engine` label. `kv_transfer` and `tokenizer` are the labels that
-    the connector package announces, empty for an engine without the package."""
+    the connector package announces, empty for an engine without the package. `wrong_kv`: bootstrap URL of a sending engine ->
+    number of requests whose KV differed from its checksums."""
 
     process_start: float | None
     ranks: Mapping[int, Sample]
     kv_transfer: Mapping[str, str] = field(default_factory=dict)
     tokenizer: Mapping[str, str] = field(default_factory=dict)
+    wrong_kv: Mapping[str, int] = field(default_factory=dict)
 
     def tokenizer_place(self, root: str) -> str:
         """Return where the engine's tokenizer is from: a folder, or a hub id with or without @REVISION.
@@ -94,6 +97,7 @@ def parse_metrics(page: bytes) -> Scrape:
     process_start: float | None = None
     ranks: dict[int, Sample] = {}
     announced: dict[str, dict[str, str]] = {}
+    wrong_kv: dict[str, int] = {}
     for match in _LINE.finditer(page):
         name = match[1].decode()
         if name == _PROCESS_START:
@@ -103,12 +107,16 @@ def parse_metrics(page: bytes) -> Scrape:
         if name in (_KV_TRANSFER, _TOKENIZER):
             announced[name] = labels
             continue
+        if name == _WRONG_KV:
+            sender = labels.get("sender", "")
+            wrong_kv[sender] = wrong_kv.get(sender, 0) + round(float(match[3]))
+            continue
         sample = ranks.setdefault(_integer(labels.get("engine")), Sample())
         if name == _CACHE_CONFIG:
             sample.cache_config = labels
         else:
             setattr(sample, _GAUGES_AND_COUNTERS[name], float(match[3]))
-    return Scrape(process_start, ranks, announced.get(_KV_TRANSFER, {}), announced.get(_TOKENIZER, {}))
+    return Scrape(process_start, ranks, announced.get(_KV_TRANSFER, {}), announced.get(_TOKENIZER, {}), wrong_kv)
 
 
 def _labels(text: bytes | None) -> dict[str, str]:

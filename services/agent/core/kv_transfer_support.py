@@ -10,14 +10,18 @@ from pointsman.agent.v1 import agent_pb2 as pb
 
 # vLLM's default of VLLM_MOONCAKE_BOOTSTRAP_PORT.
 BOOTSTRAP_PORT = 8998
+NONE_WRONG: Mapping[str, int] = {}
 
 
-def kv_transfer(address: EngineAddress, announced: Mapping[str, str], cache_dtype: str) -> pb.KvTransfer | None:
+def kv_transfer(
+    address: EngineAddress, announced: Mapping[str, str], cache_dtype: str, wrong_kv: Mapping[str, int] = NONE_WRONG
+) -> pb.KvTransfer | None:
     """Return the KV transfer support to report to routers. None if neither the announcement nor the address names a protocol.
 
     `announced` are the labels of the connector package's series pointsman_kv_transfer_info, empty for an engine without the
     package. The engine announces its protocol and role, and whether it should receive D's request before P has ended. The
     operator configures the address at which others reach the engine. `cache_dtype` is the type of the KV cache's elements.
+    `wrong_kv`: bootstrap URL of a sending engine -> number of requests whose KV was wrong here.
     """
     protocol = announced.get("protocol") or address.kv
     if protocol not in KV_PROTOCOLS:
@@ -31,6 +35,9 @@ def kv_transfer(address: EngineAddress, announced: Mapping[str, str], cache_dtyp
         # Blocks with equal numbers of tokens have equal sizes in bytes only if their elements have the same type.
         cache_dtype=cache_dtype,
         layerwise=mooncake and announced.get("layerwise") == "True",
+        wrong_from=[
+            pb.WrongKv(bootstrap_url=sender, requests=requests) for sender, requests in sorted(wrong_kv.items())
+        ],
     )
 
 

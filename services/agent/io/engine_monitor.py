@@ -76,7 +76,7 @@ class EngineMonitor:
         self._last_answer = time.monotonic()
         self._last_loads: dict[int, pb.Load] = {}
         self._described_at = 0.0
-        self._announced: Mapping[str, str] = {}
+        self._announced: tuple[Mapping[str, str], Mapping[str, int]] = ({}, {})
         self._last_step = -math.inf
         self._pushed: dict[int, tuple[StepLoad, float]] = {}
         self._pushing: asyncio.TimerHandle | None = None
@@ -189,7 +189,7 @@ class EngineMonitor:
         elif set(self.instances) != set(scrape.ranks):
             await self._stop("its data-parallel ranks changed" if self.instances else "")
             await self._start_instances(probe, scrape, saw_start=False)
-        elif scrape.kv_transfer != self._announced or time.monotonic() - self._described_at >= DESCRIBE_EVERY_S:
+        elif _announced(scrape) != self._announced or time.monotonic() - self._described_at >= DESCRIBE_EVERY_S:
             await self._describe_again(probe, scrape)
 
     async def _start_instances(
@@ -199,7 +199,7 @@ class EngineMonitor:
         models = await probe.models()
         version = await probe.version()
         sources = await probe.sources(ranks)
-        self._described_at, self._announced = time.monotonic(), scrape.kv_transfer
+        self._described_at, self._announced = time.monotonic(), _announced(scrape)
         process = "" if self._identity.anonymous else self._identity.current
         for rank in ranks:
             sample = scrape.ranks[rank]
@@ -246,7 +246,7 @@ class EngineMonitor:
 
     async def _describe_again(self, probe: EngineProbe, scrape: Scrape) -> None:
         models = await probe.models()
-        self._described_at, self._announced = time.monotonic(), scrape.kv_transfer
+        self._described_at, self._announced = time.monotonic(), _announced(scrape)
         for rank, instance in self.instances.items():
             before = instance.instance
             after = pb.Instance()
@@ -263,13 +263,16 @@ class EngineMonitor:
                 "the engine's models or KV transfer support have changed",
                 lora_names=models.lora_names,
                 passes_kv_on=after.HasField("kv_transfer"),
+                wrong_kv_from=[one.bootstrap_url for one in after.kv_transfer.wrong_from],
             )
             instance.describe(after)
 
     def _describe_kv_transfer(self, instance: pb.Instance, scrape: Scrape, sample: Sample) -> None:
         instance.ClearField("kv_transfer")
         if (
-            kv := kv_transfer(self.address, scrape.kv_transfer, sample.cache_config.get("cache_dtype", ""))
+            kv := kv_transfer(
+                self.address, scrape.kv_transfer, sample.cache_config.get("cache_dtype", ""), scrape.wrong_kv
+            )
         ) is not None:
             instance.kv_transfer.CopyFrom(kv)
 
@@ -318,6 +321,11 @@ def _no_prefix(sample: Sample, sources: KvEventSources, rank: int) -> str:
     if sources.reason:
         return sources.reason
     return "" if rank in sources.by_rank else f"the engine publishes no KV events for rank {rank}"
+
+
+def _announced(scrape: Scrape) -> tuple[Mapping[str, str], Mapping[str, int]]:
+    """Return what changes an instance's description when it changes."""
+    return scrape.kv_transfer, scrape.wrong_kv
 
 
 def _load(sample: Sample, gpus: list[pb.Gpu]) -> pb.Load:

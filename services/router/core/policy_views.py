@@ -263,6 +263,8 @@ class Views:
                 prefix_source=self._prefix_knowledge.source(record, now),
                 kv_gives=_kv_kind(info, KvRole.PRODUCER),
                 kv_takes=_kv_kind(info, KvRole.CONSUMER),
+                kv_url=info.kv_transfer.bootstrap_url if info.kv_transfer is not None else "",
+                kv_refuses=record.kv_refuses(),
                 prefill_backlog=self._prefill_backlog(record),
                 produces_only=record.produces_only,
             ),

@@ -63,13 +63,15 @@ class KvRole(StrEnum):
 class KvTransfer(msgspec.Struct, frozen=True, gc=False):
     """How an engine transfers KV: the protocol of its connector (MOONCAKE, NIXL), the base URL of its bootstrap server, and the
     sides of a transfer it can be. KV goes between engines of equal `cache_dtype` only. `layerwise`: the engine needs both
-    requests of a transfer at once."""
+    requests of a transfer at once. `wrong_from`: (bootstrap URL of a sending engine, number of requests), for each engine whose KV
+    did not have the sender's checksums when it arrived here."""
 
     protocol: str
     bootstrap_url: str = ""
     role: KvRole = KvRole.BOTH
     cache_dtype: str = ""
     layerwise: bool = False
+    wrong_from: tuple[tuple[str, int], ...] = ()
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
@@ -192,8 +194,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     `recent_migrations`: number of OFFLOAD decisions within StateSettings.migration_window_s by which this instance answers. While
     such a request prefills elsewhere, no other counter of this instance includes it. `kv_capacity_tokens` is 0 if unknown.
     `kv_gives`, `kv_takes`: the kinds of KV that the instance can send and receive (empty: none). KV can go from one candidate to
-    another if the former's `kv_gives` equals the latter's `kv_takes`. `produces_only`: the engine computes KV for other engines
-    and answers no requests.
+    another if the former's `kv_gives` equals the latter's `kv_takes`, and the latter does not refuse the former's `kv_url`, its
+    bootstrap server. `kv_refuses`: the bootstrap servers of engines whose KV was wrong here. `produces_only`: the engine computes
+    KV for other engines and answers no requests.
     """
 
     instance_id: str
@@ -217,6 +220,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     prefix_source: PrefixSource = PrefixSource.NONE
     kv_gives: str = "MOONCAKE"
     kv_takes: str = "MOONCAKE"
+    kv_url: str = ""
+    kv_refuses: tuple[str, ...] = ()
     prefill_backlog: PrefillBacklog = NO_BACKLOG
     produces_only: bool = False
 
@@ -227,7 +232,11 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
     def can_give_kv_to(self, other: Candidate) -> bool:
         """Return whether `other`, a different instance, can answer from KV that is computed here."""
-        return self.kv_gives == other.kv_takes != "" and self.instance_id != other.instance_id
+        return (
+            self.kv_gives == other.kv_takes != ""
+            and self.instance_id != other.instance_id
+            and self.kv_url not in other.kv_refuses
+        )
 
 
 class Unseen(msgspec.Struct, frozen=True, gc=False):

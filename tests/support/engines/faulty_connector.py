@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from pointsman_connector.layerwise.connector import LayerwiseMooncakeConnector
+from pointsman_connector.layerwise.kv_checks import RefusedSenders
 from pointsman_connector.layerwise.progress import Batch
 from pointsman_connector.layerwise.receiver import LayerwiseWorker
 from pointsman_connector.layerwise.stats import LayerwiseStats
@@ -32,7 +33,7 @@ def file(kind: str) -> Path:
 def faults() -> dict[str, Any]:
     """What is wrong now. `withhold`: a region that is not written, and said to be; `silent`: a layer that is never said to be
     computed; `fail`: pushes fail; `slow_s`: each takes so much longer; `layer_s`: each layer takes so much longer to compute;
-    `expires_s`: in place of the abort timeout."""
+    `expires_s`: in place of the abort timeout; `unchecked`: checksums are ignored; `forgiving`: no sender stays refused."""
     try:
         found: dict[str, Any] = json.loads(file(".json").read_text())
     except FileNotFoundError:
@@ -77,6 +78,9 @@ class FaultyWorker(LayerwiseWorker):
         told = tuple(span for span in batch.spans if span.region != faults().get("withhold"))
         return await super()._pointers(transfer, computed, receiver, Batch(told, batch.epoch))
 
+    def _differs(self, pull: Any, sums: Any) -> bool:
+        return not faults().get("unchecked") and super()._differs(pull, sums)
+
     def _write(self, *args: Any) -> int:
         wrong = faults()
         time.sleep(wrong.get("slow_s", 0.0))
@@ -85,6 +89,8 @@ class FaultyWorker(LayerwiseWorker):
     async def _report(self) -> None:
         timeout = envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
         while True:
+            if faults().get("forgiving"):
+                self._refused = RefusedSenders()
             envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT = faults().get("expires_s", timeout)
             state = {
                 "transfers": len(self._transfers),
@@ -92,13 +98,13 @@ class FaultyWorker(LayerwiseWorker):
                 "transfer_of": len(self._transfer_of),
                 "done_sending": len(self._done_sending),
                 "may_free": len(self._may_free),
-                "gone": len(self._overwritten),
+                "overwritten": len(self._overwritten),
                 "tasks": len(self._tasks),
                 "reqs_need_send": len(self.reqs_need_send),
                 "finished_sending": len(self.finished_sending_reqs),
                 "awaited": len(self._awaited),
                 "told": len(self._answered_requests),
-                "latest": len(self._deadline_of),
+                "conversations": len(self._conversations),
                 "finished_recving": len(self.finished_recving_reqs),
                 "failed_recving": self._failed_recv_reqs.qsize() + self._invalid_block_ids.qsize(),
                 "bootstrap_queries": len(self._pending_bootstrap_queries),

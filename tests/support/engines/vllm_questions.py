@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.engines.servers import ENGINE_PYTHON
+from tests.support.repository import REPOSITORY
 
 HERE = Path(__file__).parent
 
@@ -37,9 +38,9 @@ class Vllm:
 
 @contextmanager
 def asking_vllm(log: Path) -> Iterator[Vllm]:
-    """The process, for the block; modules of this folder can be imported there."""
+    """The process, for the block; modules of this folder, and the connector, can be imported there."""
     environment = os.environ | {
-        "PYTHONPATH": str(HERE),
+        "PYTHONPATH": f"{HERE}:{REPOSITORY / 'connector'}",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",

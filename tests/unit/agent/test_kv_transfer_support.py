@@ -91,3 +91,17 @@ def test_where_a_tokenizer_is_from(told: dict[str, str], root: str, place: str) 
     labels = ",".join(f'{name}="{value}"' for name, value in told.items())
     page = f"pointsman_tokenizer_info{{{labels}}} 1.0\n" if told else ""
     assert parse_metrics((page + 'vllm:num_requests_running{engine="0"} 2.0\n').encode()).tokenizer_place(root) == place
+
+
+def test_engines_that_sent_wrong_kv_are_named() -> None:
+    page = (
+        'vllm:num_requests_running{engine="0"} 2.0\n'
+        "# TYPE pointsman_kv_wrong_requests_total counter\n"
+        'pointsman_kv_wrong_requests_total{sender="http://p:1"} 3.0\n'
+        'pointsman_kv_wrong_requests_total{sender="http://q:1"} 1.0\n'
+    )
+    scrape = parse_metrics(page.encode())
+    assert scrape.wrong_kv == {"http://p:1": 3, "http://q:1": 1}
+    told = kv_transfer(parse_engine_address("http://h"), ANNOUNCED, "auto", scrape.wrong_kv)
+    assert told is not None
+    assert [(one.bootstrap_url, one.requests) for one in told.wrong_from] == [("http://p:1", 3), ("http://q:1", 1)]

@@ -141,3 +141,12 @@ def test_the_weight_of_an_instance_is_told() -> None:
     ready = status("READY", weight=0.1, weight_reason="canary")
     assert instance_finding(ready).found.startswith("READY (weight 0.1: canary), vLLM")
     assert instance_finding(status("UNHEALTHY", "UNHEALTHY", weight=0.1)).found == "UNHEALTHY (weight 0.1)"
+
+
+def test_wrong_kv_is_a_failure_that_names_the_sender(bootstrap: str) -> None:
+    receiver = instance("a", bootstrap)
+    receiver.kv_transfer.wrong_from.add(bootstrap_url="http://b:1", requests=2)
+    wrong, *others = transfers([receiver, instance("b", bootstrap)])
+    assert (wrong.level, wrong.check) == (Finding.FAIL, "a KV transfer")
+    assert "http://b:1 was wrong in 2 requests" in wrong.found
+    assert [one.level for one in others] == [Finding.OK, Finding.OK]

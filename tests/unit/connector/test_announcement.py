@@ -28,14 +28,34 @@ class Derived(LayerwiseMooncakeConnector): ...
 class OtherConnector: ...
 
 
-KINDS = {kind.__name__: kind for kind in (MooncakeConnector, LayerwiseMooncakeConnector, Derived, OtherConnector)}
+class NixlConnector: ...
+
+
+class MultiConnector:
+    @classmethod
+    def _get_connector_classes_and_configs(cls, vllm_config: Any) -> list[tuple[type, Any]]:
+        children = vllm_config.kv_transfer_config.kv_connector_extra_config["connectors"]
+        return [(KINDS[one], config(one)) for one in children]
+
+
+KINDS = {
+    kind.__name__: kind
+    for kind in (
+        MooncakeConnector,
+        LayerwiseMooncakeConnector,
+        Derived,
+        OtherConnector,
+        NixlConnector,
+        MultiConnector,
+    )
+}
 
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module, with what stands in for vLLM's, which is not installed here."""
     contents: dict[str, dict[str, Any]] = {
-        "vllm": {"envs": SimpleNamespace(VLLM_MOONCAKE_BOOTSTRAP_PORT=9001)},
+        "vllm": {"envs": SimpleNamespace(VLLM_MOONCAKE_BOOTSTRAP_PORT=9001, VLLM_KV_CACHE_LAYOUT=None)},
         "vllm.config": {"VllmConfig": object},
         f"{CONNECTORS}.factory": {
             "KVConnectorFactory": SimpleNamespace(get_connector_class=lambda config: KINDS[config.kv_connector])
@@ -44,6 +64,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             "MooncakeConnector": MooncakeConnector,
             "get_mooncake_bootstrap_addr": lambda config: ("boot", 7),
         },
+        f"{CONNECTORS}.v1.multi_connector": {"MultiConnector": MultiConnector},
         "pointsman_connector.layerwise.connector": {"LayerwiseMooncakeConnector": LayerwiseMooncakeConnector},
     }
     for name, values in contents.items():
@@ -58,7 +79,15 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del sys.modules[MODULE]
 
 
-def config(connector: str | None, *, tp: int = 1, pp: int = 1, window: int | None = None, **extra: Any) -> Any:
+def config(
+    connector: str | None,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    window: int | None = None,
+    ubatching: bool = False,
+    **extra: Any,
+) -> Any:
     """What is read of a VllmConfig."""
     transfer = SimpleNamespace(
         kv_connector=connector,
@@ -74,7 +103,9 @@ def config(connector: str | None, *, tp: int = 1, pp: int = 1, window: int | Non
             prefill_context_parallel_size=1,
             pipeline_parallel_size=pp,
             tensor_parallel_size=tp,
+            use_ubatching=ubatching,
         ),
+        compilation_config=SimpleNamespace(cudagraph_mode=None),
         model_config=SimpleNamespace(
             is_hybrid=False,
             is_encoder_decoder=False,
@@ -110,6 +141,21 @@ def test_after_the_prefill(module: Any) -> None:
     assert module.announcement(config("LayerwiseMooncakeConnector", pp=2)) == after
     assert module.announcement(config("LayerwiseMooncakeConnector", window=64)) == after
     assert module.announcement(config("MooncakeConnector")) == after | {"connector": "MooncakeConnector"}
+
+
+def test_microbatches_and_shared_rows_go_after_the_prefill(module: Any) -> None:
+    after = LAYERWISE | {"layerwise": "False"}
+    assert module.announcement(config("LayerwiseMooncakeConnector", ubatching=True)) == after
+    module.envs.VLLM_KV_CACHE_LAYOUT = "BLNHC"
+    assert module.announcement(config("LayerwiseMooncakeConnector")) == after
+    module.envs.VLLM_KV_CACHE_LAYOUT = "LBHNC"
+    assert module.announcement(config("LayerwiseMooncakeConnector")) == LAYERWISE
+
+
+def test_of_several_connectors_the_one_that_others_can_load_from(module: Any) -> None:
+    several = config("MultiConnector", connectors=["OtherConnector", "LayerwiseMooncakeConnector"])
+    assert module.announcement(several) == LAYERWISE
+    assert module.announcement(config("MultiConnector", connectors=["OtherConnector"])) == {}
 
 
 def test_where_a_bootstrap_server_of_its_own_is(module: Any) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import random
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pointsman_connector.layerwise.chunks import ChunkTracker
+from pointsman_connector.layerwise.kv_checks import CheckSettings
+from pointsman_connector.layerwise.overwrites import OverwriteMarks
 from pointsman_connector.layerwise.progress import Batch, ComputedBlocks, Delivery, Span, blocks_of
 
 LAYERS = ("a", "b", "c")
@@ -132,8 +136,9 @@ def test_only_full_blocks_are_sent_before_the_end(prompt: int, size: int, data: 
 
 
 class Pushing(RuleBasedStateMachine):
-    """Two engines' memories. The sender computes chunk by chunk and layer by layer, is preempted, loses its blocks to others;
-    writes read its memory at any moment between their start and their end. KV is (layer, position); None is garbage."""
+    """Two engines' memories. The sender computes chunk by chunk and layer by layer, is preempted at any time, even when all is
+    computed, and loses its blocks to others; writes read its memory at any moment between their start and their end. Its loop
+    processes what the engine's thread posts later, in order. KV is (layer, position); None is garbage."""
 
     @initialize(
         total=st.integers(1, 6),
@@ -144,14 +149,19 @@ class Pushing(RuleBasedStateMachine):
     def begin(self, total: int, wanted: int, joined: bool, least_bytes: int) -> None:
         self.total, self.wanted = total, min(wanted, total)
         self.computed = ComputedBlocks(total, LAYERS)
+        self.marks = OverwriteMarks()
         self.least_bytes = least_bytes
         self.delivery: Delivery | None = self.joining() if joined else None
         self.memory: dict[tuple[str, int], int | None] = {}
         self.theirs: dict[tuple[str, int], int | None] = {}
         self.next_block = 0
+        # What the engine's thread knows: its blocks, how far it is, which layers of the chunk are still to be computed.
+        self.blocks: list[int] = []
         self.up_to = 0
         self.unsaved: list[str] = []
         self.restart = False
+        self.posted: list[Callable[[], None]] = []
+        self.told = False
         self.write: tuple[Batch, list[int], dict[tuple[str, int], int | None] | None] | None = None
 
     def joining(self) -> Delivery:
@@ -160,11 +170,12 @@ class Pushing(RuleBasedStateMachine):
     @precondition(lambda self: not self.unsaved and self.up_to < self.total)
     @rule(size=st.integers(1, 3))
     def chunk(self, size: int) -> None:
-        before = 0 if self.restart else self.up_to
+        before = self.up_to
         self.up_to = min(before + size, self.total)
         new = list(range(self.next_block, self.next_block + self.up_to - before))
         self.next_block += len(new)
-        self.computed.begin_chunk(new, restarted=self.restart)
+        self.blocks += new
+        self.posted.append(partial(self.computed.begin_chunk, new, restarted=self.restart))
         self.restart = False
         self.unsaved = list(LAYERS)
 
@@ -172,16 +183,27 @@ class Pushing(RuleBasedStateMachine):
     @rule()
     def layer(self) -> None:
         layer = self.unsaved.pop(0)
-        for position, block in enumerate(self.computed.blocks):
+        for position, block in enumerate(self.blocks):
             self.memory[layer, block] = position
-        self.computed.layer_saved(layer, self.up_to)
+        self.posted.append(partial(self.computed.layer_saved, layer, self.up_to))
 
-    @precondition(lambda self: not self.unsaved and 0 < self.up_to < self.total)
+    @precondition(lambda self: not self.unsaved and self.up_to > 0)
     @rule()
     def preempted(self) -> None:
+        self.marks.mark(["t"])
+        self.posted.append(self.processed)
         for key in self.memory:
             self.memory[key] = None
-        self.restart, self.up_to = True, 0
+        self.blocks, self.restart, self.up_to = [], True, 0
+
+    def processed(self) -> None:
+        self.computed.restart()
+        self.marks.clear("t")
+
+    @precondition(lambda self: self.posted)
+    @rule()
+    def loop(self) -> None:
+        self.posted.pop(0)()
 
     @precondition(lambda self: self.delivery is None)
     @rule()
@@ -210,21 +232,27 @@ class Pushing(RuleBasedStateMachine):
             for layer in self.delivery.regions[span.region]:
                 for position in range(span.first, span.end):
                     self.theirs[layer, position] = memory.get((layer, blocks[position]))
-        self.delivery.write_finished(batch)
+        if "t" in self.marks:
+            self.delivery.write_discarded()
+        else:
+            self.delivery.write_finished(batch)
 
     @invariant()
     def complete_is_right(self) -> None:
-        if getattr(self, "delivery", None) is None or self.restart or not self.delivery.done(self.computed):
+        """Whenever the loop finds that the receiver has all, it tells it."""
+        if self.told or getattr(self, "delivery", None) is None or not self.delivery.done(self.computed):
             return
-        if self.delivery.writing:
-            return
+        assert not self.delivery.writing
+        self.told = True
+        # It is not written to any more.
+        self.delivery.give_up()
         for layer in LAYERS:
             for position in range(self.total - self.wanted, self.total):
                 assert self.theirs[layer, position] == position
 
     def teardown(self) -> None:
         """Whatever happened, what is left gets there unless a write failed."""
-        if getattr(self, "delivery", None) is None or self.delivery.failed or self.restart:
+        if getattr(self, "delivery", None) is None or self.delivery.failed:
             return
         while self.unsaved:
             self.layer()
@@ -232,12 +260,13 @@ class Pushing(RuleBasedStateMachine):
             self.chunk(2)
             while self.unsaved:
                 self.layer()
-        while self.write is not None or self.delivery.next_batch(self.computed) is not None:
-            self.delivery.writing = self.write is not None
-            if self.write is None:
-                self.start(False)
+        while self.posted:
+            self.loop()
+        if self.write is not None:
             self.end(False)
-        assert self.delivery.done(self.computed)
+        while not self.delivery.done(self.computed):
+            self.start(False)
+            self.end(False)
         self.complete_is_right()
 
 
@@ -252,7 +281,8 @@ class _Request:
 
 
 class _Output:
-    def __init__(self, tokens: int, blocks: list[int]) -> None:
+    def __init__(self, tokens: int, blocks: list[int], preempted: Collection[str] = ()) -> None:
+        self.preempted_req_ids = preempted
         self.num_scheduled_tokens = {"r": tokens} if tokens else {}
         self.kv_connector_block_state = self
         self._blocks = blocks
@@ -262,13 +292,14 @@ class _Output:
 
 
 def test_a_prompt_in_three_chunks_with_a_hit_and_a_preemption() -> None:
-    tracker, request = ChunkTracker(16), _Request(100)
+    tracker, request = ChunkTracker(16, CheckSettings(blocks=1), random.Random(1)), _Request(100)
     request.num_computed_tokens = 32
     tracker.follow(request, "t")
     (first,) = tracker.step(_Output(20, [1, 2, 3, 4]))
     assert (first.new_blocks, first.up_to, first.total, first.restarted) == ((1, 2, 3, 4), 3, 7, False)
     request.num_computed_tokens = 52
     assert not list(tracker.step(_Output(0, [])))
+    assert tracker.preempted(_Output(0, [], ["r", "another"])) == {"t"}
     request.num_preemptions, request.num_computed_tokens = 1, 16
     tracker.follow(request, "t")
     (again,) = tracker.step(_Output(64, [1, 9, 8, 7, 6]))
@@ -276,6 +307,9 @@ def test_a_prompt_in_three_chunks_with_a_hit_and_a_preemption() -> None:
     request.num_computed_tokens = 80
     (last,) = tracker.step(_Output(20, [1, 9, 8, 7, 6, 5, 4]))
     assert (last.new_blocks, last.up_to, last.restarted) == ((5, 4), 7, False)
+    assert (again.check, last.check) == ((), ((1, 4),)), (
+        "the last chunk names blocks to check, the prompt's last one at least"
+    )
     request.num_computed_tokens = 100
     assert not list(tracker.step(_Output(1, [1, 9, 8, 7, 6, 5, 4, 3]))), "decoding is not sent"
     tracker.forget("r")

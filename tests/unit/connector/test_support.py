@@ -10,6 +10,7 @@ import pytest
 from pointsman_connector.layerwise.support import (
     enabled,
     full_attention_only,
+    layers_without_region,
     unsupported_cache,
     unsupported_engine,
     unsupported_receiver,
@@ -32,9 +33,15 @@ def engine(**changes: Any) -> Any:
         "prefill_context_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "tensor_parallel_size": 2,
+        "use_ubatching": False,
     }
     speculative = changes.pop("speculative_config", None)
-    return SimpleNamespace(speculative_config=speculative, parallel_config=SimpleNamespace(**parallel | changes))
+    graphs = changes.pop("cudagraph_mode", None)
+    return SimpleNamespace(
+        speculative_config=speculative,
+        parallel_config=SimpleNamespace(**parallel | changes),
+        compilation_config=SimpleNamespace(cudagraph_mode=graphs and SimpleNamespace(name=graphs)),
+    )
 
 
 def model(
@@ -63,6 +70,18 @@ def test_it_is_on_unless_the_engine_says_no() -> None:
     assert not enabled({"layerwise": False})
 
 
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_whole_graphs_of_decode_steps_do_no_harm(mode: str) -> None:
+    assert unsupported_engine(engine(cudagraph_mode=mode)) == ""
+
+
+def test_every_layer_needs_memory_of_its_own() -> None:
+    assert layers_without_region(["a", "b"], ["a", "b"]) == ""
+    assert layers_without_region(["a", "b"], ["a", "a", "b"]) == "", "a region for each head"
+    reason = layers_without_region(["a", "b", "c"], ["a"])
+    assert reason == "2 layers have no memory of their own (VLLM_KV_CACHE_LAYOUT), such as b"
+
+
 def test_several_workers_share_the_heads() -> None:
     assert unsupported_engine(engine()) == ""
 
@@ -74,6 +93,8 @@ def test_several_workers_share_the_heads() -> None:
         ({"decode_context_parallel_size": 2}, "context parallelism is on"),
         ({"prefill_context_parallel_size": 2}, "context parallelism is on"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism is on"),
+        ({"use_ubatching": True}, "microbatches are on (--enable-dbo, --ubatch-size)"),
+        ({"cudagraph_mode": "FULL"}, "prefills run as whole CUDA graphs (cudagraph_mode FULL)"),
     ],
 )
 def test_engines_whose_kv_goes_after_the_prefill(changes: dict[str, Any], reason: str) -> None:

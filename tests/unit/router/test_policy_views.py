@@ -280,3 +280,27 @@ def test_views_share_what_they_tell_of_a_prefill_that_does_not_move() -> None:
         assert found is not None
         queues.append(found.prefill_backlog.queue)
     assert [id(entry) for entry in queues[2][:2]] == [id(entry) for entry in queues[1]]
+
+
+def test_an_engine_that_sent_wrong_kv_sends_no_more_until_it_is_restarted() -> None:
+    def described(*wrong: tuple[str, int]) -> KvTransfer:
+        return KvTransfer("MOONCAKE", "http://b:8998", wrong_from=wrong)
+
+    def senders(now: float) -> set[str]:
+        candidates = seen(router, now)
+        return {name for name, one in candidates.items() if one.can_give_kv_to(candidates["b"])}
+
+    router = fleet()
+    join(router, "c", 2, KEYS)
+    assert senders(1.0) == {"a", "c"}
+    join(router, "b", 1, KEYS, kv_transfer=described(("http://a:8998", 1)))
+    assert senders(1.1) == {"c"}
+    candidates = seen(router, 1.1)
+    assert candidates["a"].can_give_kv_to(candidates["c"]), "the pair alone is refused"
+    assert candidates["b"].can_give_kv_to(candidates["a"]), "in one direction"
+    join(router, "a", 0, KEYS, 1.2, incarnation="2")
+    assert senders(1.3) == {"a", "c"}, "a restarted engine may be mended"
+    join(router, "b", 1, KEYS, 1.4, kv_transfer=described(("http://a:8998", 2)))
+    assert senders(1.5) == {"c"}, "it is not"
+    join(router, "b", 1, KEYS, 1.6, incarnation="2")
+    assert senders(1.7) == {"a", "c"}, "a restarted receiver asks again"

@@ -332,6 +332,7 @@ class KvTransfer(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CACHE_DTYPE_FIELD_NUMBER: _builtins.int
     LAYERWISE_FIELD_NUMBER: _builtins.int
+    WRONG_FROM_FIELD_NUMBER: _builtins.int
     protocol: Global___KvProtocol.ValueType
     """Protocol of the engine's KV connector."""
     bootstrap_url: _builtins.str
@@ -344,6 +345,13 @@ class KvTransfer(_message.Message):
     """Whether the engine expects the second request of a transfer before the first one has ended (Mooncake only). The gateway sends
     both requests together if both engines are layerwise.
     """
+    @_builtins.property
+    def wrong_from(self) -> _containers.RepeatedCompositeFieldContainer[Global___WrongKv]:
+        """The engines whose KV differed from what they had computed, by the checksums of a few blocks, when it arrived at this engine.
+        This engine did not use that KV and loads no more from them until one of the two is restarted. Routers do not plan transfers
+        from them to this engine.
+        """
+
     def __init__(
         self,
         *,
@@ -352,14 +360,41 @@ class KvTransfer(_message.Message):
         role: Global___KvRole.ValueType = ...,
         cache_dtype: _builtins.str = ...,
         layerwise: _builtins.bool = ...,
+        wrong_from: _abc.Iterable[Global___WrongKv] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap_url", b"bootstrap_url", "cache_dtype", b"cache_dtype", "layerwise", b"layerwise", "protocol", b"protocol", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap_url", b"bootstrap_url", "cache_dtype", b"cache_dtype", "layerwise", b"layerwise", "protocol", b"protocol", "role", b"role", "wrong_from", b"wrong_from"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvTransfer: _TypeAlias = KvTransfer  # noqa: Y015
+
+@_typing.final
+class WrongKv(_message.Message):
+    """Wrong KV that an engine received from one other engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOTSTRAP_URL_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    bootstrap_url: _builtins.str
+    """Base URL of the sending engine's bootstrap server."""
+    requests: _builtins.int
+    """Number of requests whose KV was wrong, since the receiving engine was started."""
+    def __init__(
+        self,
+        *,
+        bootstrap_url: _builtins.str = ...,
+        requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap_url", b"bootstrap_url", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WrongKv: _TypeAlias = WrongKv  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):

@@ -18,6 +18,8 @@ from pointsman.router.io.convert.times import finite
 
 # Maximum number of a snapshot's keys that are applied at once, which takes 0.2 ms.
 PIECE_KEYS = 512
+# Maximum number of senders of wrong KV that are kept of one instance.
+MAX_WRONG_SENDERS = 1000
 _KV_ROLES = {
     KvRole.BOTH: agent_pb2.KV_ROLE_UNSPECIFIED,
     KvRole.PRODUCER: agent_pb2.KV_ROLE_PRODUCER,
@@ -84,6 +86,7 @@ def kv_to_wire(kv: KvTransfer | None) -> agent_pb2.KvTransfer | None:
         role=_KV_ROLES[kv.role],
         cache_dtype=kv.cache_dtype,
         layerwise=kv.layerwise,
+        wrong_from=[agent_pb2.WrongKv(bootstrap_url=url, requests=requests) for url, requests in kv.wrong_from],
     )
 
 
@@ -96,7 +99,8 @@ def _kv_transfer(wire: agent_pb2.Instance) -> KvTransfer | None:
     role = next((role for role, number in _KV_ROLES.items() if number == kv.role), None)
     if role is None:
         return None
-    return KvTransfer(protocol, kv.bootstrap_url, role, kv.cache_dtype, kv.layerwise)
+    wrong_from = tuple((one.bootstrap_url, one.requests) for one in kv.wrong_from[:MAX_WRONG_SENDERS])
+    return KvTransfer(protocol, kv.bootstrap_url, role, kv.cache_dtype, kv.layerwise, wrong_from)
 
 
 def pieces(wire: agent_pb2.ReportRequest) -> int:

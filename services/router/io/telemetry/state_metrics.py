@@ -142,6 +142,11 @@ class StateCollector(Collector):
             lambda _, one: state.prefix_knowledge.approximate_index.count(one),
         )
         yield family(
+            "wrong_kv_senders",
+            "Engines that must not send KV to the instance, because their KV differed from its checksums",
+            lambda record, _: len(record.kv_refuses()),
+        )
+        yield family(
             "report_age_seconds", "Time since the agent's last message", lambda record, _: now - record.heard_at
         )
         yield family("running_requests", "Requests that the engine runs", lambda record, _: _of(record, "running"))

@@ -93,6 +93,7 @@ function described(status) {
       ["KV block", `${count(instance.blockSize)} tok`],
       ["Longest context", num(instance.maxModelLen) ? `${count(instance.maxModelLen)} tok` : ""],
       ["KV transfer", transfer ? `${bare(transfer.protocol, "KV_PROTOCOL_").toLowerCase()}, ${bare(transfer.role, "KV_ROLE_").toLowerCase() || "both sides"}` : "none"],
+      ...(transfer?.wrongFrom ?? []).map((one) => ["Wrong KV", `from ${one.bootstrapUrl}, in ${count(one.requests)} requests; not used`]),
     ])),
   );
 }

@@ -1,0 +1,54 @@
+"""The connector's workers on an emulated stream, where launching a layer and computing it are apart as on a GPU: layers leave as
+they are computed, and KV that is wrong for any reason is noticed by its checksums."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines.vllm_questions import Vllm
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
+
+ASK = "import emulated_offload; answer = getattr(emulated_offload, asked.pop('what'))(**asked)"
+
+
+@pytest.fixture
+def ask(vllm: Vllm, model_folder: Path) -> Any:
+    """Plays one of emulated_offload's scenes."""
+    return lambda what, **more: vllm.ask(ASK, {"what": what, "model_folder": str(model_folder), **more})
+
+
+def test_each_layer_is_written_before_the_next_one_is_computed(ask: Any) -> None:
+    """All layers are launched at once, and the stream computes none before the one before it has arrived."""
+    told = ask("layer_by_layer", layers=48, prompts=1, gated=True)
+    assert told == {"usable": [True], "equal": [True], "writes": 48, "checked": 1}
+
+
+def test_prompts_that_are_launched_and_not_computed_keep_no_thread(ask: Any) -> None:
+    """The sender has one thread for writes. Were it to wait for layers, the first prompt's would wait for the last one's."""
+    told = ask("layer_by_layer", layers=12, prompts=4, gated=True)
+    assert told == {"usable": [True] * 4, "equal": [True] * 4, "writes": 48, "checked": 4}
+
+
+def test_blocks_that_were_taken_away_while_they_were_read_do_not_count(ask: Any) -> None:
+    assert ask("preempted") == {"early": False, "used": True, "same": True}
+
+
+def test_right_kv_passes_the_check(ask: Any) -> None:
+    assert ask("wrong_kv", fault="none") == {
+        "used": True,
+        "same": True,
+        "refused": False,
+        "checked": 1,
+        "wrong": 0,
+    }
+
+
+@pytest.mark.parametrize("fault", ["early", "one name", "reused"])
+def test_wrong_kv_is_not_used_whatever_made_it_so(ask: Any, fault: str) -> None:
+    told = ask("wrong_kv", fault=fault)
+    assert not told["same"], "the fault did nothing"
+    assert (told["used"], told["refused"], told["wrong"]) == (False, True, 1)

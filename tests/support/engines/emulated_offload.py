@@ -1,0 +1,343 @@
+"""Two layer-wise workers in one process, over CPU tensors: the sender's layers run on an emulated stream, writes are copies.
+
+A module for inside_vllm.py. The workers are the real ones, and speak ZMQ with each other; only the transfer engine, the process
+groups and the bootstrap server are replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from emulated_stream import EmulatedStream
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from pointsman_connector.layerwise.chunks import Chunk
+from pointsman_connector.layerwise.receiver import LayerwiseWorker
+
+BLOCK_TOKENS, HEADS, HEAD_SIZE = 32, 4, 64
+BLOCKS = 160
+# Of this size each layer of a prompt is worth a write of its own.
+PROMPT_BLOCKS = 16
+WITHIN_S = 30.0
+
+
+class CopyingEngine:
+    """A transfer engine whose writes are copies within this process."""
+
+    def __init__(self) -> None:
+        self.writes: list[tuple[float, float, int]] = []
+        self.write_s = 0.0
+        # Called before the bytes of a write are read.
+        self.before_reading: Callable[[], None] = lambda: None
+
+    def initialize(self, *_: Any) -> int:
+        return 0
+
+    def get_rpc_port(self) -> int:
+        return 1
+
+    def batch_register_memory(self, *_: Any) -> int:
+        return 0
+
+    def batch_transfer_async_write(self, session: str, src: list[int], dst: list[int], lengths: list[int]) -> int:
+        began = time.perf_counter()
+        self.before_reading()
+        time.sleep(self.write_s)
+        for source, target, length in zip(src, dst, lengths, strict=True):
+            ctypes.memmove(target, source, length)
+        self.writes.append((began, time.perf_counter(), sum(lengths)))
+        return 1
+
+    def batch_transfer_sync_write(self, *arguments: Any) -> int:
+        return 0 if self.batch_transfer_async_write(*arguments) else -1
+
+    def get_batch_transfer_status(self, batches: list[int]) -> int:
+        return 0
+
+
+class Worker(LayerwiseWorker):
+    """A worker whose layers run on `stream`."""
+
+    def __init__(self, stream: EmulatedStream | None, *arguments: Any) -> None:
+        self.stream = stream
+        super().__init__(*arguments)
+
+    def _new_event(self) -> Any:
+        return self.stream.new_event if self.stream is not None else None
+
+    async def register_worker_with_bootstrap(self) -> None: ...
+
+    def shutdown(self) -> None:
+        """Do nothing: vLLM's own waits for sockets that only the end of the process closes."""
+
+
+@contextmanager
+def pair(model_folder: str, layers: int, **extra_config: Any) -> Iterator[Pair]:
+    """A sender on an emulated stream and a receiver, with caches of `layers` layers."""
+    names = [f"model.layers.{number}.self_attn.attn" for number in range(layers)]
+    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32)
+    cache_config = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(names, spec)])
+    config = VllmConfig(
+        model_config=ModelConfig(model=model_folder, dtype="float32", max_model_len=4096),
+        cache_config=CacheConfig(block_size=BLOCK_TOKENS),
+        scheduler_config=SchedulerConfig(max_model_len=4096, is_encoder_decoder=False),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="MooncakeConnector", kv_role="kv_both", kv_connector_extra_config=extra_config
+        ),
+        device_config=DeviceConfig("cpu"),
+    )
+    stream = EmulatedStream()
+    stand_ins: dict[str, Any] = {
+        "TransferEngine": CopyingEngine,
+        "get_tensor_model_parallel_rank": lambda: 0,
+        "get_tensor_model_parallel_world_size": lambda: 1,
+        "get_pp_group": lambda: SimpleNamespace(rank_in_group=0),
+        "get_current_attn_backends": lambda *_: [CPUAttentionBackend],
+        "get_current_attn_backends_and_specs": lambda *_: ([CPUAttentionBackend], [spec]),
+        "select_common_block_size": lambda size, *_: size,
+        "should_launch_bootstrap_server": lambda _: False,
+        "current_platform": SimpleNamespace(set_device=lambda _: None),
+    }
+    with (
+        mock.patch.multiple(upstream, **stand_ins),
+        mock.patch.object(torch.accelerator, "current_device_index", return_value=0),
+    ):
+        made = [Worker(one, config, name, cache_config) for one, name in ((stream, "P"), (None, "D"))]
+        caches = []
+        for worker in made:
+            # K and V of a head side by side, as the CPU backend has them.
+            tensors = {name: torch.zeros((BLOCKS, HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE)) for name in names}
+            worker.register_kv_caches(tensors)
+            caches.append(tensors)
+        try:
+            yield Pair(stream, made[0], made[1], caches[0], caches[1], names)
+        finally:
+            stream.close()
+            for worker in made:
+                worker.shutdown()
+
+
+class Pair:
+    """A sender, a receiver and their caches."""
+
+    def __init__(
+        self,
+        stream: EmulatedStream,
+        sender: Worker,
+        receiver: Worker,
+        source: dict[str, torch.Tensor],
+        target: dict[str, torch.Tensor],
+        names: list[str],
+    ) -> None:
+        self.stream, self.sender, self.receiver = stream, sender, receiver
+        self.source, self.target, self.names = source, target, names
+        self._generator = torch.Generator().manual_seed(1)
+        self._right = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+        self.gated = False
+        self._computed = 0
+        self._blocks: dict[str, list[int]] = {}
+        self._received: set[str] = set()
+        self._invalid: set[int] = set()
+
+    @property
+    def engine(self) -> CopyingEngine:
+        """The sender's transfer engine."""
+        return self.sender.engine._engine
+
+    def ask(self, transfer_id: str, blocks: list[int]) -> None:
+        """The receiver asks for a prompt's KV, into these blocks."""
+        self._blocks[transfer_id] = blocks
+        pull = upstream.PullReqMeta(f"d-{transfer_id}", transfer_id, [list(blocks)], "P", "http://p:1")
+        pull.pull_tasks_count = 1
+        address = f"tcp://{self.sender.hostname}:{self.sender.side_channel_port}"
+        coroutine = self.receiver.receive_kv_from_single_worker(address, {pull.d_req_id: pull})
+        asyncio.run_coroutine_threadsafe(coroutine, self.receiver.receiver_loop)
+        # The sender must know of it before it computes.
+        self._until(lambda: self._asked(transfer_id))
+
+    def _asked(self, transfer_id: str) -> bool:
+        transfer = self.sender._transfers.get(transfer_id)
+        return transfer is not None and bool(transfer.receivers)
+
+    def begin(self, transfer_id: str) -> None:
+        """The sender's scheduler starts the prompt."""
+        metadata = upstream.MooncakeConnectorMetadata()
+        metadata.reqs_to_send[f"p-{transfer_id}"] = (transfer_id, [])
+        self.sender.start_load_kv(metadata)
+
+    def end(self, transfer_id: str, blocks: list[int]) -> None:
+        """The sender's scheduler has the prompt's end."""
+        metadata = upstream.MooncakeConnectorMetadata()
+        metadata.reqs_to_send[f"p-{transfer_id}"] = (transfer_id, [list(blocks)])
+        self.sender.start_load_kv(metadata)
+
+    def step(self, transfer_id: str, blocks: list[int], *, layer_s: float, launch_s: float = 0.0, **more: Any) -> None:
+        """One step computes a whole prompt. Returns when it is launched."""
+        chunk = Chunk(
+            transfer_id,
+            f"p-{transfer_id}",
+            tuple(blocks),
+            len(blocks),
+            len(blocks),
+            more.get("restarted", False),
+            tuple((place, blocks[-place]) for place in more.get("check", (1, 2)) if place <= len(blocks)),
+        )
+        self.sender.begin_step([chunk], aborted=(), preempted=())
+        for name in self.names:
+            values = torch.rand(self.source[name][blocks].shape, generator=self._generator)
+            self._right[name][blocks] = values
+            self.stream.launch(layer_s, partial(self._compute, name, blocks, values))
+            self.sender.save_layer(name)
+            time.sleep(launch_s)
+        self.sums_in_stream()
+
+    def sums_in_stream(self) -> None:
+        """The checksums are kernels of the stream, too."""
+        sums, worker = self.sender._block_sums, self.sender
+
+        class Launched:
+            def enqueue(_, blocks: list[int]) -> torch.Tensor:  # noqa: N805
+                found = torch.zeros(len(blocks), dtype=torch.int64)
+                self.stream.launch(0.0, lambda: found.copy_(sums.of(blocks)))
+                return found
+
+        worker._block_sums = Launched()
+        try:
+            worker.end_step()
+        finally:
+            worker._block_sums = sums
+
+    def _compute(self, name: str, blocks: list[int], values: torch.Tensor) -> None:
+        if self.gated:
+            self._until(lambda: len(self.engine.writes) >= self._computed)
+        self._computed += 1
+        self._fill(name, blocks, values)
+
+    def _fill(self, name: str, blocks: list[int], values: torch.Tensor) -> None:
+        self.source[name][blocks] = values
+
+    def overwrite(self, blocks: list[int]) -> None:
+        """Another prompt's KV gets into these blocks of the sender."""
+        for name in self.names:
+            self.stream.launch(0.0, partial(self._fill, name, blocks, torch.full_like(self.source[name][blocks], 9.0)))
+
+    def arrived(self, transfer_id: str) -> bool:
+        """Wait until the receiver has the prompt; whether it may use it."""
+        self._until(lambda: f"d-{transfer_id}" in self.received())
+        return not self._invalid.intersection(self._blocks[transfer_id])
+
+    def received(self) -> set[str]:
+        """The requests that the receiver has said to be over, well or not."""
+        self._received |= self.receiver.transfer_results(idle=False).finished_recving
+        self._invalid |= self.receiver.get_block_ids_with_load_errors()
+        return self._received
+
+    def equal(self, sent: list[int], received: list[int]) -> bool:
+        """Whether the receiver has in these blocks what the sender computed in those."""
+        return all(torch.equal(self._right[name][sent], self.target[name][received]) for name in self.names)
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WITHIN_S
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"threads: {[one.name for one in threading.enumerate()]}")
+            time.sleep(0.002)
+
+
+def layer_by_layer(
+    model_folder: str, layers: int, prompts: int, layer_ms: float = 0.0, launch_ms: float = 0.0, gated: bool = False
+) -> dict[str, Any]:
+    """`prompts` prompts, launched one after the other without a pause. `gated`: no layer is computed before the one before it has
+    been written. Without: each takes `layer_ms`, and the answer tells how many writes it took and when the last one ended."""
+    with pair(model_folder, layers, num_workers=1) as both:
+        sent = [list(range(1 + PROMPT_BLOCKS * number, 1 + PROMPT_BLOCKS * (number + 1))) for number in range(prompts)]
+        received = [[BLOCKS - 1 - block for block in blocks] for blocks in sent]
+        for number in range(prompts):
+            both.ask(f"t{number}", received[number])
+            both.begin(f"t{number}")
+        both.gated = gated
+        launched = time.perf_counter()
+        for number in range(prompts):
+            both.step(f"t{number}", sent[number], layer_s=layer_ms / 1e3, launch_s=launch_ms / 1e3)
+        launched = time.perf_counter() - launched
+        usable = [both.arrived(f"t{number}") for number in range(prompts)]
+        equal = [both.equal(sent[number], received[number]) for number in range(prompts)]
+        told = {
+            "usable": usable,
+            "equal": equal,
+            "writes": len(both.engine.writes),
+            "checked": len(both.receiver.xfer_stats.data["num_checked_requests"]),
+        }
+        if ended := both.stream.ended_at:
+            told |= {
+                "launch_s": launched,
+                "computed_s": ended[-1] - ended[0],
+                "last_write_after_s": both.engine.writes[-1][1] - ended[-1],
+            }
+        return told
+
+
+def wrong_kv(model_folder: str, fault: str) -> dict[str, Any]:
+    """A prompt of 8 blocks is sent with a fault put back: whether its receiver took it, and whether the bytes are the same.
+    "early": layers are told to be computed when they are launched (as a microbatch's hook is called before the others have run).
+    "one name": only the first layer is registered for a row of all (block-outermost layouts). "reused": the prompt is preempted
+    when it is computed, another one gets its blocks, and no one is told. "none": no fault."""
+    sent, received = list(range(1, 9)), list(range(40, 48))
+    with pair(model_folder, 6) as both:
+        sender = both.sender
+        if fault == "early":
+            sender.save_layer = lambda layer: sender._post(sender._saved, layer)
+            sender._in_loop = sender._post
+        if fault == "one name":
+            sender._layers_in = lambda region: [both.names[0]]
+        if fault == "reused":
+            # The stream has gone on before the last bytes are read.
+            both.engine.before_reading = lambda: time.sleep(0.2)
+        both.ask("t", received)
+        both.begin("t")
+        both.step("t", sent, layer_s=0.02)
+        if fault == "reused":
+            both.overwrite(sent)
+        told = both.arrived("t")
+        refused = "P" in both.receiver._refused
+        same = both.equal(sent, received)
+        counted = dict(both.receiver.xfer_stats.data)
+        return {
+            "used": told,
+            "same": same,
+            "refused": refused,
+            "checked": len(counted["num_checked_requests"]),
+            "wrong": sum(map(len, (v for k, v in counted.items() if k.startswith("num_wrong")))),
+        }
+
+
+def preempted(model_folder: str) -> dict[str, Any]:
+    """A prompt is preempted when all its layers are computed, while a write reads its blocks, and then computed anew in
+    others."""
+    sent, again, received = list(range(1, 9)), list(range(20, 28)), list(range(40, 48))
+    with pair(model_folder, 6) as both:
+        both.engine.before_reading = lambda: time.sleep(0.1)
+        both.ask("t", received)
+        both.begin("t")
+        both.step("t", sent, layer_s=0.005)
+        both.sender.begin_step([], aborted=(), preempted=["t"])
+        both.overwrite(sent)
+        time.sleep(0.5)
+        early = "d-t" in both.received()
+        both.step("t", again, layer_s=0.005, restarted=True)
+        both.end("t", again)
+        told = both.arrived("t")
+        return {"early": early, "used": told, "same": both.equal(again, received)}

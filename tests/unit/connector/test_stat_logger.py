@@ -1,0 +1,91 @@
+"""The logger counts a connector's statistics, and an error of its own never reaches the engine."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+MODULES = ("pointsman_connector.stat_logger", "pointsman_connector.kv_check_metrics")
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module, with stand-ins for what is not installed here."""
+    logged: list[str] = []
+    logger = SimpleNamespace(info=lambda *_: None, exception=lambda message, *_: logged.append(message))
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {},
+        "vllm.config": {"VllmConfig": object},
+        "vllm.logger": {"init_logger": lambda _: logger},
+        "vllm.v1": {},
+        "vllm.v1.metrics": {},
+        "vllm.v1.metrics.loggers": {"StatLoggerBase": object},
+        "vllm.v1.metrics.stats": {"IterationStats": object, "PrefixCacheStats": object, "SchedulerStats": object},
+        "pointsman_connector.announcement": {"announce": lambda _: None},
+    }
+    for name, values in contents.items():
+        made = ModuleType(name)
+        vars(made).update(values)
+        monkeypatch.setitem(sys.modules, name, made)
+    for name in MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module(MODULES[0])
+    module.logged = logged  # type: ignore[attr-defined]
+    yield module
+    metrics = sys.modules[MODULES[1]]
+    REGISTRY.unregister(metrics._CHECKED)
+    REGISTRY.unregister(metrics._WRONG)
+    for name in MODULES:
+        del sys.modules[name]
+
+
+def stats(connector: dict[str, Any] | None) -> Any:
+    """What is read of SchedulerStats."""
+    return SimpleNamespace(
+        num_running_reqs=1,
+        num_waiting_reqs=0,
+        num_skipped_waiting_reqs=0,
+        kv_cache_usage=0.5,
+        prefix_cache_stats=SimpleNamespace(queries=10, hits=5),
+        kv_cache_eviction_events=[],
+        connector_prefix_cache_stats=None,
+        kv_connector_stats=connector,
+    )
+
+
+def value(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(name, labels)
+
+
+def test_checked_and_wrong_requests_are_on_the_metrics_page(module: Any) -> None:
+    publisher = module.StepLoadPublisher(object())
+    publisher.record(stats({"num_checked_requests": [1, 1], "num_wrong_requests_from http://p:1": [1]}), None)
+    publisher.record(stats(None), None)
+    publisher.record(stats({"MooncakeConnector": {"num_checked_requests": [1]}}), None)
+    assert value("pointsman_kv_checked_requests_total") == 3
+    assert value("pointsman_kv_wrong_requests_total", sender="http://p:1") == 1
+    assert module.logged == []
+
+
+def test_its_first_error_switches_it_off(module: Any) -> None:
+    publisher = module.StepLoadPublisher(object())
+    publisher.record(SimpleNamespace(), None)
+    assert len(module.logged) == 1, "vLLM's statistics have another shape"
+    publisher.record(stats({"num_checked_requests": [1]}), None)
+    assert len(module.logged) == 1
+    assert value("pointsman_kv_checked_requests_total") == 0
+
+
+def test_an_engine_starts_even_if_it_cannot_announce(module: Any) -> None:
+    def fails(_: object) -> None:
+        raise AttributeError("no such field in this version")
+
+    module.announce = fails
+    module.StepLoadPublisher(object())
+    assert len(module.logged) == 1
