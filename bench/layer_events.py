@@ -16,6 +16,7 @@ from tests.support.engines.vllm_questions import asking_vllm
 
 LAYERS, LAYER_MS, LAUNCH_MS, ROUNDS = 48, 10.0, 0.2, 5
 ASK = "import emulated_offload; answer = emulated_offload.layer_by_layer(**asked)"
+CHECKS = "import emulated_offload; answer = emulated_offload.checksum_ms(**asked)"
 # The goals: so many writes, and the last one so many layers after the last layer.
 WRITES, LAST_LAYERS = 40, 1.2
 
@@ -33,10 +34,18 @@ def layer_events() -> list[Figure]:
         }
         with asking_vllm(Path(folder) / "log") as vllm:
             rounds = [vllm.ask(ASK, asked) for _ in range(ROUNDS)]
+            checks = vllm.ask(CHECKS, {"model_folder": str(model), "layers": LAYERS, "rounds": 100})
     writes = median(one["writes"] for one in rounds)
     last = median(one["last_write_after_s"] for one in rounds) / (LAYER_MS / 1e3)
     note = f"{LAYERS} layers of {LAYER_MS:g} ms, launched in {LAUNCH_MS:g} ms each; baseline is the goal"
     return [
         Figure("layer_events_writes", writes, "writes", WRITES, note),
         Figure("layer_events_last_layers", last, "layers", LAST_LAYERS, "end of the last write after the last layer"),
+        Figure(
+            "kv_checksums_ms",
+            checks["ms"],
+            "ms",
+            None,
+            f"CPU of one side of a checked transfer, which reads {checks['mib']:.0f} MiB",
+        ),
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from pointsman_connector.layerwise.chunks import Chunk
+from pointsman_connector.layerwise.kv_checks import CheckSettings
 from pointsman_connector.layerwise.receiver import LayerwiseWorker
 
 BLOCK_TOKENS, HEADS, HEAD_SIZE = 32, 4, 64
@@ -288,6 +290,24 @@ def layer_by_layer(
                 "last_write_after_s": both.engine.writes[-1][1] - ended[-1],
             }
         return told
+
+
+def checksum_ms(model_folder: str, layers: int, rounds: int) -> dict[str, float]:
+    """What the checksums of a transfer cost one side: milliseconds of CPU time (median), and the MiB that they read."""
+    blocks = CheckSettings().blocks
+    with pair(model_folder, layers) as both:
+        sums = both.receiver._block_sums
+        assert sums is not None
+        taken = []
+        for number in range(rounds):
+            began = time.thread_time()
+            sums.of(range(number % 10, number % 10 + blocks)).tolist()
+            taken.append(time.thread_time() - began)
+        one = next(iter(both.target.values()))
+        return {
+            "ms": statistics.median(taken) * 1e3,
+            "mib": blocks * layers * one[0].nbytes / 2**20,
+        }
 
 
 def wrong_kv(model_folder: str, fault: str) -> dict[str, Any]:
