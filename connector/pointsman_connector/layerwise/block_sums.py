@@ -76,7 +76,7 @@ def _rows(region: Region, storages: dict[int, torch.UntypedStorage]) -> torch.Te
         raise ValueError(f"no KV cache tensor contains the region at {region.address:#x}")
     aligned = all(value % 4 == 0 for value in (offset, region.stride, region.length, storage.nbytes()))
     dtype, size = (torch.int32, 4) if aligned else (torch.uint8, 1)
-    whole = torch.empty(0, dtype=dtype, device=storage.device).set_(storage)  # type: ignore[call-overload]
+    whole = torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
     rows = (storage.nbytes() - offset - region.length) // region.stride + 1
     return torch.as_strided(
         whole, (rows, region.length // size), (region.stride // size, 1), storage_offset=offset // size

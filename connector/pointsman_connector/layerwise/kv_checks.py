@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Keys of a connector's statistics: requests whose KV was checked, and the prefix of those that count requests with wrong KV,
-# which ends with the URL of the sender's bootstrap server.
-CHECKED, WRONG_FROM = "num_checked_requests", "num_wrong_requests_from "
+# Keys of a connector's statistics: requests whose KV was checked, those whose KV arrived after its answer, and the prefix of
+# those that count requests with wrong KV, which ends with the URL of the sender's bootstrap server.
+CHECKED, LATE, WRONG_FROM = "num_checked_requests", "num_late_requests", "num_wrong_requests_from "
 
 # Checksums of one request: how many blocks before the end of the prompt a block is (1: the last one), and its checksum.
 Sums = list[tuple[int, int]]

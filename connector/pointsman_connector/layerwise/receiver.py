@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
     MooncakeConnectorMetadata,
     MooncakeXferResponse,
+    MooncakeXferResponseStatus,
     PullReqMeta,
 )
 from vllm.logger import init_logger
@@ -32,6 +33,9 @@ IDLE_SLEEP_S = 0.002
 # PROBE_S: interval between two checks that a sender is alive, s. GRACE_S: time for which writes of an ended sender may still
 # arrive, s.
 PROBE_S, GRACE_S = 1.0, 1.0
+# Pauses before each further comparison of KV whose checksums differ, s. Mooncake's TCP transport reports a write as complete
+# when the sender's socket has taken it: on a busy machine the answer can arrive before the bytes.
+CHECK_PAUSES_S = (0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 class LayerwiseWorker(LayerwiseSender):
@@ -42,6 +46,7 @@ class LayerwiseWorker(LayerwiseSender):
         self._arrived = threading.Event()
         self._answered_requests: dict[asyncio.Task[None], set[str]] = {}
         self._refused = RefusedSenders()
+        self._checks: set[asyncio.Task[None]] = set()
         super().__init__(*args, **kwargs)
         self._xfer_resp_decoder = msgspec.msgpack.Decoder(CheckedXferResponse)
         # With data parallelism all ranks step together, so that a rank that sleeps in an idle step delays the others.
@@ -73,42 +78,66 @@ class LayerwiseWorker(LayerwiseSender):
 
     def process_pulling_result(self, response: MooncakeXferResponse, pull_metas: dict[str, PullReqMeta]) -> None:
         """Handle the sender's message that names the requests whose KV is written or has failed. A request whose checksums differ
-        has failed."""
+        is checked again some time later, and has failed if they still differ."""
         if isinstance(response, CheckedXferResponse) and response.ok_reqs:
-            wrong = [one for one in response.ok_reqs if self._differs(pull_metas[one], response.sums.get(one, []))]
-            if wrong:
-                response = msgspec.structs.replace(
-                    response,
-                    ok_reqs=[one for one in response.ok_reqs if one not in wrong],
-                    err_reqs=[*(response.err_reqs or ()), *wrong],
-                    err_msg="its KV differs from the sender's",
-                )
+            differ = [one for one in response.ok_reqs if self._differs(pull_metas[one], response.sums.get(one, []))]
+            for one in differ:
+                check = self.receiver_loop.create_task(self._check_again(one, response.sums.get(one, []), pull_metas))
+                self._checks.add(check)
+                check.add_done_callback(self._checks.discard)
+            response = msgspec.structs.replace(response, ok_reqs=[one for one in response.ok_reqs if one not in differ])
+            if (conversation := asyncio.current_task()) is not None:
+                self._answered_requests[conversation].update(differ)
         super().process_pulling_result(response, pull_metas)
         if (conversation := asyncio.current_task()) is not None:
             self._answered_requests[conversation].update(response.ok_reqs or (), response.err_reqs or ())
         self._arrived.set()
 
+    async def _check_again(self, request: str, sums: Sums, pull_metas: dict[str, PullReqMeta]) -> None:
+        """Accept a request's KV when its checksums do not differ any more; report it as failed if they never do."""
+        pull = pull_metas[request]
+        for pause_s in CHECK_PAUSES_S:
+            await asyncio.sleep(pause_s)
+            if pull.remote_engine_id in self._refused:
+                break
+            if not self._places(pull, sums):
+                self.xfer_stats.record_check(pull.remote_bootstrap_addr, late=True)
+                written = MooncakeXferResponse(status=MooncakeXferResponseStatus.CONTINUE, ok_reqs=[request])
+                super().process_pulling_result(written, pull_metas)
+                self._arrived.set()
+                return
+        if places := self._places(pull, sums):
+            self.xfer_stats.record_check(pull.remote_bootstrap_addr, wrong=True)
+            if self._refused.refuse(pull.remote_engine_id):
+                logger.error(
+                    "WRONG KV from the engine at %s: %d of %d checked blocks of request %s differ. This engine computes the "
+                    "prompt itself, and loads no more KV from that engine until one of the two is restarted",
+                    pull.remote_bootstrap_addr,
+                    len(places),
+                    len(sums),
+                    pull.d_req_id,
+                )
+        self._handle_failed_recv(pull_metas, [request], "its KV differs from the sender's")
+
     def _differs(self, pull: PullReqMeta, sums: Sums) -> bool:
-        """Return whether the KV of this request must not be used: a checked block differs from what the sender computed, or the
-        sender is refused. A sender whose KV differs is refused from now on."""
+        """Return whether the KV of this request must not be used yet: a checked block differs from what the sender computed, or
+        the sender is refused."""
         if pull.remote_engine_id in self._refused and any(pull.local_block_ids):
             return True
+        if pull.failed or not sums:
+            return False
+        if self._places(pull, sums):
+            return True
+        self.xfer_stats.record_check(pull.remote_bootstrap_addr)
+        return False
+
+    def _places(self, pull: PullReqMeta, sums: Sums) -> list[int]:
+        """Return the places of the checked blocks that differ. Blocks that this engine had in its own cache are not checked."""
         blocks = pull.local_block_ids[0] if len(pull.local_block_ids) == 1 else []
         sums = [(place, value) for place, value in sums if place <= len(blocks)]
-        if pull.failed or not sums or self._block_sums is None:
-            return False
-        places = differing(sums, self._block_sums.of([blocks[-place] for place, _ in sums]).tolist())
-        self.xfer_stats.record_check(pull.remote_bootstrap_addr, differs=bool(places))
-        if places and self._refused.refuse(pull.remote_engine_id):
-            logger.error(
-                "WRONG KV from the engine at %s: %d of %d checked blocks of request %s differ. This engine computes the prompt "
-                "itself, and loads no more KV from that engine until one of the two is restarted",
-                pull.remote_bootstrap_addr,
-                len(places),
-                len(sums),
-                pull.d_req_id,
-            )
-        return bool(places)
+        if not sums or self._block_sums is None:
+            return []
+        return differing(sums, self._block_sums.of([blocks[-place] for place, _ in sums]).tolist())
 
     def _handle_failed_recv(self, pull_metas: dict[str, PullReqMeta], req_ids: Collection[str], reason: str) -> None:
         super()._handle_failed_recv(pull_metas, req_ids, reason)

@@ -63,6 +63,8 @@ class _Conversation:
 class LayerwiseSender(LayerwisePusher):
     """MooncakeConnectorWorker that starts to send before the prompt is computed."""
 
+    _encoder: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._transfers: dict[str, Transfer] = {}
         self._transfer_of: dict[str, str] = {}
@@ -383,7 +385,7 @@ class LayerwiseSender(LayerwisePusher):
             elif not waiting.p_req_id and (transfer is None or transfer.computed is None):
                 # The prompt's request never arrived at this engine.
                 del self.reqs_need_send[transfer_id]
-                self._transfers.pop(transfer_id, None)
+                self._forget(transfer_id)
 
     def _delivered(self, transfer: Transfer | None) -> None:
         if transfer is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.stats import MooncakeKVConnectorStats
 
-from pointsman_connector.layerwise.kv_checks import CHECKED, WRONG_FROM
+from pointsman_connector.layerwise.kv_checks import CHECKED, LATE, WRONG_FROM
 
 # Each key has a list, as upstream's keys do: `aggregate` joins the lists of two intervals.
 PUSHES, FALLBACKS = "num_pushed_regions", "num_push_fallbacks"
@@ -24,6 +24,7 @@ class LayerwiseStats(MooncakeKVConnectorStats):
         self.data[PUSHES] = []
         self.data[FALLBACKS] = []
         self.data[CHECKED] = []
+        self.data[LATE] = []
 
     def record_push(self, regions: int) -> None:
         """Count a completed write of `regions` regions, during its prompt's computation or directly after."""
@@ -35,11 +36,14 @@ class LayerwiseStats(MooncakeKVConnectorStats):
         with self._lock:
             self.data[FALLBACKS].append(1)
 
-    def record_check(self, sender: str, *, differs: bool) -> None:
-        """The checksums of one request's KV were compared. `sender`: URL of the sending engine's bootstrap server."""
+    def record_check(self, sender: str, *, late: bool = False, wrong: bool = False) -> None:
+        """Record that one request's KV was checked. `sender`: URL of the sending engine's bootstrap server. `late`: the KV
+        arrived after the answer that it is written. `wrong`: it never had the sender's checksums."""
         with self._lock:
             self.data[CHECKED].append(1)
-            if differs:
+            if late:
+                self.data[LATE].append(1)
+            if wrong:
                 self.data.setdefault(f"{WRONG_FROM}{sender}", []).append(1)
 
     def clone_and_reset(self) -> LayerwiseStats:

@@ -103,6 +103,7 @@ class FaultyWorker(LayerwiseWorker):
                 "reqs_need_send": len(self.reqs_need_send),
                 "finished_sending": len(self.finished_sending_reqs),
                 "awaited": len(self._awaited),
+                "checks": len(self._checks),
                 "told": len(self._answered_requests),
                 "conversations": len(self._conversations),
                 "finished_recving": len(self.finished_recving_reqs),

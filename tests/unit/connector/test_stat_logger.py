@@ -40,6 +40,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield module
     metrics = sys.modules[MODULES[1]]
     REGISTRY.unregister(metrics._CHECKED)
+    REGISTRY.unregister(metrics._LATE)
     REGISTRY.unregister(metrics._WRONG)
     for name in MODULES:
         del sys.modules[name]
