@@ -337,6 +337,43 @@ async def test_each_rank_is_an_instance(context: zmq.asyncio.Context, router: Fa
         await engine.stop()
 
 
+async def test_ranks_of_a_second_node_are_selected_by_their_index_there(
+    context: zmq.asyncio.Context, router: FakeRouter, tmp_path: Path
+) -> None:
+    """With hybrid load balancing a server has some of the deployment's ranks: its labels are the ranks in the deployment, and it
+    answers 400 to a header above the number of its own ranks."""
+    engine = FakeEngine(context)
+    engine.ranks = [2, 3]
+    await engine.start()
+    try:
+        async with running(engine.url, [router.address], tmp_path):
+            await eventually(lambda: len(router.streams) == 2, "hellos")
+        ranks = {one.hello.instance.instance_id: one.hello.instance.data_parallel_rank for one in router.streams}
+        assert ranks == {f"{name_of(engine)}/2": 0, f"{name_of(engine)}/3": 1}
+    finally:
+        await engine.stop()
+
+
+async def test_a_restart_makes_every_rank_a_new_incarnation(
+    context: zmq.asyncio.Context, router: FakeRouter, tmp_path: Path
+) -> None:
+    engine = FakeEngine(context)
+    engine.ranks = [0, 1]
+    await engine.start()
+    try:
+        async with running(engine.url, [router.address], tmp_path):
+            await eventually(lambda: len(router.streams) == 2, "hellos")
+            await engine.stop()
+            engine.process_start = 2000.0
+            await engine.start()
+            await eventually(lambda: len(router.streams) == 4, "hellos of the next process")
+        told = [(one.hello.instance.instance_id, one.hello.instance.incarnation) for one in router.streams]
+        names = [f"{name_of(engine)}/{rank}" for rank in (0, 1)]
+        assert set(told) == {(name, incarnation) for name in names for incarnation in ("1000.000", "2000.000")}
+    finally:
+        await engine.stop()
+
+
 async def test_a_restored_file_is_clean_no_more(engine: FakeEngine, router: FakeRouter, tmp_path: Path) -> None:
     """Otherwise, after an agent that dies before its first save, the next agent would reuse numbers that routers have seen."""
     name = name_of(engine)

@@ -8,7 +8,7 @@ import math
 import socket
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import structlog
 
@@ -56,7 +56,7 @@ class EngineMonitor:
     ) -> None:
         self.address = address
         self.instances: dict[int, InstanceMonitor] = {}
-        """By data-parallel rank (the `engine` label)."""
+        """By data-parallel rank in the whole deployment (the `engine` label)."""
         self.healthy = False
         self.problem = "not scraped yet"
         """Why nothing is reported or the engine is unhealthy; empty if there is no problem."""
@@ -205,7 +205,7 @@ class EngineMonitor:
             sample = scrape.ranks[rank]
             if not sample.cache_config:
                 raise ProbeError("no vllm:cache_config_info in /metrics")
-            instance = self._instance(rank, len(ranks), sample, scrape, models, version)
+            instance = self._instance(rank, ranks, sample, scrape, models, version)
             self._describe_kv_transfer(instance, scrape, sample)
             instance.incarnation = new_incarnation(process) if same_process else process
             source = sources.by_rank.get(rank)
@@ -223,11 +223,11 @@ class EngineMonitor:
             await monitor.start()
 
     def _instance(
-        self, rank: int, ranks: int, sample: Sample, scrape: Scrape, models: ServedModels, version: str
+        self, rank: int, ranks: Sequence[int], sample: Sample, scrape: Scrape, models: ServedModels, version: str
     ) -> pb.Instance:
-        one_of_several = rank if ranks > 1 else None
+        several = len(ranks) > 1
         return pb.Instance(
-            instance_id=self.address.instance_id(one_of_several),
+            instance_id=self.address.instance_id(rank if several else None),
             url=self.address.advertise,
             model=models.served_names[0],
             served_names=models.served_names,
@@ -236,11 +236,13 @@ class EngineMonitor:
             block_size=sample.block_size,
             kv_capacity_tokens=sample.kv_capacity_tokens,
             max_model_len=models.max_model_len,
-            data_parallel_rank=one_of_several,
+            # The `engine` label is the rank in the whole deployment. vLLM's API server reads the header as the index among the
+            # ranks that it serves. These differ on each node but the first with hybrid load balancing.
+            data_parallel_rank=ranks.index(rank) if several else None,
             prefix_mode=pb.PREFIX_MODE_EXACT,
             engine_version=version,
             node=socket.gethostname(),
-            hardware=self.address.hardware or self._sampler.hardware(self._gpus, ranks),
+            hardware=self.address.hardware or self._sampler.hardware(self._gpus, len(ranks)),
             long_prefill_token_threshold=self.address.long_prefill_token_threshold,
         )
 

@@ -262,7 +262,9 @@ class Instance(_message.Message):
     max_model_len: _builtins.int
     """Maximum context length, in tokens. 0 if unknown."""
     data_parallel_rank: _builtins.int
-    """Rank that gateways send to the engine as X-data-parallel-rank. Absent for engines with one rank."""
+    """Index of the rank among those that the server at `url` serves, which gateways send as X-data-parallel-rank. With hybrid load
+    balancing it differs from the rank in the whole deployment, which `instance_id` has. Absent for servers with one rank.
+    """
     prefix_mode: Global___PrefixMode.ValueType
     """Whether the instance's keys are exact."""
     prefix_reason: _builtins.str

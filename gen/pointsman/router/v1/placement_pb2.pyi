@@ -679,7 +679,7 @@ class InstanceRef(_message.Message):
     incarnation: _builtins.str
     """Incarnation of the instance."""
     data_parallel_rank: _builtins.int
-    """Rank to send as X-data-parallel-rank. Absent: send no such header."""
+    """Index of the rank among those of the server at `url`, to send as X-data-parallel-rank. Absent: send no such header."""
     @_builtins.property
     def kv_transfer(self) -> _agent_pb2.KvTransfer:
         """How the instance transfers KV. Absent if it cannot."""

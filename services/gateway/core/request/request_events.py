@@ -21,7 +21,8 @@ class Outcome(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Target:
-    """An instance to send to. `rank` is its data-parallel rank, None if the engine has only one rank.
+    """An instance to send to. `rank` is its index among the data-parallel ranks that the server at `url` serves, None if the
+    server has only one.
 
     `kv_protocol` is its KV transfer protocol (MOONCAKE, NIXL; empty: none), `bootstrap_url` its bootstrap server's URL.
     `layerwise`: the second request of a transfer is sent before the first has ended. `can_consume_kv`: the instance can receive

@@ -86,7 +86,7 @@ function described(status) {
       ["Also answers to", [...(instance.servedNames ?? []).filter((name) => name !== instance.model), ...(instance.loraNames ?? [])].join(", ")],
       ["Process", el("span", { title: "Id of one lifetime of the engine process; it changes with a restart" }, orNone(instance.incarnation))],
       ["Address", instance.url],
-      ["Data-parallel rank", instance.dataParallelRank === undefined ? "" : String(instance.dataParallelRank)],
+      ["Data-parallel rank at this address", instance.dataParallelRank === undefined ? "" : String(instance.dataParallelRank)],
       ["Node", instance.node],
       ["Version", instance.engineVersion],
       ["Hardware", instance.hardware],
