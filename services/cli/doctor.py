@@ -303,7 +303,7 @@ def _instance(one: fleet_pb2.InstanceStatus, access: EngineAccess) -> Iterator[F
             name,
             f"no KV events: {one.instance.prefix_reason}",
             "start the engine with --enable-prefix-caching and --kv-events-config "
-            '\'{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5558"}\'',
+            '\'{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}\'',
         )
     elif one.keys == 0 and one.load.prefix_cache_queries > one.instance.block_size:
         yield Finding(

@@ -7,6 +7,7 @@ import shlex
 
 import yaml
 
+from pointsman.agent.core.engine_address import offset_port
 from tests.support.docs.shell_blocks import BLOCKS
 from tests.support.engines.servers import LAYERWISE
 from tests.support.engines.vllm_questions import Vllm
@@ -23,11 +24,21 @@ for words in asked:
     validate_parsed_serve_args(args)
     events = args.kv_events_config
     kv = args.kv_transfer_config
-    answer.append([events.enable_kv_cache_events, events.replay_endpoint, args.enable_prompt_tokens_details,
+    endpoints = [events.endpoint, events.replay_endpoint]
+    answer.append([events.enable_kv_cache_events, endpoints, args.enable_prompt_tokens_details,
         [args.enable_auto_tool_choice, args.tool_call_parser, args.allowed_media_domains],
         kv and [kv.kv_connector, kv.kv_connector_module_path, kv.kv_role, kv.kv_connector_extra_config["mooncake_protocol"]]])
 """
 
+# Reads pairs of endpoints and writes those of each of 8 data-parallel ranks.
+OFFSET = """
+from vllm.distributed.kv_events import ZmqEventPublisher
+answer = [[[ZmqEventPublisher.offset_endpoint_port(one, rank) for one in pair] for rank in range(8)] for pair in asked]
+"""
+
+# The endpoints of KV events and of their replay.
+TCP = ["tcp://*:5557", "tcp://*:5657"]
+IPC = ["ipc:///run/kv/tcp-events:1", "ipc:///run/kv/tcp-replay:1"]
 # Tool calls are parsed, and nothing that a client names is fetched.
 TOOLS = [True, "qwen3_coder", ["media.invalid"]]
 
@@ -78,15 +89,19 @@ def test_vllm_takes_the_flags_of_deploy_and_of_the_pages(vllm: Vllm) -> None:
     flags += [k8s_flags("prefill-decode", f"vllm-{role}") for role in ("prefill", "decode")]
     flags += pages
     assert vllm.ask(PARSE, flags) == [
-        [True, "tcp://*:5558", True, TOOLS, None],
-        [True, "tcp://*:5558", True, TOOLS, layerwise("kv_both")],
-        [True, "ipc:///run/kv/replay", True, TOOLS, None],
-        [True, "tcp://*:5558", True, TOOLS, None],
-        [True, "ipc:///run/kv/replay", True, TOOLS, layerwise("kv_producer")],
-        [True, "ipc:///run/kv/replay", True, TOOLS, layerwise("kv_consumer")],
-        *[
-            [True, "tcp://*:5558", True, [True, words[words.index("--tool-call-parser") + 1], None], None]
-            for words in pages
-        ],
+        [True, TCP, True, TOOLS, None],
+        [True, TCP, True, TOOLS, layerwise("kv_both")],
+        [True, IPC, True, TOOLS, None],
+        [True, TCP, True, TOOLS, None],
+        [True, IPC, True, TOOLS, layerwise("kv_producer")],
+        [True, IPC, True, TOOLS, layerwise("kv_consumer")],
+        *[[True, TCP, True, [True, words[words.index("--tool-call-parser") + 1], None], None] for words in pages],
     ]
     assert pages
+
+
+def test_each_data_parallel_rank_has_its_own_event_endpoints(vllm: Vllm) -> None:
+    """vLLM derives them from the flags, and the agent from its options."""
+    for pair, ranks in zip((TCP, IPC), vllm.ask(OFFSET, [TCP, IPC]), strict=True):
+        assert len({one for endpoints in ranks for one in endpoints}) == 16
+        assert ranks == [[offset_port(one, rank) for one in pair] for rank in range(8)]

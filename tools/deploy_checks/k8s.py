@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
+
 from tools.deploy_checks import service_environment as services
 
 Object = dict[str, Any]
@@ -161,7 +163,7 @@ def _container(container: Container, objects: list[Object]) -> list[str]:
     problems += env_problems
     words = [*container.spec.get("command", []), *container.spec.get("args", [])]
     defined = {*env, *secret}
-    problems += _split(container, env)
+    problems += _split(container, env, _data_parallel_size(container, objects))
     for variable in sorted({v for word in words for v in re.findall(r"\$\((\w+)\)", word)} - defined):
         problems.append(f"{container.where}: $({variable}) is not in its environment")
     if services.subcommand_of(container.spec["image"]):
@@ -169,14 +171,25 @@ def _container(container: Container, objects: list[Object]) -> list[str]:
     return problems
 
 
-def _split(container: Container, env: Mapping[str, str]) -> Iterator[str]:
-    """Yield a problem if an engine's TENSOR_PARALLEL_SIZE is not its number of GPUs: it would not start, or not use all of
-    them."""
+def _split(container: Container, env: Mapping[str, str], ranks: int) -> Iterator[str]:
+    """Yield a problem if an engine's TENSOR_PARALLEL_SIZE is not its number of GPUs for each of its data-parallel ranks: it
+    would not start, or not use all of them."""
     split = env.get("TENSOR_PARALLEL_SIZE")
     for kind in ("requests", "limits"):
         gpus = container.spec.get("resources", {}).get(kind, {}).get("nvidia.com/gpu")
-        if split is not None and gpus is not None and str(gpus) != split:
-            yield f"{container.where}: {kind} {gpus} GPUs, and TENSOR_PARALLEL_SIZE is {split}"
+        if split is not None and gpus is not None and str(gpus) != str(int(split) * ranks):
+            times = f" for each of {ranks} data-parallel ranks" if ranks > 1 else ""
+            yield f"{container.where}: {kind} {gpus} GPUs, and TENSOR_PARALLEL_SIZE is {split}{times}"
+
+
+def _data_parallel_size(container: Container, objects: list[Object]) -> int:
+    """Return the number of data-parallel ranks that an engine's arguments or its mounted file of flags set; 1 if neither does."""
+    given = re.findall(r"--data-parallel-size[= ](\d+)", " ".join(container.spec.get("args", [])))
+    maps = [volume["configMap"]["name"] for volume in container.pod.get("volumes", []) if "configMap" in volume]
+    for name in maps if not given else ():
+        flags = yaml.safe_load((_data(objects, "ConfigMap", name) or {}).get("engine.yaml", "")) or {}
+        given += [str(flags["data-parallel-size"])] if "data-parallel-size" in flags else []
+    return int(given[0]) if given else 1
 
 
 def _node_ports(container: Container, objects: list[Object]) -> Iterator[str]:
@@ -339,7 +352,7 @@ def _network_policy(policy: Object, objects: list[Object]) -> Iterator[str]:
     ports = {port for workload in chosen for port in _port_names(workload)}
     for rule in spec.get("ingress", []):
         for port in rule.get("ports", []):
-            # A range is for ports that are chosen at random, which no container can declare.
+            # A range may be for ports that are chosen at random, which no container can declare.
             if port["port"] not in ports and "endPort" not in port:
                 yield f"{where}: port {port['port']} is not a port of what it selects"
         for peer in rule.get("from", []):

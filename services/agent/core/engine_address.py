@@ -33,8 +33,8 @@ class EngineAddress:
     """One engine to monitor.
 
     `url` is where the agent reaches the engine, `advertise` where gateways do, both without a trailing slash. `events` and
-    `replay` are ZMQ addresses to connect to (empty: query the engine). `gpus` are device indices on this node, None if not
-    given.
+    `replay` are ZMQ addresses to connect to (empty: query the engine). Of a server with several data-parallel ranks they are
+    those of rank 0. `gpus` are device indices on this node, None if not given.
 
     The following options exist because a running vLLM does not report their values by itself. `kv` is the protocol of the
     engine's KV connector (one of KV_PROTOCOLS, empty if not given). `bootstrap` is the base URL at which gateways and other
@@ -123,11 +123,12 @@ def connect_address(endpoint: str | None, host: str) -> str:
 
 
 def offset_port(endpoint: str, rank: int) -> str:
-    """Return `endpoint` for data-parallel rank `rank`: vLLM adds the rank to the port."""
-    if not rank or not endpoint.startswith("tcp://"):
+    """Return `endpoint` for data-parallel rank `rank`. vLLM adds the rank to the number after the last colon of an endpoint that
+    contains "tcp", which may also be an ipc:// path (`ipc:///run/kv/tcp-events:1`)."""
+    base, _, number = endpoint.rpartition(":")
+    if not rank or "tcp" not in endpoint or not number.isdecimal():
         return endpoint
-    base, _, port = endpoint.rpartition(":")
-    return f"{base}:{int(port) + rank}"
+    return f"{base}:{int(number) + rank}"
 
 
 def _port(url: str) -> int:

@@ -79,4 +79,6 @@ def test_event_addresses() -> None:
     assert connect_address("tcp://10.0.0.9:5557", "h") == "tcp://10.0.0.9:5557"
     assert connect_address(None, "h") == ""
     assert offset_port("tcp://h:5557", 2) == "tcp://h:5559"
+    assert offset_port("ipc:///run/kv/tcp-events:1", 2) == "ipc:///run/kv/tcp-events:3"
+    assert offset_port("ipc:///run/kv/events", 2) == "ipc:///run/kv/events"
     assert offset_port("", 2) == ""
