@@ -79,7 +79,8 @@ class ControlPlane:
                 "--scrape-interval-s": 0.25,
                 **self.agent_flags,
             },
-            *(part for engine in self.engines for part in ("--engines", self.target_of(engine))),
+            # Ranks of one server have one address.
+            *(part for target in dict.fromkeys(map(self.target_of, self.engines)) for part in ("--engines", target)),
             roles=("agent",),
         )
         self.gateway = self._service(
