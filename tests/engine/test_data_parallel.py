@@ -10,10 +10,40 @@ import pytest
 
 from tests.support.engines.chat_client import assert_agree, chat, complete, fresh_words, open_chat, user
 from tests.support.engines.servers import EngineSpec, Rank, running_engines
+from tests.support.engines.vllm_questions import Vllm
 from tests.support.processes.control_plane import ControlPlane
 from tests.support.waiting import WITHIN_S, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+# What vLLM does with each value of the header at a server of the ranks 2 and 3 of four: the rank that it selects, or "refused".
+SECOND_NODE = """
+from collections import Counter
+from types import SimpleNamespace
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
+from vllm.v1.engine.input_processor import InputProcessor
+class Accepted(Exception):
+    pass
+class Prompt(dict):
+    def __contains__(self, key):
+        raise Accepted
+parallel = SimpleNamespace(data_parallel_size=4, data_parallel_size_local=2, local_engines_only=True)
+config = SimpleNamespace(parallel_config=parallel)
+server = SimpleNamespace(vllm_config=config, _validate_params=lambda *of: None, _validate_lora=lambda *of: None)
+answer = []
+for header in asked:
+    try:
+        InputProcessor.process_inputs(server, "id", Prompt(), None, (), data_parallel_rank=header)
+    except VLLMValidationError:
+        answer.append("refused")
+    except Accepted:
+        engines = [rank.to_bytes(2, "little") for rank in (2, 3)]
+        client = SimpleNamespace(core_engines=engines, reqs_in_flight={}, engine_inflight=Counter())
+        request = SimpleNamespace(request_id="id", data_parallel_rank=header, pooling_params=None)
+        chosen = DPLBAsyncMPClient.get_core_engine_for_request(client, request)
+        answer.append(int.from_bytes(chosen, "little"))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +99,8 @@ def test_each_rank_has_its_own_load(plane: ControlPlane, ranks: list[Rank]) -> N
             until(lambda: running() == [0, 1], within_s=WITHIN_S, what="a running request on rank 1")
         until(lambda: running() == [0, 0], within_s=WITHIN_S, what="no running request")
         assert chat(client, [user("hi")], max_tokens=1).instance_id == ranks[1].instance_id
+
+
+def test_a_server_of_a_hybrid_deployment_counts_its_own_ranks_from_0(vllm: Vllm) -> None:
+    """The agent reports this index, and not the rank in the whole deployment (tests/integration/test_agent.py)."""
+    assert vllm.ask(SECOND_NODE, [0, 1, 2, 3]) == [2, 3, "refused", "refused"]
