@@ -45,7 +45,7 @@ PLACES: dict[str, tuple[tuple[str, str], ...]] = {
         ("docs/upgrade.md", r"Tested with (\S+);"),
     ),
     "vllm minor": (
-        ("connector/pointsman_connector/layerwise/vllm_compatibility.py", r'^TESTED = "(.+)"'),
+        ("connector/pointsman_connector/vllm_version.py", r'^TESTED = "(.+)"'),
         ("README.md", r"vLLM (\d+\.\d+)"),
         ("deploy/README.md", r"vLLM (\d+\.\d+)"),
     ),

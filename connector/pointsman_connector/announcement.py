@@ -1,27 +1,27 @@
-"""Announcement of an engine's KV connector and tokenizer on its own /metrics, where agents read it."""
+"""Announcement of an engine's KV connector and tokenizer on its own /metrics, where agents read it.
+
+vLLM's modules are imported where they are used, and classes are recognised by their names: an engine whose vLLM lacks one of
+them announces the rest.
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prometheus_client import Gauge
-from vllm import envs
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
-    MooncakeConnector,
-    get_mooncake_bootstrap_addr,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from pointsman_connector.layerwise.connector import LayerwiseMooncakeConnector
 from pointsman_connector.layerwise.support import (
     LAYOUTS_OF_SHARED_ROWS,
     enabled,
     full_attention_only,
     unsupported_engine,
 )
+from pointsman_connector.vllm_version import warn_without
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 # Path of a model in huggingface_hub's cache. In offline mode vLLM replaces the model's name with this path.
 _KEPT = re.compile(r"(?:.*/)?models--([^/]+)/snapshots/([^/]+)/?")
@@ -41,12 +41,18 @@ _TOKENIZER = Gauge(
 
 
 def announce(vllm_config: VllmConfig) -> None:
-    """Set the series on /metrics: the tokenizer's source, and the KV transfer support if the engine has any."""
-    _TOKENIZER.clear()
-    _TOKENIZER.labels(**tokenizer_place(vllm_config)).set(1)
-    _INFO.clear()
-    if told := announcement(vllm_config):
-        _INFO.labels(**told).set(1)
+    """Set the series on /metrics: the tokenizer's source, and the KV transfer support if the engine has any. Logs a line if one
+    of them cannot be read from this vLLM."""
+    for series, read, part in (
+        (_TOKENIZER, tokenizer_place, "the announcement of its tokenizer"),
+        (_INFO, announcement, "the announcement of its KV transfer support"),
+    ):
+        series.clear()
+        try:
+            if told := read(vllm_config):
+                series.labels(**told).set(1)
+        except Exception as error:
+            warn_without(part, error)
 
 
 def tokenizer_place(vllm_config: VllmConfig) -> dict[str, str]:
@@ -82,10 +88,17 @@ def _connectors(vllm_config: VllmConfig) -> list[tuple[type, VllmConfig]]:
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector is None:
         return []
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
     kind = KVConnectorFactory.get_connector_class(transfer)
-    if issubclass(kind, MultiConnector):
+    if _is(kind, "MultiConnector"):
         return list(kind._get_connector_classes_and_configs(vllm_config))
     return [(kind, vllm_config)]
+
+
+def _is(kind: type, name: str) -> bool:
+    """Return whether a class or one of its bases has this name."""
+    return any(base.__name__ == name for base in kind.__mro__)
 
 
 def _announcement_of(kind: type, vllm_config: VllmConfig) -> dict[str, str]:
@@ -93,13 +106,17 @@ def _announcement_of(kind: type, vllm_config: VllmConfig) -> dict[str, str]:
     told = {"connector": config.kv_connector, "role": str(config.kv_role), "layerwise": "False"}
     if config.kv_connector == "NixlConnector":
         return told | {"protocol": "nixl", "bootstrap_host": "", "bootstrap_port": ""}
-    if not issubclass(kind, MooncakeConnector):
+    if not _is(kind, "MooncakeConnector"):
         return {}
+    from vllm import envs
+
     host, port = "", envs.VLLM_MOONCAKE_BOOTSTRAP_PORT
     if config.get_from_extra_config("bootstrap_server_address", None) is not None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import get_mooncake_bootstrap_addr
+
         host, port = get_mooncake_bootstrap_addr(vllm_config)
     layerwise = (
-        issubclass(kind, LayerwiseMooncakeConnector)
+        _is(kind, "LayerwiseMooncakeConnector")
         and enabled(config.kv_connector_extra_config)
         and not unsupported_engine(vllm_config)
         and full_attention_only(vllm_config)

@@ -1,25 +1,59 @@
-"""vLLM's MooncakeConnector for engines with or without an accelerator."""
+"""vLLM's MooncakeConnector for engines with or without an accelerator, alone or under a MultiConnector."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeConnector
+
+from pointsman_connector.vllm_version import warn_if_untested, warn_without
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 class AnyDeviceMooncakeConnector(MooncakeConnector):
-    """MooncakeConnector that also starts on a CPU engine.
+    """MooncakeConnector that also starts on a CPU engine, and whose statistics a MultiConnector can handle.
 
-    It is unchanged if there is an accelerator. On a CPU engine only one call of its constructor fails (vLLM 0.32), the query of
-    the current accelerator; this class replaces its result.
+    On a CPU engine only one call of upstream's constructor fails (vLLM 0.32), the query of the current accelerator; this class
+    replaces its result.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        if role == KVConnectorRole.SCHEDULER:
+            # There is one scheduler, but one worker on each device.
+            warn_if_untested()
         with some_device():
-            super().__init__(*args, **kwargs)
+            super().__init__(vllm_config, role, kv_cache_config)
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics:
+        """Return metrics that record nothing. A MultiConnector fails at the first statistics of a child without metrics, in
+        vLLM's handler of all outputs, which ends every request."""
+        return _NoMetrics(*args, **kwargs)
+
+
+class _NoMetrics(KVConnectorPromMetrics):
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Do nothing: stat_logger counts the statistics."""
+
+
+def register(kind: type[MooncakeConnector]) -> None:
+    """Register a connector class under its name. A MultiConnector looks up the classes of its children's statistics among the
+    registered names only, in vLLM's handler of all outputs."""
+    name = kind.__name__
+    try:
+        if name not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(name, kind.__module__, name)
+    except Exception as error:
+        warn_without(f"statistics of {name} under a MultiConnector", error)
 
 
 @contextmanager
@@ -34,3 +68,6 @@ def some_device() -> Iterator[None]:
         yield
     finally:
         torch.accelerator.current_device_index = asked
+
+
+register(AnyDeviceMooncakeConnector)

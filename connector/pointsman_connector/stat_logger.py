@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import psutil
 import zmq
 from prometheus_client import PROCESS_COLLECTOR
-from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
-from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
 
 from pointsman_connector.announcement import announce
 from pointsman_connector.kv_check_metrics import count_check
 from pointsman_connector.step_load import Counters, StepLoad
+from pointsman_connector.vllm_version import warn_if_untested, warn_without
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
 
 logger = init_logger(__name__)
 
@@ -31,15 +34,19 @@ ADDRESS = "POINTSMAN_AGENT_LOADS"
 
 class StepLoadPublisher(StatLoggerBase):
     """Pushes a StepLoad after each step without blocking. An agent that is not reachable or slow misses steps, but gets the
-    latest one."""
+    latest one. No error of this class reaches the engine: the engine is more important than what it says of itself."""
 
-    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0, *_: Any, **__: Any) -> None:
         self._off = False
         try:
+            warn_if_untested()
             announce(vllm_config)
-        except Exception:
-            # The engine is more important than what it says of itself.
-            logger.exception("The engine does not announce its KV transfer support and its tokenizer")
+            self._begin(engine_index)
+        except Exception as error:
+            self._off = True
+            warn_without("step loads", error)
+
+    def _begin(self, engine_index: int) -> None:
         self._rank = engine_index
         self._counters = Counters()
         self._process = process_start()
@@ -47,19 +54,15 @@ class StepLoadPublisher(StatLoggerBase):
         self._encoder = msgspec.msgpack.Encoder()
         self._socket: zmq.Socket[bytes] | None = None
         if address := os.environ.get(ADDRESS):
-            self._socket = zmq.Context.instance().socket(zmq.PUSH)
-            # Only the newest message waits for the agent, and the engine's end discards it.
-            self._socket.setsockopt(zmq.CONFLATE, 1)
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.connect(address)
+            self._socket = _connected(address)
             logger.info("Pushing the load of each step to %s", address)
 
     def record(
         self,
-        scheduler_stats: SchedulerStats | None,
-        iteration_stats: IterationStats | None,
-        mm_cache_stats: Any = None,
-        engine_idx: int = 0,
+        scheduler_stats: SchedulerStats | None = None,
+        iteration_stats: IterationStats | None = None,
+        *_: Any,
+        **__: Any,
     ) -> None:
         """Count and push the statistics of one step. vLLM calls this for all of its stat loggers, in the handler of all outputs:
         an error would end every request, so the first one switches this logger off."""
@@ -67,9 +70,9 @@ class StepLoadPublisher(StatLoggerBase):
             return
         try:
             self._record(scheduler_stats, iteration_stats)
-        except Exception:
+        except Exception as error:
             self._off = True
-            logger.exception("Step loads are off: this version of vLLM may have other statistics")
+            warn_without("step loads", error)
 
     def _record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None) -> None:
         if iteration_stats is not None:
@@ -114,6 +117,23 @@ class StepLoadPublisher(StatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         """Do nothing. vLLM requires the method."""
+
+
+# Another vLLM may require further methods. Without them the class could not be instantiated, and the engine would not start.
+StepLoadPublisher.__abstractmethods__ = frozenset()
+
+
+def _connected(address: str) -> zmq.Socket[bytes]:
+    socket = zmq.Context.instance().socket(zmq.PUSH)
+    # Only the newest message waits for the agent, and the engine's end discards it.
+    socket.setsockopt(zmq.CONFLATE, 1)
+    socket.setsockopt(zmq.LINGER, 0)
+    try:
+        socket.connect(address)
+    except zmq.ZMQError:
+        socket.close()
+        raise
+    return socket
 
 
 def _lists(stats: Mapping[str, Any]) -> Iterator[tuple[str, list[float]]]:

@@ -5,30 +5,33 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
-    MooncakeConnectorMetadata,
-    MooncakeConnectorScheduler,
-)
-from vllm.logger import init_logger
-from vllm.v1.attention.backend import AttentionMetadata
-from vllm.v1.core.sched.output import SchedulerOutput
-
 from pointsman_connector.layerwise import vllm_compatibility
 from pointsman_connector.layerwise.chunks import Chunk, ChunkTracker
 from pointsman_connector.layerwise.kv_checks import CheckSettings
-from pointsman_connector.layerwise.receiver import LayerwiseWorker
-from pointsman_connector.layerwise.stats import LayerwiseStats
 from pointsman_connector.layerwise.support import enabled, unsupported_cache, unsupported_engine
-from pointsman_connector.mooncake import AnyDeviceMooncakeConnector, some_device
+
+with vllm_compatibility.imports():
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
+        MooncakeConnectorMetadata,
+        MooncakeConnectorScheduler,
+    )
+    from vllm.logger import init_logger
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from pointsman_connector.layerwise.receiver import LayerwiseWorker
+    from pointsman_connector.layerwise.stats import LayerwiseStats
+    from pointsman_connector.mooncake import AnyDeviceMooncakeConnector, register, some_device
+    from pointsman_connector.vllm_version import warn_if_untested
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -55,6 +58,8 @@ class LayerwiseMooncakeConnector(AnyDeviceMooncakeConnector):
         if not self._layerwise:
             super().__init__(vllm_config, role, kv_cache_config)
             return
+        if role == KVConnectorRole.SCHEDULER:
+            warn_if_untested()
         vllm_compatibility.check()
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self.engine_id = vllm_config.kv_transfer_config.engine_id
@@ -114,6 +119,9 @@ class LayerwiseMooncakeConnector(AnyDeviceMooncakeConnector):
         assert self.connector_worker is not None
         assert isinstance(metadata, LayerwiseMetadata)
         return self.connector_worker.transfer_results(idle=metadata.idle)
+
+
+register(LayerwiseMooncakeConnector)
 
 
 class LayerwiseMetadata(MooncakeConnectorMetadata):

@@ -3,16 +3,18 @@ KV."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
-from vllm.v1.core.sched import output
+from pointsman_connector.vllm_version import TESTED, running
 
-# vLLM version that this package is written for.
-TESTED = "0.32"
+# vLLM's modules with what this package overrides, calls and reads.
+_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_UPSTREAM = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
+_OUTPUT = "vllm.v1.core.sched.output"
 
 # Methods that this package overrides or calls, with their parameters.
 _SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -93,14 +95,25 @@ _ENGINE = ("batch_transfer_sync_write", "batch_transfer_async_write", "get_batch
 class IncompatibleVllm(RuntimeError):
     """This vLLM's MooncakeConnector differs from the one that layer-wise push was written for; `differences` lists where."""
 
-    def __init__(self, differences: list[str]) -> None:
-        import vllm
-
+    def __init__(self, differences: list[str], remedy: str = "") -> None:
+        remedy = remedy or 'Set "layerwise": false in kv_connector_extra_config to run without it.'
         super().__init__(
-            f"layer-wise push was written for vLLM {TESTED}, this is {vllm.__version__} and differs: {'; '.join(differences)}. "
-            'Set "layerwise": false in kv_connector_extra_config to run without it.'
+            f"layer-wise push was written for vLLM {TESTED}, this is {running()} and differs: {'; '.join(differences)}. {remedy}"
         )
         self.differences = differences
+
+
+@contextmanager
+def imports() -> Iterator[None]:
+    """Context manager for the imports of a connector's module: raises IncompatibleVllm, with one line that names what is missing,
+    if this vLLM has other modules or names."""
+    try:
+        yield
+    except IncompatibleVllm:
+        raise
+    except Exception as error:
+        remedy = 'Use vLLM\'s own "kv_connector": "MooncakeConnector" to run without it.'
+        raise IncompatibleVllm([f"{type(error).__name__}: {error}"], remedy) from error
 
 
 def check() -> None:
@@ -120,6 +133,7 @@ def check_worker(worker: object) -> None:
 
 def differences() -> list[str]:
     """Return one text for each method or field that is missing or has unexpected parameters."""
+    base, upstream, output = (_module(name) for name in (_BASE, _UPSTREAM, _OUTPUT))
     found = []
     for class_name, methods in _SHAPES.items():
         found += _changed(upstream, class_name, methods)
@@ -130,7 +144,14 @@ def differences() -> list[str]:
     return found
 
 
-def _changed(module: ModuleType, class_name: str, methods: Mapping[str, tuple[str, ...]]) -> list[str]:
+def _module(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _changed(module: ModuleType | None, class_name: str, methods: Mapping[str, tuple[str, ...]]) -> list[str]:
     owner = getattr(module, class_name, None)
     if owner is None:
         return [f"no {class_name}"]

@@ -56,16 +56,12 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module, with what stands in for vLLM's, which is not installed here."""
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"envs": SimpleNamespace(VLLM_MOONCAKE_BOOTSTRAP_PORT=9001, VLLM_KV_CACHE_LAYOUT=None)},
-        "vllm.config": {"VllmConfig": object},
         f"{CONNECTORS}.factory": {
             "KVConnectorFactory": SimpleNamespace(get_connector_class=lambda config: KINDS[config.kv_connector])
         },
         f"{CONNECTORS}.v1.mooncake.mooncake_connector": {
-            "MooncakeConnector": MooncakeConnector,
             "get_mooncake_bootstrap_addr": lambda config: ("boot", 7),
         },
-        f"{CONNECTORS}.v1.multi_connector": {"MultiConnector": MultiConnector},
-        "pointsman_connector.layerwise.connector": {"LayerwiseMooncakeConnector": LayerwiseMooncakeConnector},
     }
     for name, values in contents.items():
         made = ModuleType(name)
@@ -146,9 +142,10 @@ def test_after_the_prefill(module: Any) -> None:
 def test_microbatches_and_shared_rows_go_after_the_prefill(module: Any) -> None:
     after = LAYERWISE | {"layerwise": "False"}
     assert module.announcement(config("LayerwiseMooncakeConnector", ubatching=True)) == after
-    module.envs.VLLM_KV_CACHE_LAYOUT = "BLNHC"
+    envs = sys.modules["vllm"].envs
+    envs.VLLM_KV_CACHE_LAYOUT = "BLNHC"
     assert module.announcement(config("LayerwiseMooncakeConnector")) == after
-    module.envs.VLLM_KV_CACHE_LAYOUT = "LBHNC"
+    envs.VLLM_KV_CACHE_LAYOUT = "LBHNC"
     assert module.announcement(config("LayerwiseMooncakeConnector")) == LAYERWISE
 
 
@@ -213,3 +210,15 @@ def test_a_hubs_cache_is_told_as_what_is_kept_there(module: Any) -> None:
     engine = config(None)
     engine.model_config.tokenizer = "/cache/hub/models--maker--tiny-coder/snapshots/abc123"
     assert module.tokenizer_place(engine) == {"tokenizer": "maker/tiny-coder", "revision": "abc123"}
+
+
+def test_an_engine_without_one_of_vllms_modules_announces_the_rest(
+    module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delitem(sys.modules, f"{CONNECTORS}.factory")
+    module.announce(config("LayerwiseMooncakeConnector"))
+    page = generate_latest(REGISTRY).decode()
+    assert 'pointsman_tokenizer_info{revision="",tokenizer="maker/tiny"} 1.0' in page
+    assert "pointsman_kv_transfer_info{" not in page
+    (told,) = [one.getMessage() for one in caplog.records]
+    assert "runs without the announcement of its KV transfer support: ModuleNotFoundError" in told

@@ -4,29 +4,45 @@ from __future__ import annotations
 
 import importlib
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 from prometheus_client import REGISTRY
 
+from pointsman_connector import vllm_version
+
 MODULES = ("pointsman_connector.stat_logger", "pointsman_connector.kv_check_metrics")
+
+
+class StatLoggerBase(ABC):
+    """As vLLM's, with a method that only another version has."""
+
+    @abstractmethod
+    def record(self, scheduler_stats: Any, iteration_stats: Any) -> None: ...
+
+    @abstractmethod
+    def only_in_another_version(self) -> None: ...
 
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module, with stand-ins for what is not installed here."""
     logged: list[str] = []
-    logger = SimpleNamespace(info=lambda *_: None, exception=lambda message, *_: logged.append(message))
+    logger = SimpleNamespace(
+        info=lambda *_: None,
+        warning=lambda message, *values: logged.append(message % values),
+        debug=lambda *_, **__: None,
+    )
     contents: dict[str, dict[str, Any]] = {
-        "vllm": {},
-        "vllm.config": {"VllmConfig": object},
+        "vllm": {"__version__": f"{vllm_version.TESTED}.0"},
         "vllm.logger": {"init_logger": lambda _: logger},
         "vllm.v1": {},
         "vllm.v1.metrics": {},
-        "vllm.v1.metrics.loggers": {"StatLoggerBase": object},
-        "vllm.v1.metrics.stats": {"IterationStats": object, "PrefixCacheStats": object, "SchedulerStats": object},
+        "vllm.v1.metrics.loggers": {"StatLoggerBase": StatLoggerBase},
         "pointsman_connector.announcement": {"announce": lambda _: None},
     }
     for name, values in contents.items():
@@ -78,15 +94,24 @@ def test_its_first_error_switches_it_off(module: Any) -> None:
     publisher = module.StepLoadPublisher(object())
     publisher.record(SimpleNamespace(), None)
     assert len(module.logged) == 1, "vLLM's statistics have another shape"
+    assert "runs without step loads: AttributeError" in module.logged[0]
+    assert "\n" not in module.logged[0]
     publisher.record(stats({"num_checked_requests": [1]}), None)
     assert len(module.logged) == 1
     assert value("pointsman_kv_checked_requests_total") == 0
 
 
-def test_an_engine_starts_even_if_it_cannot_announce(module: Any) -> None:
-    def fails(_: object) -> None:
-        raise AttributeError("no such field in this version")
-
-    module.announce = fails
-    module.StepLoadPublisher(object())
+def test_an_engine_starts_even_if_nothing_can_be_said_of_it(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(module.ADDRESS, "not an address")
+    publisher = module.StepLoadPublisher(object())
     assert len(module.logged) == 1
+    publisher.record(stats(None), None)
+    assert len(module.logged) == 1
+    zmq.Context.instance().term()
+
+
+def test_arguments_that_only_another_version_passes_are_accepted(module: Any) -> None:
+    publisher = module.StepLoadPublisher(object(), 1, client_count=4)
+    publisher.record(scheduler_stats=stats({"num_checked_requests": [1]}), iteration_stats=None, ec_stats=object())
+    assert value("pointsman_kv_checked_requests_total") == 1
+    assert module.logged == []

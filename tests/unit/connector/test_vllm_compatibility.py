@@ -94,3 +94,21 @@ def test_a_worker_that_keeps_something_else_is_told_of_at_once(guard: Any) -> No
         "no MooncakeConnectorWorker.reqs_need_send",
         "no TransferEngine.get_batch_transfer_status",
     ]
+
+
+def test_a_module_that_is_gone_is_named_as_what_was_in_it(guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "vllm.v1.core.sched.output")
+    with pytest.raises(guard.IncompatibleVllm) as raised:
+        guard.check()
+    assert raised.value.differences == [f"no SchedulerOutput.{name}" for name in guard._READ["SchedulerOutput"]]
+
+
+def test_a_name_that_cannot_be_imported_is_one_line_with_what_to_do(guard: Any) -> None:
+    with pytest.raises(guard.IncompatibleVllm) as raised, guard.imports():
+        importlib.import_module("vllm.v1.gone")
+    assert raised.value.differences == [
+        "ModuleNotFoundError: No module named 'vllm.v1.gone'; 'vllm.v1' is not a package"
+    ]
+    assert "written for vLLM 0.32, this is 0.99" in str(raised.value)
+    assert "MooncakeConnector" in str(raised.value)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,60 @@
+"""The vLLM version that this package is tested with, and what it logs about any other one. Does not import vLLM when it is
+loaded."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+
+# vLLM version that this package is written for and tested with.
+TESTED = "0.32"
+
+
+def running() -> str:
+    """Return the version of the vLLM that is installed here."""
+    import vllm
+
+    return str(getattr(vllm, "__version__", "of an unknown version"))
+
+
+def is_tested(version: str) -> bool:
+    """Return whether `version` is a release, patch release or build of the tested one."""
+    numbers = re.match(r"\d+\.\d+(?!\d)", version)
+    return numbers is not None and numbers[0] == TESTED
+
+
+@functools.cache
+def warn_if_untested() -> None:
+    """Log a warning if this vLLM is not of the tested version: once in each process."""
+    if not is_tested(version := running()):
+        _logger().warning(
+            "pointsman_connector is tested with vLLM %s, this is vLLM %s: test it before it serves "
+            '(connector/README.md, "How to change it")',
+            TESTED,
+            version,
+        )
+
+
+def warn_without(part: str, error: BaseException) -> None:
+    """Log, in one line, that the engine runs without `part` of this package because of `error`."""
+    reason = " ".join(str(error).split())
+    _logger().warning(
+        "pointsman_connector runs without %s: %s: %s (vLLM %s; tested with %s)",
+        part,
+        type(error).__name__,
+        reason,
+        running(),
+        TESTED,
+    )
+    _logger().debug("The error's origin", exc_info=error)
+
+
+def _logger() -> logging.Logger:
+    """Return vLLM's logger, which the engine shows; if this vLLM has another one, Python's own."""
+    try:
+        from vllm.logger import init_logger
+    except ImportError:
+        return logging.getLogger(__name__)
+    logger: logging.Logger = init_logger(__name__)
+    return logger
