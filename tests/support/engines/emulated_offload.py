@@ -87,8 +87,8 @@ class Worker(LayerwiseWorker):
 
 
 @contextmanager
-def pair(model_folder: str, layers: int, **extra_config: Any) -> Iterator[Pair]:
-    """A sender on an emulated stream and a receiver, with caches of `layers` layers."""
+def pair(model_folder: str, layers: int, make: Callable[..., Worker] = Worker, **extra_config: Any) -> Iterator[Pair]:
+    """A sender on an emulated stream and a receiver, with caches of `layers` layers. `make` makes their workers."""
     names = [f"model.layers.{number}.self_attn.attn" for number in range(layers)]
     spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32)
     cache_config = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(names, spec)])
@@ -117,7 +117,7 @@ def pair(model_folder: str, layers: int, **extra_config: Any) -> Iterator[Pair]:
         mock.patch.multiple(upstream, **stand_ins),
         mock.patch.object(torch.accelerator, "current_device_index", return_value=0),
     ):
-        made = [Worker(one, config, name, cache_config) for one, name in ((stream, "P"), (None, "D"))]
+        made = [make(one, config, name, cache_config) for one, name in ((stream, "P"), (None, "D"))]
         caches = []
         for worker in made:
             # K and V of a head side by side, as the CPU backend has them.

@@ -23,7 +23,8 @@ from tests.support.http_request import Reply, ask
 from tests.support.processes.process import Process, free_port
 from tests.support.repository import REPOSITORY
 
-ENGINE_PYTHON = REPOSITORY / ".venv-engine/bin/python"
+# `make test-next` runs the same tests on another vLLM.
+ENGINE_PYTHON = REPOSITORY / os.environ.get("POINTSMAN_TEST_ENGINE_PYTHON", ".venv-engine/bin/python")
 SERVED_NAME = "tiny"
 ADAPTER = "tiny-red"  # a LoRA adapter of it
 KV_BYTES_PER_TOKEN = (

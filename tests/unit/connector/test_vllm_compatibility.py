@@ -6,6 +6,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Sequence
+from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -52,8 +53,10 @@ def guard(vllm: tuple[Any, Any, Any]) -> Any:
     for module, classes in ((upstream, guard._SHAPES), (base, {"KVConnectorBase_V1": guard._HOOKS})):
         for name, methods in classes.items():
             setattr(module, name, type(name, (), {method: taking(wanted) for method, wanted in methods.items()}))
-    for name, fields in guard._READ.items():
-        setattr(output, name, type(name, (), {"__annotations__": dict.fromkeys(fields, "int")}))
+    for module, messages in ((output, guard._READ), (upstream, guard._MESSAGES)):
+        for name, fields in messages.items():
+            setattr(module, name, type(name, (), {"__annotations__": dict.fromkeys(fields, "int")}))
+    upstream.MooncakeXferResponseStatus = Enum("Status", guard._MESSAGES["MooncakeXferResponseStatus"])
     return guard
 
 
@@ -112,3 +115,18 @@ def test_a_name_that_cannot_be_imported_is_one_line_with_what_to_do(guard: Any) 
     assert "written for vLLM 0.32, this is 0.99" in str(raised.value)
     assert "MooncakeConnector" in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_messages_with_more_than_is_known_are_not_compatible(guard: Any, vllm: tuple[Any, Any, Any]) -> None:
+    """vLLM 0.33: the methods are the same, but a receiver's layout may be absent from its message."""
+    _, upstream, _ = vllm
+    upstream.MooncakeXferMetadata.__annotations__["layout_id"] = "int"
+    upstream.MooncakeXferResponseStatus = Enum("Status", ("FINISH", "CONTINUE", "ERROR", "LAYOUT_MISS"))
+    del upstream.PullReqMeta.__annotations__["failed"]
+    with pytest.raises(guard.IncompatibleVllm) as raised:
+        guard.check()
+    assert sorted(raised.value.differences) == [
+        "MooncakeXferMetadata has layout_id",
+        "MooncakeXferResponseStatus has LAYOUT_MISS",
+        "no PullReqMeta.failed",
+    ]

@@ -1,0 +1,22 @@
+"""The connector as a child of vLLM's MultiConnector: layers are pushed, and its statistics end no request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.engines.vllm_questions import Vllm
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
+
+
+def test_a_prompt_is_pushed_and_counted(vllm: Vllm, model_folder: Path) -> None:
+    """tests/engine/test_async_scheduling.py has the scheduler's side."""
+    ask = "import multi_offload; answer = multi_offload.pushed(**asked)"
+    told = vllm.ask(ask, {"model_folder": str(model_folder)})
+    assert (told["sent"], told["received"], told["invalid"]) == (["p-t"], ["d-t"], [])
+    assert told["same"]
+    assert told["pushes"] > 0
+    assert (told["fallbacks"], told["checked"]) == (0, 1)
+    assert "Num pushes" in told["logged"]
