@@ -35,8 +35,8 @@ class AnyDeviceMooncakeConnector(MooncakeConnector):
 
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics:
-        """Return upstream's metrics. If it has none (vLLM 0.32), return metrics that record nothing: a MultiConnector fails at the
-        first statistics of a child without metrics, in vLLM's handler of all outputs, which ends every request."""
+        """Return upstream's metrics; if it has none (vLLM 0.32), metrics that record nothing. A MultiConnector fails at the first
+        statistics of a child without metrics, in vLLM's handler of all outputs, which ends every request."""
         return super().build_prom_metrics(*args, **kwargs) or _NoMetrics(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""The connector's messages under vLLM's AsyncScheduler, the default on GPUs: each step is scheduled while the step before it runs.
+"""The connector's messages under vLLM's AsyncScheduler, the default on GPUs: a step is scheduled while the one before it runs.
 
 A CPU engine schedules synchronously, so these tests drive the scheduler without an engine."""
 

@@ -37,6 +37,11 @@ def test_blocks_that_were_taken_away_while_they_were_read_do_not_count(ask: Any)
     assert ask("preempted") == {"early": False, "used": True, "same": True}
 
 
+def test_a_prompt_that_is_preempted_when_its_receiver_has_it_keeps_nothing(ask: Any) -> None:
+    told = ask("preempted_after_its_end")
+    assert told == {"used": True, "same": True, "early": False, "freed": ["p-t"], "kept": 0}
+
+
 def test_right_kv_passes_the_check(ask: Any) -> None:
     assert ask("wrong_kv", fault="none") == {
         "used": True,

@@ -69,8 +69,8 @@ _READ: dict[str, tuple[str, ...]] = {
         "preempted_req_ids",
     ),
 }
-# Fields of the messages between two engines, all of them: a further one means that the engines agree on something that this package
-# does not know. vLLM 0.33 has the same methods, but a receiver leaves out its memory's layout if the sender has it.
+# All fields of the messages between two engines: a further one means that the engines agree on something that this package does
+# not know. vLLM 0.33 has the same methods, but a receiver leaves out its memory's layout if the sender has it.
 _MESSAGES: dict[str, tuple[str, ...]] = {
     "MooncakeXferMetadata": (
         "remote_hostname",

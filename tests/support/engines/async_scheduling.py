@@ -1,7 +1,7 @@
 """vLLM's AsyncScheduler with the connector's scheduler side, and a worker that only keeps which token's KV is in which slot.
 
-A module for inside_vllm.py; tests/engine/test_async_scheduling.py draws the scripts. Two batches are in flight: a step is scheduled
-before the step before it has answered. Batches run in the order in which they were scheduled, as on a GPU's stream.
+A module for inside_vllm.py; tests/engine/test_async_scheduling.py draws the scripts. Two batches are in flight: a step is
+scheduled before the step before it has answered. Batches run in the order in which they were scheduled, as on a GPU's stream.
 
 After each step every block that the connector's messages declare sendable must have the KV of its prompt: what is read from it
 until the next message is then right, whenever it is read.

@@ -361,3 +361,24 @@ def preempted(model_folder: str) -> dict[str, Any]:
         both.end("t", again)
         told = both.arrived("t")
         return {"early": early, "used": told, "same": both.equal(again, received)}
+
+
+def preempted_after_its_end(model_folder: str) -> dict[str, Any]:
+    """A prompt is preempted by the step after its last one, when its receiver has it and the scheduler does not know that it is
+    complete (async scheduling). It is computed anew, and its blocks are free once the scheduler has its end."""
+    sent, again, received = list(range(1, 9)), list(range(20, 28)), list(range(40, 48))
+    with pair(model_folder, 6) as both:
+        sender = both.sender
+        both.ask("t", received)
+        both.begin("t")
+        both.step("t", sent, layer_s=0.001)
+        used, same = both.arrived("t"), both.equal(sent, received)
+        sender.begin_step([], aborted=(), preempted=["t"])
+        both.overwrite(sent)
+        both.step("t", again, layer_s=0.001, restarted=True)
+        freed = set(sender.transfer_results(idle=False).finished_sending)
+        early = bool(freed)
+        both.end("t", again)
+        both._until(lambda: bool(freed.update(sender.transfer_results(idle=False).finished_sending) or freed))
+        both._until(lambda: not sender._transfers)
+        return {"used": used, "same": same, "early": early, "freed": sorted(freed), "kept": len(sender._transfer_of)}

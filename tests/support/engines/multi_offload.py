@@ -1,5 +1,5 @@
-"""Two engines' workers as emulated_offload has them, each the second child of vLLM's MultiConnector, called as vLLM's model runner
-calls a connector, and their statistics as its front end gets them.
+"""Two engines' workers as emulated_offload has them, each the second child of vLLM's MultiConnector. They are called as vLLM's
+model runner calls a connector, and their statistics go where its front end has them.
 
 A module for inside_vllm.py.
 """
