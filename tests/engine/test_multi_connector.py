@@ -1,4 +1,4 @@
-"""The connector as a child of vLLM's MultiConnector: layers are pushed, and its statistics end no request."""
+"""As a child of vLLM's MultiConnector the connector pushes layers, too, and its statistics end no request and no log."""
 
 from __future__ import annotations
 
@@ -20,3 +20,11 @@ def test_a_prompt_is_pushed_and_counted(vllm: Vllm, model_folder: Path) -> None:
     assert told["pushes"] > 0
     assert (told["fallbacks"], told["checked"]) == (0, 1)
     assert "Num pushes" in told["logged"]
+
+
+def test_an_engine_without_layerwise_push_logs_its_transfers(vllm: Vllm) -> None:
+    """Its workers have vLLM's own statistics; an error would end vLLM's periodic log."""
+    ask = "import multi_offload; answer = multi_offload.logged_without_pushes(**asked)"
+    told = vllm.ask(ask, {})
+    assert "Num successful transfers=1" in told
+    assert "Num pushes=0" in told

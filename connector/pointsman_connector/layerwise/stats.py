@@ -18,6 +18,12 @@ class LayerwiseStats(MooncakeKVConnectorStats):
     """Upstream's statistics, in which each push is one transfer, and two more: the number of regions of each push, and the number
     of receivers that were served after the prefill because a push had failed or was too late."""
 
+    def __post_init__(self) -> None:
+        # A worker on which layer-wise push is off has upstream's statistics.
+        super().__post_init__()
+        for name in (PUSHES, FALLBACKS, CHECKED):
+            self.data.setdefault(name, [])
+
     def reset(self) -> None:
         """Start an interval."""
         super().reset()

@@ -20,6 +20,7 @@ from emulated_offload import WITHIN_S, Worker, pair
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.stats import MooncakeKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorMetadata
 
 from pointsman_connector.layerwise.chunks import Chunk
@@ -78,11 +79,12 @@ class Engine:
         for name, values in told["LayerwiseMooncakeConnector"].items():
             self.counted.setdefault(name, []).extend(values)
 
-    def logged(self) -> str:
-        """The line that vLLM logs of it."""
-        lines: list[str] = []
-        self.logging.log(lambda text, *values: lines.append(text % values))
-        return "".join(lines)
+
+def logged(logging: KVConnectorLogging) -> str:
+    """The line that vLLM logs."""
+    lines: list[str] = []
+    logging.log(lambda text, *values: lines.append(text % values))
+    return "".join(lines)
 
 
 def message(*chunks: Chunk, idle: bool = False) -> LayerwiseMetadata:
@@ -134,5 +136,14 @@ def pushed(model_folder: str) -> dict[str, Any]:
             "pushes": len(sender.counted.get("num_pushed_regions", ())),
             "fallbacks": len(sender.counted.get("num_push_fallbacks", ())),
             "checked": len(receiver.counted.get("num_checked_requests", ())),
-            "logged": sender.logged(),
+            "logged": logged(sender.logging),
         }
+
+
+def logged_without_pushes() -> str:
+    """What vLLM logs of a transfer after the prefill, if its worker is vLLM's own."""
+    statistics = MooncakeKVConnectorStats()
+    statistics.record_transfer(0.5, 1 << 20, 3)
+    logging = KVConnectorLogging(KVTransferConfig(**LAYERWISE, kv_role="kv_both"))
+    logging.observe(statistics.to_dict())
+    return logged(logging)
