@@ -124,7 +124,7 @@ StepLoadPublisher.__abstractmethods__ = frozenset()
 
 
 def _connected(address: str) -> zmq.Socket[bytes]:
-    socket = zmq.Context.instance().socket(zmq.PUSH)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     # Only the newest message waits for the agent, and the engine's end discards it.
     socket.setsockopt(zmq.CONFLATE, 1)
     socket.setsockopt(zmq.LINGER, 0)
