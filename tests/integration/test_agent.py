@@ -17,7 +17,7 @@ from pointsman.agent.io.state_file import StateFile
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman.common.core.block_keys import prompt_keys
 from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, running
-from tests.support.kv_events import hash_of, store, tokens_of
+from tests.support.kv_events import BLOCK, MODEL, hash_of, store, tokens_of
 from tests.support.waiting import eventually
 
 
@@ -309,7 +309,29 @@ async def test_a_load_balancer_is_refused(engine: FakeEngine, router: FakeRouter
         assert "several processes" in (router.streams[1].goodbye or "")
 
 
-async def test_several_groups_are_reported_as_no_prefix_knowledge(
+async def test_several_groups_are_reported_with_sparse_prefixes(
+    engine: FakeEngine, router: FakeRouter, tmp_path: Path
+) -> None:
+    full = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": BLOCK}
+    async with running(engine.url, [router.address], tmp_path):
+        await engine.publish(store((1, 2, 3), **full), store((1, 2, 3), **window))
+        await eventually(lambda: router.keys(name_of(engine)) == keys_of((1, 2, 3)), "all prefixes")
+        await eventually(lambda: router.streams[-1].hello.instance.sparse_prefixes, "another hello")
+        await engine.publish(BlockRemoved([hash_of((1,)), hash_of((1, 2))], "GPU", group_idx=1))
+        # Before the last block there is no hit, so of its keys only the last is reported.
+        last = prompt_keys(tokens_of((1, 2, 3)), MODEL)[-1]
+        await eventually(lambda: router.keys(name_of(engine)) == {last}, "the only hit")
+    # The next agent restores the groups from its file.
+    async with running(engine.url, [router.address], tmp_path):
+        await eventually(lambda: router.keys(name_of(engine)) == {last}, "the restored hit")
+        instance = router.streams[-1].hello.instance
+        assert (instance.sparse_prefixes, instance.prefix_mode) == (True, pb.PREFIX_MODE_EXACT)
+        await engine.publish(BlockRemoved([hash_of((1, 2))], "GPU", group_idx=0))
+        await eventually(lambda: router.keys(name_of(engine)) == set(), "no hit")
+
+
+async def test_groups_of_unknown_kinds_are_reported_as_no_prefix_knowledge(
     engine: FakeEngine, router: FakeRouter, tmp_path: Path
 ) -> None:
     async with running(engine.url, [router.address], tmp_path):

@@ -4,25 +4,28 @@ An engine names a block by its own hash and may hold the block several times. Ro
 (pointsman.common.core.block_keys) per tier. `CachedBlocks` maps engine hashes to keys. It counts references per (hash,
 location), then blocks per (tier, key). Only the changes 0 -> 1 and 1 -> 0 of the second count become Deltas. A key of a
 block that the engine does not hold is worse than a missing key, so blocks whose chain to the root is uncertain are ignored.
+
+If the engine has several KV cache groups, `GroupedBlocks` determines the keys of its own cache, and other tiers are ignored.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 
-import msgspec
-
+from pointsman.agent.core.event_keys import block_keys, root_of
+from pointsman.agent.core.grouped_blocks import FULL_KINDS, Group, GroupedBlocks, SavedNode, Unsupported
 from pointsman.agent.core.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
-from pointsman.common.core.block_keys import KEY_TOKENS, digest_of, extend_keys, root_key
+from pointsman.common.core.block_keys import KEY_TOKENS, digest_of
 
 # Maximum number of deltas kept for routers that resume.
 RING_DELTAS = 4096
 _MASK = (1 << 64) - 1
 # Attention kinds in which a hit needs every block before it. A chain of keys can express only these.
-_CHAINED_KINDS = frozenset({None, "unknown", "full_attention", "mla_attention", "sink_full_attention"})
+_CHAINED_KINDS = FULL_KINDS | {None, "unknown"}
 
 
 class Tier(IntEnum):
@@ -48,6 +51,10 @@ def tier_of(place: BlockLocation) -> Tier:
     if medium == "GPU":
         return Tier.DEVICE
     return Tier.HOST if medium == "CPU" and locality != "REMOTE" else Tier.STORAGE
+
+
+def _in_own_cache(event: BlockStored | BlockRemoved) -> bool:
+    return tier_of(location_of(event)) is Tier.DEVICE
 
 
 @dataclass(slots=True)
@@ -87,14 +94,26 @@ class CachedBlocks:
 
     After `restore`, `apply` and `clear` are the only mutators. `capacity_blocks` is the number of blocks of the engine's own
     cache (0: unknown). More references than that prove that some are counted twice. From then on the first removal of a
-    block drops all of its references at that location.
+    block drops all of its references at that location. `speculative`: the engine decodes speculatively. This changes the rules of
+    hits with several groups in a way that events do not show, so such an engine has no keys.
     """
 
-    def __init__(self, model: str, *, capacity_blocks: int = 0, ring: int = RING_DELTAS, latest_seq: int = 0) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        capacity_blocks: int = 0,
+        speculative: bool = False,
+        ring: int = RING_DELTAS,
+        latest_seq: int = 0,
+    ) -> None:
         self.model = model
         self.capacity_blocks = capacity_blocks
+        self.speculative = speculative
         self.latest_seq = latest_seq
         self.blocks: dict[BlockHash, Block] = {}
+        self.grouped: GroupedBlocks | None = None
+        """The blocks if the engine has several KV cache groups; `blocks` is then empty."""
         self.counts = BlockEventCounts()
         self.digest = 0
         self.unusable_reason = ""
@@ -142,16 +161,24 @@ class CachedBlocks:
         if self.unusable_reason:
             return False
         self.counts.batches += 1
-        for event in events:
-            if isinstance(event, BlockStored):
-                self._store(event)
-            elif isinstance(event, BlockRemoved):
-                self._remove(event)
-            elif isinstance(event, AllBlocksCleared):
-                self._forget()
+        batch = list(events)
+        if self.grouped is not None or any(
+            event.group_idx for event in batch if not isinstance(event, AllBlocksCleared)
+        ):
+            self._learn_groups(batch)
+        for event in batch:
             if self.unusable_reason:
-                self._forget()
                 break
+            if isinstance(event, AllBlocksCleared):
+                self._forget()
+            elif self.grouped is not None:
+                self._apply_to_group(event, self.grouped)
+            elif isinstance(event, BlockStored):
+                self._store(event)
+            else:
+                self._remove(event)
+        if self.unusable_reason:
+            self._forget()
         return self._emit()
 
     def clear(self) -> bool:
@@ -169,6 +196,15 @@ class CachedBlocks:
         for tier in Tier:
             self._added[tier].clear()
 
+    def restore_grouped(self, groups: Mapping[int, Group], nodes: Iterable[SavedNode]) -> None:
+        """Fill empty cached blocks of an engine with several KV cache groups, as `restore` does. Mutates."""
+        assert not self.blocks
+        self.grouped = self._group()
+        self.grouped.set_groups(groups)
+        self.grouped.restore(nodes)
+        for tier in Tier:
+            self._added[tier].clear()
+
     def check(self) -> None:
         """Assert that the incremental state equals the state computed from all blocks. For tests; O(cached blocks)."""
         expected: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}
@@ -181,6 +217,10 @@ class CachedBlocks:
                 device_refs += count if tier is Tier.DEVICE else 0
                 for key in block.keys:
                     expected[tier][key] = expected[tier].get(key, 0) + 1
+        if self.grouped is not None:
+            assert not self.blocks
+            for key in self.grouped.check():
+                expected[Tier.DEVICE][key] = expected[Tier.DEVICE].get(key, 0) + 1
         assert expected == self._keys
         assert device_refs == self._device_refs
         digest = 0
@@ -190,10 +230,42 @@ class CachedBlocks:
 
     # -- events --------------------------------------------------------------------------------------------------
 
-    def _store(self, event: BlockStored) -> None:
-        if event.group_idx:
-            self.unusable_reason = "the model has several KV cache groups"
+    def _group(self) -> GroupedBlocks:
+        return GroupedBlocks(self.model, partial(self._gain, Tier.DEVICE), partial(self._lose, Tier.DEVICE))
+
+    def _learn_groups(self, batch: Sequence[Event]) -> None:
+        """Learn the groups of a batch's events before any is applied: an engine stores blocks of all groups in the same batch."""
+        if self.speculative:
+            self.unusable_reason = "the model has several KV cache groups, and the engine decodes speculatively"
             return
+        stored = [event for event in batch if isinstance(event, BlockStored) and _in_own_cache(event)]
+        grouped = self.grouped or self._group()
+        try:
+            if grouped.learn_groups(stored):
+                self._forget()
+                self.grouped = grouped
+        except Unsupported as error:
+            self.unusable_reason = str(error)
+
+    def _apply_to_group(self, event: BlockStored | BlockRemoved, grouped: GroupedBlocks) -> None:
+        count, own = len(event.block_hashes), _in_own_cache(event)
+        if isinstance(event, BlockStored):
+            self.counts.stored += count
+            if not own:
+                return
+            try:
+                self.counts.orphans += grouped.store(event)
+            except OverflowError:
+                self.counts.malformed += count
+            if 0 < self.capacity_blocks < grouped.references:
+                self._refcounts_unsure = True
+            return
+        self.counts.removed += count
+        for name in event.block_hashes if own else ():
+            if not grouped.remove(name, event.group_idx or 0, everything=self._refcounts_unsure):
+                self.counts.unknown_removed += 1
+
+    def _store(self, event: BlockStored) -> None:
         if event.kv_cache_spec_kind not in _CHAINED_KINDS:
             self.unusable_reason = f"attention of kind {event.kv_cache_spec_kind} has no chained prefix"
             return
@@ -223,7 +295,7 @@ class CachedBlocks:
             return
         per_block = size // KEY_TOKENS
         try:
-            keys = self._block_keys(parent, event, fresh)
+            keys = block_keys(parent, event, fresh)
         except OverflowError:
             self.counts.malformed += len(hashes) - fresh
             return
@@ -238,31 +310,11 @@ class CachedBlocks:
         if fresh:
             return self.blocks[event.block_hashes[fresh - 1]].keys[-1]
         if event.parent_block_hash is None:
-            return root_key(self.model, event.lora_name or "", _cache_salt(event))
+            return root_of(event, self.model)
         parent = self.blocks.get(event.parent_block_hash)
         return parent.keys[-1] if parent is not None else None
 
-    @staticmethod
-    def _block_keys(parent: int, event: BlockStored, fresh: int) -> list[int]:
-        size = event.block_size
-        first_is_root = fresh == 0 and event.parent_block_hash is None
-        extras = [
-            _extra_bytes(entry, event.lora_name, has_salt=first_is_root and at == 0)
-            for at, entry in enumerate((event.extra_keys or [])[fresh:])
-        ]
-        if not any(extras):
-            return extend_keys(parent, event.token_ids[fresh * size :] if fresh else event.token_ids)
-        keys: list[int] = []
-        for at in range(len(event.block_hashes) - fresh):
-            tokens = event.token_ids[(fresh + at) * size : (fresh + at + 1) * size]
-            keys += extend_keys(parent, tokens, extras[at] if at < len(extras) else b"")
-            parent = keys[-1]
-        return keys
-
     def _remove(self, event: BlockRemoved) -> None:
-        if event.group_idx:
-            self.unusable_reason = "the model has several KV cache groups"
-            return
         place = location_of(event)
         self.counts.removed += len(event.block_hashes)
         for name in event.block_hashes:
@@ -280,11 +332,13 @@ class CachedBlocks:
             self._device_refs += count
             if 0 < self.capacity_blocks < self._device_refs:
                 self._refcounts_unsure = True
-        if held:
-            return
+        if not held:
+            self._gain(tier, block.keys)
+
+    def _gain(self, tier: Tier, keys: Sequence[int]) -> None:
         counts, added, removed = self._keys[tier], self._added[tier], self._removed[tier]
         factor = 2 * tier + 1
-        for key in block.keys:
+        for key in keys:
             holders = counts.get(key, 0)
             counts[key] = holders + 1
             if holders == 0:
@@ -306,9 +360,12 @@ class CachedBlocks:
         del block.refs[place]
         if not block.refs:
             del self.blocks[name]
+        self._lose(tier, block.keys)
+
+    def _lose(self, tier: Tier, keys: Sequence[int]) -> None:
         counts, added, removed = self._keys[tier], self._added[tier], self._removed[tier]
         factor = 2 * tier + 1
-        for key in block.keys:
+        for key in keys:
             holders = counts[key]
             if holders > 1:
                 counts[key] = holders - 1
@@ -328,6 +385,8 @@ class CachedBlocks:
         before = self.key_count - sum(map(len, self._added.values())) + sum(map(len, self._removed.values()))
         self._cleared = self._cleared or before > 0
         self.blocks = {}
+        if self.grouped is not None:
+            self.grouped.forget()
         self.digest = 0
         self._device_refs = 0
         for tier in Tier:
@@ -353,26 +412,3 @@ class CachedBlocks:
         self.latest_seq += 1
         self._ring.append(Delta(self.latest_seq, tier, tuple(added), tuple(removed), self._cleared))
         self._cleared = False
-
-
-def _cache_salt(event: BlockStored) -> str:
-    """Return the salt of a prompt's first block: the string that is not the adapter's name. Embedding digests are bytes."""
-    entry = event.extra_keys[0] if event.extra_keys else None
-    strings = [item for item in entry or [] if isinstance(item, str)]
-    if event.lora_name and strings and strings[0] == event.lora_name:
-        strings = strings[1:]
-    return strings[0] if strings else ""
-
-
-def _extra_bytes(entry: list[object] | None, lora_name: str | None, *, has_salt: bool) -> bytes:
-    """Return an `extra_keys` entry without adapter and salt, as msgpack; b"" if nothing is left. The root key has these two."""
-    if not entry:
-        return b""
-    rest = list(entry)
-    if lora_name and rest and rest[0] == lora_name:
-        rest = rest[1:]
-    if has_salt:
-        salt = next((at for at, item in enumerate(rest) if isinstance(item, str)), None)
-        if salt is not None:
-            del rest[salt]
-    return msgspec.msgpack.encode(rest) if rest else b""

@@ -25,8 +25,10 @@ _KV_TRANSFER = "pointsman_kv_transfer_info"
 _TOKENIZER = "pointsman_tokenizer_info"
 _WRONG_KV = "pointsman_kv_wrong_requests_total"
 _PROCESS_START = "process_start_time_seconds"
+# An engine has this counter only if it decodes speculatively.
+_DRAFTS = "vllm:spec_decode_num_drafts_total"
 
-NAMES = (*_GAUGES_AND_COUNTERS, _CACHE_CONFIG, _KV_TRANSFER, _TOKENIZER, _WRONG_KV, _PROCESS_START)
+NAMES = (*_GAUGES_AND_COUNTERS, _CACHE_CONFIG, _KV_TRANSFER, _TOKENIZER, _WRONG_KV, _PROCESS_START, _DRAFTS)
 """The series that `parse_metrics` reads. A server can be requested to return only these."""
 
 _LINE = re.compile(
@@ -39,7 +41,7 @@ _ESCAPE = re.compile(r"\\(.)")
 @dataclass(slots=True)
 class Sample:
     """Metrics of one rank. Gauges: numbers of requests, share of KV blocks in use (0 to 1). Counters (tokens, preemptions)
-    count from the engine's start."""
+    count from the engine's start. `speculative`: the engine decodes speculatively."""
 
     running: float = 0
     waiting: float = 0
@@ -50,6 +52,7 @@ class Sample:
     external_prefix_cache_queries: float = 0
     external_prefix_cache_hits: float = 0
     preemptions: float = 0
+    speculative: bool = False
     cache_config: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -114,6 +117,8 @@ def parse_metrics(page: bytes) -> Scrape:
         sample = ranks.setdefault(_integer(labels.get("engine")), Sample())
         if name == _CACHE_CONFIG:
             sample.cache_config = labels
+        elif name == _DRAFTS:
+            sample.speculative = True
         else:
             setattr(sample, _GAUGES_AND_COUNTERS[name], float(match[3]))
     return Scrape(process_start, ranks, announced.get(_KV_TRANSFER, {}), announced.get(_TOKENIZER, {}), wrong_kv)

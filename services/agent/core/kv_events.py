@@ -22,7 +22,8 @@ class BlockStored(msgspec.Struct, tag=True, gc=False):
 
     A placeholder (no token_ids, block_size 0) names blocks that an offloading connector moved, only by their hashes.
     `extra_keys` has one entry per block: LoRA name, multimodal (id, offset) pairs, cache salt and embedding digests, in this
-    order, or None.
+    order, or None. In groups other than full attention, blocks that the engine does not cache are left out of `block_hashes` and
+    `extra_keys`, but their tokens are in `token_ids`. `kv_cache_spec_sliding_window` is in tokens.
     """
 
     block_hashes: list[BlockHash]
@@ -34,6 +35,7 @@ class BlockStored(msgspec.Struct, tag=True, gc=False):
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
     ownership: str | None = None
 

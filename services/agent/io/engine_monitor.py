@@ -217,6 +217,7 @@ class EngineMonitor:
                 source,
                 process=process,
                 capacity_blocks=sample.kv_blocks,
+                speculative=sample.speculative,
                 saw_start=saw_start,
             )
             self.instances[rank] = monitor

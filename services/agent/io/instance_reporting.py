@@ -59,6 +59,7 @@ class InstanceMonitor:
         *,
         process: str,
         capacity_blocks: int,
+        speculative: bool,
         saw_start: bool,
     ) -> None:
         self.instance = instance
@@ -69,9 +70,10 @@ class InstanceMonitor:
         self._agent_context = agent_context
         self._process = process
         self._capacity_blocks = capacity_blocks
+        self._speculative = speculative
         self._saw_start = saw_start
         self._file = StateFile(agent_context.state_dir, instance.instance_id)
-        self.cached_blocks = CachedBlocks(instance.model, capacity_blocks=capacity_blocks)
+        self.cached_blocks = self._empty()
         self.subscriber: KvSubscriber | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._saving: asyncio.Future[bool] | None = None
@@ -152,7 +154,9 @@ class InstanceMonitor:
         """Create cached blocks and subscriber, from the file if the file is of this lifetime and the publisher confirms that."""
         state = await asyncio.to_thread(self._restorable)
         if state is not None:
-            self.cached_blocks = restore_cached_blocks(state, capacity_blocks=self._capacity_blocks)
+            self.cached_blocks = restore_cached_blocks(
+                state, capacity_blocks=self._capacity_blocks, speculative=self._speculative
+            )
             self.instance.incarnation = state.incarnation
         elif not self._saw_start:
             # Routers may know this incarnation from an agent whose file is lost. Its sequence numbers must not be reused.
@@ -172,12 +176,18 @@ class InstanceMonitor:
             self.subscriber.close()
             self.instance.incarnation = new_incarnation(self._process)
             seq = self.cached_blocks.latest_seq + 1
-            self.cached_blocks = CachedBlocks(
-                self.instance.model, capacity_blocks=self._capacity_blocks, latest_seq=seq
-            )
+            self.cached_blocks = self._empty(seq)
             self.subscriber = KvSubscriber(self._agent_context.zmq, source, self.cached_blocks, self._changed)
             await self.subscriber.start()
         self._changed()
+
+    def _empty(self, latest_seq: int = 0) -> CachedBlocks:
+        return CachedBlocks(
+            self.instance.model,
+            capacity_blocks=self._capacity_blocks,
+            speculative=self._speculative,
+            latest_seq=latest_seq,
+        )
 
     def _restorable(self) -> SavedState | None:
         """Return the saved state if it is of this incarnation, after marking its file as not clean. A file that is damaged, or
@@ -200,6 +210,11 @@ class InstanceMonitor:
             self.instance.prefix_mode = pb.PREFIX_MODE_NONE
             self.instance.prefix_reason = self.cached_blocks.unusable_reason
             self._log.warning("the instance's prefixes cannot be known", reason=self.cached_blocks.unusable_reason)
+            for reporter in self.reporters:
+                reporter.describe(self.instance)
+        elif self.cached_blocks.grouped is not None and not self.instance.sparse_prefixes:
+            self.instance.sparse_prefixes = True
+            self._log.info("the model has several KV cache groups", groups=str(self.cached_blocks.grouped.groups))
             for reporter in self.reporters:
                 reporter.describe(self.instance)
         for reporter in self.reporters:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
 
 from pointsman.agent.core.cached_blocks import BlockLocation, CachedBlocks
+from pointsman.agent.core.grouped_blocks import Group
 from pointsman.agent.core.kv_events import BlockHash
 
 FORMAT = 2
@@ -23,6 +23,7 @@ FORMAT = 2
 SEQ_JUMP = 1 << 32
 
 SavedBlock = tuple[BlockHash, bytes, list[tuple[BlockLocation, int]]]
+PackedNode = tuple[BlockHash, BlockHash | None, bytes, list[tuple[int, int]]]
 
 
 class SavedState(msgspec.Struct, array_like=False):
@@ -30,7 +31,9 @@ class SavedState(msgspec.Struct, array_like=False):
 
     `process` is the engine's identity, empty if the engine does not report one. `applied` is the number of the last KV-event
     batch applied, `applied_digest` the XXH3-64 of its payload (0: unknown). `latest_seq` is the number of the last delta. A block
-    is (engine hash, its keys as u64 in native byte order, [(location, references)]).
+    is (engine hash, its keys as u64 in native byte order, [(location, references)]). `groups` and `nodes` are those of an engine
+    with several KV cache groups: group -> (block size, needed blocks), and (engine hash, its parent's, keys, [(group,
+    references)]).
     """
 
     format: int
@@ -42,6 +45,8 @@ class SavedState(msgspec.Struct, array_like=False):
     applied_digest: int
     latest_seq: int
     blocks: list[SavedBlock]
+    groups: dict[int, tuple[int, int]] = {}
+    nodes: list[PackedNode] = []
 
 
 def to_saved_state(
@@ -52,6 +57,7 @@ def to_saved_state(
         (name, array("Q", block.keys).tobytes(), list(block.refs.items()))
         for name, block in cached_blocks.blocks.items()
     ]
+    grouped = cached_blocks.grouped
     return SavedState(
         FORMAT,
         clean,
@@ -62,22 +68,34 @@ def to_saved_state(
         applied_digest,
         cached_blocks.latest_seq,
         blocks,
+        {index: (group.block_size, group.needed) for index, group in grouped.groups.items()} if grouped else {},
+        [
+            (name, parent, array("Q", keys).tobytes(), list(refs.items()))
+            for name, parent, keys, refs in (grouped.saved() if grouped else ())
+        ],
     )
 
 
-def restore_cached_blocks(state: SavedState, *, capacity_blocks: int) -> CachedBlocks:
+def restore_cached_blocks(state: SavedState, *, capacity_blocks: int, speculative: bool = False) -> CachedBlocks:
     """Return cached blocks equal to those that `state` was made from. The sequence jumps by SEQ_JUMP unless `state` is clean."""
     latest_seq = state.latest_seq if state.clean else state.latest_seq + SEQ_JUMP
-    cached_blocks = CachedBlocks(state.model, capacity_blocks=capacity_blocks, latest_seq=latest_seq)
-    cached_blocks.restore(_entries(state.blocks))
+    cached_blocks = CachedBlocks(
+        state.model, capacity_blocks=capacity_blocks, speculative=speculative, latest_seq=latest_seq
+    )
+    if state.groups:
+        groups = {index: Group(size, needed) for index, (size, needed) in state.groups.items()}
+        cached_blocks.restore_grouped(
+            groups, ((name, parent, _unpacked(packed), dict(refs)) for name, parent, packed, refs in state.nodes)
+        )
+    else:
+        cached_blocks.restore((name, _unpacked(packed), dict(refs)) for name, packed, refs in state.blocks)
     return cached_blocks
 
 
-def _entries(blocks: list[SavedBlock]) -> Iterable[tuple[BlockHash, tuple[int, ...], dict[BlockLocation, int]]]:
-    for name, packed, refs in blocks:
-        keys = array("Q")
-        keys.frombytes(packed)
-        yield name, tuple(keys), dict(refs)
+def _unpacked(packed: bytes) -> tuple[int, ...]:
+    keys = array("Q")
+    keys.frombytes(packed)
+    return tuple(keys)
 
 
 class StateFile:

@@ -16,6 +16,9 @@ from xxhash import xxh3_64_intdigest
 
 KEY_TOKENS = 16
 KEY_SCHEME = "xxh3-64/16/1"
+# Number of keys of a prompt from one anchor to the next (see anchor_of).
+ANCHOR_KEYS = 64
+_ANCHOR = 0x9E37_79B9_7F4A_7C15
 _KEY_BYTES = KEY_TOKENS * 4
 _MASK = (1 << 64) - 1
 # Number of keys that digest_of folds at a time.
@@ -52,6 +55,15 @@ def extend_keys(parent: int, token_ids: Sequence[int], extra: bytes = b"") -> li
 def prompt_keys(token_ids: Sequence[int], model: str, lora: str = "", cache_salt: str = "") -> list[int]:
     """Return the keys of a whole prompt: one for each full block of 16 tokens."""
     return extend_keys(root_key(model, lora, cache_salt), token_ids)
+
+
+def anchor_of(key: int) -> int:
+    """Return the anchor that belongs to the last of each ANCHOR_KEYS keys of a prompt.
+
+    An instance with sparse prefixes has the anchor in its set of keys while a cached prefix may end there or later, because a
+    group of full attention has all blocks up to there. So routers know where not to look for one.
+    """
+    return key ^ _ANCHOR
 
 
 def digest_of(tier: int, keys: Collection[int]) -> int:

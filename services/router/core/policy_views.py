@@ -80,10 +80,11 @@ class Views:
             if chosen := self._first_choice(loads, request, shares, (*drawn, owner), decision_number, now):
                 members, unseen = chosen, loads.unseen(chosen)
         snapshots = self._snapshots(members, now)
-        blocks, provisional = self._prefix_knowledge.match(request.keys, [one.candidate for one in snapshots])
         tokens = request.input_tokens
         # An engine reuses whole blocks of its own size, and always computes the last token itself.
         reusable = max(tokens - 1, 0)
+        keys = request.keys if len(request.keys) * KEY_TOKENS <= reusable else request.keys[: reusable // KEY_TOKENS]
+        blocks, provisional = self._prefix_knowledge.match(keys, [one.candidate for one in snapshots])
         candidates = []
         for snapshot in snapshots:
             candidate = snapshot.candidate

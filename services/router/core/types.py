@@ -79,6 +79,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
 
     `block_size`, `kv_capacity_tokens` and `max_model_len` are in tokens; the latter two are 0 if unknown. `hardware`: a name that
     all equally fast instances share. `long_prefill_token_threshold`: vLLM's setting of that name, in tokens; 0: none or unknown.
+    `sparse_prefixes`: a prefix can be cached although a shorter one is not.
     """
 
     instance_id: str
@@ -99,6 +100,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
     kv_transfer: KvTransfer | None = None
     hardware: str = ""
     long_prefill_token_threshold: int = 0
+    sparse_prefixes: bool = False
 
 
 class Gpu(msgspec.Struct, frozen=True, gc=False):

@@ -178,7 +178,7 @@ def test_removing_what_is_unknown_is_counted_and_nothing_else(cached_blocks: Cac
     assert cached_blocks.counts.unknown_removed == 2
 
 
-def test_several_groups_end_the_keys(cached_blocks: CachedBlocks) -> None:
+def test_groups_of_unknown_kinds_end_the_keys(cached_blocks: CachedBlocks) -> None:
     cached_blocks.apply([store((1,))])
     assert cached_blocks.apply([store((2,), group_idx=1), store((3,))])
     assert "several KV cache groups" in cached_blocks.unusable_reason

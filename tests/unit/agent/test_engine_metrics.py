@@ -21,6 +21,7 @@ def test_a_captured_page() -> None:
     assert sample.generation_tokens > 0
     assert sample.prefix_cache_queries > sample.prefix_cache_hits > 0
     assert sample.cache_config["enable_prefix_caching"] == "True"
+    assert not sample.speculative
 
 
 def test_ranks_are_told_apart_and_oddities_read() -> None:
@@ -36,3 +37,11 @@ def test_ranks_are_told_apart_and_oddities_read() -> None:
     assert scrape.ranks[1].kv_usage == 1e-3
     assert scrape.ranks[1].kv_capacity_tokens == 160
     assert scrape.ranks[0].kv_capacity_tokens == 0
+
+
+def test_an_engine_that_counts_drafts_decodes_speculatively() -> None:
+    page = (
+        b'vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 0.0\nvllm:num_requests_running{engine="0"} 1.0\n'
+    )
+    ranks = parse_metrics(page).ranks
+    assert (ranks[0].speculative, ranks[1].speculative) == (False, True)

@@ -39,6 +39,7 @@ instances = st.builds(
     node=words,
     hardware=words,
     long_prefill_token_threshold=counts,
+    sparse_prefixes=st.booleans(),
     kv_transfer=st.none()
     | st.builds(
         KvTransfer,

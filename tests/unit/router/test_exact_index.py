@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from pointsman.common.core.block_keys import ANCHOR_KEYS, anchor_of
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.prefix import exact_index
 from pointsman.router.core.prefix.exact_index import SHARDS, SWEEP_AFTER, IndexFull, PrefixIndex
@@ -113,3 +116,29 @@ def test_where_a_run_ends_is_found_by_a_few_look_ups(held: int, start: int) -> N
     assert keys.reads <= 2 * max(held - start, 1).bit_length() + 1
     assert index.run_end("a", keys, start, min(held, start + 3)) == max(start, min(held, start + 3))
     assert index.run_end("nobody", keys, start, 8_125) == start
+
+
+KEPT = st.lists(st.tuples(st.integers(0, 299), st.integers(0, 300)), min_size=1, max_size=12)
+
+
+@given(KEPT)
+def test_a_sparse_owner_is_searched_from_its_first_missing_anchor(held: list[tuple[int, int]]) -> None:
+    """Each owner has all blocks of the prompt up to some length by the chain, and one hit at most, which is shorter."""
+    index, keys = PrefixIndex(), [key << 20 for key in range(1, 301)]
+    for number, (hit, length) in enumerate(held):
+        anchors = [anchor_of(key) for key in keys[ANCHOR_KEYS - 1 : length : ANCHOR_KEYS]]
+        index.add(str(number), [*anchors, *keys[hit : hit + 1][: length > hit]])
+        index.set_sparse(str(number), True)
+    expected = {str(number): hit + 1 if length > hit else 0 for number, (hit, length) in enumerate(held)}
+    assert index.leading_blocks(keys, expected) == expected
+    counts = [count for count, _ in index.runs(keys, index.mask(expected))]
+    assert counts == sorted(counts, reverse=True)
+
+
+def test_sparse_owners_cost_few_look_ups_where_they_have_nothing() -> None:
+    index, keys = PrefixIndex(), Counted(8_125)
+    for number in range(100):
+        index.set_sparse(str(number), True)
+        index.add(str(number), [1_000_000 + number, *map(anchor_of, keys.keys[63:200:64])])
+    assert index.leading_blocks(keys, map(str, range(100))) == {str(number): 0 for number in range(100)}
+    assert keys.reads <= 8_125 // ANCHOR_KEYS + 4 * ANCHOR_KEYS

@@ -162,6 +162,60 @@ def test_a_gateway_that_returns_keeps_the_progress_of_its_open_requests() -> Non
     assert (pending(router, "a"), pending(router, "b")) == (0, 200)
 
 
+# ---- sparse prefixes ----
+
+
+def test_a_sparse_instance_has_what_ends_with_the_last_of_its_keys() -> None:
+    router = state()
+    join(router, "a", 1, [KEYS[4], KEYS[8]], sparse_prefixes=True)
+    join(router, "b", 2, [KEYS[4], KEYS[8]])
+    assert seen(router).cached_tokens == 144
+    assert seen(router, PROMPT[:143]).cached_tokens == 80
+    assert seen(router, PROMPT[:64]).cached_tokens == 0
+    assert seen(router, name="b").cached_tokens == 0
+    report(router, Delta(1, 1, removed=[KEYS[8]]))
+    assert seen(router).cached_tokens == 80
+    router.check_invariants()
+
+
+def test_the_last_token_of_a_prompt_is_computed_although_a_sparse_instance_has_its_block() -> None:
+    """The block before is no hit, so the prompt falls back to an earlier one."""
+    router = state()
+    join(router, "a", 1, [KEYS[2], KEYS[5]], sparse_prefixes=True)
+    assert seen(router, PROMPT[:96]).cached_tokens == 48
+    assert seen(router, PROMPT[:97]).cached_tokens == 96
+
+
+def test_an_instance_becomes_sparse_with_its_next_hello_and_stays_so_without_keys() -> None:
+    router = state()
+    join(router, "a", 1, [KEYS[4]])
+    assert seen(router).cached_tokens == 0
+    hello(router, "a", 2, sparse_prefixes=True)
+    assert seen(router).cached_tokens == 80
+    report(router, Delta(1, 1, added=[KEYS[6]], cleared=True))
+    assert seen(router).cached_tokens == 112
+    router.handle(ev.AgentGoodbye(2, "a"), 0.0)
+    join(router, "a", 3, [KEYS[4]])
+    assert seen(router).cached_tokens == 0
+
+
+def test_an_answer_of_a_sparse_instance_credits_nothing() -> None:
+    router = state()
+    join(router, "a", 1, [KEYS[4]], sparse_prefixes=True)
+    answer(router, "r", now=1.0)
+    one = seen(router, now=1.5)
+    assert (one.cached_tokens, one.provisional_tokens) == (80, 0)
+
+
+def test_the_prefill_of_a_sparse_instance_is_followed_by_its_keys() -> None:
+    router = state()
+    join(router, "a", 1, [KEYS[4]], sparse_prefixes=True)
+    place(router, request("r", prompt=PROMPT))
+    assert pending(router) == 200 - 80
+    report(router, Delta(1, 1, added=KEYS[5:8]))
+    assert pending(router) == 200 - 128
+
+
 # ---- provisional keys ----
 
 

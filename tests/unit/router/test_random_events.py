@@ -65,6 +65,7 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = PrefixIndex(sweep_keys=1)
         self.model: dict[str, set[int]] = {}
+        self.sparse: set[str] = set()
 
     @rule(owner=OWNERS, keys=KEYS)
     def add(self, owner: str, keys: list[int]) -> None:
@@ -87,12 +88,20 @@ class IndexMachine(RuleBasedStateMachine):
     def sweep(self) -> None:
         self.index.sweep()
 
+    @rule(owner=OWNERS, sparse=st.booleans())
+    def set_sparse(self, owner: str, sparse: bool) -> None:
+        self.index.set_sparse(owner, sparse)
+        (self.sparse.add if sparse else self.sparse.discard)(owner)
+
     @rule(keys=KEYS, owners=st.lists(OWNERS, unique=True))
     def look_up(self, keys: list[int], owners: list[str]) -> None:
         found = self.index.leading_blocks(keys, owners)
         for owner in owners:
             held = self.model.get(owner, set())
             end = found[owner]
+            if owner in self.sparse:  # fewer keys than there are from one anchor to the next
+                assert end == max((place + 1 for place, key in enumerate(keys) if key in held), default=0)
+                continue
             assert end == 0 or keys[end - 1] in held
             assert end == len(keys) or keys[end] not in held
             run = next((place for place, key in enumerate(keys) if key not in held), len(keys))
@@ -337,7 +346,7 @@ class StateMachine(RuleBasedStateMachine):
             self.handle(ev.LoadReported(self.stream_of.get(name, 0), name, sample))
 
     def info(self, name: str, **changes: Any) -> InstanceInfo:
-        known = info(name, model=self.model_of[name], served_names=(), **changes)
+        known = info(name, model=self.model_of[name], served_names=(), sparse_prefixes=name == "b", **changes)
         assert known.kv_transfer is not None
         return replace(known, kv_transfer=replace(known.kv_transfer, role=KvRole.PRODUCER)) if name == "p" else known
 

@@ -385,6 +385,7 @@ class InstanceRegistry:
             else:
                 record.become(begun)
                 self._forgive(info)
+        self._index.set_sparse(info.instance_id, info.sparse_prefixes)
         if record.kv_refuses():
             self._refusing.add(info.instance_id)
         if stays:
@@ -448,6 +449,7 @@ class InstanceRegistry:
         """Remove an instance and its keys. Mutates."""
         record = self._records.pop(instance_id)
         record.sync.reset()
+        self._index.set_sparse(instance_id, False)
         self._leave_pool(record)
         self._name_pools()
 

@@ -206,6 +206,9 @@ class PrefixKnowledge:
         # An engine keeps only whole blocks of its own size.
         keys = prompt.keys[: min(prompt.target_tokens // KEY_TOKENS, len(prompt.keys)) // per_block * per_block]
         if self.source(record, now) is PrefixSource.EVENTS:
+            if record.info.sparse_prefixes:
+                # Blocks at the front of the prompt may be evicted before its end is computed, so only events show the hits.
+                return
             held = self.index.leading_blocks(keys, (prompt.instance_id,))[prompt.instance_id]
             self.provisional.add(prompt.instance_id, keys[held:], now)
         elif not record.follows_events:

@@ -4,6 +4,10 @@ Dicts map a key to a bit mask of slots; a slot stands for one instance's copy. M
 more than its dict entry. The dicts are many and small, because a dict that grows, or is swept, blocks the event loop: for
 milliseconds with 30,000 keys, for a second with 8 million.
 
+Most owners have chained keys: who holds a key of a prompt holds all keys before it. A sparse owner (`set_sparse`) may hold a key
+without those before it, and what it has cached of a prompt ends with the last key that it holds. Its anchors are chained, and no
+key that it holds is behind the first anchor that is missing.
+
 Dropping an instance only retires its slot. Once there are several retired slots, one pass over all keys clears their bits, a few
 dicts at a time. So a fleet that resyncs at once does not cost one pass per instance.
 """
@@ -12,6 +16,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from heapq import merge
+from itertools import pairwise
+
+from pointsman.common.core.block_keys import ANCHOR_KEYS, anchor_of
 
 UNBOUNDED = 1 << 62
 
@@ -47,6 +55,9 @@ class PrefixIndex:
         self._bit_of: dict[str, int] = {}
         self._owner_of: dict[int, str] = {}
         self._count: dict[str, int] = {}
+        # The sparse owners, whether they have a slot or not, and the bits of those that have one.
+        self._sparse: set[str] = set()
+        self._sparse_bits = 0
         # _retired: slots that wait for a sweep. _sweeping: slots whose bits the current sweep clears. _unswept: numbers of the
         # dicts that it has not visited yet.
         self._retired: set[int] = set()
@@ -146,10 +157,21 @@ class PrefixIndex:
         if bit is None:
             return
         self.generation += 1
+        self._sparse_bits &= ~bit
         slot = bit.bit_length() - 1
         del self._owner_of[slot]
         del self._count[owner]
         self._retired.add(slot)
+
+    def set_sparse(self, owner: str, sparse: bool) -> None:
+        """Set whether `owner` is sparse; it stays so when it is dropped. Mutates."""
+        bit = self._bit_of.get(owner, 0)
+        if sparse:
+            self._sparse.add(owner)
+            self._sparse_bits |= bit
+        else:
+            self._sparse.discard(owner)
+            self._sparse_bits &= ~bit
 
     @property
     def sweeping(self) -> bool:
@@ -165,7 +187,7 @@ class PrefixIndex:
             self._sweep_on()
 
     def leading_blocks(self, keys: Sequence[int], owners: Iterable[str]) -> dict[str, int]:
-        """Return for each of `owners` how many of `keys`, counted from the first, it holds."""
+        """Return for each of `owners` how many of `keys`, counted from the first, it has cached."""
         blocks = dict.fromkeys(owners, 0)
         owner_of = self._owner_of
         for count, mask in self.runs(keys, self.mask(blocks)):
@@ -192,8 +214,38 @@ class PrefixIndex:
         return found
 
     def runs(self, keys: Sequence[int], mask: int) -> Iterator[tuple[int, int]]:
-        """Yield how many of `keys`, counted from the first, the owners in `mask` hold: (count, bits of the owners with this
-        count), highest count first. Owners that hold none are left out.
+        """Yield how many of `keys`, counted from the first, the owners in `mask` have cached: (count, bits of owners with this
+        count), highest count first. Owners that hold none are left out."""
+        sparse = mask & self._sparse_bits
+        if not sparse:
+            return self._chained_runs(keys, mask)
+        return merge(
+            self._chained_runs(keys, mask ^ sparse), self._sparse_runs(keys, sparse), key=_count_of, reverse=True
+        )
+
+    def _sparse_runs(self, keys: Sequence[int], mask: int) -> Iterator[tuple[int, int]]:
+        """As `runs`, for sparse owners. For each owner it goes from the first anchor that the owner lacks back to a key that the
+        owner holds, for all owners together in one pass at most."""
+        masks, last = self._masks, len(keys)
+        anchors = [anchor_of(keys[at]) for at in range(ANCHOR_KEYS - 1, last, ANCHOR_KEYS)]
+        ends = []
+        for count, owners in self._chained_runs(anchors, mask):
+            ends.append((min((count + 1) * ANCHOR_KEYS - 1, last), owners))
+            mask ^= owners
+        ends += [(min(ANCHOR_KEYS - 1, last), mask), (0, 0)]
+        searching = 0
+        for (end, owners), (stop, _) in pairwise(ends):
+            searching |= owners
+            for at in range(end - 1, stop - 1, -1):
+                if not searching:
+                    break
+                key = keys[at]
+                if holding := masks[key & _SHARD].get(key, 0) & searching:
+                    yield at + 1, holding
+                    searching ^= holding
+
+    def _chained_runs(self, keys: Sequence[int], mask: int) -> Iterator[tuple[int, int]]:
+        """As `runs`, for other owners.
 
         Keys are chained, so an owner that holds a key holds all keys before it. The end of each owner's run is found by
         bisection, for all owners together on one mask, in O(distinct ends x log keys) look-ups. If an engine evicted a block and
@@ -240,6 +292,7 @@ class PrefixIndex:
             bit = self._bit_of[owner]
             assert count == sum(keys for mask, keys in keys_with.items() if mask & bit), owner
         assert 0 not in keys_with
+        assert self._sparse_bits == self.mask(self._sparse)
         known = sum(1 << slot for slot in {*self._owner_of, *self._retired, *self._sweeping})
         assert not any(mask & ~known for mask in keys_with)
 
@@ -260,6 +313,8 @@ class PrefixIndex:
             self._owner_of[slot] = owner
             self._count[owner] = 0
             self.generation += 1
+            if owner in self._sparse:
+                self._sparse_bits |= bit
         return bit
 
     def _sweep_on(self) -> None:
@@ -281,3 +336,7 @@ class PrefixIndex:
             looked_at += len(before)
         if not self._unswept:
             self._sweeping = set()
+
+
+def _count_of(run: tuple[int, int]) -> int:
+    return run[0]

@@ -48,6 +48,7 @@ def instance_info(wire: agent_pb2.Instance) -> InstanceInfo:
         kv_transfer=_kv_transfer(wire),
         hardware=wire.hardware,
         long_prefill_token_threshold=wire.long_prefill_token_threshold,
+        sparse_prefixes=wire.sparse_prefixes,
     )
 
 
@@ -72,6 +73,7 @@ def instance_to_wire(info: InstanceInfo) -> agent_pb2.Instance:
         kv_transfer=kv_to_wire(info.kv_transfer),
         hardware=info.hardware,
         long_prefill_token_threshold=info.long_prefill_token_threshold,
+        sparse_prefixes=info.sparse_prefixes,
     )
 
 
