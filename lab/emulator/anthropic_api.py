@@ -70,7 +70,7 @@ def message(
     for number, (name, arguments) in enumerate(read.calls):
         given = json.loads(arguments) if reason == "stop" else {}
         content.append({"type": "tool_use", "id": call_id(request_id, number), "name": name, "input": given})
-    stop_reason = "tool_use" if read.calls and reason == "stop" else _REASONS[reason]
+    stop_reason = "tool_use" if read.calls and reason == "stop" else _REASONS.get(reason)
     return _empty(params, request_id) | {"content": content, "stop_reason": stop_reason, "usage": usage(used)}
 
 
@@ -128,7 +128,7 @@ class MessageEvents:
 
     def end(self, used: dict[str, Any], reason: str) -> bytes:
         """Return the closing events, with the usage."""
-        stop_reason = "tool_use" if self._called and reason == "stop" else _REASONS[reason]
+        stop_reason = "tool_use" if self._called and reason == "stop" else _REASONS.get(reason)
         delta = {"stop_reason": stop_reason, "stop_sequence": None}
         return self._close() + _event("message_delta", delta=delta, usage=usage(used)) + _event("message_stop")
 

@@ -23,6 +23,7 @@ from pointsman.lab.emulator.http_routes import EngineApp
 from pointsman.lab.emulator.kv_event_publisher import KVEventPublisher, to_wire
 from pointsman.lab.emulator.mooncake_connector import KvTransfers
 from pointsman.lab.emulator.scripted_answers import parse_script
+from pointsman.lab.emulator.suspension import Suspension
 from pointsman.lab.emulator.vllm_metrics import EngineMetrics
 from pointsman.lab.engine.cost_profile import Profile, read_profile
 from pointsman.lab.engine.interface import EngineConfig
@@ -134,9 +135,20 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
 
     loop = EngineLoop(model, metrics, settings.speedup, publish)
     transfers = KvTransfers(uuid.uuid4().hex, model.profile, settings.speedup, layerwise=settings.layerwise)
-    key = settings.api_key.get_secret_value()
+    suspension = Suspension(model, loop)
+    metrics.suspension = suspension.metrics
     app = EngineApp(
-        settings.model, int(started_at), tokenizer, model, loop, metrics, publisher.source, transfers, key, script
+        settings.model,
+        int(started_at),
+        tokenizer,
+        model,
+        loop,
+        metrics,
+        publisher.source,
+        transfers,
+        suspension,
+        settings.api_key.get_secret_value(),
+        script,
     )
     tls = None
     if settings.ssl_certfile is not None:

@@ -89,6 +89,8 @@ class EngineLoop:
         self._streams: dict[str, Stream] = {}
         self._unscheduled: set[str] = set()
         self._wake = asyncio.Event()
+        self._computes = asyncio.Event()
+        self._computes.set()
         self._fetching: set[asyncio.Task[None]] = set()
 
     def open(self, request: EngineRequest, fetch: FetchKv | None = None) -> Stream:
@@ -111,6 +113,23 @@ class EngineLoop:
         self._model.abort(request_id, time.monotonic())
         self._metrics.finished["abort"] += 1
 
+    @property
+    def suspended(self) -> bool:
+        """Whether no step is computed until `resume`."""
+        return not self._computes.is_set()
+
+    def suspend(self, *, abort: bool) -> None:
+        """Compute no further step until `resume`. The open requests end with the reason "abort", or are kept."""
+        self._computes.clear()
+        if abort:
+            for stream in list(self._streams.values()):
+                self.close(stream)
+                stream.end("abort")
+
+    def resume(self) -> None:
+        """Compute steps again."""
+        self._computes.set()
+
     async def run(self) -> None:
         """Run steps until cancelled."""
         try:
@@ -126,6 +145,10 @@ class EngineLoop:
                 self._wake.clear()
                 await self._wake.wait()
                 end = yielded = time.monotonic()
+            if not self._computes.is_set():
+                await self._computes.wait()
+                end = yielded = time.monotonic()
+                continue
             started = max(end, time.monotonic() - LATEST_S)
             result = self._model.step(started)
             for awaited in result.awaited:

@@ -20,6 +20,7 @@ from pointsman.lab.emulator.engine_loop import EngineLoop, Stream
 from pointsman.lab.emulator.mooncake_connector import KvTransfers
 from pointsman.lab.emulator.openai_api import ApiError, GenerationParams
 from pointsman.lab.emulator.scripted_answers import Piece, PieceReader, ScriptedAnswer, collected
+from pointsman.lab.emulator.suspension import Suspension
 from pointsman.lab.emulator.tool_choice import prepared_answer
 from pointsman.lab.emulator.vllm_metrics import EngineMetrics
 from pointsman.lab.engine.interface import EngineRequest
@@ -65,6 +66,7 @@ class EngineApp:
         metrics: EngineMetrics,
         event_source: Callable[[], dict[str, Any]],
         transfers: KvTransfers,
+        suspension: Suspension,
         api_key: str = "",
         script: Sequence[ScriptedAnswer] = (),
     ) -> None:
@@ -76,6 +78,7 @@ class EngineApp:
         self._metrics = metrics
         self._event_source = event_source
         self._transfers = transfers
+        self._suspension = suspension
         self._api_key = api_key
         self._script = script
         self._texts = dict(zip(tokenizer.word_ids, tokenizer.words, strict=True))
@@ -97,7 +100,7 @@ class EngineApp:
                 web.get("/kv_event_sources", self._sources),
                 web.post("/tokenize", self._tokenize),
                 web.post("/detokenize", self._detokenize),
-                web.post("/reset_prefix_cache", self._reset),
+                *self._suspension.routes(),
                 web.get("/query", self._bootstrap),
                 web.get("/emulated_transfers/{transfer_id}", self._transfer),
             ]
@@ -283,10 +286,6 @@ class EngineApp:
         api.check_model(body, self._name)
         tokens = api.completion_tokens({"prompt": body.get("tokens")}, self._tokenizer)
         return web.json_response({"prompt": self._tokenizer.decode(tokens)})
-
-    async def _reset(self, request: web.Request) -> web.Response:
-        self._model.reset_prefix_cache()
-        return web.Response()
 
     async def _bootstrap(self, request: web.Request) -> web.Response:
         return web.json_response(self._transfers.bootstrap())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -65,6 +65,8 @@ class EngineMetrics(Collector):
         self._labels = {"engine": "0", "model_name": model_name}
         self.histograms = {name: Histogram(bounds) for name, bounds in HISTOGRAMS.items()}
         self.finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0})
+        self.suspension: Callable[[dict[str, str]], Iterable[Metric]] = lambda _: ()
+        """Returns the metrics of the sleep state, given the engine's labels."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -106,6 +108,7 @@ class EngineMetrics(Collector):
         yield success
         for name, histogram in self.histograms.items():
             yield histogram.family(f"vllm:{name}", self._labels)
+        yield from self.suspension(self._labels)
         # vLLM's count includes one block that it never fills.
         blocks = config.kv_blocks + 1
         info = {

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.cli.all_routers import instances_of
-from pointsman.cli.instance_commands import order_words, orders_of, state_words
+from pointsman.cli.instance_commands import order_words, orders_of, state_words, suspension
 from pointsman.cli.router_call import ask, dial
 from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.router.v1 import fleet_pb2
@@ -278,11 +278,15 @@ def _kv_passes(source: agent_pb2.Instance, target: agent_pb2.Instance) -> bool:
 def instance_finding(one: fleet_pb2.InstanceStatus) -> Finding:
     """Return whether an instance can get requests, with the operators' orders for it."""
     name, ordered, age = one.instance.instance_id, order_words(one), one.report_age.ToMilliseconds() / 1e3
-    state = state_words(one) + (f" ({ordered})" if ordered else "")
+    remarks = ", ".join(filter(None, (suspension(one), ordered)))
+    state = state_words(one) + (f" ({remarks})" if remarks else "")
     if one.state == fleet_pb2.INSTANCE_STATE_CORDONED:
         if one.underlying_state in (*PLACEABLE, fleet_pb2.INSTANCE_STATE_UNSPECIFIED):
             return Finding(Finding.OK, name, state)
         return Finding(Finding.WARN, name, state, "see the agent's and the engine's logs before you uncordon it")
+    if one.state == fleet_pb2.INSTANCE_STATE_SUSPENDED:
+        advice = "no requests are placed on it until its engine is woken up (POST /wake_up) or resumed (POST /resume)"
+        return Finding(Finding.WARN, name, state, advice)
     if one.state != fleet_pb2.INSTANCE_STATE_READY:
         return Finding(Finding.FAIL, name, state, "see the agent's and the engine's logs")
     if one.circuit_open:
@@ -314,7 +318,9 @@ def _instance(one: fleet_pb2.InstanceStatus, access: EngineAccess) -> Iterator[F
         )
     if one.instance.block_size % KEY_TOKENS:
         yield Finding(Finding.FAIL, name, f"block size {one.instance.block_size}", f"use a multiple of {KEY_TOKENS}")
-    yield from _engine(one.instance, access)
+    if not suspension(one):
+        # A suspended engine would keep the request until it is resumed.
+        yield from _engine(one.instance, access)
 
 
 def _engine(instance: agent_pb2.Instance, access: EngineAccess) -> Iterator[Finding]:

@@ -32,6 +32,7 @@ from pointsman.cli.instance_commands import (
     order_words,
     orders_of,
     state_words,
+    suspension,
     uncordon,
     weight,
     weight_words,
@@ -124,7 +125,7 @@ def _orders_for_unknown(router: str) -> list[fleet_pb2.InstanceOrder]:
 
 def _state_of(one: fleet_pb2.InstanceStatus) -> str:
     """Return an instance's state as text, followed by operators' orders and by what is unusual about its keys."""
-    remarks = [escape(words) for words in (one.cordon_reason, weight_words(one)) if words]
+    remarks = [escape(words) for words in (suspension(one), one.cordon_reason, weight_words(one)) if words]
     if one.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE:
         remarks.append("approximate")
     if one.prefix_source == fleet_pb2.PREFIX_SOURCE_NONE and one.state == fleet_pb2.INSTANCE_STATE_READY:

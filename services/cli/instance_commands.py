@@ -103,6 +103,12 @@ def state_words(status: fleet_pb2.InstanceStatus) -> str:
     return ", ".join(fleet_pb2.InstanceState.Name(state).removeprefix("INSTANCE_STATE_") for state in shown)
 
 
+def suspension(status: fleet_pb2.InstanceStatus) -> str:
+    """Return why an instance's engine computes nothing: "asleep: ..."; "" unless the instance is suspended."""
+    suspended = fleet_pb2.INSTANCE_STATE_SUSPENDED in (status.state, status.underlying_state)
+    return status.load.suspended if suspended else ""
+
+
 def orders_of(router: str) -> list[fleet_pb2.InstanceOrder]:
     """Return all orders in the order of instance ids; none if the router's version has no orders. Raises grpc.RpcError."""
     with dial(router) as channel:

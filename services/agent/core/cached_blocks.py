@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import partial
+from math import gcd
 
 from pointsman.agent.core.event_keys import block_keys, root_of
 from pointsman.agent.core.grouped_blocks import FULL_KINDS, Group, GroupedBlocks, SavedNode, Unsupported
@@ -59,10 +59,13 @@ def _in_own_cache(event: BlockStored | BlockRemoved) -> bool:
 
 @dataclass(slots=True)
 class Block:
-    """One engine block: the keys of its tokens in order, and the number of references per location."""
+    """One engine block: the keys of its tokens in order, and the number of references per location. `parent` is the hash of the
+    block before it, and `depth` the number of blocks from the prompt's start up to it; None and 0 if they are not known."""
 
     keys: tuple[int, ...]
     refs: dict[BlockLocation, int] = field(default_factory=dict)
+    parent: BlockHash | None = None
+    depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +119,22 @@ class CachedBlocks:
         """The blocks if the engine has several KV cache groups; `blocks` is then empty."""
         self.counts = BlockEventCounts()
         self.digest = 0
+        self.extra_keys_seen = False
+        """Whether a block had extra keys (cache salt, images). Offloading connectors' events do not carry them."""
+        self.chunks: dict[tuple[BlockHash, BlockLocation], tuple[BlockHash, ...]] = {}
+        """Offloaded chunks of several blocks: (hash of the last block, location) -> the blocks before it, from the end."""
+        self.chunk_blocks = 0
+        """Number of blocks of an offloaded chunk; 0 before the first chunk."""
         self.unusable_reason = ""
         """Why this instance's keys cannot be known; empty while they can. Once set, there are no keys and events are ignored."""
         self._keys: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}
         self._ring: deque[Delta] = deque(maxlen=ring)
         self._device_refs = 0
         self._refcounts_unsure = False
+        # Blocks that left in the current batch. An offloading connector's events come after those of the engine's own cache.
+        self._departed: dict[BlockHash, Block] = {}
+        # Blocks whose keys were computed from an event without extra keys, and that the engine's own cache has not confirmed.
+        self._assumed: set[BlockHash] = set()
         self._added: dict[Tier, set[int]] = {tier: set() for tier in Tier}
         self._removed: dict[Tier, set[int]] = {tier: set() for tier in Tier}
         self._cleared = False
@@ -161,24 +174,24 @@ class CachedBlocks:
         if self.unusable_reason:
             return False
         self.counts.batches += 1
-        batch = list(events)
-        if self.grouped is not None or any(
-            event.group_idx for event in batch if not isinstance(event, AllBlocksCleared)
-        ):
-            self._learn_groups(batch)
-        for event in batch:
+        cleared = stored_since = False
+        for event in events:
+            if isinstance(event, BlockStored):
+                self._store(event)
+                stored_since = stored_since or (cleared and tier_of(location_of(event)) is Tier.DEVICE)
+            elif isinstance(event, BlockRemoved):
+                self._remove(event)
+            elif isinstance(event, AllBlocksCleared):
+                # The engine resets its caches between two steps, and its own cache reports first. So a second reset after new
+                # blocks of its own cache is the reset of an offloading connector's cache (SimpleCPUOffloadConnector).
+                if stored_since:
+                    self._forget_offloaded()
+                else:
+                    self._forget()
+                cleared = True
             if self.unusable_reason:
                 break
-            if isinstance(event, AllBlocksCleared):
-                self._forget()
-            elif self.grouped is not None:
-                self._apply_to_group(event, self.grouped)
-            elif isinstance(event, BlockStored):
-                self._store(event)
-            else:
-                self._remove(event)
-        if self.unusable_reason:
-            self._forget()
+        self._departed.clear()
         return self._emit()
 
     def clear(self) -> bool:
@@ -186,13 +199,16 @@ class CachedBlocks:
         self._forget()
         return self._emit()
 
-    def restore(self, blocks: Iterable[tuple[BlockHash, tuple[int, ...], dict[BlockLocation, int]]]) -> None:
+    def restore(self, blocks: Iterable[tuple[BlockHash, Block]]) -> None:
         """Fill empty cached blocks without emitting deltas: routers start from a snapshot or from `latest_seq`. Mutates."""
         assert not self.blocks
-        for name, keys, refs in blocks:
-            block = self.blocks[name] = Block(keys)
+        for name, block in blocks:
+            self.blocks[name] = block
+            refs, block.refs = block.refs, {}
             for place, count in refs.items():
                 self._hold(block, place, count)
+            if not self.extra_keys_seen and all(tier_of(place) is not Tier.DEVICE for place in refs):
+                self._assumed.add(name)
         for tier in Tier:
             self._added[tier].clear()
 
@@ -272,19 +288,24 @@ class CachedBlocks:
         place = location_of(event)
         hashes = event.block_hashes
         self.counts.stored += len(hashes)
-        fresh = next((at for at, name in enumerate(hashes) if name not in self.blocks), len(hashes))
-        for at in range(fresh):
-            self._hold(self.blocks[hashes[at]], place, 1)
+        if not event.token_ids:
+            self._store_named(hashes, place, is_chunk=event.block_size == 0)
+            return
+        own = tier_of(place) is Tier.DEVICE
+        if own and self._assumed:
+            self._confirm(event)
+        self.extra_keys_seen = self.extra_keys_seen or _has_extra_keys(event)
+        fresh = next((at for at, name in enumerate(hashes) if self._known(name) is None), len(hashes))
+        for name in hashes[:fresh]:
+            self._hold_known(name, place)
         if fresh == len(hashes):
             return
-        if not event.token_ids:
-            # A placeholder event has no tokens. Blocks after an unknown one can still be known by their hash.
-            for name in hashes[fresh:]:
-                if (block := self.blocks.get(name)) is not None:
-                    self._hold(block, place, 1)
-                else:
-                    self.counts.orphans += 1
-            return
+        if not own and event.extra_keys is None:
+            if self.extra_keys_seen:
+                # The prompt may have had a cache salt or images.
+                self.counts.orphans += len(hashes) - fresh
+                return
+            self._assumed.update(hashes[fresh:])
         size = event.block_size
         if size <= 0 or size % KEY_TOKENS or len(event.token_ids) != size * len(hashes):
             self.counts.malformed += len(hashes) - fresh
@@ -293,6 +314,8 @@ class CachedBlocks:
         if parent is None:
             self.counts.orphans += len(hashes) - fresh
             return
+        before = hashes[fresh - 1] if fresh else event.parent_block_hash
+        depth = self._depth_after(before)
         per_block = size // KEY_TOKENS
         try:
             keys = block_keys(parent, event, fresh)
@@ -300,18 +323,91 @@ class CachedBlocks:
             self.counts.malformed += len(hashes) - fresh
             return
         for at, name in enumerate(hashes[fresh:]):
-            block = self.blocks.get(name)
+            if self._known(name) is None:
+                self.blocks[name] = Block(tuple(keys[at * per_block : (at + 1) * per_block]), {}, before, depth)
+            self._hold_known(name, place)
+            before, depth = name, depth + 1 if depth else 0
+
+    def _store_named(self, hashes: Sequence[BlockHash], place: BlockLocation, *, is_chunk: bool) -> None:
+        """Apply an event without tokens. `is_chunk`: an offloading connector's placeholder, which names a chunk's last block."""
+        for name in hashes:
+            block = self._known(name)
             if block is None:
-                block = self.blocks[name] = Block(tuple(keys[at * per_block : (at + 1) * per_block]))
-            self._hold(block, place, 1)
+                self.counts.orphans += 1
+                continue
+            self._hold_known(name, place)
+            if not is_chunk or not block.depth:
+                continue
+            # Chunks begin at multiples of their length, and a prompt's first chunk is offloaded first.
+            length = gcd(self.chunk_blocks, block.depth)
+            if length != self.chunk_blocks:
+                self._shorten_chunks(length)
+            if length > 1 and (name, place) not in self.chunks:
+                self.chunks[name, place] = members = self._before(block, length - 1)
+                for member in members:
+                    self._hold_known(member, place)
+
+    def _before(self, block: Block, count: int) -> tuple[BlockHash, ...]:
+        """Return up to `count` blocks before `block`, from the end, as far as they are known."""
+        found: list[BlockHash] = []
+        while len(found) < count and block.parent is not None and (parent := self._known(block.parent)) is not None:
+            found.append(block.parent)
+            block = parent
+        return tuple(found)
+
+    def _shorten_chunks(self, length: int) -> None:
+        self.chunk_blocks = length
+        for (name, place), members in self.chunks.items():
+            self._release_members(members[length - 1 :], place)
+            self.chunks[name, place] = members[: length - 1]
+
+    def _release_members(self, members: Iterable[BlockHash], place: BlockLocation) -> None:
+        for member in members:
+            if (block := self.blocks.get(member)) is not None and place in block.refs:
+                self._release(member, block, place, everything=False)
+
+    def _known(self, name: BlockHash) -> Block | None:
+        return self.blocks.get(name) or self._departed.get(name)
+
+    def _hold_known(self, name: BlockHash, place: BlockLocation) -> None:
+        """Add one reference to a block that `_known` returns."""
+        block = self.blocks.get(name)
+        if block is None:
+            block = self.blocks[name] = self._departed.pop(name)
+        self._hold(block, place, 1)
+
+    def _depth_after(self, before: BlockHash | None) -> int:
+        """Return the depth of the block after `before`; 0 if it is not known."""
+        if before is None:
+            return 1
+        block = self._known(before)
+        return block.depth + 1 if block is not None and block.depth else 0
+
+    def _confirm(self, event: BlockStored) -> None:
+        """Apply an event of the engine's own cache to assumed blocks: without extra keys it confirms its blocks; the first event
+        with extra keys removes all assumed blocks."""
+        if not _has_extra_keys(event):
+            self._assumed.difference_update(event.block_hashes)
+            return
+        for name in self._assumed & self.blocks.keys():
+            self._drop(name)
+        self._assumed.clear()
+
+    def _drop(self, name: BlockHash) -> None:
+        """Remove a block from all its locations, and forget it."""
+        block = self.blocks[name]
+        for place in list(block.refs):
+            self._release(name, block, place, everything=True)
+            self._release_members(self.chunks.pop((name, place), ()), place)
+        self._departed.pop(name, None)
 
     def _parent_key(self, event: BlockStored, fresh: int) -> int | None:
         """Return the key before block `fresh` of the event, or None if the key is not known."""
         if fresh:
             return self.blocks[event.block_hashes[fresh - 1]].keys[-1]
         if event.parent_block_hash is None:
-            return root_of(event, self.model)
-        parent = self.blocks.get(event.parent_block_hash)
+            return root_key(self.model, event.lora_name or "", _cache_salt(event))
+        parent = self._known(event.parent_block_hash)
         return parent.keys[-1] if parent is not None else None
 
     def _remove(self, event: BlockRemoved) -> None:
@@ -323,6 +419,8 @@ class CachedBlocks:
                 self.counts.unknown_removed += 1
                 continue
             self._release(name, block, place, everything=self._refcounts_unsure)
+            if place not in block.refs:
+                self._release_members(self.chunks.pop((name, place), ()), place)
 
     def _hold(self, block: Block, place: BlockLocation, count: int) -> None:
         tier = tier_of(place)
@@ -359,10 +457,8 @@ class CachedBlocks:
             return
         del block.refs[place]
         if not block.refs:
-            del self.blocks[name]
-        self._lose(tier, block.keys)
-
-    def _lose(self, tier: Tier, keys: Sequence[int]) -> None:
+            self._departed[name] = self.blocks.pop(name)
+            self._assumed.discard(name)
         counts, added, removed = self._keys[tier], self._added[tier], self._removed[tier]
         factor = 2 * tier + 1
         for key in keys:
@@ -385,14 +481,24 @@ class CachedBlocks:
         before = self.key_count - sum(map(len, self._added.values())) + sum(map(len, self._removed.values()))
         self._cleared = self._cleared or before > 0
         self.blocks = {}
-        if self.grouped is not None:
-            self.grouped.forget()
+        self.chunks = {}
+        self._departed.clear()
+        self._assumed.clear()
         self.digest = 0
         self._device_refs = 0
         for tier in Tier:
             self._keys[tier] = {}
             self._added[tier].clear()
             self._removed[tier].clear()
+
+    def _forget_offloaded(self) -> None:
+        """Remove all blocks of the tiers other than the engine's own cache."""
+        self.counts.clears += 1
+        self.chunks = {}
+        for name, block in list(self.blocks.items()):
+            for place in [one for one in block.refs if tier_of(one) is not Tier.DEVICE]:
+                self._release(name, block, place, everything=True)
+        self._departed.clear()
 
     def _emit(self) -> bool:
         changed = False
@@ -412,3 +518,31 @@ class CachedBlocks:
         self.latest_seq += 1
         self._ring.append(Delta(self.latest_seq, tier, tuple(added), tuple(removed), self._cleared))
         self._cleared = False
+
+
+def _has_extra_keys(event: BlockStored) -> bool:
+    """Return whether a block's hash depends on more than tokens and LoRA adapter."""
+    return any(entry and list(entry) != [event.lora_name] for entry in event.extra_keys or ())
+
+
+def _cache_salt(event: BlockStored) -> str:
+    """Return the salt of a prompt's first block: the string that is not the adapter's name. Embedding digests are bytes."""
+    entry = event.extra_keys[0] if event.extra_keys else None
+    strings = [item for item in entry or [] if isinstance(item, str)]
+    if event.lora_name and strings and strings[0] == event.lora_name:
+        strings = strings[1:]
+    return strings[0] if strings else ""
+
+
+def _extra_bytes(entry: list[object] | None, lora_name: str | None, *, has_salt: bool) -> bytes:
+    """Return an `extra_keys` entry without adapter and salt, as msgpack; b"" if nothing is left. The root key has these two."""
+    if not entry:
+        return b""
+    rest = list(entry)
+    if lora_name and rest and rest[0] == lora_name:
+        rest = rest[1:]
+    if has_salt:
+        salt = next((at for at, item in enumerate(rest) if isinstance(item, str)), None)
+        if salt is not None:
+            del rest[salt]
+    return msgspec.msgpack.encode(rest) if rest else b""

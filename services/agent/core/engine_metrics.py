@@ -21,6 +21,14 @@ _GAUGES_AND_COUNTERS = {
     "vllm:num_preemptions_total": "preemptions",
 }
 _CACHE_CONFIG = "vllm:cache_config_info"
+_SLEEP_STATE = "vllm:engine_sleep_state"
+_SLEEP_STATES = frozenset({"awake", "weights_offloaded", "discard_all"})
+# Sleep and weight operations. vLLM prints them for the process, from the first operation on.
+_COMPLETED = (
+    "vllm:sleep_mode_operation_duration_seconds_count",
+    "vllm:rl_weight_update_operation_duration_seconds_count",
+)
+_IN_PROGRESS = ("vllm:sleep_mode_operations_in_flight", "vllm:rl_weight_update_operations_in_flight")
 _KV_TRANSFER = "pointsman_kv_transfer_info"
 _TOKENIZER = "pointsman_tokenizer_info"
 _WRONG_KV = "pointsman_kv_wrong_requests_total"
@@ -28,7 +36,17 @@ _PROCESS_START = "process_start_time_seconds"
 # An engine has this counter only if it decodes speculatively.
 _DRAFTS = "vllm:spec_decode_num_drafts_total"
 
-NAMES = (*_GAUGES_AND_COUNTERS, _CACHE_CONFIG, _KV_TRANSFER, _TOKENIZER, _WRONG_KV, _PROCESS_START, _DRAFTS)
+NAMES = (
+    *_GAUGES_AND_COUNTERS,
+    _CACHE_CONFIG,
+    _SLEEP_STATE,
+    *_COMPLETED,
+    *_IN_PROGRESS,
+    _KV_TRANSFER,
+    _TOKENIZER,
+    _WRONG_KV,
+    _PROCESS_START,
+)
 """The series that `parse_metrics` reads. A server can be requested to return only these."""
 
 _LINE = re.compile(
@@ -41,7 +59,8 @@ _ESCAPE = re.compile(r"\\(.)")
 @dataclass(slots=True)
 class Sample:
     """Metrics of one rank. Gauges: numbers of requests, share of KV blocks in use (0 to 1). Counters (tokens, preemptions)
-    count from the engine's start. `speculative`: the engine decodes speculatively."""
+    count from the engine's start. Sleep state, each 0 or 1: `weights_offloaded` in level 1, `discard_all` in level 2, and none
+    of the three in level 0."""
 
     running: float = 0
     waiting: float = 0
@@ -52,7 +71,9 @@ class Sample:
     external_prefix_cache_queries: float = 0
     external_prefix_cache_hits: float = 0
     preemptions: float = 0
-    speculative: bool = False
+    awake: float = 1
+    weights_offloaded: float = 0
+    discard_all: float = 0
     cache_config: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -76,13 +97,16 @@ class Scrape:
     """One parsed page. `process_start` is in seconds of the engine's wall clock, None if the process does not report it
     (several API server processes). `ranks` is keyed by the `engine` label. `kv_transfer` and `tokenizer` are the labels that
     the connector package announces, empty for an engine without the package. `wrong_kv`: bootstrap URL of a sending engine ->
-    number of requests whose KV differed from its checksums."""
+    number of requests whose KV differed from its checksums. `completed`: name of a sleep or weight operation -> number of
+    completed ones since the engine's start. `in_progress`: the names of those that have not ended."""
 
     process_start: float | None
     ranks: Mapping[int, Sample]
     kv_transfer: Mapping[str, str] = field(default_factory=dict)
     tokenizer: Mapping[str, str] = field(default_factory=dict)
     wrong_kv: Mapping[str, int] = field(default_factory=dict)
+    completed: Mapping[str, int] = field(default_factory=dict)
+    in_progress: frozenset[str] = frozenset()
 
     def tokenizer_place(self, root: str) -> str:
         """Return where the engine's tokenizer is from: a folder, or a hub id with or without @REVISION.
@@ -101,6 +125,8 @@ def parse_metrics(page: bytes) -> Scrape:
     ranks: dict[int, Sample] = {}
     announced: dict[str, dict[str, str]] = {}
     wrong_kv: dict[str, int] = {}
+    completed: dict[str, int] = {}
+    in_progress: set[str] = set()
     for match in _LINE.finditer(page):
         name = match[1].decode()
         if name == _PROCESS_START:
@@ -114,14 +140,30 @@ def parse_metrics(page: bytes) -> Scrape:
             sender = labels.get("sender", "")
             wrong_kv[sender] = wrong_kv.get(sender, 0) + round(float(match[3]))
             continue
+        if name in _COMPLETED:
+            completed[labels.get("operation", "")] = round(float(match[3]))
+            continue
+        if name in _IN_PROGRESS:
+            if float(match[3]) > 0:
+                in_progress.add(labels.get("operation", ""))
+            continue
         sample = ranks.setdefault(_integer(labels.get("engine")), Sample())
         if name == _CACHE_CONFIG:
             sample.cache_config = labels
-        elif name == _DRAFTS:
-            sample.speculative = True
+        elif name == _SLEEP_STATE:
+            if (state := labels.get("sleep_state")) in _SLEEP_STATES:
+                setattr(sample, state, float(match[3]))
         else:
             setattr(sample, _GAUGES_AND_COUNTERS[name], float(match[3]))
-    return Scrape(process_start, ranks, announced.get(_KV_TRANSFER, {}), announced.get(_TOKENIZER, {}), wrong_kv)
+    return Scrape(
+        process_start,
+        ranks,
+        announced.get(_KV_TRANSFER, {}),
+        announced.get(_TOKENIZER, {}),
+        wrong_kv,
+        completed,
+        frozenset(in_progress),
+    )
 
 
 def _labels(text: bytes | None) -> dict[str, str]:

@@ -31,8 +31,8 @@ class StepLoad(msgspec.Struct, frozen=True):
     kv_usage: float
     counters: Counters
 
-    def to_wire(self, gpus: list[pb.Gpu]) -> pb.Load:
-        """Return the load in the form that routers receive. `gpus` are samples of the agent."""
+    def to_wire(self, gpus: list[pb.Gpu], suspended: str = "") -> pb.Load:
+        """Return the load in the form that routers receive. `gpus` and `suspended` are of the last scrape."""
         counters = self.counters
         return pb.Load(
             running=self.running,
@@ -46,4 +46,5 @@ class StepLoad(msgspec.Struct, frozen=True):
             preemptions=counters.preemptions,
             healthy=True,
             gpus=gpus,
+            suspended=suspended,
         )

@@ -81,6 +81,13 @@ class EngineProbe:
             raise ProbeError("no vllm: series in /metrics (is the engine started with --disable-log-stats?)")
         return plain
 
+    async def paused(self) -> bool | None:
+        """GET /is_paused; None if the engine has no such route (it exists with VLLM_SERVER_DEV_MODE=1). Raises ProbeError.
+
+        /metrics does not show a pause. The answer comes from the scheduler's process, between two steps."""
+        answer = await self._json("/is_paused", missing_ok=True)
+        return bool(answer["is_paused"]) if "is_paused" in answer else None
+
     async def models(self) -> ServedModels:
         """GET /v1/models. Raises ProbeError."""
         entries = (await self._json("/v1/models")).get("data", [])

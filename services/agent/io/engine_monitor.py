@@ -17,6 +17,7 @@ from pointsman.agent.core.engine_metrics import Sample, Scrape
 from pointsman.agent.core.kv_transfer_support import kv_transfer
 from pointsman.agent.core.process_identity import IdentityChange, ProcessIdentity, process_name
 from pointsman.agent.core.step_load import StepLoad
+from pointsman.agent.core.suspension import CacheResets, suspension
 from pointsman.agent.io.engine_http import EngineProbe, KvEventSources, ProbeError, ServedModels
 from pointsman.agent.io.gpu import GpuSampler
 from pointsman.agent.io.instance_reporting import AgentContext, InstanceMonitor, new_incarnation
@@ -37,6 +38,10 @@ ALIVE_AFTER_STEP_S = 2.0
 STEP_LOAD_INTERVAL_S = 0.05
 # Interval between two reads of models and adapters, s. Adapters are loaded and unloaded at run time.
 DESCRIBE_EVERY_S = 15.0
+# The same for an engine with adapters, s: requests for an adapter that was unloaded fail until it is noticed.
+DESCRIBE_ADAPTERS_EVERY_S = 2.0
+# Maximum wait of a scrape for the answer of GET /is_paused, s. A scheduler answers between two steps.
+PAUSE_ANSWER_S = 0.2
 
 
 class EngineMonitor:
@@ -76,6 +81,10 @@ class EngineMonitor:
         self._last_answer = time.monotonic()
         self._last_loads: dict[int, pb.Load] = {}
         self._described_at = 0.0
+        self._cache_resets = CacheResets()
+        # The last answer of GET /is_paused; None if the engine has no such route.
+        self._paused: bool | None = False
+        self._pause_query: asyncio.Task[bool | None] | None = None
         self._announced: tuple[Mapping[str, str], Mapping[str, int]] = ({}, {})
         self._last_step = -math.inf
         self._pushed: dict[int, tuple[StepLoad, float]] = {}
@@ -98,6 +107,7 @@ class EngineMonitor:
                     )
                     await self._pause(began + pause - time.monotonic())
         finally:
+            self._forget_pause()
             await self._stop("")
 
     def is_from_this_engine(self, load: StepLoad) -> bool:
@@ -121,7 +131,9 @@ class EngineMonitor:
         for rank, (load, taken_at) in self._pushed.items():
             if (instance := self.instances.get(rank)) is not None:
                 known = self._last_loads.get(rank)
-                self._last_loads[rank] = load.to_wire(list(known.gpus) if known is not None else [])
+                self._last_loads[rank] = (
+                    load.to_wire(list(known.gpus), known.suspended) if known is not None else load.to_wire([])
+                )
                 instance.report_load(self._last_loads[rank], taken_at)
         self._pushed.clear()
         self._pushing = asyncio.get_running_loop().call_later(STEP_LOAD_INTERVAL_S, self._forward_step_loads)
@@ -147,6 +159,7 @@ class EngineMonitor:
             taken_at = time.monotonic()
             self.scrapes += 1
             await self._update_instances(probe, scrape)
+            await self._read_pause(probe)
         except ProbeError as error:
             await self._scrape_failed(str(error))
             return
@@ -158,11 +171,47 @@ class EngineMonitor:
         self._last_answer = taken_at
         self.healthy = True
         self.problem = ""
+        paused = bool(self._paused)
+        reset = self._cache_resets.observe(scrape, paused=paused)
         gpus = await asyncio.to_thread(self._sampler.sample, self._gpus) if self._gpus else []
         for rank, instance in self.instances.items():
+            if reset:
+                instance.drop_keys(reset)
             if (sample := scrape.ranks.get(rank)) is not None:
-                load = self._last_loads[rank] = _load(sample, gpus)
+                before = self._last_loads.get(rank)
+                load = _load(sample, gpus, suspension(sample, scrape, paused=paused))
+                if load.suspended != (before.suspended if before is not None else ""):
+                    self._log.info(
+                        "the engine is suspended" if load.suspended else "the engine computes",
+                        rank=rank,
+                        reason=load.suspended,
+                    )
+                self._last_loads[rank] = load
                 instance.report_load(load, taken_at)
+
+    async def _read_pause(self, probe: EngineProbe) -> None:
+        """Update whether the engine is paused. An answer that is late counts at a later scrape, so that loads are not delayed."""
+        if self._paused is None or not self.instances:
+            return
+        if self._pause_query is None:
+            self._pause_query = asyncio.create_task(self._query_pause(probe))
+        await asyncio.wait({self._pause_query}, timeout=PAUSE_ANSWER_S)
+        if not self._pause_query.done():
+            return
+        self._paused, self._pause_query = self._pause_query.result(), None
+
+    async def _query_pause(self, probe: EngineProbe) -> bool | None:
+        try:
+            return await probe.paused()
+        except ProbeError as error:
+            self._log.debug("the engine does not answer whether it is paused", reason=str(error))
+            return self._paused
+
+    def _forget_pause(self) -> None:
+        """Forget what is known of another process, or at the end."""
+        if self._pause_query is not None:
+            self._pause_query.cancel()
+        self._pause_query, self._paused, self._cache_resets = None, False, CacheResets()
 
     async def _update_instances(self, probe: EngineProbe, scrape: Scrape) -> None:
         """Update `instances` to those of the process that answered. Raises ProbeError."""
@@ -189,8 +238,12 @@ class EngineMonitor:
         elif set(self.instances) != set(scrape.ranks):
             await self._stop("its data-parallel ranks changed" if self.instances else "")
             await self._start_instances(probe, scrape, saw_start=False)
-        elif _announced(scrape) != self._announced or time.monotonic() - self._described_at >= DESCRIBE_EVERY_S:
+        elif _announced(scrape) != self._announced or self._models_are_due():
             await self._describe_again(probe, scrape)
+
+    def _models_are_due(self) -> bool:
+        adapters = any(instance.instance.lora_names for instance in self.instances.values())
+        return time.monotonic() - self._described_at >= (DESCRIBE_ADAPTERS_EVERY_S if adapters else DESCRIBE_EVERY_S)
 
     async def _start_instances(
         self, probe: EngineProbe, scrape: Scrape, *, saw_start: bool, same_process: bool = False
@@ -199,6 +252,7 @@ class EngineMonitor:
         models = await probe.models()
         version = await probe.version()
         sources = await probe.sources(ranks)
+        self._forget_pause()
         self._described_at, self._announced = time.monotonic(), _announced(scrape)
         process = "" if self._identity.anonymous else self._identity.current
         for rank in ranks:
@@ -331,7 +385,7 @@ def _announced(scrape: Scrape) -> tuple[Mapping[str, str], Mapping[str, int]]:
     return scrape.kv_transfer, scrape.wrong_kv
 
 
-def _load(sample: Sample, gpus: list[pb.Gpu]) -> pb.Load:
+def _load(sample: Sample, gpus: list[pb.Gpu], suspended: str) -> pb.Load:
     return pb.Load(
         running=int(sample.running),
         waiting=int(sample.waiting),
@@ -344,4 +398,5 @@ def _load(sample: Sample, gpus: list[pb.Gpu]) -> pb.Load:
         preemptions=int(sample.preemptions),
         healthy=True,
         gpus=gpus,
+        suspended=suspended,
     )

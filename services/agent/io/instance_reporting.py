@@ -144,6 +144,13 @@ class InstanceMonitor:
         for reporter in self.reporters:
             reporter.load(load, taken_at)
 
+    def drop_keys(self, reason: str) -> None:
+        """Remove all keys, because the engine has reset its cache. Its own event follows with the next step."""
+        if self.cached_blocks.blocks:
+            self._log.info("the instance's keys are dropped", reason=reason, keys=self.cached_blocks.key_count)
+            self.cached_blocks.clear()
+            self._changed()
+
     def describe(self, instance: pb.Instance) -> None:
         """Send the instance's changed fixed properties to all routers."""
         self.instance = instance

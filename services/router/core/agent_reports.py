@@ -90,9 +90,9 @@ class Reports:
         if record is None:
             return []
         effects = self._heard(record, now)
-        healthy = record.load is None or record.load.healthy
+        before = record.underlying_state
         record.load = event.load
-        if event.load.healthy is not healthy:
+        if record.underlying_state is not before:
             self._instances.refresh(record)
             effects.append(ev.FleetChanged())
         if record.idle_reports.observe(event.load, now, self._stale_report_s):

@@ -37,6 +37,7 @@ EXCLUDED_STATES = {
     InstanceState.CORDONED: "cordoned",
     InstanceState.DRAINING: "draining",
     InstanceState.UNHEALTHY: "unhealthy",
+    InstanceState.SUSPENDED: "suspended",
 }
 FAILED_BEFORE = "failed_before"
 

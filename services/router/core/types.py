@@ -24,6 +24,7 @@ class InstanceState(StrEnum):
     SYNCING = "SYNCING"
     READY = "READY"
     UNHEALTHY = "UNHEALTHY"
+    SUSPENDED = "SUSPENDED"
     LOST = "LOST"
     DRAINING = "DRAINING"
     CORDONED = "CORDONED"
@@ -114,7 +115,7 @@ class Gpu(msgspec.Struct, frozen=True, gc=False):
 
 class Load(msgspec.Struct, frozen=True, gc=False):
     """One load sample with the engine's own figures. `sampled_at` is in s on the router's clock; counters start with the
-    engine."""
+    engine. `suspended`: why the engine accepts requests and does not compute them; empty if it computes."""
 
     sampled_at: float
     running: int = 0
@@ -128,6 +129,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     preemptions: int = 0
     healthy: bool = True
     gpus: tuple[Gpu, ...] = ()
+    suspended: str = ""
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):

@@ -65,12 +65,16 @@ class ShadowMachine(RuleBasedStateMachine):
         self.cached_blocks = CachedBlocks(MODEL, ring=1000)
         self.replica = Replica()
         self.held: Counter[tuple[tuple[int, ...], str, str | None]] = Counter()
+        self.departed: set[tuple[int, ...]] = set()
+        self.cleared = self.stored_since = False
 
     def knows(self, path: tuple[int, ...]) -> bool:
-        return any(held == path for held, _, _ in +self.held)
+        return path in self.departed or any(held == path for held, _, _ in +self.held)
 
     @rule(operations=OPERATIONS)
     def batch(self, operations: list[tuple[str, tuple[int, ...], int, BlockLocation]]) -> None:
+        self.departed.clear()
+        self.cleared = self.stored_since = False
         events = [
             getattr(self, kind)(path, min(first, len(path) - 1), place) for kind, path, first, place in operations
         ]
@@ -83,20 +87,28 @@ class ShadowMachine(RuleBasedStateMachine):
             known = known or self.knows(path[: at + 1])
             if known:
                 self.held[held_at(path[: at + 1], place)] += 1
+        self.stored_since = self.stored_since or (self.cleared and place[0] in ("GPU", None))
         return store(path, first, place[0], ownership=place[1])
 
     def placeholder(self, path: tuple[int, ...], first: int, place: BlockLocation) -> Event:
         if self.knows(path):
             self.held[held_at(path, place)] += 1
-        return BlockStored(block_hashes=[hash_of(path)], medium=place[0], ownership=place[1])
+        self.stored_since = self.stored_since or (self.cleared and place[0] in ("GPU", None))
+        return BlockStored(block_hashes=[hash_of(path)], block_size=BLOCK, medium=place[0], ownership=place[1])
 
     def remove(self, path: tuple[int, ...], first: int, place: BlockLocation) -> Event:
         if self.held[held_at(path, place)]:
             self.held[held_at(path, place)] -= 1
+            if not self.knows(path):
+                self.departed.add(path)
         return BlockRemoved(block_hashes=[hash_of(path)], medium=place[0], ownership=place[1])
 
     def clear(self, path: tuple[int, ...], first: int, place: BlockLocation) -> Event:
-        self.held.clear()
+        for held in list(self.held):
+            if not self.stored_since or held[1] != "GPU":
+                del self.held[held]
+        self.departed.clear()
+        self.cleared = True
         return AllBlocksCleared()
 
     @rule(seldom=st.integers(0, 7))

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pointsman.agent.core.cached_blocks import CachedBlocks, Tier
+from pointsman.agent.core.cached_blocks import Block, CachedBlocks, Tier
 from pointsman.agent.core.key_stream import CHUNK_KEYS
 from pointsman.agent.core.kv_events import BlockRemoved
 from pointsman.agent.core.report_protocol import ProtocolError, ReportProtocol
@@ -162,7 +162,7 @@ TestReportMachine = ReportMachine.TestCase
 
 def many_cached_blocks(keys: int) -> CachedBlocks:
     cached_blocks = CachedBlocks("tiny", ring=8)
-    cached_blocks.restore((at, (at + 1,), {("GPU", "", ""): 1}) for at in range(keys))
+    cached_blocks.restore((at, Block((at + 1,), {("GPU", "", ""): 1})) for at in range(keys))
     return cached_blocks
 
 

@@ -674,6 +674,7 @@ class Load(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     HEALTHY_FIELD_NUMBER: _builtins.int
     GPUS_FIELD_NUMBER: _builtins.int
+    SUSPENDED_FIELD_NUMBER: _builtins.int
     sample_age_ms: _builtins.int
     """Time from the engine's response to this message, in ms."""
     running: _builtins.int
@@ -696,6 +697,10 @@ class Load(_message.Message):
     """Number of preemptions since the engine's start."""
     healthy: _builtins.bool
     """Whether the engine answers its agent. Gateways' requests are not placed on an unhealthy instance."""
+    suspended: _builtins.str
+    """Why the engine accepts requests and does not compute them, for people: it is asleep, paused, or its weights are being changed.
+    Empty if it computes. Requests are not placed on a suspended instance.
+    """
     @_builtins.property
     def gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gpu]:
         """GPUs of the instance. Empty if there are none."""
@@ -715,10 +720,11 @@ class Load(_message.Message):
         preemptions: _builtins.int = ...,
         healthy: _builtins.bool = ...,
         gpus: _abc.Iterable[Global___Gpu] | None = ...,
+        suspended: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["external_prefix_cache_hits", b"external_prefix_cache_hits", "external_prefix_cache_queries", b"external_prefix_cache_queries", "generation_tokens", b"generation_tokens", "gpus", b"gpus", "healthy", b"healthy", "kv_usage", b"kv_usage", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "running", b"running", "sample_age_ms", b"sample_age_ms", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["external_prefix_cache_hits", b"external_prefix_cache_hits", "external_prefix_cache_queries", b"external_prefix_cache_queries", "generation_tokens", b"generation_tokens", "gpus", b"gpus", "healthy", b"healthy", "kv_usage", b"kv_usage", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "running", b"running", "sample_age_ms", b"sample_age_ms", "suspended", b"suspended", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -146,6 +146,8 @@ class _InstanceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Instanc
     """An operator has stopped placements until the engine restarts."""
     INSTANCE_STATE_CORDONED: _InstanceState.ValueType  # 6
     """An operator has stopped placements until the cordon is lifted. Takes precedence over all other states."""
+    INSTANCE_STATE_SUSPENDED: _InstanceState.ValueType  # 7
+    """The engine answers its agent, but is asleep or paused. Load.suspended gives the reason. The instance is not placeable."""
 
 class InstanceState(_InstanceState, metaclass=_InstanceStateEnumTypeWrapper):
     """Whether requests can be placed on an instance."""
@@ -164,6 +166,8 @@ INSTANCE_STATE_DRAINING: InstanceState.ValueType  # 5
 """An operator has stopped placements until the engine restarts."""
 INSTANCE_STATE_CORDONED: InstanceState.ValueType  # 6
 """An operator has stopped placements until the cordon is lifted. Takes precedence over all other states."""
+INSTANCE_STATE_SUSPENDED: InstanceState.ValueType  # 7
+"""The engine answers its agent, but is asleep or paused. Load.suspended gives the reason. The instance is not placeable."""
 Global___InstanceState: _TypeAlias = InstanceState  # noqa: Y015
 
 class _PrefixSource:
@@ -391,7 +395,7 @@ class InstanceStatus(_message.Message):
     weight_reason: _builtins.str
     """Reason of the weight. Empty if the weight is 1, or none was given."""
     underlying_state: Global___InstanceState.ValueType
-    """The state that the instance would have without a cordon or a drain: SYNCING, READY, UNHEALTHY or LOST."""
+    """The state that the instance would have without a cordon or a drain: SYNCING, READY, UNHEALTHY, SUSPENDED or LOST."""
     @_builtins.property
     def instance(self) -> _agent_pb2.Instance:
         """The instance as its agent describes it."""

@@ -59,7 +59,7 @@ class InstanceRecord:
 
     @property
     def state(self) -> InstanceState:
-        """The first of CORDONED, DRAINING, UNHEALTHY, LOST, SYNCING that applies, else READY."""
+        """The first of CORDONED, DRAINING, UNHEALTHY, SUSPENDED, LOST, SYNCING that applies, else READY."""
         if self.order.cordoned:
             return InstanceState.CORDONED
         return InstanceState.DRAINING if self.draining else self.underlying_state
@@ -69,6 +69,8 @@ class InstanceRecord:
         """The state without operators' orders and drains."""
         if self.load is not None and not self.load.healthy:
             return InstanceState.UNHEALTHY
+        if self.load is not None and self.load.suspended:
+            return InstanceState.SUSPENDED
         if self.lost_at is not None:
             return InstanceState.LOST
         if self.follows_events and not self.sync.live:

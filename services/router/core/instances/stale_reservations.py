@@ -17,7 +17,8 @@ STALE_AFTER_S = 30.0
 
 @dataclass(slots=True)
 class IdleReports:
-    """The times of the last idle reports in a row: fresh reports of a healthy engine with running = 0 and waiting = 0."""
+    """The times of the last idle reports in a row: fresh reports of a healthy engine with running = 0 and waiting = 0. A
+    suspended engine's figures are those of its last step, so its reports do not count."""
 
     _idle_at: deque[float] = field(default_factory=lambda: deque(maxlen=IDLE_REPORTS))
     _sampled_at: float = float("-inf")
@@ -29,7 +30,8 @@ class IdleReports:
 
     def observe(self, load: Load, now: float, fresh_s: float) -> bool:
         """Add a report; return whether the last `IDLE_REPORTS` reports were idle. `fresh_s`: maximum age of a report. Mutates."""
-        if not load.healthy or load.running or load.waiting or now - load.sampled_at > fresh_s:
+        works = load.running or load.waiting
+        if not load.healthy or load.suspended or works or now - load.sampled_at > fresh_s:
             self._idle_at.clear()
         elif load.sampled_at > self._sampled_at:
             self._idle_at.append(load.sampled_at)

@@ -147,6 +147,7 @@ def load(wire: agent_pb2.Load, now: float) -> Load:
         external_prefix_cache_hits=wire.external_prefix_cache_hits,
         preemptions=wire.preemptions,
         healthy=wire.healthy,
+        suspended=wire.suspended,
         gpus=tuple(Gpu(gpu.index, gpu.utilisation, gpu.memory_used, gpu.memory_total) for gpu in wire.gpus),
     )
 
@@ -165,6 +166,7 @@ def load_to_wire(sample: Load, now: float) -> agent_pb2.Load:
         external_prefix_cache_hits=sample.external_prefix_cache_hits,
         preemptions=sample.preemptions,
         healthy=sample.healthy,
+        suspended=sample.suspended,
         gpus=[
             agent_pb2.Gpu(
                 index=gpu.index,

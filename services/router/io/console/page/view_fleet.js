@@ -13,7 +13,7 @@ export const besidesOf = (status) => {
   return [stateOf(status), "READY"].includes(state) ? "" : state.toLowerCase();
 };
 export const sourceOf = (one) => bare(one.prefixSource, "PREFIX_SOURCE_").toLowerCase();
-export const STATE_TONES = { READY: "good", SYNCING: "wait", DRAINING: "wait", CORDONED: "wait", UNHEALTHY: "bad", LOST: "bad" };
+export const STATE_TONES = { READY: "good", SYNCING: "wait", DRAINING: "wait", CORDONED: "wait", SUSPENDED: "wait", UNHEALTHY: "bad", LOST: "bad" };
 /** The orders for an instance: "cordoned: a new disk, weight 0.1: canary"; "" without an order. */
 export const orderedOf = (one) => [one.cordoned ? withReason("cordoned", one.cordonReason) : "", weightOf(one) && withReason(weightOf(one), one.weightReason)].filter(Boolean).join(", ");
 const withReason = (ordered, reason) => (reason ? `${ordered}: ${reason}` : ordered);

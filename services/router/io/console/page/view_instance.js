@@ -52,6 +52,7 @@ function described(status) {
     "div", { className: "columns" },
     el("div", {}, el("h2", {}, "Now"), facts([
       ["State", el("span", {}, pill(stateOf(status).toLowerCase(), STATE_TONES[stateOf(status)]), besidesOf(status) ? ` and ${besidesOf(status)}` : "", status.circuitOpen ? " circuit open: requests failed, one is tried from time to time" : "")],
+      ["Suspended", load?.suspended ?? ""],
       ["Orders", orderedOf(status)],
       ["Last agent message", `${age(seconds(status.reportAge))} ago`],
       ["Open requests", count(status.numRequests)],
