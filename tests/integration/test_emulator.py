@@ -398,3 +398,38 @@ async def test_the_process_serves_and_ends_on_sigterm() -> None:
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+async def test_sleep_aborts_or_keeps_the_open_requests_and_queues_new_ones(
+    emulate: Starter, http: aiohttp.ClientSession, mode: str
+) -> None:
+    engine = await emulate(speedup=1.0)
+    chats = f"{engine.url}/v1/chat/completions"
+    before = asyncio.create_task(post(http, chats, chat("hello", max_tokens=30, ignore_eos=True)))
+    await settled(lambda: engine.model.num_running == 1)
+    status, answer = await post(http, f"{engine.url}/sleep?mode={mode}", {})
+    assert (status, answer) == (200, {"status": "sleeping", "level": 1})
+    async with http.get(f"{engine.url}/is_sleeping") as asleep:
+        assert await asleep.json() == {"is_sleeping": True}
+    async with http.get(f"{engine.url}/metrics") as page:
+        text = await page.text()
+    assert 'sleep_state="awake"} 0.0' in text
+    assert 'sleep_state="weights_offloaded"} 1.0' in text
+    assert 'vllm:sleep_mode_operation_duration_seconds_count{operation="sleep"} 1.0' in text
+    assert before.done() is False or mode == "abort"
+    if mode == "abort":
+        assert (await before)[1]["choices"][0]["finish_reason"] == "abort"
+    new = asyncio.create_task(post(http, chats, chat("hello", max_tokens=2, ignore_eos=True)))
+    await settled(lambda: engine.model.num_running + engine.model.num_waiting == (1 if mode == "abort" else 2))
+    computed = engine.model.counters.generation_tokens
+    status, answer = await post(http, f"{engine.url}/reset_prefix_cache", {})
+    assert (status, answer) == (200, {"success": mode == "abort"})
+    assert engine.model.counters.generation_tokens == computed
+    assert not new.done()
+    await post(http, f"{engine.url}/wake_up", {})
+    assert (await new)[1]["choices"][0]["finish_reason"] == "length"
+    if mode == "keep":
+        assert (await before)[1]["usage"]["completion_tokens"] == 30
+    status, _ = await post(http, f"{engine.url}/pause?mode=wait", {})
+    assert status == 400

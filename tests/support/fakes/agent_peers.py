@@ -43,6 +43,13 @@ class FakeEngine:
         self.tokenizer: dict[str, str] = {}
         """Labels of pointsman_tokenizer_info; empty without the package."""
         self.metrics_broken = False
+        self.awake = True
+        self.operations: dict[str, int] = {}
+        """Completed sleep operations, by name."""
+        self.paused: bool | None = None
+        """The answer of /is_paused; None: the engine has no such route."""
+        self.pause_answers = asyncio.Event()
+        self.pause_answers.set()
         self.buffer: list[tuple[int, bytes]] = []
         self.replays = 0
         self.port = 0
@@ -70,6 +77,7 @@ class FakeEngine:
             [
                 web.get("/metrics", self._metrics),
                 web.get("/v1/models", self._models),
+                web.get("/is_paused", self._is_paused),
                 web.get("/version", self._version),
                 web.get("/kv_event_sources", self._sources),
             ]
@@ -124,13 +132,25 @@ class FakeEngine:
                 f'vllm:generation_tokens_total{{engine="{rank}",model_name="tiny"}} {self.generation_tokens}',
                 f'vllm:cache_config_info{{block_size="{self.block_size}",enable_prefix_caching="True",engine="{rank}",'
                 f'num_gpu_blocks="100"}} 1.0',
+                f'vllm:engine_sleep_state{{engine="{rank}",model_name="tiny",sleep_state="awake"}} {float(self.awake)}',
+                f'vllm:engine_sleep_state{{engine="{rank}",model_name="tiny",sleep_state="weights_offloaded"}} '
+                f"{float(not self.awake)}",
             ]
+        for operation, count in self.operations.items():
+            name = "vllm:sleep_mode_operation_duration_seconds_count"
+            lines.append(f'{name}{{operation="{operation}"}} {count}')
         return web.Response(text="\n".join(lines) + "\n")
 
     async def _models(self, request: web.Request) -> web.Response:
         own = {"id": "tiny", "root": "/models/tiny", "parent": None, "max_model_len": 4096}
         adapters = [{"id": name, "root": "/adapters", "parent": "tiny"} for name in self.adapters]
         return web.json_response({"object": "list", "data": [own, *adapters]})
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        if self.paused is None:
+            raise web.HTTPNotFound
+        await self.pause_answers.wait()
+        return web.json_response({"is_paused": self.paused})
 
     async def _version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": "0.32.0"})

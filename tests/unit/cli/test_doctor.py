@@ -10,6 +10,7 @@ import pytest
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.cli.doctor import Finding, forgotten_orders, instance_finding, placeability, redundancy, transfers
+from pointsman.cli.fleet_commands import _state_of
 from pointsman.router.io.convert.times import duration, timestamp
 from pointsman.router.v1 import fleet_pb2
 from tests.support.processes.process import free_port
@@ -135,6 +136,19 @@ def test_a_cordon_does_not_hide_that_the_engine_is_away() -> None:
     assert (found.level, found.found) == (Finding.WARN, "CORDONED, UNHEALTHY (cordoned: a new disk, weight 0.5)")
     well = status("CORDONED", cordoned=True, weight=1.0)
     assert (instance_finding(well).level, instance_finding(well).found) == (Finding.OK, "CORDONED (cordoned)")
+
+
+def test_a_suspended_engine_is_told_with_its_reason_and_is_not_asked() -> None:
+    load = agent_pb2.Load(healthy=True, suspended="asleep (level 1)")
+    asleep = status("SUSPENDED", "SUSPENDED", load=load)
+    found = instance_finding(asleep)
+    assert (found.level, found.found) == (Finding.WARN, "SUSPENDED (asleep (level 1))")
+    assert "/wake_up" in found.advice
+    cordoned = status("CORDONED", "SUSPENDED", cordoned=True, load=load)
+    assert instance_finding(cordoned).found == "CORDONED, SUSPENDED (asleep (level 1), cordoned)"
+    [finding] = placeability("m", [asleep])
+    assert (finding.level, finding.found) == (Finding.FAIL, "none placeable: 1 SUSPENDED")
+    assert _state_of(asleep) == "SUSPENDED (asleep (level 1))"
 
 
 def test_the_weight_of_an_instance_is_told() -> None:

@@ -64,6 +64,7 @@ loads = st.builds(
     external_prefix_cache_hits=counts,
     preemptions=counts,
     healthy=st.booleans(),
+    suspended=words,
     gpus=st.lists(gpus, max_size=2).map(tuple),
 )
 timings = st.fixed_dictionaries(

@@ -72,6 +72,11 @@ CHANGES: dict[str, tuple[Callable[[RouterState], object], str, object]] = {
         "excluded",
         "unhealthy",
     ),
+    "suspended": (
+        lambda router: router.handle(ev.LoadReported(0, "a", Load(1.0, suspended="paused")), 1.0),
+        "excluded",
+        "suspended",
+    ),
     "drained": (lambda router: router.handle(ev.DrainsChanged({"a": "1"}), 1.0), "excluded", "draining"),
     "cordoned": (
         lambda router: router.handle(ev.OrdersChanged({"a": InstanceOrder(cordoned=True)}), 1.0),

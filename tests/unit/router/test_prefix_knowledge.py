@@ -522,7 +522,8 @@ def test_an_idle_engines_word_releases_what_no_gateway_claims() -> None:
 
 
 @pytest.mark.parametrize(
-    "doubt", ["young", "older idleness", "claimed", "prefill", "stale", "repeated", "unhealthy", "busy since"]
+    "doubt",
+    ["young", "older idleness", "claimed", "prefill", "stale", "repeated", "unhealthy", "suspended", "busy since"],
 )
 def test_in_doubt_a_reservation_stays(doubt: str) -> None:
     router = state(gateway_lease_s=1_000.0)
@@ -554,6 +555,9 @@ def test_in_doubt_a_reservation_stays(doubt: str) -> None:
         case "unhealthy":
             for at in (40.0, 41.0, 42.0):
                 router.handle(ev.LoadReported(1, "a", Load(sampled_at=at, healthy=False)), at)
+        case "suspended":
+            for at in (40.0, 41.0, 42.0):
+                router.handle(ev.LoadReported(1, "a", Load(sampled_at=at, suspended="paused")), at)
         case "busy since":
             idle_reports(router, 40.0, 41.0)
             idle_reports(router, 42.0, running=1)

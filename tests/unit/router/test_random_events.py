@@ -337,12 +337,24 @@ class StateMachine(RuleBasedStateMachine):
             self.stream_of[name] = self.stream
 
     @rule(
-        name=INSTANCES, healthy=st.booleans(), running=st.integers(0, 1), repeats=st.integers(1, 3), full=st.booleans()
+        name=INSTANCES,
+        healthy=st.booleans(),
+        suspended=st.sampled_from(["", "", "paused"]),
+        running=st.integers(0, 1),
+        repeats=st.integers(1, 3),
+        full=st.booleans(),
     )
-    def load(self, name: str, healthy: bool, running: int, repeats: int, full: bool) -> None:
+    def load(self, name: str, healthy: bool, suspended: str, running: int, repeats: int, full: bool) -> None:
         for _ in range(repeats):
             self.now += 0.1
-            sample = Load(self.now, healthy=healthy, running=running, waiting=full, kv_usage=0.95 * full)
+            sample = Load(
+                self.now,
+                healthy=healthy,
+                suspended=suspended,
+                running=running,
+                waiting=full,
+                kv_usage=0.95 * full,
+            )
             self.handle(ev.LoadReported(self.stream_of.get(name, 0), name, sample))
 
     def info(self, name: str, **changes: Any) -> InstanceInfo:

@@ -144,6 +144,32 @@ def test_unknown_models_and_empty_fleets_are_refused_and_reserve_nothing() -> No
     assert isinstance(place(router, request("r2", tokens=1, model="alias")), ev.Placed)
 
 
+def test_a_suspended_engine_gets_nothing_until_it_computes() -> None:
+    router = state()
+    join(router, "a", 1)
+    join(router, "b", 2)
+    for number in (1, 2):
+        assert router.handle(ev.LoadReported(number, "ab"[number - 1], Load(0.0)), 0.0) == []
+    asleep = Load(1.0, suspended="asleep (level 1)")
+    assert router.handle(ev.LoadReported(1, "a", asleep), 1.0) == [ev.FleetChanged()]
+    assert router.handle(ev.LoadReported(1, "a", asleep), 1.0) == [], "gateways are told of changes only"
+    record = router.instances.get("a")
+    assert record is not None
+    assert record.state is InstanceState.SUSPENDED
+    assert [*router.instances.pools()[0].instances] == ["b"]
+    for number in range(3):
+        placed = place(router, request(f"r{number}", tokens=1))
+        assert isinstance(placed, ev.Placed)
+        assert placed.step.instance_id == "b"
+    router.handle(ev.LoadReported(2, "b", Load(1.0, suspended="paused")), 1.0)
+    refused = place(router, request("none", tokens=1))
+    assert isinstance(refused, ev.Refused)
+    assert refused.code == "UNAVAILABLE"
+    assert router.handle(ev.LoadReported(1, "a", Load(2.0)), 2.0) == [ev.FleetChanged()]
+    assert isinstance(place(router, request("again", tokens=1)), ev.Placed)
+    router.check_invariants()
+
+
 def test_failed_instances_are_avoided_for_that_request() -> None:
     router = state()
     join(router, "a", 1)

@@ -54,11 +54,11 @@ class FleetMachine(RuleBasedStateMachine):
         self.registry.remove(self._one(data))
 
     @precondition(lambda self: self.registry.records())
-    @rule(data=st.data(), healthy=st.booleans())
-    def report(self, data: st.DataObject, healthy: bool) -> None:
+    @rule(data=st.data(), healthy=st.booleans(), suspended=st.sampled_from(["", "paused"]))
+    def report(self, data: st.DataObject, healthy: bool, suspended: str) -> None:
         record = self.registry.get(self._one(data))
         assert record is not None
-        record.load = Load(0.0, healthy=healthy)
+        record.load = Load(0.0, healthy=healthy, suspended=suspended)
         self.registry.refresh(record)
 
     @precondition(lambda self: self.registry.records())
