@@ -300,12 +300,11 @@ class CachedBlocks:
             self._hold_known(name, place)
         if fresh == len(hashes):
             return
-        if not own and event.extra_keys is None:
-            if self.extra_keys_seen:
-                # The prompt may have had a cache salt or images.
-                self.counts.orphans += len(hashes) - fresh
-                return
-            self._assumed.update(hashes[fresh:])
+        assumed = not own and event.extra_keys is None
+        if assumed and self.extra_keys_seen:
+            # The prompt may have had a cache salt or images.
+            self.counts.orphans += len(hashes) - fresh
+            return
         size = event.block_size
         if size <= 0 or size % KEY_TOKENS or len(event.token_ids) != size * len(hashes):
             self.counts.malformed += len(hashes) - fresh
@@ -325,6 +324,8 @@ class CachedBlocks:
         for at, name in enumerate(hashes[fresh:]):
             if self._known(name) is None:
                 self.blocks[name] = Block(tuple(keys[at * per_block : (at + 1) * per_block]), {}, before, depth)
+                if assumed:
+                    self._assumed.add(name)
             self._hold_known(name, place)
             before, depth = name, depth + 1 if depth else 0
 
@@ -335,14 +336,18 @@ class CachedBlocks:
             if block is None:
                 self.counts.orphans += 1
                 continue
-            self._hold_known(name, place)
             if not is_chunk or not block.depth:
+                self._hold_known(name, place)
                 continue
             # Chunks begin at multiples of their length, and a prompt's first chunk is offloaded first.
             length = gcd(self.chunk_blocks, block.depth)
             if length != self.chunk_blocks:
                 self._shorten_chunks(length)
-            if length > 1 and (name, place) not in self.chunks:
+            if (name, place) in self.chunks or (length == 1 and place in block.refs):
+                # A chunk is stored once. The connector's cache was reset without an event.
+                continue
+            self._hold_known(name, place)
+            if length > 1:
                 self.chunks[name, place] = members = self._before(block, length - 1)
                 for member in members:
                     self._hold_known(member, place)

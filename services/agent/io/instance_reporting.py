@@ -144,6 +144,11 @@ class InstanceMonitor:
         for reporter in self.reporters:
             reporter.load(load, taken_at)
 
+    @property
+    def suspended(self) -> str:
+        """Why the engine computes nothing; empty if it computes or nothing is known."""
+        return self._load[0].suspended if self._load is not None else ""
+
     def drop_keys(self, reason: str) -> None:
         """Remove all keys, because the engine has reset its cache. Its own event follows with the next step."""
         if self.cached_blocks.blocks:

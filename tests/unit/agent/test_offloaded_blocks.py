@@ -88,6 +88,17 @@ def test_a_chunk_that_is_stored_as_its_blocks_are_evicted_is_known(cached_blocks
     assert cached_blocks.counts.orphans == 1
 
 
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_chunk_that_is_stored_again_is_stored_once(cached_blocks: CachedBlocks, length: int) -> None:
+    """While requests run, reset_prefix_cache?reset_external=true clears the connector's cache alone, which no event reports."""
+    path = (1, 2)[:length]
+    cached_blocks.apply([store(path), placeholder(path)])
+    cached_blocks.apply([placeholder(path)])
+    assert host(cached_blocks) == keys_of(path)
+    cached_blocks.apply([gone(path, medium="CPU")])
+    assert not host(cached_blocks)
+
+
 def test_a_single_block_without_tokens_is_no_chunk(cached_blocks: CachedBlocks) -> None:
     """SimpleCPUOffloadConnector and Mooncake's store name each block and its size."""
     path = (1, 2)
