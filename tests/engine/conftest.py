@@ -14,6 +14,9 @@ from tests.support.engines.servers import ADAPTER, ENGINE_PYTHON, Engine, Engine
 from tests.support.engines.vllm_questions import Vllm, asking_vllm
 from tests.support.processes.control_plane import ControlPlane
 
+# An engine with /sleep, /pause and /load_lora_adapter.
+SWITCHABLE = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+
 
 @pytest.fixture(scope="session")
 def engine_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -57,7 +60,7 @@ def engines(model_folder: Path, engine_folder: Path) -> Iterator[list[Engine]]:
     more += ("--enable-scale-out",)
     specs = (
         EngineSpec("a", block_size=32, fixed_event_ports=False, extra_args=more),
-        EngineSpec("b", block_size=64, kv_capacity_tokens=8_192, extra_args=more),
+        EngineSpec("b", block_size=64, kv_capacity_tokens=8_192, extra_args=more, env=SWITCHABLE),
     )
     with running_engines(specs, model_folder, engine_folder) as engines:
         yield engines

@@ -1,4 +1,4 @@
-"""What the agent makes of the KV events of vLLM's offloading connector, against the connector's own caches."""
+"""What the agent makes of the KV events of vLLM's offloading connectors, against the connectors' own caches."""
 
 from __future__ import annotations
 
@@ -33,13 +33,19 @@ def prompts(draw: random.Random) -> list[dict[str, Any]]:
     return actions
 
 
-@pytest.mark.parametrize("self_describing", [False, True])
-@pytest.mark.parametrize("blocks_per_chunk", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("connector", "blocks_per_chunk", "self_describing"),
+    [
+        *(("OffloadingConnector", length, described) for length in (1, 2, 3) for described in (False, True)),
+        ("SimpleCPUOffloadConnector", 1, True),
+    ],
+)
 def test_offloaded_chunks_are_known_as_they_are(
-    vllm: Vllm, model_folder: Path, blocks_per_chunk: int, self_describing: bool
+    vllm: Vllm, model_folder: Path, connector: str, blocks_per_chunk: int, self_describing: bool
 ) -> None:
     actions = prompts(random.Random(blocks_per_chunk))
     asked = {
+        "connector": connector,
         "blocks_per_chunk": blocks_per_chunk,
         "self_describing": self_describing,
         "kv_blocks": 12,

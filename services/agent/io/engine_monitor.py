@@ -38,7 +38,7 @@ ALIVE_AFTER_STEP_S = 2.0
 STEP_LOAD_INTERVAL_S = 0.05
 # Interval between two reads of models and adapters, s. Adapters are loaded and unloaded at run time.
 DESCRIBE_EVERY_S = 15.0
-# The same for an engine with adapters, s: requests for an adapter that was unloaded fail until it is noticed.
+# The same for an engine that has had adapters, s: requests for an adapter that was unloaded fail until it is noticed.
 DESCRIBE_ADAPTERS_EVERY_S = 2.0
 # Maximum wait of a scrape for the answer of GET /is_paused, s. A scheduler answers between two steps.
 PAUSE_ANSWER_S = 0.2
@@ -81,6 +81,7 @@ class EngineMonitor:
         self._last_answer = time.monotonic()
         self._last_loads: dict[int, pb.Load] = {}
         self._described_at = 0.0
+        self._had_adapters = False
         self._cache_resets = CacheResets()
         # The last answer of GET /is_paused; None if the engine has no such route.
         self._paused: bool | None = False
@@ -242,8 +243,10 @@ class EngineMonitor:
             await self._describe_again(probe, scrape)
 
     def _models_are_due(self) -> bool:
-        adapters = any(instance.instance.lora_names for instance in self.instances.values())
-        return time.monotonic() - self._described_at >= (DESCRIBE_ADAPTERS_EVERY_S if adapters else DESCRIBE_EVERY_S)
+        if any(instance.instance.lora_names for instance in self.instances.values()):
+            self._had_adapters = True
+        interval_s = DESCRIBE_ADAPTERS_EVERY_S if self._had_adapters else DESCRIBE_EVERY_S
+        return time.monotonic() - self._described_at >= interval_s
 
     async def _start_instances(
         self, probe: EngineProbe, scrape: Scrape, *, saw_start: bool, same_process: bool = False

@@ -82,7 +82,7 @@ def restore_cached_blocks(state: SavedState, *, capacity_blocks: int, speculativ
     cached_blocks = CachedBlocks(state.model, capacity_blocks=capacity_blocks, latest_seq=latest_seq)
     cached_blocks.extra_keys_seen = state.extra_keys_seen
     cached_blocks.chunk_blocks = state.chunk_blocks
-    cached_blocks.chunks = {(name, tuple(place)): tuple(members) for name, place, members in state.chunks}
+    cached_blocks.chunks = {(name, place): tuple(members) for name, place, members in state.chunks}
     cached_blocks.restore(_entries(state))
     return cached_blocks
 

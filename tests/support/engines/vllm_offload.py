@@ -25,21 +25,31 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.metadata import INVALID_JOB_ID, SimpleCPUOffloadWorkerMetadata
 from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK = 32
 
 
 class OffloadRunner:
-    """A scheduler with OffloadingConnector, its blocks and its chunks."""
+    """A scheduler with OffloadingConnector or SimpleCPUOffloadConnector, its blocks and its chunks."""
 
     def __init__(self, model: str, asked: dict[str, Any]) -> None:
-        self.length = asked["blocks_per_chunk"]
+        self.length, self.simple = asked["blocks_per_chunk"], asked["connector"] == "SimpleCPUOffloadConnector"
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        page = spec.page_size_bytes
+        settings = {"cpu_bytes_to_use": asked["cpu_chunks"] * page}
+        if not self.simple:
+            settings = {
+                "cpu_bytes_to_use": asked["cpu_chunks"] * CPUOffloadingSpec.BLOCK_SIZE_ALIGNMENT,
+                "blocks_per_chunk": self.length,
+                "self_describing_kv_events": asked["self_describing"],
+            }
         config = VllmConfig(
             model_config=_model(model),
             cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
@@ -47,13 +57,7 @@ class OffloadRunner:
                 max_model_len=4096, is_encoder_decoder=False, async_scheduling=False, enable_chunked_prefill=True
             ),
             kv_transfer_config=KVTransferConfig(
-                kv_connector="OffloadingConnector",
-                kv_role="kv_both",
-                kv_connector_extra_config={
-                    "cpu_bytes_to_use": asked["cpu_chunks"] * CPUOffloadingSpec.BLOCK_SIZE_ALIGNMENT,
-                    "blocks_per_chunk": self.length,
-                    "self_describing_kv_events": asked["self_describing"],
-                },
+                kv_connector=asked["connector"], kv_role="kv_both", kv_connector_extra_config=settings
             ),
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
             device_config=DeviceConfig("cpu"),
@@ -61,10 +65,10 @@ class OffloadRunner:
         init_none_hash(sha256)
         blocks = asked["kv_blocks"] + 1
         config.cache_config.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        tensors = [KVCacheTensor(blocks * page, ["layer"], layer_stride=0, block_stride=page)] if self.simple else []
         self.scheduler = Scheduler(
             vllm_config=config,
-            kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+            kv_cache_config=KVCacheConfig(blocks, tensors, [KVCacheGroupSpec(["layer"], spec)]),
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK,
             log_stats=True,
@@ -72,8 +76,8 @@ class OffloadRunner:
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         self.requests: list[Request] = []
         self.batches: list[str] = []
-        self.jobs: dict[int, Any] = {}
-        self.loads: set[int] = set()
+        self.jobs: set[int] = set()
+        self.loading: set[str] = set()
         self.scheduler.kv_event_publisher.publish = self._publish
 
     def _publish(self, batch: Any) -> None:
@@ -97,23 +101,29 @@ class OffloadRunner:
             )
             self.requests.append(request)
             scheduler.add_request(request)
+            idle = 0
             for _ in range(50):
                 self.step()
-                if not scheduler.has_unfinished_requests() and not self.jobs:
+                idle = 0 if scheduler.has_unfinished_requests() or self.jobs else idle + 1
+                if idle == 3:
                     break
             else:
                 raise AssertionError("the request does not end")
-            self.step()
         return {"batches": self.batches, "blocks": self.blocks()}
 
     def step(self) -> None:
         scheduler = self.scheduler
         output = scheduler.schedule()
-        done, self.jobs = self.jobs, {}
-        received = {job.req_id for number, job in done.items() if number in self.loads}
-        meta = output.kv_connector_metadata
-        self.jobs, self.loads = {**meta.load_jobs, **meta.store_jobs}, set(meta.load_jobs)
-        worker = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(done, 1))
+        done, received, meta = self.jobs, self.loading, output.kv_connector_metadata
+        worker: Any
+        if self.simple:
+            self.jobs = {meta.store_event} - {INVALID_JOB_ID}
+            self.loading = set(meta.load_event_to_reqs.get(meta.load_event, ()))
+            worker = SimpleCPUOffloadWorkerMetadata(completed_store_events=dict.fromkeys(done, 1))
+        else:
+            self.jobs = {*meta.load_jobs, *meta.store_jobs}
+            self.loading = {job.req_id for job in meta.load_jobs.values()}
+            worker = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(done, 1))
         ids = list(output.num_scheduled_tokens)
         sampled = [
             [7] if scheduler.requests[name].num_computed_tokens == scheduler.requests[name].num_tokens else []
@@ -132,12 +142,15 @@ class OffloadRunner:
     def blocks(self) -> list[list[list[bool]]]:
         """For each request: whether each full block of its prompt is in the engine's own cache, and in an offloaded chunk. Chunks
         of several prompts can have a block in common."""
-        pool, manager = self.scheduler.kv_cache_manager.block_pool, self.scheduler.connector.connector_scheduler.manager
+        pool, connector = self.scheduler.kv_cache_manager.block_pool, self.scheduler.connector
         prompts = [list(one.block_hashes)[: one.num_prompt_tokens // BLOCK] for one in self.requests]
         chunked = set()
+        if self.simple:
+            offloaded = connector.scheduler_manager.cpu_block_pool
+            chunked = {one for hashes in prompts for one in hashes if offloaded.get_cached_block(one, [0]) is not None}
         for hashes in prompts:
-            for end in range(self.length, len(hashes) + 1, self.length):
-                chunk = manager._policy.get(make_offload_key(hashes[end - 1], 0))
+            for end in range(self.length, 0 if self.simple else len(hashes) + 1, self.length):
+                chunk = connector.connector_scheduler.manager._policy.get(make_offload_key(hashes[end - 1], 0))
                 if chunk is not None and chunk.is_ready:
                     chunked.update(hashes[end - self.length : end])
         return [[[pool.get_cached_block(one, [0]) is not None, one in chunked] for one in hashes] for hashes in prompts]
