@@ -1,4 +1,4 @@
-"""Loads that an engine pushes after each step reach the routers, and keep a busy engine healthy."""
+"""Loads that an engine pushes at its steps reach the routers, and keep a busy engine healthy."""
 
 from __future__ import annotations
 
@@ -34,27 +34,26 @@ async def pushing(context: zmq.asyncio.Context, address: str) -> AsyncIterator[z
 
 
 def load(**changes: Any) -> bytes:
-    counters = step_load.Counters(generation_tokens=5_000, prefix_cache_hits=64, connector={"bytes_transferred": 1.0})
-    fields: dict[str, Any] = {"process": 1000.0, "ports": [], "rank": 0, "running": 7, "waiting": 2, "kv_usage": 0.5}
-    return msgspec.msgpack.encode(step_load.StepLoad(counters=counters, **fields | changes))
+    fields: dict[str, Any] = {"run": "7f", "rank": 0, "running": 7, "waiting": 2, "kv_usage": 0.5}
+    totals = step_load.StepTotals(steps=3, seconds=0.75, prefill_tokens=5_000, prefill_pairs=25_000_000)
+    return msgspec.msgpack.encode(step_load.StepLoad(prefill_tokens_left=400, totals=totals, **fields | changes))
 
 
 def test_engine_and_agent_mean_the_same() -> None:
     """The connector package and the agent share no code, only these field names."""
-    seen = msgspec.msgpack.decode(load(ports=[8000]), type=StepLoad)
-    assert (seen.process, seen.ports, seen.rank, seen.running, seen.waiting, seen.kv_usage) == (
-        1000.0,
-        [8000],
-        0,
-        7,
-        2,
-        0.5,
-    )
-    assert (seen.counters.generation_tokens, seen.counters.prefix_cache_hits) == (5_000, 64)
+    seen = msgspec.msgpack.decode(load(), type=StepLoad)
+    assert msgspec.to_builtins(seen) == msgspec.msgpack.decode(load())
+    wire = seen.to_wire(None)
+    assert (wire.running, wire.waiting, wire.kv_usage, wire.prefill_tokens_left) == (7, 2, 0.5, 400)
+    assert (wire.steps.steps, wire.steps.seconds, wire.steps.prefill_tokens) == (3, 0.75, 5_000)
 
 
-async def test_pushed_loads_reach_the_router(context: zmq.asyncio.Context, tmp_path: Path) -> None:
-    engine, router = FakeEngine(context), FakeRouter()
+@pytest.mark.parametrize("process_start", [1000.0, None], ids=["one API server", "several API servers"])
+async def test_pushed_loads_reach_the_router(
+    context: zmq.asyncio.Context, tmp_path: Path, process_start: float | None
+) -> None:
+    engine, router = FakeEngine(context, process_start=process_start), FakeRouter()
+    engine.engine = {"run": "7f"}
     await engine.start()
     await router.start()
     address = f"ipc://{tmp_path}/loads"
@@ -65,23 +64,25 @@ async def test_pushed_loads_reach_the_router(context: zmq.asyncio.Context, tmp_p
     ):
         await eventually(lambda: bool(router.streams and router.streams[0].loads), "the scraped load")
         assert router.streams[0].loads[-1].running == 0
-        for message in (b"\xc1", load(process=999.0, running=1), load(rank=3, running=1), load()):
+        for message in (b"\xc1", load(run="80", running=1), load(run="", running=1), load(rank=3, running=1), load()):
             await push.send(message)
         await eventually(lambda: router.streams[0].loads[-1].running == 7, "the pushed load")
         seen = router.streams[0].loads[-1]
-        assert (seen.waiting, seen.kv_usage, seen.generation_tokens, seen.prefix_cache_hits) == (2, 0.5, 5_000, 64)
-        assert all(one.running in (0, 7) for one in router.streams[0].loads), "no load of other processes or ranks"
+        assert (seen.waiting, seen.kv_usage, seen.prefill_tokens_left, seen.steps.steps) == (2, 0.5, 400, 3)
+        assert seen.generation_tokens == 100, "what /metrics has said"
+        assert all(one.running in (0, 7) for one in router.streams[0].loads), "no load of other engines or ranks"
     await engine.stop()
     await router.stop()
     assert router.problems == []
 
 
-async def test_engines_that_started_at_the_same_moment_are_told_apart_by_their_ports(
+async def test_loads_of_engines_that_cannot_be_told_apart_are_dropped(
     context: zmq.asyncio.Context, tmp_path: Path
 ) -> None:
-    """Process starts are known to a hundredth of a second. Engines that cannot be told apart are only scraped."""
-    engines, router = [FakeEngine(context), FakeEngine(context)], FakeRouter()
-    for engine in engines:
+    """Two addresses of one engine, and one of another engine."""
+    engines, router = [FakeEngine(context) for _ in range(3)], FakeRouter()
+    for engine, run in zip(engines, ("7f", "7f", "80"), strict=True):
+        engine.engine = {"run": run}
         await engine.start()
     await router.start()
     address = f"ipc://{tmp_path}/loads"
@@ -94,17 +95,62 @@ async def test_engines_that_started_at_the_same_moment_are_told_apart_by_their_p
 
     async with pushing(context, address) as push:
         await eventually(
-            lambda: len(router.streams) == 2 and all(one.loads for one in router.streams), "both scraped loads"
+            lambda: len(router.streams) == 3 and all(one.loads for one in router.streams), "all scraped loads"
         )
-        for running, ports in ((1, []), (2, [1]), (3, [one.port for one in engines]), (4, [1, engines[1].port])):
-            await push.send(load(running=running, ports=ports))
-        await push.send(load(running=5, ports=[engines[0].port]))
-        await eventually(lambda: running_of(engines[0])[-1] == 5, "the pushed load")
-        assert running_of(engines[1])[-1] == 4
-        assert {1, 2, 3}.isdisjoint(running_of(engines[0]) + running_of(engines[1]))
+        await push.send(load(running=1))
+        await push.send(load(run="80", running=2))
+        await eventually(lambda: running_of(engines[2])[-1] == 2, "the pushed load")
+        assert {1, 2}.isdisjoint(running_of(engines[0]) + running_of(engines[1]))
     await agent.stop()
     for engine in engines:
         await engine.stop()
+    await router.stop()
+
+
+async def test_a_scrape_does_not_replace_a_newer_step(context: zmq.asyncio.Context, tmp_path: Path) -> None:
+    engine, router = FakeEngine(context), FakeRouter()
+    engine.engine = {"run": "7f"}
+    await engine.start()
+    await router.start()
+    address = f"ipc://{tmp_path}/loads"
+    async with (
+        running(engine.url, [router.address], tmp_path, step_loads_listen=address) as agent,
+        pushing(context, address) as push,
+    ):
+        await eventually(lambda: bool(router.streams and router.streams[0].loads), "a load")
+        await push.send(load())
+        await eventually(lambda: router.streams[0].loads[-1].running == 7, "the pushed load")
+        engine.generation_tokens = 200
+        await eventually(lambda: router.streams[0].loads[-1].generation_tokens == 200, "a scrape after it")
+        assert (router.streams[0].loads[-1].running, router.streams[0].loads[-1].steps.steps) == (7, 3)
+        await eventually(lambda: router.streams[0].loads[-1].running == 0, "that the steps have ended")
+        assert not router.streams[0].loads[-1].HasField("steps")
+        assert not agent.task.done()
+    await engine.stop()
+    await router.stop()
+
+
+async def test_limits_and_hardware_need_no_setting(context: zmq.asyncio.Context, tmp_path: Path) -> None:
+    """What the engine announces is reported, except for what a setting says."""
+    engine, router = FakeEngine(context), FakeRouter()
+    engine.engine = {
+        "device": "NVIDIA H200",
+        "tensor_parallel_size": "2",
+        "max_num_batched_tokens": "8192",
+        "long_prefill_token_threshold": "4096",
+    }
+    await engine.start()
+    await router.start()
+    async with running(engine.url, [router.address], tmp_path / "a"):
+        await eventually(lambda: bool(router.streams), "a stream")
+        seen = router.streams[0].hello.instance
+        assert (seen.hardware, seen.long_prefill_token_threshold) == ("2x-nvidia-h200", 4_096)
+    options = "?hardware=fast&long-prefill-token-threshold=512"
+    async with running(engine.url + options, [router.address], tmp_path / "b"):
+        await eventually(lambda: len(router.streams) == 2, "another stream")
+        seen = router.streams[1].hello.instance
+        assert (seen.hardware, seen.long_prefill_token_threshold) == ("fast", 512)
+    await engine.stop()
     await router.stop()
 
 
@@ -112,6 +158,7 @@ async def test_an_engine_that_steps_is_healthy_though_its_metrics_fail(
     context: zmq.asyncio.Context, tmp_path: Path
 ) -> None:
     engine, router = FakeEngine(context), FakeRouter()
+    engine.engine = {"run": "7f"}
     await engine.start()
     await router.start()
     address = f"ipc://{tmp_path}/loads"

@@ -31,22 +31,13 @@ _COMPLETED = (
 _IN_PROGRESS = ("vllm:sleep_mode_operations_in_flight", "vllm:rl_weight_update_operations_in_flight")
 _KV_TRANSFER = "pointsman_kv_transfer_info"
 _TOKENIZER = "pointsman_tokenizer_info"
+_ENGINE = "pointsman_engine_info"
 _WRONG_KV = "pointsman_kv_wrong_requests_total"
 _PROCESS_START = "process_start_time_seconds"
 # An engine has this counter only if it decodes speculatively.
 _DRAFTS = "vllm:spec_decode_num_drafts_total"
 
-NAMES = (
-    *_GAUGES_AND_COUNTERS,
-    _CACHE_CONFIG,
-    _SLEEP_STATE,
-    *_COMPLETED,
-    *_IN_PROGRESS,
-    _KV_TRANSFER,
-    _TOKENIZER,
-    _WRONG_KV,
-    _PROCESS_START,
-)
+NAMES = (*_GAUGES_AND_COUNTERS, _CACHE_CONFIG, _KV_TRANSFER, _TOKENIZER, _ENGINE, _WRONG_KV, _PROCESS_START)
 """The series that `parse_metrics` reads. A server can be requested to return only these."""
 
 _LINE = re.compile(
@@ -95,18 +86,40 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class Scrape:
     """One parsed page. `process_start` is in seconds of the engine's wall clock, None if the process does not report it
-    (several API server processes). `ranks` is keyed by the `engine` label. `kv_transfer` and `tokenizer` are the labels that
-    the connector package announces, empty for an engine without the package. `wrong_kv`: bootstrap URL of a sending engine ->
-    number of requests whose KV differed from its checksums. `completed`: name of a sleep or weight operation -> number of
-    completed ones since the engine's start. `in_progress`: the names of those that have not ended."""
+    (several API server processes). `ranks` is keyed by the `engine` label. `kv_transfer`, `tokenizer` and `engine` are the labels
+    that the connector package announces, empty for an engine without the package. `wrong_kv`: bootstrap URL of a sending engine ->
+    number of requests whose KV differed from its checksums."""
 
     process_start: float | None
     ranks: Mapping[int, Sample]
     kv_transfer: Mapping[str, str] = field(default_factory=dict)
     tokenizer: Mapping[str, str] = field(default_factory=dict)
+    engine: Mapping[str, str] = field(default_factory=dict)
     wrong_kv: Mapping[str, int] = field(default_factory=dict)
     completed: Mapping[str, int] = field(default_factory=dict)
     in_progress: frozenset[str] = frozenset()
+
+    @property
+    def run(self) -> str:
+        """The id of the engine's run, which all of its processes share; empty without the connector package."""
+        return self.engine.get("run", "")
+
+    @property
+    def hardware(self) -> str:
+        """One word for the devices of each rank, "2x-nvidia-h200" (with pipeline parallelism "4x-nvidia-h200-pp2"); empty if the
+        engine does not announce its device."""
+        device = hardware_word(self.engine.get("device", ""))
+        if not device:
+            return ""
+        stages = max(_integer(self.engine.get("pipeline_parallel_size")), 1)
+        devices = max(_integer(self.engine.get("tensor_parallel_size")), 1) * stages
+        return f"{devices}x-{device}" + (f"-pp{stages}" if stages > 1 else "")
+
+    @property
+    def long_prefill_token_threshold(self) -> int:
+        """The maximum number of tokens of one prompt in a step, if that leaves a part of the step to other prompts; else 0."""
+        threshold = _integer(self.engine.get("long_prefill_token_threshold"))
+        return threshold if threshold < _integer(self.engine.get("max_num_batched_tokens")) else 0
 
     def tokenizer_place(self, root: str) -> str:
         """Return where the engine's tokenizer is from: a folder, or a hub id with or without @REVISION.
@@ -133,7 +146,7 @@ def parse_metrics(page: bytes) -> Scrape:
             process_start = float(match[3])
             continue
         labels = _labels(match[2])
-        if name in (_KV_TRANSFER, _TOKENIZER):
+        if name in (_KV_TRANSFER, _TOKENIZER, _ENGINE):
             announced[name] = labels
             continue
         if name == _WRONG_KV:
@@ -158,12 +171,16 @@ def parse_metrics(page: bytes) -> Scrape:
     return Scrape(
         process_start,
         ranks,
-        announced.get(_KV_TRANSFER, {}),
-        announced.get(_TOKENIZER, {}),
-        wrong_kv,
-        completed,
-        frozenset(in_progress),
+        kv_transfer=announced.get(_KV_TRANSFER, {}),
+        tokenizer=announced.get(_TOKENIZER, {}),
+        engine=announced.get(_ENGINE, {}),
+        wrong_kv=wrong_kv,
     )
+
+
+def hardware_word(name: str) -> str:
+    """Return a device's name as one word: "NVIDIA H200" -> "nvidia-h200"."""
+    return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _labels(text: bytes | None) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Detection of which process answers at an engine address. Pure.
 
 An incarnation is one lifetime of an engine. vLLM's /metrics has process_start_time_seconds, which is constant for a process
-and differs between processes (resolution 10 ms). With several API server processes the series is absent. Then a counter that
-fell, or KV events that start over, show a new lifetime. An address that answers for process A, then B, then A again is a
+and differs between processes (resolution 10 ms). With several API server processes the series is absent; the id that the connector
+package announces then takes its place. Without both, a counter that fell, or KV events that start over, show a new lifetime. An address that answers for process A, then B, then A again is a
 load balancer: a placement through this address cannot select one instance.
 """
 
@@ -49,8 +49,11 @@ class ProcessIdentity:
         self._queries = 0.0
         self._anonymous = 0
 
-    def observe(self, process_start: float | None, generation_tokens: float, queries: float) -> IdentityChange:
+    def observe(
+        self, process_start: float | None, generation_tokens: float, queries: float, *, run: str = ""
+    ) -> IdentityChange:
         """Record one scrape and return what it shows. `process_start` is None if the process does not report its start time.
+        `run` is the engine's announced id, empty without one.
         `generation_tokens` and `queries` are counters (tokens, sum of all ranks) that only a restart lowers.
 
         ALTERNATING is returned until an identity has been repeated in 60 consecutive scrapes. The last of these returns NEW.
@@ -60,6 +63,8 @@ class ProcessIdentity:
         self._generation_tokens, self._queries = generation_tokens, queries
         if process_start is not None:
             identity = process_name(process_start)
+        elif run:
+            identity = f"run-{run}"
         else:
             if fell or not self.current:
                 self._anonymous += 1
@@ -88,5 +93,5 @@ class ProcessIdentity:
 
     @property
     def anonymous(self) -> bool:
-        """True if the process does not report its start time, so that the agent numbers the identities itself."""
+        """True if the engine reports neither start time nor id, so that the agent numbers the identities itself."""
         return self.current.startswith("anonymous-")

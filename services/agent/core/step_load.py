@@ -1,4 +1,4 @@
-"""The message that an engine with the connector package's stat logger pushes after each step: a msgpack map. Pure."""
+"""The message that an engine with the connector package pushes at its steps: a msgpack map. Pure."""
 
 from __future__ import annotations
 
@@ -7,44 +7,37 @@ import msgspec
 from pointsman.agent.v1 import agent_pb2 as pb
 
 
-class Counters(msgspec.Struct, frozen=True):
-    """Counts since the engine's start; queries and hits are in tokens. The engine's `connector` statistics are not part of them;
-    they are only in its own metrics."""
+class StepTotals(msgspec.Struct, frozen=True):
+    """Sums over all steps since the engine's start; the fields are those of the message that routers receive."""
 
-    generation_tokens: int
-    preemptions: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    external_prefix_cache_queries: int
-    external_prefix_cache_hits: int
+    steps: int
+    seconds: float
+    decode_tokens: int
+    prefill_tokens: int
+    prefill_pairs: int
+    prefills: int
+    prefill_seconds: float
 
 
 class StepLoad(msgspec.Struct, frozen=True):
-    """Load of an engine directly after a step. `process` is its process_start_time_seconds, `ports` are the TCP ports on which
-    that process listens, `rank` is its data-parallel rank."""
+    """Load of one data-parallel rank of an engine. `run` is the engine's id as in its pointsman_engine_info."""
 
-    process: float
-    ports: list[int]
+    run: str
     rank: int
     running: int
     waiting: int
     kv_usage: float
-    counters: Counters
+    prefill_tokens_left: int
+    totals: StepTotals
 
-    def to_wire(self, gpus: list[pb.Gpu], suspended: str = "") -> pb.Load:
-        """Return the load in the form that routers receive. `gpus` and `suspended` are of the last scrape."""
-        counters = self.counters
-        return pb.Load(
-            running=self.running,
-            waiting=self.waiting,
-            kv_usage=self.kv_usage,
-            generation_tokens=counters.generation_tokens,
-            prefix_cache_queries=counters.prefix_cache_queries,
-            prefix_cache_hits=counters.prefix_cache_hits,
-            external_prefix_cache_queries=counters.external_prefix_cache_queries,
-            external_prefix_cache_hits=counters.external_prefix_cache_hits,
-            preemptions=counters.preemptions,
-            healthy=True,
-            gpus=gpus,
-            suspended=suspended,
-        )
+    def to_wire(self, scraped: pb.Load | None) -> pb.Load:
+        """Return the load in the form that routers receive. What a step does not say is that of `scraped`, the last load from
+        /metrics: counters of tokens and caches, and the agent's samples of GPUs."""
+        load = pb.Load()
+        if scraped is not None:
+            load.CopyFrom(scraped)
+        load.running, load.waiting, load.kv_usage = self.running, self.waiting, self.kv_usage
+        load.healthy = True
+        load.prefill_tokens_left = self.prefill_tokens_left
+        load.steps.CopyFrom(pb.StepTotals(**msgspec.structs.asdict(self.totals)))
+        return load

@@ -15,7 +15,7 @@ import structlog
 from pointsman.agent.core.engine_address import EngineAddress
 from pointsman.agent.core.engine_metrics import Sample, Scrape
 from pointsman.agent.core.kv_transfer_support import kv_transfer
-from pointsman.agent.core.process_identity import IdentityChange, ProcessIdentity, process_name
+from pointsman.agent.core.process_identity import IdentityChange, ProcessIdentity
 from pointsman.agent.core.step_load import StepLoad
 from pointsman.agent.core.suspension import CacheResets, suspension
 from pointsman.agent.io.engine_http import EngineProbe, KvEventSources, ProbeError, ServedModels
@@ -32,7 +32,8 @@ UNHEALTHY_AFTER = 2
 GONE_AFTER_S = 60.0
 # Maximum interval between two scrapes of an engine that does not answer, s.
 MAX_SCRAPE_PAUSE_S = 5.0
-# Time after a pushed step load during which a failed scrape does not count against the engine, s.
+# Time after a pushed step load during which a failed scrape does not count against the engine, and a scrape does not replace what
+# the step load says, s.
 ALIVE_AFTER_STEP_S = 2.0
 # Minimum interval between two step loads sent to the routers, s: at most 20 a second for each instance of a fleet.
 STEP_LOAD_INTERVAL_S = 0.05
@@ -87,8 +88,10 @@ class EngineMonitor:
         self._paused: bool | None = False
         self._pause_query: asyncio.Task[bool | None] | None = None
         self._announced: tuple[Mapping[str, str], Mapping[str, int]] = ({}, {})
+        self._run = ""
         self._last_step = -math.inf
-        self._pushed: dict[int, tuple[StepLoad, float]] = {}
+        self._newest_steps: dict[int, tuple[StepLoad, float]] = {}
+        self._to_forward: set[int] = set()
         self._pushing: asyncio.TimerHandle | None = None
         self._stopping: set[asyncio.Task[None]] = set()
         self._log = log.bind(engine=address.url)
@@ -112,31 +115,29 @@ class EngineMonitor:
             await self._stop("")
 
     def is_from_this_engine(self, load: StepLoad) -> bool:
-        """Return whether a pushed load can be of this engine: of the process that answered the last scrape."""
-        known = not self._identity.anonymous and self._identity.current == process_name(load.process)
-        return known and load.rank in self.instances
+        """Return whether a pushed load is of this engine, as it answered the last scrape."""
+        return bool(load.run) and load.run == self._run and load.rank in self.instances
 
     def step_load_received(self, load: StepLoad) -> None:
         """Record a load that this engine pushed, and forward it to the routers, at most every STEP_LOAD_INTERVAL_S."""
         self.step_loads += 1
         self._last_step = time.monotonic()
-        self._pushed[load.rank] = (load, self._last_step)
+        self._newest_steps[load.rank] = (load, self._last_step)
+        self._to_forward.add(load.rank)
         if self._pushing is None:
             self._forward_step_loads()
 
     def _forward_step_loads(self) -> None:
         """Send the newest pushed loads to the routers, and schedule the next call for loads that arrive meanwhile."""
         self._pushing = None
-        if not self._pushed:
+        if not self._to_forward:
             return
-        for rank, (load, taken_at) in self._pushed.items():
+        for rank in self._to_forward:
+            load, taken_at = self._newest_steps[rank]
             if (instance := self.instances.get(rank)) is not None:
-                known = self._last_loads.get(rank)
-                self._last_loads[rank] = (
-                    load.to_wire(list(known.gpus), known.suspended) if known is not None else load.to_wire([])
-                )
+                self._last_loads[rank] = load.to_wire(self._last_loads.get(rank))
                 instance.report_load(self._last_loads[rank], taken_at)
-        self._pushed.clear()
+        self._to_forward.clear()
         self._pushing = asyncio.get_running_loop().call_later(STEP_LOAD_INTERVAL_S, self._forward_step_loads)
 
     async def _pause(self, seconds: float) -> None:
@@ -179,14 +180,11 @@ class EngineMonitor:
             if reset:
                 instance.drop_keys(reset)
             if (sample := scrape.ranks.get(rank)) is not None:
-                before = self._last_loads.get(rank)
-                load = _load(sample, gpus, suspension(sample, scrape, paused=paused))
-                if load.suspended != (before.suspended if before is not None else ""):
-                    self._log.info(
-                        "the engine is suspended" if load.suspended else "the engine computes",
-                        rank=rank,
-                        reason=load.suspended,
-                    )
+                load = _load(sample, gpus)
+                steps, stepped_at = self._newest_steps.get(rank, (None, -math.inf))
+                if steps is not None and taken_at - stepped_at < ALIVE_AFTER_STEP_S:
+                    # The engine's HTTP server may show an earlier step.
+                    load = steps.to_wire(load)
                 self._last_loads[rank] = load
                 instance.report_load(load, taken_at)
 
@@ -218,7 +216,8 @@ class EngineMonitor:
         """Update `instances` to those of the process that answered. Raises ProbeError."""
         tokens = sum(sample.generation_tokens for sample in scrape.ranks.values())
         queries = sum(sample.prefix_cache_queries for sample in scrape.ranks.values())
-        seen = self._identity.observe(scrape.process_start, tokens, queries)
+        seen = self._identity.observe(scrape.process_start, tokens, queries, run=scrape.run)
+        self._run = scrape.run
         if seen is IdentityChange.ALTERNATING:
             self.problem = (
                 "the address answers for several processes (a load balancer?): give each engine's own address"
@@ -300,8 +299,10 @@ class EngineMonitor:
             prefix_mode=pb.PREFIX_MODE_EXACT,
             engine_version=version,
             node=socket.gethostname(),
-            hardware=self.address.hardware or self._sampler.hardware(self._gpus, len(ranks)),
-            long_prefill_token_threshold=self.address.long_prefill_token_threshold,
+            hardware=self.address.hardware or scrape.hardware or self._sampler.hardware(self._gpus, ranks),
+            long_prefill_token_threshold=(
+                self.address.long_prefill_token_threshold or scrape.long_prefill_token_threshold
+            ),
         )
 
     async def _describe_again(self, probe: EngineProbe, scrape: Scrape) -> None:
@@ -364,7 +365,8 @@ class EngineMonitor:
         `run`, waits for them."""
         instances, self.instances = self.instances, {}
         self._last_loads.clear()
-        self._pushed.clear()
+        self._newest_steps.clear()
+        self._to_forward.clear()
         self._stopping |= {asyncio.create_task(instance.stop(goodbye)) for instance in instances.values()}
         if not self._stopping:
             return

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import pynvml
 
+from pointsman.agent.core.engine_metrics import hardware_word
 from pointsman.agent.v1 import agent_pb2 as pb
 
 
@@ -71,4 +71,4 @@ def _model(handle: object) -> str:
         name = pynvml.nvmlDeviceGetName(handle)
     except pynvml.NVMLError:
         return ""
-    return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
+    return hardware_word(name)

@@ -1,5 +1,5 @@
-"""Receiver of the loads that engines with the connector package's stat logger push after each step. They are more recent than any
-scrape of /metrics."""
+"""Receiver of the loads that engines with the connector package push at each step. They are more recent than any scrape of
+/metrics."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ log = structlog.get_logger()
 async def receive_step_loads(context: zmq.asyncio.Context, address: str, monitors: Sequence[EngineMonitor]) -> None:
     """Bind `address` and pass each load to the monitor of its engine, until cancelled. Raises ZMQError if the address is in use.
 
-    A message that is not a load is logged and dropped. A sender cannot do more than misstate the load of an engine whose start
-    time it knows to the millisecond. So the address should be on the loopback interface or in a separate folder.
+    A message that is not a load is logged and dropped. A sender can do no more than misstate the load of an engine whose run it
+    has read from the engine's /metrics.
     """
     decoder = msgspec.msgpack.Decoder(StepLoad)
     socket = context.socket(zmq.PULL)
@@ -34,9 +34,7 @@ async def receive_step_loads(context: zmq.asyncio.Context, address: str, monitor
                 log.warning("a load message cannot be read", reason=str(error))
                 continue
             sources = [monitor for monitor in monitors if monitor.is_from_this_engine(load)]
-            if len(sources) > 1:
-                # These engines have the same start time at the resolution of /metrics.
-                sources = [monitor for monitor in sources if monitor.address.port in load.ports]
+            # Two addresses of one engine cannot be told apart.
             if len(sources) == 1:
                 sources[0].step_load_received(load)
     finally:

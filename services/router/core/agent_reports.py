@@ -6,6 +6,7 @@ from pointsman.common.core.block_keys import KEY_SCHEME, KEY_TOKENS
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
 from pointsman.router.core.instances.stale_reservations import stale_reservations
+from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman.router.core.load.reservations import Reservations
 from pointsman.router.core.prefix.exact_index import PrefixIndex
@@ -22,6 +23,7 @@ class Reports:
         instances: InstanceRegistry,
         index: PrefixIndex,
         prefix_knowledge: PrefixKnowledge,
+        prefill_observer: PrefillObserver,
         reservations: Reservations,
         requests: OpenRequests,
         plans: Plans,
@@ -32,6 +34,7 @@ class Reports:
         self._instances = instances
         self._index = index
         self._prefix_knowledge = prefix_knowledge
+        self._prefill_observer = prefill_observer
         self._reservations = reservations
         self._requests = requests
         self._plans = plans
@@ -85,14 +88,17 @@ class Reports:
         return effects
 
     def load(self, event: ev.LoadReported, now: float) -> list[ev.Effect]:
-        """Record a load sample; cancel stale reservations if the engine has been idle long enough. Mutates."""
+        """Record a load sample and learn from its steps; cancel stale reservations if the engine has been idle long enough.
+        Mutates."""
         record = self._reporter(event.stream_id, event.instance_id)
         if record is None:
             return []
         effects = self._heard(record, now)
         before = record.underlying_state
         record.load = event.load
-        if record.underlying_state is not before:
+        if event.load.steps is not None:
+            self._prefill_observer.steps_reported(record.info, event.load.steps, now)
+        if event.load.healthy is not healthy:
             self._instances.refresh(record)
             effects.append(ev.FleetChanged())
         if record.idle_reports.observe(event.load, now, self._stale_report_s):

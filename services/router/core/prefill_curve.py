@@ -126,16 +126,43 @@ class PrefillCurveFit:
         if self.samples >= self.TRUSTED_AFTER:
             expected = self.curve.cost_s(new, cached)
             seconds = min(max(seconds, expected / self.CLIP), expected * self.CLIP)
-        self.samples += 1
         # In multiples of the default curve's terms, so that all three are of similar size.
         terms = (_BASE_S / expected, _TOKEN_S * new / expected, _PAIR_S * new * (2 * cached + new) / expected)
-        target = seconds / expected
+        self._add(terms, seconds / expected, self.KEEP)
+
+    def learn_steps(self, prefills: PrefillSums, seconds: float) -> None:
+        """Add a sample: steps that took `seconds` computed these parts of prefills, and completed `prefills.prefills` of them.
+        Mutates.
+
+        The number of completed prefills determines the decay: a long prompt's many steps are not more than one prefill."""
+        low, high = self.SECONDS
+        if not (
+            0 < prefills.tokens <= self.TOKENS
+            and 0 <= prefills.prefills <= prefills.tokens
+            and prefills.tokens <= prefills.pairs <= 2.0 * self.TOKENS * prefills.tokens
+            and low <= seconds <= high
+        ):
+            return
+        expected = seconds
+        if self.samples >= self.TRUSTED_AFTER:
+            expected = self.curve.sums_s(prefills)
+            seconds = min(max(seconds, expected / self.CLIP), expected * self.CLIP)
+        terms = (
+            _BASE_S * prefills.prefills / expected,
+            _TOKEN_S * prefills.tokens / expected,
+            _PAIR_S * prefills.pairs / expected,
+        )
+        self._add(terms, seconds / expected, self.KEEP**prefills.prefills)
+
+    def _add(self, terms: tuple[float, float, float], target: float, keep: float) -> None:
+        """Add an equation, the sum of coefficient times term is `target`, after the weight of older ones is multiplied by `keep`."""
+        self.samples += 1
         rate = max(1.0 / self.samples, self.SCALE_RATE)
         self._log_scale += rate * (math.log(target / sum(terms)) - self._log_scale)
         for row, term in enumerate(terms):
-            self._sums[row] = self.KEEP * self._sums[row] + term * target
+            self._sums[row] = keep * self._sums[row] + term * target
             for column, other in enumerate(terms):
-                self._squares[row][column] = self.KEEP * self._squares[row][column] + term * other
+                self._squares[row][column] = keep * self._squares[row][column] + term * other
         base, token, pair = self._solved()
         self.curve = PrefillCurve(base * _BASE_S, token * _TOKEN_S, pair * _PAIR_S)
 

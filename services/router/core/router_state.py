@@ -147,6 +147,7 @@ class RouterState:
             self.instances,
             self.index,
             self.prefix_knowledge,
+            self.prefill_observer,
             self.reservations,
             self.requests,
             self._plans,

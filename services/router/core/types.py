@@ -113,9 +113,23 @@ class Gpu(msgspec.Struct, frozen=True, gc=False):
     memory_total: int
 
 
+class StepTotals(msgspec.Struct, frozen=True, gc=False):
+    """Sums over all steps of an engine since its start: their time without pauses, s, their tokens, and pairs (see PrefillWork).
+    `prefills`: number of prompts whose last token was computed. `prefill_seconds`: time of the steps with prompt tokens."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    decode_tokens: int = 0
+    prefill_tokens: int = 0
+    prefill_pairs: int = 0
+    prefills: int = 0
+    prefill_seconds: float = 0.0
+
+
 class Load(msgspec.Struct, frozen=True, gc=False):
-    """One load sample with the engine's own figures. `sampled_at` is in s on the router's clock; counters start with the
-    engine. `suspended`: why the engine accepts requests and does not compute them; empty if it computes."""
+    """One load sample with the engine's own figures. `sampled_at` is in s on the router's clock; counters start with the engine.
+    `prefill_tokens_left`: tokens that the prompts in the engine's batch still need. It and `steps` are None if the engine does
+    not report its steps."""
 
     sampled_at: float
     running: int = 0
@@ -129,7 +143,8 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     preemptions: int = 0
     healthy: bool = True
     gpus: tuple[Gpu, ...] = ()
-    suspended: str = ""
+    prefill_tokens_left: int | None = None
+    steps: StepTotals | None = None
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):

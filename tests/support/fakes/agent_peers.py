@@ -42,6 +42,8 @@ class FakeEngine:
         """Labels of the connector package's pointsman_kv_transfer_info; empty without the package."""
         self.tokenizer: dict[str, str] = {}
         """Labels of pointsman_tokenizer_info; empty without the package."""
+        self.engine: dict[str, str] = {}
+        """Labels of pointsman_engine_info; empty without the package."""
         self.metrics_broken = False
         self.awake = True
         self.operations: dict[str, int] = {}
@@ -122,7 +124,11 @@ class FakeEngine:
         if self.metrics_broken:
             raise web.HTTPServiceUnavailable
         lines = [] if self.process_start is None else [f"process_start_time_seconds {self.process_start}"]
-        for series, told in (("kv_transfer", self.announced), ("tokenizer", self.tokenizer)):
+        for series, told in (
+            ("kv_transfer", self.announced),
+            ("tokenizer", self.tokenizer),
+            ("engine", self.engine),
+        ):
             if told:
                 labels = ",".join(f'{name}="{value}"' for name, value in told.items())
                 lines.append(f"pointsman_{series}_info{{{labels}}} 1.0")

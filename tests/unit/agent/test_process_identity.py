@@ -35,3 +35,13 @@ def test_anonymous_processes_that_take_turns_are_seen_too() -> None:
     identity = ProcessIdentity()
     looks = [identity.observe(None, tokens, 0) for tokens in (10, 500, 10, 500, 11, 501, 11, 501, 11)]
     assert looks[-1] is IdentityChange.ALTERNATING
+
+
+def test_an_announced_run_names_an_engine_that_has_several_api_servers() -> None:
+    identity = ProcessIdentity()
+    assert identity.observe(None, 5, 5, run="7f") is IdentityChange.NEW
+    assert identity.observe(None, 9, 9, run="7f") is IdentityChange.SAME
+    assert not identity.anonymous
+    assert identity.observe(None, 10, 10, run="80") is IdentityChange.NEW, "though no counter fell"
+    assert identity.observe(1000.0, 11, 11, run="80") is IdentityChange.NEW
+    assert identity.current == "1000.000", "as before, if there is a start time"

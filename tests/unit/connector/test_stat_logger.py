@@ -42,8 +42,10 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "vllm.logger": {"init_logger": lambda _: logger},
         "vllm.v1": {},
         "vllm.v1.metrics": {},
-        "vllm.v1.metrics.loggers": {"StatLoggerBase": StatLoggerBase},
+        "vllm.v1.metrics.loggers": {"StatLoggerBase": object},
+        "vllm.v1.metrics.stats": {"IterationStats": object, "SchedulerStats": object},
         "pointsman_connector.announcement": {"announce": lambda _: None},
+        "pointsman_connector.engine_info": {"announce_engine": lambda _: None},
     }
     for name, values in contents.items():
         made = ModuleType(name)
@@ -64,16 +66,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def stats(connector: dict[str, Any] | None) -> Any:
     """What is read of SchedulerStats."""
-    return SimpleNamespace(
-        num_running_reqs=1,
-        num_waiting_reqs=0,
-        num_skipped_waiting_reqs=0,
-        kv_cache_usage=0.5,
-        prefix_cache_stats=SimpleNamespace(queries=10, hits=5),
-        kv_cache_eviction_events=[],
-        connector_prefix_cache_stats=None,
-        kv_connector_stats=connector,
-    )
+    return SimpleNamespace(kv_connector_stats=connector)
 
 
 def value(name: str, **labels: str) -> float | None:
@@ -81,37 +74,28 @@ def value(name: str, **labels: str) -> float | None:
 
 
 def test_checked_and_wrong_requests_are_on_the_metrics_page(module: Any) -> None:
-    publisher = module.StepLoadPublisher(object())
-    publisher.record(stats({"num_checked_requests": [1, 1], "num_wrong_requests_from http://p:1": [1]}), None)
-    publisher.record(stats(None), None)
-    publisher.record(stats({"MooncakeConnector": {"num_checked_requests": [1]}}), None)
+    announcer = module.MetricsAnnouncer(object())
+    announcer.record(stats({"num_checked_requests": [1, 1], "num_wrong_requests_from http://p:1": [1]}), None)
+    announcer.record(stats(None), None)
+    announcer.record(stats({"MooncakeConnector": {"num_checked_requests": [1]}}), None)
     assert value("pointsman_kv_checked_requests_total") == 3
     assert value("pointsman_kv_wrong_requests_total", sender="http://p:1") == 1
     assert module.logged == []
 
 
 def test_its_first_error_switches_it_off(module: Any) -> None:
-    publisher = module.StepLoadPublisher(object())
-    publisher.record(SimpleNamespace(), None)
+    announcer = module.MetricsAnnouncer(object())
+    announcer.record(SimpleNamespace(), None)
     assert len(module.logged) == 1, "vLLM's statistics have another shape"
-    assert "runs without step loads: AttributeError" in module.logged[0]
-    assert "\n" not in module.logged[0]
-    publisher.record(stats({"num_checked_requests": [1]}), None)
+    announcer.record(stats({"num_checked_requests": [1]}), None)
     assert len(module.logged) == 1
     assert value("pointsman_kv_checked_requests_total") == 0
 
 
-def test_an_engine_starts_even_if_nothing_can_be_said_of_it(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(module.ADDRESS, "not an address")
-    publisher = module.StepLoadPublisher(object())
-    assert len(module.logged) == 1
-    publisher.record(stats(None), None)
-    assert len(module.logged) == 1
-    zmq.Context.instance().term()
+def test_an_engine_starts_even_if_it_cannot_announce(module: Any) -> None:
+    def fails(_: object) -> None:
+        raise AttributeError("no such field in this version")
 
-
-def test_arguments_that_only_another_version_passes_are_accepted(module: Any) -> None:
-    publisher = module.StepLoadPublisher(object(), 1, client_count=4)
-    publisher.record(scheduler_stats=stats({"num_checked_requests": [1]}), iteration_stats=None, ec_stats=object())
-    assert value("pointsman_kv_checked_requests_total") == 1
-    assert module.logged == []
+    module.announce = module.announce_engine = fails
+    module.MetricsAnnouncer(object())
+    assert len(module.logged) == 2

@@ -13,7 +13,7 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.report_sync import TIER_DEVICE, SnapshotChunk
 from pointsman.router.core.priority import Priority
-from pointsman.router.core.types import Gpu, InstanceInfo, KvRole, KvTransfer, Load, PlacementRequest
+from pointsman.router.core.types import Gpu, InstanceInfo, KvRole, KvTransfer, Load, PlacementRequest, StepTotals
 from pointsman.router.io.convert import agent_messages, gateway_messages
 from pointsman.router.io.convert.times import duration, seconds
 from pointsman.router.v1 import placement_pb2
@@ -66,6 +66,18 @@ loads = st.builds(
     healthy=st.booleans(),
     suspended=words,
     gpus=st.lists(gpus, max_size=2).map(tuple),
+    prefill_tokens_left=st.none() | counts,
+    steps=st.none()
+    | st.builds(
+        StepTotals,
+        steps=counts,
+        seconds=st.floats(0, 1e9),
+        decode_tokens=counts,
+        prefill_tokens=counts,
+        prefill_pairs=st.integers(0, 2**63),
+        prefills=counts,
+        prefill_seconds=st.floats(0, 1e9),
+    ),
 )
 timings = st.fixed_dictionaries(
     {name: st.floats(0, 1e6, width=32) for name in ("placed", "sent", "first_token", "done")}

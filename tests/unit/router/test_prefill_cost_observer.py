@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.load.reservations import Reservation, Reservations
+from pointsman.router.core.prefill_curve import PrefillCurve
+from pointsman.router.core.types import StepTotals
 from tests.support.interpreter_steps import Steps
 from tests.support.router_values import info
 
@@ -133,3 +136,52 @@ def test_what_is_to_be_computed_again_is_at_its_old_place() -> None:
     first = one.reservations.first_prefill("a")
     assert first is not None
     assert (first.request_id, one.samples()) == ("r0", 0)
+
+
+def test_an_engine_that_reports_its_steps_teaches_by_them_alone() -> None:
+    one = Watched()
+    one.observer.steps_reported(one.info, StepTotals(), 0.0)
+    one.place("r0", 0.0)
+    one.place("r1", 0.0)
+    one.first_token("r0", 5.0)
+    assert one.samples() == 0, "the time until a first token is not that of its steps"
+    truth, totals, rng = PrefillCurve(0.02, 3e-5, 6e-9), StepTotals(), random.Random(1)
+    now = 5.0
+    for _ in range(40):
+        prompt, done = rng.randint(200, 60_000), 0
+        while done < prompt:
+            chunk = min(4_096, prompt - done)
+            ends = done + chunk == prompt
+            seconds = truth.cost_s(chunk, done) - (0.0 if ends else truth.base_s)
+            totals = StepTotals(
+                steps=totals.steps + 1,
+                seconds=totals.seconds + seconds,
+                prefill_tokens=totals.prefill_tokens + chunk,
+                prefill_pairs=totals.prefill_pairs + chunk * (2 * done + chunk),
+                prefills=totals.prefills + ends,
+                prefill_seconds=totals.prefill_seconds + seconds,
+            )
+            done, now = done + chunk, now + seconds
+            one.observer.steps_reported(one.info, totals, now)
+    curve = one.observer.curve("m", "gpu")
+    for new, cached in ((4_096, 60_000), (30_000, 0), (100_000, 0)):
+        assert curve.cost_s(new, cached) == pytest.approx(truth.cost_s(new, cached), rel=0.1)
+    assert curve.cost_s(500, 0) == pytest.approx(truth.cost_s(500, 0), rel=0.4)
+
+
+def test_reports_without_a_prompt_or_of_a_restarted_engine_teach_nothing() -> None:
+    one = Watched()
+    first = StepTotals(steps=5, prefill_tokens=900, prefill_pairs=810_000, prefills=3, prefill_seconds=0.5)
+    for at, steps in enumerate((first, first, StepTotals(steps=9, prefill_tokens=900), StepTotals(prefill_tokens=10))):
+        one.observer.steps_reported(one.info, steps, float(at))
+    assert one.samples() == 0
+
+
+def test_a_pool_of_many_instances_learns_no_more_often_than_one() -> None:
+    one = Watched()
+    for number in range(1_000):
+        steps = StepTotals(1, 1.0, 0, 1_000, 1_000_000, 1, 1.0)
+        instance = info(f"i{number}", hardware="gpu")
+        one.observer.steps_reported(instance, StepTotals(), 0.0)
+        one.observer.steps_reported(instance, steps, 1.0 + number * 1e-4)
+    assert 4 <= one.samples() <= 6

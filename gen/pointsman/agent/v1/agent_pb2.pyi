@@ -276,15 +276,11 @@ class Instance(_message.Message):
     """Host name of the agent's node."""
     hardware: _builtins.str
     """Name of the kind of hardware. Instances with the same name compute equally fast: the router learns one prefill curve for each
-    name and pool. Agents send the number and model of the GPUs, unless their settings give another name.
+    name and pool. Agents send the number and model of the devices, unless their settings give another name.
     """
     long_prefill_token_threshold: _builtins.int
-    """The engine's --long-prefill-token-threshold, in tokens. 0 if the engine has none, or it is unknown."""
-    sparse_prefixes: _builtins.bool
-    """Whether a prefix can be cached although a shorter one is not, as in engines with several KV cache groups. The cached part of a
-    prompt then ends with the last of its keys that the instance has. Otherwise it ends before the first key that is missing.
-    The keys of such an instance include anchors. The anchor of a key is the key XOR 0x9E3779B97F4A7C15. A prompt has one for every
-    64th of its keys: the instance has no key of the prompt from the key of the first missing anchor on.
+    """The engine's --long-prefill-token-threshold, in tokens. 0 if the engine has none, if it is not below the number of tokens of a
+    step, or if it is unknown.
     """
     @_builtins.property
     def served_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -674,7 +670,8 @@ class Load(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     HEALTHY_FIELD_NUMBER: _builtins.int
     GPUS_FIELD_NUMBER: _builtins.int
-    SUSPENDED_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_LEFT_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     sample_age_ms: _builtins.int
     """Time from the engine's response to this message, in ms."""
     running: _builtins.int
@@ -697,13 +694,15 @@ class Load(_message.Message):
     """Number of preemptions since the engine's start."""
     healthy: _builtins.bool
     """Whether the engine answers its agent. Gateways' requests are not placed on an unhealthy instance."""
-    suspended: _builtins.str
-    """Why the engine accepts requests and does not compute them, for people: it is asleep, paused, or its weights are being changed.
-    Empty if it computes. Requests are not placed on a suspended instance.
-    """
+    prefill_tokens_left: _builtins.int
+    """Number of tokens that the prompts in the engine's batch still need. Absent if the engine does not report its steps."""
     @_builtins.property
     def gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gpu]:
         """GPUs of the instance. Empty if there are none."""
+
+    @_builtins.property
+    def steps(self) -> Global___StepTotals:
+        """Sums over the engine's steps. Absent if the engine does not report them."""
 
     def __init__(
         self,
@@ -720,15 +719,64 @@ class Load(_message.Message):
         preemptions: _builtins.int = ...,
         healthy: _builtins.bool = ...,
         gpus: _abc.Iterable[Global___Gpu] | None = ...,
-        suspended: _builtins.str = ...,
+        prefill_tokens_left: _builtins.int | None = ...,
+        steps: Global___StepTotals | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_left", b"_prefill_tokens_left", "prefill_tokens_left", b"prefill_tokens_left", "steps", b"steps"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_left", b"_prefill_tokens_left", "external_prefix_cache_hits", b"external_prefix_cache_hits", "external_prefix_cache_queries", b"external_prefix_cache_queries", "generation_tokens", b"generation_tokens", "gpus", b"gpus", "healthy", b"healthy", "kv_usage", b"kv_usage", "preemptions", b"preemptions", "prefill_tokens_left", b"prefill_tokens_left", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "running", b"running", "sample_age_ms", b"sample_age_ms", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prefill_tokens_left: _TypeAlias = _typing.Literal["prefill_tokens_left"]  # noqa: Y015
+    _WhichOneofArgType__prefill_tokens_left: _TypeAlias = _typing.Literal["_prefill_tokens_left", b"_prefill_tokens_left"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_tokens_left) -> _WhichOneofReturnType__prefill_tokens_left | None: ...
+
+Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
+class StepTotals(_message.Message):
+    """Sums over all steps of an engine since its start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    DECODE_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_PAIRS_FIELD_NUMBER: _builtins.int
+    PREFILLS_FIELD_NUMBER: _builtins.int
+    PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    """Number of steps with tokens."""
+    seconds: _builtins.float
+    """Time of these steps, without the pauses between them, in s."""
+    decode_tokens: _builtins.int
+    """Number of tokens of requests whose prompts are complete."""
+    prefill_tokens: _builtins.int
+    """Number of prompt tokens that were computed."""
+    prefill_pairs: _builtins.int
+    """For each of these tokens, the number of tokens that it attends to, twice: n * (2c + n) for n tokens after c."""
+    prefills: _builtins.int
+    """Number of prompts whose last token was computed."""
+    prefill_seconds: _builtins.float
+    """Time of the steps with prompt tokens, in s."""
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        decode_tokens: _builtins.int = ...,
+        prefill_tokens: _builtins.int = ...,
+        prefill_pairs: _builtins.int = ...,
+        prefills: _builtins.int = ...,
+        prefill_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["external_prefix_cache_hits", b"external_prefix_cache_hits", "external_prefix_cache_queries", b"external_prefix_cache_queries", "generation_tokens", b"generation_tokens", "gpus", b"gpus", "healthy", b"healthy", "kv_usage", b"kv_usage", "preemptions", b"preemptions", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "running", b"running", "sample_age_ms", b"sample_age_ms", "suspended", b"suspended", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "prefill_pairs", b"prefill_pairs", "prefill_seconds", b"prefill_seconds", "prefill_tokens", b"prefill_tokens", "prefills", b"prefills", "seconds", b"seconds", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Load: _TypeAlias = Load  # noqa: Y015
+Global___StepTotals: _TypeAlias = StepTotals  # noqa: Y015
 
 @_typing.final
 class Gpu(_message.Message):

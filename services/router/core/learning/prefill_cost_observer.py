@@ -1,8 +1,9 @@
-"""Observes open prefills: when they began and last progressed, and what they cost, by their ends. Pure; times in s on one clock.
+"""Observes open prefills: when they began and last progressed, and what they cost. Pure; times in s on one clock.
 
-An engine computes prompts one after another in order of arrival. So a prefill took the time from the end of the previous one, or
-from its own arrival if the instance was idle, to its own first token. Nothing is learned from a prefill for which this may not
-hold: it ended out of order, the engine cuts long prompts and so mixes them, or an earlier owner placed it.
+An engine that reports its steps says itself what it computed in how long. Of other engines only the ends of prefills are known. An
+engine computes prompts one after another in order of arrival. So a prefill took the time from the end of the previous one, or from
+its own arrival if the instance was idle, to its own first token. Nothing is learned from a prefill for which this may not hold: it
+ended out of order, the engine cuts long prompts and so mixes them, or an earlier owner placed it.
 """
 
 from __future__ import annotations
@@ -11,21 +12,31 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from pointsman.router.core.load.reservations import Reservation, Reservations
-from pointsman.router.core.prefill_curve import DEFAULT_CURVE, MeanWork, PrefillCurve, PrefillCurveFit, PrefillWork
-from pointsman.router.core.types import InstanceInfo
+from pointsman.router.core.prefill_curve import (
+    DEFAULT_CURVE,
+    MeanWork,
+    PrefillCurve,
+    PrefillCurveFit,
+    PrefillSums,
+    PrefillWork,
+)
+from pointsman.router.core.types import InstanceInfo, StepTotals
 
 # Share of the predicted time below which a prefill is ignored. It was computed in one engine step with the previous one, so the
 # time between their ends is not its own.
 _TOGETHER = 0.2
 # Minimum time of a prefill that is learned from, s.
 _LEAST_S = 1e-3
+# Minimum interval between two samples of steps that one curve learns, s. The instances of a large pool report far more of them than a
+# curve needs, and each sample takes some 40 us.
+_STEPS_INTERVAL_S = 0.02
 
 
 @dataclass(slots=True)
 class _Watched:
     """The watched prefills of one instance. `opened`: request id -> (time of opening, number), in order of arrival. `mixed`:
     prefills with numbers up to this one are not learned from. `advanced_at`: when the first prefill last progressed. `freed_at`:
-    when a prefill last ended."""
+    when a prefill last ended. `steps`: the last totals of an engine that reports its steps."""
 
     # Not a dict: finding its first key takes a step for each key that was removed before.
     opened: OrderedDict[str, tuple[float, int]] = field(default_factory=OrderedDict)
@@ -33,13 +44,15 @@ class _Watched:
     mixed: int = 0
     advanced_at: float = 0.0
     freed_at: float = 0.0
+    steps: StepTotals | None = None
 
 
 class PrefillObserver:
     """Observes open prefills. Keeps a curve for each pool and kind of hardware, and the mean work of each pool.
 
-    A new owner of a pool takes over the mean work, but learns the curves anew. Decisions use a curve in multiples of the mean
-    work, so a wrong scale cancels out, and the right scale is known after a dozen prefills.
+    A new owner of a pool takes over the mean work. It learns the curves anew, unless the engines report their steps, from which
+    every router learns. Decisions use a curve in multiples of the mean work, so a wrong scale cancels out, and the right scale is
+    known after a dozen prefills.
     """
 
     def __init__(self, reservations: Reservations) -> None:
@@ -48,6 +61,7 @@ class PrefillObserver:
         self._fits: dict[tuple[str, str], PrefillCurveFit] = {}
         self._means: dict[str, MeanWork] = {}
         self._told: dict[str, MeanWork] = {}
+        self._steps_learned_at: dict[tuple[str, str], float] = {}
 
     def curve(self, pool: str, hardware: str) -> PrefillCurve:
         """Return the curve of a pool on a kind of hardware; the default curve if nothing is learned yet."""
@@ -55,7 +69,7 @@ class PrefillObserver:
         return fit.curve if fit else DEFAULT_CURVE
 
     def samples(self, pool: str, hardware: str) -> int:
-        """Return how many prefills the curve was learned from."""
+        """Return how many samples the curve was learned from: prefills, or the steps that one report covers."""
         fit = self._fits.get((pool, hardware))
         return fit.samples if fit else 0
 
@@ -119,8 +133,26 @@ class PrefillObserver:
         self._drop(watched, reservation.request_id, now)
         if not in_order:
             watched.mixed = watched.number
-        if known and info is not None:
+        if known and info is not None and watched.steps is None:
             self._learn(reservation, info, now - began)
+
+    def steps_reported(self, info: InstanceInfo, steps: StepTotals, now: float) -> None:
+        """Learn from the steps that an engine has computed since its last report. Mutates; O(1)."""
+        watched = self._watched.setdefault(info.instance_id, _Watched())
+        before, watched.steps = watched.steps, steps
+        if before is None or steps.prefill_tokens <= before.prefill_tokens:
+            return
+        key = info.model, info.hardware
+        seconds = steps.prefill_seconds - before.prefill_seconds
+        if seconds < _LEAST_S or now - self._steps_learned_at.get(key, -_STEPS_INTERVAL_S) < _STEPS_INTERVAL_S:
+            return
+        computed = PrefillSums(
+            steps.prefills - before.prefills,
+            steps.prefill_tokens - before.prefill_tokens,
+            steps.prefill_pairs - before.prefill_pairs,
+        )
+        self._steps_learned_at[key] = now
+        self._fits.setdefault(key, PrefillCurveFit()).learn_steps(computed, seconds)
 
     def gone(self, reservation: Reservation, now: float) -> None:
         """Stop observing a request that ended, or moved, before its prefill did; no effect if it is not observed. Mutates."""
@@ -135,6 +167,7 @@ class PrefillObserver:
     def forget_pool(self, pool: str) -> None:
         """Drop what was learned of a pool that has been gone for long. Mutates; O(pools x kinds of hardware)."""
         self._fits = {key: fit for key, fit in self._fits.items() if key[0] != pool}
+        self._steps_learned_at = {key: at for key, at in self._steps_learned_at.items() if key[0] != pool}
         self._means.pop(pool, None)
         self._told.pop(pool, None)
 

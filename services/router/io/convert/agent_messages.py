@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from msgspec.structs import asdict
+
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.core.instances.report_sync import (
     ConsistencyCheck,
@@ -13,7 +15,7 @@ from pointsman.router.core.instances.report_sync import (
     SnapshotChunk,
     SnapshotEnd,
 )
-from pointsman.router.core.types import Gpu, InstanceInfo, KvRole, KvTransfer, Load
+from pointsman.router.core.types import Gpu, InstanceInfo, KvRole, KvTransfer, Load, StepTotals
 from pointsman.router.io.convert.times import finite
 
 # Maximum number of a snapshot's keys that are applied at once, which takes 0.2 ms.
@@ -149,6 +151,20 @@ def load(wire: agent_pb2.Load, now: float) -> Load:
         healthy=wire.healthy,
         suspended=wire.suspended,
         gpus=tuple(Gpu(gpu.index, gpu.utilisation, gpu.memory_used, gpu.memory_total) for gpu in wire.gpus),
+        prefill_tokens_left=wire.prefill_tokens_left if wire.HasField("prefill_tokens_left") else None,
+        steps=_step_totals(wire.steps) if wire.HasField("steps") else None,
+    )
+
+
+def _step_totals(wire: agent_pb2.StepTotals) -> StepTotals:
+    return StepTotals(
+        steps=wire.steps,
+        seconds=finite(wire.seconds),
+        decode_tokens=wire.decode_tokens,
+        prefill_tokens=wire.prefill_tokens,
+        prefill_pairs=wire.prefill_pairs,
+        prefills=wire.prefills,
+        prefill_seconds=finite(wire.prefill_seconds),
     )
 
 
@@ -176,4 +192,6 @@ def load_to_wire(sample: Load, now: float) -> agent_pb2.Load:
             )
             for gpu in sample.gpus
         ],
+        prefill_tokens_left=sample.prefill_tokens_left,
+        steps=None if sample.steps is None else agent_pb2.StepTotals(**asdict(sample.steps)),
     )

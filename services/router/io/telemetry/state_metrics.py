@@ -99,7 +99,8 @@ class StateCollector(Collector):
         """Return the number of samples of each prefill curve; 0 for a curve without samples."""
         told = GaugeMetricFamily(
             f"{NAME}prefill_curve_samples",
-            "Prefills that the curve was learned from; from 50 on, requests are refused that would miss their TTFT deadline",
+            "Prefills, or reports of steps, that the curve was learned from; from 50 on, requests are refused that would miss their "
+            "TTFT deadline",
             labels=["model", "hardware"],
         )
         kinds = {(record.info.model, record.info.hardware) for record in self._state.instances.records()}
@@ -134,6 +135,11 @@ class StateCollector(Collector):
             "pending_prefill_tokens",
             "Prefill tokens not computed yet",
             lambda _, one: counters(one).pending_prefill_tokens,
+        )
+        yield family(
+            "engine_prefill_tokens",
+            "Tokens that the prompts in the engine's batch still need, as the engine reports them",
+            lambda record, _: _of(record, "prefill_tokens_left"),
         )
         yield family("keys", "Block keys in the exact index", lambda _, one: state.index.count(one))
         yield family(

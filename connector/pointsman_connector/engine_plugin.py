@@ -1,0 +1,156 @@
+"""General plug-in of vLLM: pushes the load of an engine core to the node's agent at each step.
+
+vLLM calls `register` in all of its processes (entry-point group vllm.general_plugins). Only an engine core creates a scheduler, and
+only there, and only if POINTSMAN_AGENT_LOADS names the agent's ZMQ address (ipc:///run/pointsman/loads, tcp://127.0.0.1:9102), the
+scheduler's two methods are replaced by ones that also observe the step. An error of the observation puts vLLM's own methods back.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+from vllm.config import SchedulerConfig
+from vllm.logger import init_logger
+
+from pointsman_connector.engine_run import engine_run
+from pointsman_connector.step_load import StepLoad
+from pointsman_connector.step_observer import StepObserver, missing_parts
+
+logger = init_logger(__name__)
+
+# Environment variable with the agent's ZMQ address.
+ADDRESS = "POINTSMAN_AGENT_LOADS"
+
+
+def register() -> None:
+    """Prepare this process. Its children inherit the engine's id, and its schedulers are observed. Never raises."""
+    try:
+        engine_run()
+        if os.environ.get(ADDRESS) and not hasattr(SchedulerConfig.get_scheduler_cls, "__wrapped__"):
+            SchedulerConfig.get_scheduler_cls = _observing(SchedulerConfig.get_scheduler_cls)  # type: ignore[method-assign]
+    except Exception:
+        logger.exception("Step loads are off: this version of vLLM chooses its scheduler in another way")
+
+
+def _observing(choose: Callable[[Any], type]) -> Callable[[Any], type]:
+    """Return `choose` such that the class that it returns observes each of its new schedulers."""
+
+    @functools.wraps(choose)
+    def get_scheduler_cls(config: Any) -> type:
+        kind = choose(config)
+        try:
+            _observe_new(kind)
+        except Exception:
+            logger.exception("Step loads are off: the scheduler cannot be observed")
+        return kind
+
+    return get_scheduler_cls
+
+
+def _observe_new(kind: Any) -> None:
+    begin = kind.__init__
+    if hasattr(begin, "__pointsman__"):
+        return
+
+    @functools.wraps(begin)
+    def __init__(self: Any, *args: Any, **more: Any) -> None:  # noqa: N807
+        begin(self, *args, **more)
+        # A subclass's own __init__ may call this one.
+        if type(self) is kind:
+            attach(self, os.environ.get(ADDRESS, ""))
+
+    __init__.__pointsman__ = True  # type: ignore[attr-defined]
+    kind.__init__ = __init__
+
+
+def attach(scheduler: Any, address: str) -> None:
+    """Push the load of a new scheduler to `address` from now on. Logs why, and changes nothing, if that is not possible."""
+    try:
+        if missing := missing_parts(scheduler):
+            logger.warning("Step loads are off: %s has no %s", type(scheduler).__name__, ", ".join(missing))
+            return
+        _Pusher(scheduler, address).attach()
+    except Exception:
+        logger.exception("Step loads are off: the scheduler cannot be observed")
+        return
+    logger.info("Pushing the load of each step to %s", address)
+
+
+class _Pusher:
+    """Observes one scheduler and pushes its load, without blocking. An agent that is not reachable or slow misses messages, but gets
+    the latest one."""
+
+    def __init__(self, scheduler: Any, address: str) -> None:
+        self._scheduler = scheduler
+        self._schedule = scheduler.schedule
+        self._update = scheduler.update_from_output
+        self._observer = StepObserver()
+        self._sent_counts: tuple[int, int] | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        parallel = scheduler.vllm_config.parallel_config
+        # With data parallelism of independent ranks data_parallel_rank is 0 in each.
+        rank = getattr(parallel, "data_parallel_index", None)
+        self._load = StepLoad(
+            run=engine_run(),
+            rank=parallel.data_parallel_rank if rank is None else rank,
+            running=0,
+            waiting=0,
+            kv_usage=0.0,
+            prefill_tokens_left=0,
+            totals=self._observer.totals,
+        )
+        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        # Only the newest message waits for the agent, and the engine's end discards it.
+        self._socket.setsockopt(zmq.CONFLATE, 1)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(address)
+
+    def attach(self) -> None:
+        """Replace the scheduler's methods. Mutates it."""
+        self._scheduler.schedule = self._observed_schedule
+        self._scheduler.update_from_output = self._observed_update
+
+    def _observed_schedule(self, *args: Any, **more: Any) -> Any:
+        began = time.monotonic()
+        output = self._schedule(*args, **more)
+        try:
+            # A step with a prompt may be long, so the agent is told at its begin, too.
+            if self._observer.scheduled(self._scheduler, output, began):
+                self._push()
+        except Exception:
+            self._switch_off()
+        return output
+
+    def _observed_update(self, scheduler_output: Any, *args: Any, **more: Any) -> Any:
+        outputs = self._update(scheduler_output, *args, **more)
+        try:
+            computed = self._observer.computed(scheduler_output, time.monotonic())
+            # While requests wait for KV, a step without tokens follows another each millisecond.
+            if computed or self._scheduler.get_request_counts() != self._sent_counts:
+                self._push()
+        except Exception:
+            self._switch_off()
+        return outputs
+
+    def _push(self) -> None:
+        load, scheduler = self._load, self._scheduler
+        self._sent_counts = load.running, load.waiting = scheduler.get_request_counts()
+        load.kv_usage = scheduler.get_kv_cache_usage()
+        load.prefill_tokens_left = self._observer.prefill_tokens_left
+        try:
+            self._socket.send(self._encoder.encode(load), zmq.NOBLOCK)
+        except zmq.Again:
+            # There is no connection yet. The next message has the complete state again.
+            return
+
+    def _switch_off(self) -> None:
+        logger.exception("Step loads are off: this version of vLLM may have other schedules")
+        self._scheduler.schedule = self._schedule
+        self._scheduler.update_from_output = self._update
+        self._socket.close(linger=0)
