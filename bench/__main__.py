@@ -24,6 +24,7 @@ from rich.table import Table
 from bench.autoscale import autoscale, autoscale_sweep
 from bench.decide import decide, foresight, index
 from bench.elastic import elastic
+from bench.engine_steps import engine_steps
 from bench.figures import Figure
 from bench.first_choice import first_choice
 from bench.gateway import chunks, leaks, requests
@@ -75,6 +76,7 @@ LONG: dict[str, Callable[[], object]] = {
         autoscale,
         autoscale_sweep,
         elastic,
+        engine_steps,
         layer_events,
         layerwise,
         layerwise_cpu,

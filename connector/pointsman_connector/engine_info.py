@@ -35,8 +35,8 @@ def announce_engine(vllm_config: VllmConfig) -> None:
 
 
 def engine_info(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return the labels of pointsman_engine_info. `run` is the id that the engine's step loads have, too. The sizes are those of one
-    data-parallel rank."""
+    """Return the labels of pointsman_engine_info. `run` is the id that the engine's step loads have, too. The limits are those of
+    one data-parallel rank."""
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
     return {
         "run": engine_run(),

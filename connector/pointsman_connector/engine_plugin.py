@@ -1,8 +1,9 @@
 """General plug-in of vLLM: pushes the load of an engine core to the node's agent at each step.
 
-vLLM calls `register` in all of its processes (entry-point group vllm.general_plugins). Only an engine core creates a scheduler, and
-only there, and only if POINTSMAN_AGENT_LOADS names the agent's ZMQ address (ipc:///run/pointsman/loads, tcp://127.0.0.1:9102), the
-scheduler's two methods are replaced by ones that also observe the step. An error of the observation puts vLLM's own methods back.
+vLLM calls `register` in all of its processes (entry-point group vllm.general_plugins). Nothing is pushed unless
+POINTSMAN_AGENT_LOADS names the agent's ZMQ address, for example ipc:///run/pointsman/loads or tcp://127.0.0.1:9108. With it, two
+methods of each new scheduler are replaced by ones that also observe the step. Only engine cores create schedulers. An error of
+the observation puts vLLM's own methods back.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def attach(scheduler: Any, address: str) -> None:
 
 
 class _Pusher:
-    """Observes one scheduler and pushes its load, without blocking. An agent that is not reachable or slow misses messages, but gets
-    the latest one."""
+    """Observes one scheduler and pushes its load, without blocking. An agent that is not reachable or slow misses messages, but
+    gets the latest one."""
 
     def __init__(self, scheduler: Any, address: str) -> None:
         self._scheduler = scheduler

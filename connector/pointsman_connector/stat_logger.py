@@ -1,7 +1,7 @@
 """Stat logger that shows agents on the engine's /metrics what the engine is: its limits, KV transfer support and tokenizer.
 
-vLLM loads `MetricsAnnouncer` through the entry-point group vllm.stat_logger_plugins, in the processes that serve /metrics. It also
-counts there the requests whose KV was checked.
+vLLM loads `MetricsAnnouncer` through the entry-point group vllm.stat_logger_plugins, in the processes that serve /metrics. It
+also counts the requests whose KV was checked.
 """
 
 from __future__ import annotations

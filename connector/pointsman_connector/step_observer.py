@@ -1,7 +1,7 @@
 """Observation of an engine's steps: tokens and time of each step, and what is left of the prompts in the batch. Pure.
 
-It reads vLLM's scheduler and its outputs, which are the arguments `scheduler` and `output`. A step costs time in proportion to the
-prompts that it computes, not to the requests that it decodes for.
+It reads vLLM's scheduler and its outputs, which are the arguments `scheduler` and `output`. The cost of a step is proportional to
+the number of prompts that it computes, not to the number of requests that it decodes for.
 """
 
 from __future__ import annotations

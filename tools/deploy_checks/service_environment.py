@@ -106,9 +106,9 @@ def check(told: ServiceEnvironment) -> list[str]:
 
 
 def listens(told: ServiceEnvironment) -> Iterator[tuple[str, int]]:
-    """Yield (variable, port) of every address that the service listens on."""
+    """Yield (variable, port) of every address of the network that the service listens on."""
     for name, value in told.env.items():
-        if name.endswith("LISTEN") and value:
+        if name.endswith("LISTEN") and value and not value.startswith("ipc:"):
             yield name, int(value.rpartition(":")[2])
 
 

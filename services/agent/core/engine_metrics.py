@@ -87,8 +87,8 @@ class Sample:
 class Scrape:
     """One parsed page. `process_start` is in seconds of the engine's wall clock, None if the process does not report it
     (several API server processes). `ranks` is keyed by the `engine` label. `kv_transfer`, `tokenizer` and `engine` are the labels
-    that the connector package announces, empty for an engine without the package. `wrong_kv`: bootstrap URL of a sending engine ->
-    number of requests whose KV differed from its checksums."""
+    that the connector package announces, empty for an engine without the package. `wrong_kv`: bootstrap URL of a sending engine
+    -> number of requests whose KV differed from its checksums."""
 
     process_start: float | None
     ranks: Mapping[int, Sample]

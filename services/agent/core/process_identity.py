@@ -1,9 +1,10 @@
 """Detection of which process answers at an engine address. Pure.
 
 An incarnation is one lifetime of an engine. vLLM's /metrics has process_start_time_seconds, which is constant for a process
-and differs between processes (resolution 10 ms). With several API server processes the series is absent; the id that the connector
-package announces then takes its place. Without both, a counter that fell, or KV events that start over, show a new lifetime. An address that answers for process A, then B, then A again is a
-load balancer: a placement through this address cannot select one instance.
+and differs between processes (resolution 10 ms). With several API server processes the series is absent, and the run that the
+connector package announces is the identity. Without both, a counter that fell, or KV events that start over, show a new
+lifetime. An address that answers for process A, then B, then A again is a load balancer: a placement through this address cannot
+select one instance.
 """
 
 from __future__ import annotations

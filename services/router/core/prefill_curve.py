@@ -155,7 +155,7 @@ class PrefillCurveFit:
         self._add(terms, seconds / expected, self.KEEP**prefills.prefills)
 
     def _add(self, terms: tuple[float, float, float], target: float, keep: float) -> None:
-        """Add an equation, the sum of coefficient times term is `target`, after the weight of older ones is multiplied by `keep`."""
+        """Add an equation: the sum of coefficient times term is `target`. Multiply the weight of older ones by `keep` first."""
         self.samples += 1
         rate = max(1.0 / self.samples, self.SCALE_RATE)
         self._log_scale += rate * (math.log(target / sum(terms)) - self._log_scale)

@@ -64,8 +64,8 @@ class KvRole(StrEnum):
 class KvTransfer(msgspec.Struct, frozen=True, gc=False):
     """How an engine transfers KV: the protocol of its connector (MOONCAKE, NIXL), the base URL of its bootstrap server, and the
     sides of a transfer it can be. KV goes between engines of equal `cache_dtype` only. `layerwise`: the engine needs both
-    requests of a transfer at once. `wrong_from`: (bootstrap URL of a sending engine, number of requests), for each engine whose KV
-    did not have the sender's checksums when it arrived here."""
+    requests of a transfer at once. `wrong_from`: (bootstrap URL of a sending engine, number of requests), for each engine whose
+    KV did not have the sender's checksums when it arrived here."""
 
     protocol: str
     bootstrap_url: str = ""

@@ -26,7 +26,7 @@ class Scheduler:
         preempted: tuple[str, ...] | None = None,
         **amounts: int,
     ) -> Any:
-        """`new`: request -> (prompt's tokens, of which cached); `resumed`: request -> its tokens; `amounts`: request -> tokens."""
+        """`new`: request -> (prompt's tokens, of which cached); `resumed`, `amounts`: request -> tokens."""
         for name, (tokens, cached) in (new or {}).items():
             self.requests[name] = SimpleNamespace(num_tokens=tokens, num_computed_tokens=cached)
         for name, tokens in (resumed or {}).items():

@@ -49,6 +49,15 @@ def test_each_gpu_profile_starts_as_many_instances_and_one_agent_for_them(projec
         assert agent["environment"]["POINTSMAN_AGENT_ENGINES"].count("http://") == count
 
 
+def test_engines_push_their_steps_to_where_their_agent_listens(project: Project) -> None:
+    services = project["services"]
+    engines = [one for name, one in services.items() if name.startswith("vllm-")]
+    agents = [one for name, one in services.items() if name.startswith("agent") and name != "agent-emulated"]
+    assert {one["environment"]["POINTSMAN_AGENT_LOADS"] for one in engines} == {"tcp://agent:9108"}
+    assert {one["environment"]["POINTSMAN_AGENT_STEP_LOADS_LISTEN"] for one in agents} == {"tcp://0.0.0.0:9108"}
+    assert all("agent" in one["networks"]["engine"]["aliases"] for one in agents)
+
+
 def test_files_are_merged_as_compose_does() -> None:
     below = {
         "a": {"command": ["x"], "volumes": ["v:/one", "./w:/two:ro"], "networks": ["n"], "environment": {"A": "1"}}

@@ -114,31 +114,38 @@ def test_a_size_that_is_patched_for_one_role_is_followed_by_its_gpus() -> None:
     assert problem.endswith("limits 4 GPUs, and TENSOR_PARALLEL_SIZE is 1")
 
 
-def test_a_data_parallel_engine_needs_gpus_for_each_rank() -> None:
-    file = "k8s/components/settings/engine.yaml"
-    told = (check_deploy.DEPLOY / file).read_text()
-    objects = check_deploy.render(OVERLAYS / "gpu", files={file: f"{told}data-parallel-size: 2\n"})
-    problems = k8s.check(objects)
-    assert len(problems) == 2
-    assert problems[0].endswith("requests 1 GPUs, and TENSOR_PARALLEL_SIZE is 1 for each of 2 data-parallel ranks")
-    engine = next(one for one in pod(objects, "StatefulSet", "vllm")["containers"] if one["name"] == "vllm")
-    for kind in ("requests", "limits"):
-        engine["resources"][kind]["nvidia.com/gpu"] = "2"
-    assert k8s.check(objects) == []
-    engine["args"].append("--data-parallel-size=1")
-    assert len(k8s.check(objects)) == 2
-
-
-def test_an_agent_reaches_the_events_of_all_ranks_of_its_node() -> None:
-    objects = check_deploy.render(OVERLAYS / "gpu-per-node")
-    offered = {port["port"] for port in find(objects, "Service", "vllm-node")["spec"]["ports"]}
-    admitted = find(objects, "NetworkPolicy", "vllm")["spec"]["ingress"][1]["ports"]
-    ranks = int(find(objects, "ConfigMap", "engine")["data"]["TENSOR_PARALLEL_SIZE"])
-    for first in (5557, 5657):
-        assert set(range(first, first + ranks)) <= offered
-        assert {"port": first, "protocol": "TCP", "endPort": first + ranks - 1} in [
-            {"protocol": "TCP", **port} for port in admitted
-        ]
+@pytest.mark.parametrize(
+    ("overlay", "names"),
+    [
+        ("single-node", {"vllm"}),
+        ("gpu", {"vllm"}),
+        ("ha", {"vllm"}),
+        ("prefill-decode", {"vllm-prefill", "vllm-decode"}),
+        ("gpu-per-node", {"vllm"}),
+    ],
+)
+def test_engines_push_their_steps_to_where_their_agent_listens(overlay: str, names: set[str]) -> None:
+    objects = check_deploy.render(OVERLAYS / overlay)
+    found = {c.where: c for o in objects if o["kind"] in k8s.WORKLOADS for c in k8s.containers(o)}
+    engines = {where: c for where, c in found.items() if c.spec["name"] == "vllm"}
+    assert {where.split("/")[1] for where in engines} == names
+    for where, engine in engines.items():
+        beside = found.get(where.removesuffix("/vllm") + "/agent") or found["DaemonSet/agent/agent"]
+        told = k8s.environment(beside, objects)[0]
+        pushed_to = k8s.environment(engine, objects)[0]["POINTSMAN_AGENT_LOADS"]
+        if overlay != "gpu-per-node":
+            assert pushed_to == told["POINTSMAN_AGENT_STEP_LOADS_LISTEN"] == "ipc:///run/kv/loads"
+            folders = [{m["mountPath"]: m["name"] for m in one.spec["volumeMounts"]} for one in (engine, beside)]
+            assert folders[0]["/run/kv"] == folders[1]["/run/kv"], "one folder for both"
+        else:
+            service = find(objects, "Service", "agent-node")["spec"]
+            assert service["internalTrafficPolicy"] == "Local", "the agent of its own node"
+            assert pushed_to == f"tcp://agent-node:{service['ports'][0]['port']}"
+            assert told["POINTSMAN_AGENT_STEP_LOADS_LISTEN"] == "tcp://0.0.0.0:9108"
+            admitted = find(objects, "NetworkPolicy", "agent")["spec"]["ingress"]
+            engine_pods = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "vllm"}}}
+            assert {"from": [engine_pods], "ports": [{"port": "loads"}]} in admitted
+        assert "threshold" not in told["POINTSMAN_AGENT_ENGINES"], "the engine announces it"
 
 
 @pytest.mark.parametrize("name", ["api-keys", "tokens"])

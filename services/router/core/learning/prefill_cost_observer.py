@@ -1,9 +1,9 @@
 """Observes open prefills: when they began and last progressed, and what they cost. Pure; times in s on one clock.
 
-An engine that reports its steps says itself what it computed in how long. Of other engines only the ends of prefills are known. An
-engine computes prompts one after another in order of arrival. So a prefill took the time from the end of the previous one, or from
-its own arrival if the instance was idle, to its own first token. Nothing is learned from a prefill for which this may not hold: it
-ended out of order, the engine cuts long prompts and so mixes them, or an earlier owner placed it.
+An engine that reports its steps says itself how many tokens it computed in which time. For other engines only the ends of
+prefills are known. An engine computes prompts one after another in order of arrival. So a prefill took the time from the end of
+the previous one, or from its own arrival if the instance was idle, to its own first token. Nothing is learned from a prefill for
+which this may not hold: it ended out of order, the engine cuts long prompts and so mixes them, or an earlier owner placed it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pointsman.router.core.types import InstanceInfo, StepTotals
 _TOGETHER = 0.2
 # Minimum time of a prefill that is learned from, s.
 _LEAST_S = 1e-3
-# Minimum interval between two samples of steps that one curve learns, s. The instances of a large pool report far more of them than a
-# curve needs, and each sample takes some 40 us.
+# Minimum interval between two samples of steps that one curve learns, s. The instances of a large pool report far more samples
+# than a curve needs, and each takes some 40 us.
 _STEPS_INTERVAL_S = 0.02
 
 

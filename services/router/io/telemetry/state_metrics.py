@@ -99,8 +99,8 @@ class StateCollector(Collector):
         """Return the number of samples of each prefill curve; 0 for a curve without samples."""
         told = GaugeMetricFamily(
             f"{NAME}prefill_curve_samples",
-            "Prefills, or reports of steps, that the curve was learned from; from 50 on, requests are refused that would miss their "
-            "TTFT deadline",
+            "Samples that the curve was learned from: prefills, or reports of steps; from 50 on, requests are refused that would "
+            "miss their TTFT deadline",
             labels=["model", "hardware"],
         )
         kinds = {(record.info.model, record.info.hardware) for record in self._state.instances.records()}

@@ -1,0 +1,40 @@
+"""What the connector's plug-in tells of an engine's steps is what vLLM's own schedulers have scheduled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines.vllm_questions import Vllm
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
+
+ASK = "import observed_steps; answer = observed_steps.play(**asked)"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kv_blocks", [400, 24])
+def test_the_steps_of_vllms_schedulers(
+    vllm: Vllm, model_folder: Path, tmp_path: Path, asynchronous: bool, kv_blocks: int
+) -> None:
+    prompts = [200, 90, 1, 64, 150, 33]
+    told: dict[str, Any] = vllm.ask(
+        ASK,
+        {
+            "model_folder": str(model_folder),
+            "folder": str(tmp_path),
+            "asynchronous": asynchronous,
+            "kv_blocks": kv_blocks,
+            "prompts": prompts,
+        },
+    )
+    assert told["scheduler"] == ("AsyncScheduler" if asynchronous else "Scheduler")
+    assert told["wrong_left"] == 0
+    assert (told["preemptions"] > 0) is (kv_blocks == 24), "too few blocks for all"
+    totals, real = told["pushed"]["totals"], told["real"]
+    assert {name: totals[name] for name in real} == real
+    assert totals["prefills"] >= len(prompts)
+    assert 0 < totals["prefill_seconds"] <= totals["seconds"]
+    assert (told["pushed"]["running"], told["pushed"]["prefill_tokens_left"]) == (0, 0)
