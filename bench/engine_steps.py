@@ -1,4 +1,4 @@
-"""What the connector's plug-in costs an engine core at each step, as CPU time: a scheduler that does nothing, with and without it."""
+"""CPU time that the connector's plug-in adds to an engine core's step: a scheduler that does nothing, with and without it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from bench.figures import Figure
 from tests.support.engines.vllm_questions import asking_vllm
 
 ASK = "import observed_steps; answer = observed_steps.cost_us(**asked)"
-STEPS, ROUNDS = 10_000, 5
+# PAUSE_S: between two steps, so that each is pushed.
+STEPS, PAUSE_S, ROUNDS = 100, 0.021, 5
 # The goal: maximum CPU time of a step, us.
 GOAL_US = 50.0
 # Requests that decode, and prompts that are computed beside them.
-BATCHES = ((16, 0), (256, 0), (1_024, 0), (256, 2), (256, 16))
+BATCHES = ((16, 0), (1_024, 0), (256, 2), (256, 16))
 
 
 def engine_steps() -> list[Figure]:
@@ -22,8 +23,16 @@ def engine_steps() -> list[Figure]:
     figures = []
     with tempfile.TemporaryDirectory() as folder, asking_vllm(Path(folder) / "log") as vllm:
         for decoding, prompts in BATCHES:
-            asked = {"folder": folder, "decoding": decoding, "prompts": prompts, "steps": STEPS}
-            cost = median(vllm.ask(ASK, asked) for _ in range(ROUNDS))
-            note = f"{decoding} requests decode, {prompts} prompts are computed; baseline is the goal"
-            figures.append(Figure(f"engine_step_cpu_{decoding}_{prompts}", cost, "us", GOAL_US, note))
+            asked = {"folder": folder, "decoding": decoding, "prompts": prompts, "steps": STEPS, "pause_s": PAUSE_S}
+            rounds = [vllm.ask(ASK, asked) for _ in range(ROUNDS)]
+            batch = f"{decoding} requests decode, {prompts} prompts are computed"
+            for at, what, note in (
+                (0, "thread", "its own thread; baseline is the goal"),
+                (1, "cpu", "with ZMQ's thread"),
+            ):
+                cost = median(one[at] for one in rounds)
+                baseline = GOAL_US if at == 0 else None
+                figures.append(
+                    Figure(f"engine_step_{what}_{decoding}_{prompts}", cost, "us", baseline, f"{batch}: {note}")
+                )
     return figures

@@ -27,6 +27,9 @@ logger = init_logger(__name__)
 
 # Environment variable with the agent's ZMQ address.
 ADDRESS = "POINTSMAN_AGENT_LOADS"
+# Minimum interval between the ends of two steps that are pushed, s. A message costs more CPU time than the observation of a step,
+# and agents forward fewer messages. The begin of a prefill and the end of all work are always pushed.
+PUSH_INTERVAL_S = 0.02
 
 
 def register() -> None:
@@ -93,6 +96,7 @@ class _Pusher:
         self._update = scheduler.update_from_output
         self._observer = StepObserver()
         self._sent_counts: tuple[int, int] | None = None
+        self._sent_at = float("-inf")
         self._encoder = msgspec.msgpack.Encoder()
         parallel = scheduler.vllm_config.parallel_config
         # With data parallelism of independent ranks data_parallel_rank is 0 in each.
@@ -123,7 +127,7 @@ class _Pusher:
         try:
             # A step with a prompt may be long, so the agent is told at its begin, too.
             if self._observer.scheduled(self._scheduler, output, began):
-                self._push()
+                self._push(began)
         except Exception:
             self._switch_off()
         return output
@@ -131,16 +135,20 @@ class _Pusher:
     def _observed_update(self, scheduler_output: Any, *args: Any, **more: Any) -> Any:
         outputs = self._update(scheduler_output, *args, **more)
         try:
-            computed = self._observer.computed(scheduler_output, time.monotonic())
+            now = time.monotonic()
+            computed = self._observer.computed(scheduler_output, now)
+            counts = self._scheduler.get_request_counts()
             # While requests wait for KV, a step without tokens follows another each millisecond.
-            if computed or self._scheduler.get_request_counts() != self._sent_counts:
-                self._push()
+            if computed or counts != self._sent_counts:
+                if counts == (0, 0) or now - self._sent_at >= PUSH_INTERVAL_S:
+                    self._push(now)
         except Exception:
             self._switch_off()
         return outputs
 
-    def _push(self) -> None:
+    def _push(self, now: float) -> None:
         load, scheduler = self._load, self._scheduler
+        self._sent_at = now
         self._sent_counts = load.running, load.waiting = scheduler.get_request_counts()
         load.kv_usage = scheduler.get_kv_cache_usage()
         load.prefill_tokens_left = self._observer.prefill_tokens_left

@@ -39,7 +39,7 @@ ENGINES = """\
 
 | variable | what it is |
 | --- | --- |
-| `POINTSMAN_AGENT_LOADS` | ZMQ address that the connector's stat logger pushes loads to: an agent's `step_loads_listen` |
+| `POINTSMAN_AGENT_LOADS` | ZMQ address that the connector package pushes the load of steps to: an agent's `step_loads_listen` |
 """
 
 

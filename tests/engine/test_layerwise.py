@@ -317,29 +317,34 @@ def test_the_gateway_asks_the_receiver_first(running_plane: ControlPlane, trio: 
     assert fallbacks == 0
 
 
-COUNTERS = ("generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_hits")
-
-
 def load_of(plane: ControlPlane, engine: Engine) -> list[float]:
-    """The load of an engine as the router knows it."""
+    """The load of an engine as the router knows it, and the tokens that it has computed since it was started."""
     load = plane.instance(engine).load
-    return [load.running, *(getattr(load, name) for name in COUNTERS)]
+    return [load.running, load.prefill_tokens_left, load.steps.prefill_tokens, load.steps.prefills]
 
 
 def own_load(engine: Engine) -> list[float]:
     """The same load as the engine reports it."""
-    return [engine.running(), *(engine.metric(f"vllm:{name}_total") for name in COUNTERS)]
+    computed = engine.metric("vllm:prompt_tokens_by_source_total", source="local_compute")
+    return [engine.running(), 0, computed, engine.metric("vllm:request_success_total")]
 
 
 def test_the_agent_knows_the_load_after_each_step(running_plane: ControlPlane, trio: list[Engine]) -> None:
+    """Prompts are fresh, and all requests before were answered."""
     with in_step(running_plane) as plane, plane.client() as client:
+        known = {engine.spec.name: [load_of(plane, engine), own_load(engine)] for engine in trio[:2]}
         for number in range(3):
             complete(client, fresh_words(50), max_tokens=5 + number)
             for engine in trio[:2]:
+                before, own_before = known[engine.spec.name]
                 deadline = time.monotonic() + 10.0
-                while (known := load_of(plane, engine)) != (own := own_load(engine)):
-                    assert time.monotonic() < deadline, (engine.spec.name, known, own)
+                while changes(before, load_of(plane, engine)) != changes(own_before, own_load(engine)):
+                    assert time.monotonic() < deadline, (engine.spec.name, load_of(plane, engine), own_load(engine))
                     time.sleep(0.05)
+
+
+def changes(before: list[float], after: list[float]) -> list[float]:
+    return [now - was for was, now in zip(before, after, strict=True)]
 
 
 # ---- one side is paused, or dies ----

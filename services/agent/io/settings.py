@@ -22,7 +22,8 @@ class AgentSettings(BaseSettings):
         "answer), advertise (URL for gateways), gpus (indices on this node), kv (mooncake or nixl: the engine's KV connector, if "
         "it does not announce one), kv-role (both, producer or consumer), bootstrap (base URL of Mooncake's bootstrap server; "
         "default: the announced port, or 8998, of the advertised host), hardware (one word for engines of equal speed; default: "
-        "NVML's name), long-prefill-token-threshold (the engine's setting)",
+        "the devices that the engine announces, or NVML's name), long-prefill-token-threshold (the engine's setting; default: as "
+        "the engine announces)",
     )
     routers: Entries = Field(default_factory=list, description="HOST:PORT of each router replica")
     state_dir: Path = Field(
@@ -40,8 +41,8 @@ class AgentSettings(BaseSettings):
     metrics_listen: str = Field("127.0.0.1:9101", description="HOST:PORT of /metrics and /health; empty: none")
     step_loads_listen: str = Field(
         "",
-        description="ZMQ address to bind for step loads, which engines with Pointsman's stat logger push after each step "
-        "(ipc:///run/pointsman/loads, tcp://127.0.0.1:9102); empty: loads only from /metrics",
+        description="ZMQ address to bind for step loads, which engines with Pointsman's connector package push at their steps "
+        "(ipc:///run/pointsman/loads, tcp://127.0.0.1:9108); empty: loads only from /metrics",
     )
     engine_api_key: SecretStr = Field(SecretStr(""), description="API key for engines that are started with --api-key")
     engine_ca: Path | None = Field(

@@ -6,6 +6,8 @@ A module for inside_vllm.py. The executor is a fake: each request's next token i
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections import deque
 from types import SimpleNamespace
@@ -26,6 +28,15 @@ from vllm.v1.structured_output import StructuredOutputManager
 from pointsman_connector import engine_plugin
 
 BLOCK = 16
+# An agent's end of the socket.
+AGENT = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.PULL)
+socket.bind(sys.argv[1])
+print("bound", flush=True)
+while True:
+    socket.recv()
+"""
 
 
 def play(model_folder: str, folder: str, *, asynchronous: bool, kv_blocks: int, prompts: list[int]) -> dict[str, Any]:
@@ -149,21 +160,26 @@ class StubScheduler:
         return 0.5
 
 
-def cost_us(folder: str, *, decoding: int, prompts: int, steps: int) -> float:
-    """CPU time that the plug-in adds to a step, all threads of the process together, us. An agent receives what is pushed."""
+def cost_us(folder: str, *, decoding: int, prompts: int, steps: int, pause_s: float) -> list[float]:
+    """CPU time that the plug-in adds to a step: of the engine core's own thread, and of all threads, us. Between two steps there is
+    a pause, in which the message leaves for another process."""
     address = f"ipc://{folder}/cost"
 
-    def took(scheduler: StubScheduler) -> float:
-        began = time.process_time()
+    def took(scheduler: StubScheduler) -> tuple[float, float]:
+        process, thread = time.process_time(), time.thread_time()
         for _ in range(steps):
             scheduler.update_from_output(scheduler.schedule(), None)
-        return time.process_time() - began
+            time.sleep(pause_s)
+        return time.thread_time() - thread, time.process_time() - process
 
-    with zmq.Context() as context, context.socket(zmq.PULL) as agent:
-        agent.setsockopt(zmq.CONFLATE, 1)
-        agent.bind(address)
-        bare, observed = StubScheduler(decoding, prompts), StubScheduler(decoding, prompts)
+    bare, observed = StubScheduler(decoding, prompts), StubScheduler(decoding, prompts)
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, address], stdout=subprocess.PIPE)
+    assert agent.stdout is not None
+    with agent:
+        agent.stdout.readline()
         engine_plugin.attach(observed, address)
         assert "schedule" in vars(observed)
         took(observed)
-        return 1e6 * (took(observed) - took(bare)) / steps
+        costs = [1e6 * (with_it - without) / steps for with_it, without in zip(took(observed), took(bare), strict=True)]
+        agent.kill()
+    return costs

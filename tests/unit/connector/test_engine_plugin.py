@@ -117,6 +117,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Engine]:
 def test_each_step_is_pushed(engine: Engine, kind: type) -> None:
     engine.module.register()
     engine.module.register()  # vLLM may call it more than once.
+    engine.module.PUSH_INTERVAL_S = 0.0
     scheduler = engine.scheduler(kind, data_parallel_index=3)
     output = scheduler.schedule()
     begun = engine.pushed()
@@ -128,6 +129,22 @@ def test_each_step_is_pushed(engine: Engine, kind: type) -> None:
     assert (ended.running, ended.waiting, ended.totals.steps, ended.totals.prefill_tokens) == (2, 0, 1, 50)
     assert ended.run == begun.run != ""
     assert engine.logged == []
+
+
+def test_fast_steps_are_pushed_at_times_and_the_last_one_always(engine: Engine) -> None:
+    engine.module.PUSH_INTERVAL_S = 3_600.0
+    engine.module.register()
+    scheduler = engine.scheduler()
+    output = scheduler.schedule()
+    assert engine.pushed().totals.steps == 0, "its prefill begins"
+    scheduler.counts = (3, 0)
+    scheduler.update_from_output(output, "model's output")
+    scheduler.requests["a"].num_computed_tokens = 100  # The next step only decodes.
+    output = scheduler.schedule()
+    scheduler.counts = (0, 0)
+    scheduler.update_from_output(output, "model's output")
+    last = engine.pushed()
+    assert (last.running, last.totals.steps) == (0, 2)
 
 
 def test_processes_of_one_engine_have_one_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
