@@ -10,8 +10,8 @@ from bench.figures import Figure
 from tests.support.engines.vllm_questions import asking_vllm
 
 ASK = "import observed_steps; answer = observed_steps.cost_us(**asked)"
-# PAUSE_S: between two steps, so that each is pushed.
-STEPS, PAUSE_S, ROUNDS = 100, 0.021, 5
+# PAUSE_S: the time of a step that decodes on a GPU.
+STEPS, PAUSE_S, ROUNDS = 200, 0.01, 3
 # The goal: maximum CPU time of a step, us.
 GOAL_US = 50.0
 # Requests that decode, and prompts that are computed beside them.

@@ -27,9 +27,11 @@ logger = init_logger(__name__)
 
 # Environment variable with the agent's ZMQ address.
 ADDRESS = "POINTSMAN_AGENT_LOADS"
-# Minimum interval between the ends of two steps that are pushed, s. A message costs more CPU time than the observation of a step,
-# and agents forward fewer messages. The begin of a prefill and the end of all work are always pushed.
-PUSH_INTERVAL_S = 0.02
+# Minimum interval between a message and the next one for the end of a step, s: agents forward no more. A message costs several times
+# the CPU time of the observation of a step. The begin of a step with a prompt and the end of all work are always pushed.
+PUSH_INTERVAL_S = 0.05
+# The same while prompts of the batch are not complete, because the next step usually pushes at its begin.
+PREFILL_PUSH_INTERVAL_S = 0.5
 
 
 def register() -> None:
@@ -138,10 +140,11 @@ class _Pusher:
             now = time.monotonic()
             computed = self._observer.computed(scheduler_output, now)
             counts = self._scheduler.get_request_counts()
+            interval = PREFILL_PUSH_INTERVAL_S if self._observer.prefill_tokens_left else PUSH_INTERVAL_S
+            due = counts == (0, 0) or now - self._sent_at >= interval
             # While requests wait for KV, a step without tokens follows another each millisecond.
-            if computed or counts != self._sent_counts:
-                if counts == (0, 0) or now - self._sent_at >= PUSH_INTERVAL_S:
-                    self._push(now)
+            if due and (computed or counts != self._sent_counts):
+                self._push(now)
         except Exception:
             self._switch_off()
         return outputs

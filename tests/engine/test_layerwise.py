@@ -318,15 +318,14 @@ def test_the_gateway_asks_the_receiver_first(running_plane: ControlPlane, trio: 
 
 
 def load_of(plane: ControlPlane, engine: Engine) -> list[float]:
-    """The load of an engine as the router knows it, and the tokens that it has computed since it was started."""
+    """The load of an engine as the router knows it, and the prompts that it has computed since it was started."""
     load = plane.instance(engine).load
-    return [load.running, load.prefill_tokens_left, load.steps.prefill_tokens, load.steps.prefills]
+    return [load.running, load.prefill_tokens_left, load.steps.prefills]
 
 
 def own_load(engine: Engine) -> list[float]:
     """The same load as the engine reports it."""
-    computed = engine.metric("vllm:prompt_tokens_by_source_total", source="local_compute")
-    return [engine.running(), 0, computed, engine.metric("vllm:request_success_total")]
+    return [engine.running(), 0, engine.metric("vllm:request_success_total")]
 
 
 def test_the_agent_knows_the_load_after_each_step(running_plane: ControlPlane, trio: list[Engine]) -> None:

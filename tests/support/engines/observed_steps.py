@@ -161,8 +161,8 @@ class StubScheduler:
 
 
 def cost_us(folder: str, *, decoding: int, prompts: int, steps: int, pause_s: float) -> list[float]:
-    """CPU time that the plug-in adds to a step: of the engine core's own thread, and of all threads, us. Between two steps there is
-    a pause, in which the message leaves for another process."""
+    """CPU time that the plug-in adds to a step: of the engine core's own thread, and of all threads, us. Between two steps there
+    is a pause, in which the message leaves for another process."""
     address = f"ipc://{folder}/cost"
 
     def took(scheduler: StubScheduler) -> tuple[float, float]:

@@ -117,7 +117,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Engine]:
 def test_each_step_is_pushed(engine: Engine, kind: type) -> None:
     engine.module.register()
     engine.module.register()  # vLLM may call it more than once.
-    engine.module.PUSH_INTERVAL_S = 0.0
+    engine.module.PUSH_INTERVAL_S = engine.module.PREFILL_PUSH_INTERVAL_S = 0.0
     scheduler = engine.scheduler(kind, data_parallel_index=3)
     output = scheduler.schedule()
     begun = engine.pushed()
@@ -132,7 +132,7 @@ def test_each_step_is_pushed(engine: Engine, kind: type) -> None:
 
 
 def test_fast_steps_are_pushed_at_times_and_the_last_one_always(engine: Engine) -> None:
-    engine.module.PUSH_INTERVAL_S = 3_600.0
+    engine.module.PUSH_INTERVAL_S = engine.module.PREFILL_PUSH_INTERVAL_S = 3_600.0
     engine.module.register()
     scheduler = engine.scheduler()
     output = scheduler.schedule()
