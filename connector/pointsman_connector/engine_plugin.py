@@ -27,11 +27,13 @@ logger = init_logger(__name__)
 
 # Environment variable with the agent's ZMQ address.
 ADDRESS = "POINTSMAN_AGENT_LOADS"
-# Minimum interval between a message and the next one for the end of a step, s: agents forward no more. A message costs several times
-# the CPU time of the observation of a step. The begin of a step with a prompt and the end of all work are always pushed.
+# Minimum interval between a message and the next one for the end of a step, s: agents forward no more. A message costs several
+# times the CPU time of the observation of a step. The end of all work is always pushed.
 PUSH_INTERVAL_S = 0.05
 # The same while prompts of the batch are not complete, because the next step usually pushes at its begin.
 PREFILL_PUSH_INTERVAL_S = 0.5
+# The same for the begin of a step with a prompt. A begin with other numbers of requests is always pushed.
+BEGIN_PUSH_INTERVAL_S = 0.02
 
 
 def register() -> None:
@@ -128,7 +130,10 @@ class _Pusher:
         output = self._schedule(*args, **more)
         try:
             # A step with a prompt may be long, so the agent is told at its begin, too.
-            if self._observer.scheduled(self._scheduler, output, began):
+            if self._observer.scheduled(self._scheduler, output, began) and (
+                began - self._sent_at >= BEGIN_PUSH_INTERVAL_S
+                or self._scheduler.get_request_counts() != self._sent_counts
+            ):
                 self._push(began)
         except Exception:
             self._switch_off()
