@@ -41,7 +41,7 @@ def register() -> None:
     try:
         engine_run()
         if os.environ.get(ADDRESS) and not hasattr(SchedulerConfig.get_scheduler_cls, "__wrapped__"):
-            SchedulerConfig.get_scheduler_cls = _observing(SchedulerConfig.get_scheduler_cls)  # type: ignore[method-assign]
+            SchedulerConfig.get_scheduler_cls = _observing(SchedulerConfig.get_scheduler_cls)
     except Exception:
         logger.exception("Step loads are off: this version of vLLM chooses its scheduler in another way")
 
@@ -114,7 +114,7 @@ class _Pusher:
             prefill_tokens_left=0,
             totals=self._observer.totals,
         )
-        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         # Only the newest message waits for the agent, and the engine's end discards it.
         self._socket.setsockopt(zmq.CONFLATE, 1)
         self._socket.setsockopt(zmq.LINGER, 0)

@@ -40,6 +40,7 @@ ENGINES = """\
 | variable | what it is |
 | --- | --- |
 | `POINTSMAN_AGENT_LOADS` | ZMQ address that the connector package pushes the load of steps to: an agent's `step_loads_listen` |
+| `POINTSMAN_ENGINE_RUN` | id of the engine's run; the connector package sets it for the engine's other processes. Do not set it |
 """
 
 
