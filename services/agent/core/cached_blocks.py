@@ -282,16 +282,21 @@ class CachedBlocks:
                 self.counts.unknown_removed += 1
 
     def _store(self, event: BlockStored) -> None:
-        if event.kv_cache_spec_kind not in _CHAINED_KINDS:
-            self.unusable_reason = f"attention of kind {event.kv_cache_spec_kind} has no chained prefix"
-            return
         place = location_of(event)
+        own = tier_of(place) is Tier.DEVICE
         hashes = event.block_hashes
+        if event.kv_cache_spec_kind not in _CHAINED_KINDS:
+            if own:
+                self.unusable_reason = f"attention of kind {event.kv_cache_spec_kind} has no chained prefix"
+                return
+            # A block of one of several KV cache groups. The groups are learned from events of the engine's own cache.
+            self.counts.stored += len(hashes)
+            self.counts.orphans += len(hashes)
+            return
         self.counts.stored += len(hashes)
         if not event.token_ids:
             self._store_named(hashes, place, is_chunk=event.block_size == 0)
             return
-        own = tier_of(place) is Tier.DEVICE
         if own and self._assumed:
             self._confirm(event)
         self.extra_keys_seen = self.extra_keys_seen or _has_extra_keys(event)

@@ -251,6 +251,39 @@ def test_blocks_of_other_tiers_are_ignored() -> None:
     assert (cached_blocks.latest_seq, cached_blocks.unusable_reason) == (before, "")
 
 
+def test_an_offloaded_block_that_comes_before_all_others_ends_no_keys() -> None:
+    engine, cached_blocks = pair(FULL, ("sliding_window", 1, 32))
+    cached_blocks.apply(
+        [BlockStored(block_hashes=[hash((1,))], medium="CPU", group_idx=1, kv_cache_spec_kind="sliding_window")]
+    )
+    cached_blocks.apply(engine.store((1, 2)))
+    assert cached_blocks.unusable_reason == ""
+    assert cached_blocks.key_count == 2
+
+
+def test_the_reset_of_a_connectors_cache_leaves_blocks_that_were_computed_since() -> None:
+    engine, cached_blocks = pair(FULL, ("mamba", 1, None))
+    events = engine.store((1, 2))
+    cached_blocks.apply(events)
+    cached_blocks.apply([AllBlocksCleared(), *events, AllBlocksCleared()])
+    cached_blocks.check()
+    assert cached_blocks.key_count == 2
+    cached_blocks.apply([AllBlocksCleared()])
+    assert cached_blocks.empty
+    assert cached_blocks.key_count == 0
+
+
+def test_blocks_without_a_key_are_not_empty() -> None:
+    engine, cached_blocks = pair(FULL, ("mamba", 1, None))
+    cached_blocks.apply(engine.store((1, 2)))
+    cached_blocks.apply([AllBlocksCleared()])
+    cached_blocks.apply([event for event in engine.store((3,)) if isinstance(event, BlockStored) and event.group_idx])
+    assert cached_blocks.key_count == 0
+    assert not cached_blocks.empty
+    cached_blocks.clear()
+    assert cached_blocks.empty
+
+
 def test_more_references_than_blocks_drop_all_references_of_a_block() -> None:
     engine = Engine(16, [FULL, ("mamba", 1, None)])
     cached_blocks = CachedBlocks(MODEL, capacity_blocks=5)
