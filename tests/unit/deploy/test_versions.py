@@ -34,7 +34,7 @@ def test_every_place_names_the_version_that_is_set(copied: Path) -> None:
         ("deploy/docker/Dockerfile", "python minor"),
         ("deploy/docker/engine.Dockerfile", "vllm"),
         ("deploy/docker/engine.Dockerfile", "mooncake"),
-        ("connector/pointsman_connector/layerwise/vllm_compatibility.py", "vllm minor"),
+        ("connector/pointsman_connector/vllm_version.py", "vllm minor"),
         ("requirements/engine.in", "torch"),
     ],
 )
