@@ -42,6 +42,12 @@ def test_a_prompt_that_is_preempted_when_its_receiver_has_it_keeps_nothing(ask: 
     assert told == {"used": True, "same": True, "early": False, "freed": ["p-t"], "kept": 0}
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_blocks_that_a_receiver_releases_are_kept_until_no_write_reads_them(ask: Any, aborted: bool) -> None:
+    told = ask("released_while_it_is_written", aborted=aborted)
+    assert told == {"early": False, "used": not aborted, "refused": False}
+
+
 def test_right_kv_passes_the_check(ask: Any) -> None:
     assert ask("wrong_kv", fault="none") == {
         "used": True,

@@ -54,9 +54,12 @@ Params = tuple[list[int], list[int], list[int], list[str], str | None]
 @dataclass
 class _Conversation:
     """A receiver's message that is being served. `deadline`: the time after which the receiver may have timed out, s of the event
-    loop's clock, which continues while the process is stopped. `sums`: by request, the checksums to send with the answer."""
+    loop's clock, which continues while the process is stopped. `sums`: by request, the checksums to send with the answer. `wanted`: the
+    transfers whose KV the message asks for; it may also name others, only to release their blocks."""
 
     deadline: float
+    session: str = ""
+    wanted: frozenset[str] = frozenset()
     sums: dict[str, Sums] = field(default_factory=dict)
 
 
@@ -231,9 +234,11 @@ class LayerwiseSender(LayerwisePusher):
 
     async def _serve(self, identity: bytes, sock: zmq.asyncio.Socket, message: bytes) -> None:
         task = asyncio.current_task()
-        self._conversations[task] = _Conversation(self._last_write_deadline())
+        conversation = self._conversations[task] = _Conversation(self._last_write_deadline())
         try:
             meta = self._xfer_meta_decoder.decode(message)
+            conversation.session = session_of(meta)
+            conversation.wanted = frozenset(transfer_id for transfer_id, blocks in meta.req_blocks.values() if any(blocks))
             self._start_pushing(meta)
             await self.send_kv_to_decode(identity, sock, meta)
             self._drop_answered_receivers(meta)
@@ -310,11 +315,14 @@ class LayerwiseSender(LayerwisePusher):
         session = session_of(agent_meta)
         conversation = self._conversations[asyncio.current_task()]
         comparable = self._same_memory(agent_meta)
-        rest, never, late = [], [], []
+        rest, never, late, needless = [], [], [], []
         for request_id, send_meta in ready_reqs:
             transfer = self._transfers.get(send_meta.transfer_id)
             receiver = transfer.receivers.get((session, request_id)) if transfer is not None else None
             wanted = any(agent_meta.req_blocks[request_id][1])
+            if not wanted and self._is_wanted(send_meta.transfer_id, session):
+                needless.append(request_id)
+                continue
             pushed = transfer is not None and await self._pushed(transfer, receiver)
             if transfer is not None and not pushed and wanted:
                 # Only the scheduler can confirm that the blocks are not reused until they are sent.
@@ -341,10 +349,18 @@ class LayerwiseSender(LayerwisePusher):
             rest, agent_meta, local_regions, remote_regions
         )
         conversation.deadline = self._last_write_deadline()
-        if never or late:
-            reason = "the prefill was aborted" if never else "the receiver may have timed out"
-            return src, dst, lengths, [*errors, *never, *late], message or reason
-        return src, dst, lengths, errors, message
+        if never:
+            message = message or "the prefill was aborted"
+        elif late:
+            message = message or "the receiver may have timed out"
+        elif needless:
+            message = message or "nothing to release: the same receiver waits for this KV"
+        return src, dst, lengths, [*errors, *never, *late, *needless], message
+
+    def _is_wanted(self, transfer_id: str, session: str) -> bool:
+        """Return whether the receiver `session` waits for this KV. A receiver whose request is cancelled can also send a message
+        that releases the blocks: they must not be free before the writes to it have ended and it is answered."""
+        return any(one.session == session and transfer_id in one.wanted for one in self._conversations.values())
 
     async def _pushed(self, transfer: Transfer, receiver: Receiver | None) -> bool:
         """Wait until no write to the receiver is in progress and the prompt's checksums are computed; return whether the

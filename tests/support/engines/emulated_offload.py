@@ -170,6 +170,15 @@ class Pair:
         # The sender must know of it before it computes.
         self._until(lambda: self._asked(transfer_id))
 
+    def release(self, transfer_id: str) -> None:
+        """The receiver, which has asked, releases the prompt's blocks at the sender, as vLLM does for a request that its client
+        cancels. Returns when this is answered."""
+        pull = upstream.PullReqMeta(f"r-{transfer_id}", transfer_id, [], "P", "http://p:1")
+        pull.pull_tasks_count = 1
+        address = f"tcp://{self.sender.hostname}:{self.sender.side_channel_port}"
+        coroutine = self.receiver.receive_kv_from_single_worker(address, {pull.d_req_id: pull})
+        asyncio.run_coroutine_threadsafe(coroutine, self.receiver.receiver_loop).result(WITHIN_S)
+
     def _asked(self, transfer_id: str) -> bool:
         transfer = self.sender._transfers.get(transfer_id)
         return transfer is not None and bool(transfer.receivers)
@@ -382,3 +391,36 @@ def preempted_after_its_end(model_folder: str) -> dict[str, Any]:
         both._until(lambda: bool(freed.update(sender.transfer_results(idle=False).finished_sending) or freed))
         both._until(lambda: not sender._transfers)
         return {"used": used, "same": same, "early": early, "freed": sorted(freed), "kept": len(sender._transfer_of)}
+
+
+def released_while_it_is_written(model_folder: str, aborted: bool) -> dict[str, Any]:
+    """A receiver's request is cancelled, so that it releases a prompt's blocks while a write to it still reads them. `aborted`: the
+    prompt is aborted then, too, and another one gets its blocks."""
+    sent, received = list(range(1, 9)), list(range(40, 48))
+    with pair(model_folder, 6) as both:
+        sender = both.sender
+        reads, may_read = threading.Event(), threading.Event()
+
+        def before_reading() -> None:
+            reads.set()
+            may_read.wait(WITHIN_S)
+
+        both.engine.before_reading = before_reading
+        both.ask("t", received)
+        both.begin("t")
+        both.step("t", sent, layer_s=0.001)
+        reads.wait(WITHIN_S)
+        both.release("t")
+        if aborted:
+            metadata = upstream.MooncakeConnectorMetadata()
+            metadata.reqs_not_processed.add("t")
+            sender.begin_step([], aborted=["t"], preempted=())
+            sender.start_load_kv(metadata)
+            both.overwrite(sent)
+        else:
+            both.end("t", sent)
+        time.sleep(0.2)
+        early = bool(sender.transfer_results(idle=False).finished_sending)
+        may_read.set()
+        used = both.arrived("t")
+        return {"early": early, "used": used, "refused": "P" in both.receiver._refused}
