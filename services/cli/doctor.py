@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import email.utils
 import json
 import ssl
 import time
@@ -10,21 +9,19 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.cli.all_routers import instances_of
+from pointsman.cli.doctor_kv import answers, transfers
+from pointsman.cli.findings import TIMEOUT_S, EngineAccess, Finding, complete, skew
 from pointsman.cli.instance_commands import order_words, orders_of, state_words, suspension
 from pointsman.cli.router_call import ask, dial
 from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.router.v1 import fleet_pb2
 
-# Timeout of a call or an HTTP request, s.
-TIMEOUT_S = 10.0
 # Base URL of the agent of `pointsman up`.
 AGENT = "http://127.0.0.1:9101"
 # Age of an instance's last report above which it is a finding, s.
@@ -37,39 +34,17 @@ LONG_CORDONED_S = 86_400.0
 PLACEABLE = (fleet_pb2.INSTANCE_STATE_SYNCING, fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_LOST)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Result of one check: its level, what was found, and what to change."""
-
-    OK: ClassVar[str] = "ok"
-    WARN: ClassVar[str] = "warn"
-    FAIL: ClassVar[str] = "fail"
-
-    level: str
-    check: str
-    found: str
-    advice: str = ""
-
-
-@dataclass(frozen=True)
-class EngineAccess:
-    """Access to engines: the API key for engines with --api-key, and the trusted authorities for HTTPS (None: the system's)."""
-
-    api_key: str = ""
-    tls: ssl.SSLContext | None = None
-
-
 def examine(
     router: str,
     gateway: str,
     redis_url: str,
     agents: Sequence[str] = (),
-    access: EngineAccess = EngineAccess(),
+    access: EngineAccess | None = None,
 ) -> list[Finding]:
     """Return all findings about the fleet of a router ("HOST:PORT") and a gateway (base URL), and about the engines of `agents`
-    (base URLs). Sends each engine a request for one token."""
+    (base URLs). Sends each engine a request for one token, and pairs that can transfer KV short prompts."""
     findings: list[Finding] = []
-    findings += _router(router, access)
+    findings += _router(router, access or EngineAccess())
     for agent in agents:
         findings += _agent(agent)
     findings += _gateway(gateway)
@@ -169,6 +144,7 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
                 "serve different models under different names",
             )
         yield from transfers(pool)
+        yield from answers([one.instance for one in statuses if one.state == fleet_pb2.INSTANCE_STATE_READY], access)
     for one in instances:
         yield from _instance(one, access)
 
@@ -222,59 +198,6 @@ def forgotten_orders(orders: Sequence[fleet_pb2.InstanceOrder], now: float) -> I
             )
 
 
-def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
-    """Yield whether the instances of a pool that have a KV connector can transfer KV."""
-    able = [one for one in pool if one.kv_transfer.protocol]
-    for one in able:
-        name, kv = f"{one.instance_id} KV transfer", one.kv_transfer
-        for wrong in kv.wrong_from:
-            yield Finding(
-                Finding.FAIL,
-                name,
-                f"KV from the engine at {wrong.bootstrap_url} was wrong in {wrong.requests} requests (it was not used)",
-                "compare the two engines' versions, flags and --block-size; restart the sender to let it send again",
-            )
-        others = [other for other in able if other is not one and _kv_passes(one, other)]
-        if not others and not any(_kv_passes(other, one) for other in able if other is not one):
-            yield Finding(
-                Finding.WARN,
-                name,
-                "no other instance of its model can transfer KV with it",
-                "give both the same protocol, --block-size and --kv-cache-dtype, and opposite roles (or the role both)",
-            )
-            continue
-        if kv.protocol == agent_pb2.KV_PROTOCOL_MOONCAKE and kv.role != agent_pb2.KV_ROLE_CONSUMER:
-            try:
-                with urllib.request.urlopen(f"{kv.bootstrap_url}/query", timeout=TIMEOUT_S):
-                    pass
-            except OSError as error:
-                yield Finding(
-                    Finding.FAIL,
-                    name,
-                    f"its bootstrap server does not answer: {error}",
-                    "give the engine a unique VLLM_MOONCAKE_BOOTSTRAP_PORT, and the agent its address (bootstrap=)",
-                )
-                continue
-        yield Finding(
-            Finding.OK,
-            name,
-            f"can send KV to {len(others)} instances",
-            "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=60 frees KV that is not fetched after 60 s instead of 480 s"
-            if kv.protocol == agent_pb2.KV_PROTOCOL_MOONCAKE
-            else "",
-        )
-
-
-def _kv_passes(source: agent_pb2.Instance, target: agent_pb2.Instance) -> bool:
-    gives, takes = source.kv_transfer, target.kv_transfer
-    return (
-        gives.role != agent_pb2.KV_ROLE_CONSUMER
-        and takes.role != agent_pb2.KV_ROLE_PRODUCER
-        and (gives.protocol, gives.cache_dtype, source.block_size)
-        == (takes.protocol, takes.cache_dtype, target.block_size)
-    )
-
-
 def instance_finding(one: fleet_pb2.InstanceStatus) -> Finding:
     """Return whether an instance can get requests, with the operators' orders for it."""
     name, ordered, age = one.instance.instance_id, order_words(one), one.report_age.ToMilliseconds() / 1e3
@@ -325,12 +248,8 @@ def _instance(one: fleet_pb2.InstanceStatus, access: EngineAccess) -> Iterator[F
 
 def _engine(instance: agent_pb2.Instance, access: EngineAccess) -> Iterator[Finding]:
     name = f"{instance.instance_id} engine"
-    headers = {"Authorization": f"Bearer {access.api_key}"} if access.api_key else {}
-    if instance.HasField("data_parallel_rank"):
-        headers["X-data-parallel-rank"] = str(instance.data_parallel_rank)
-    body = {"model": instance.model, "prompt": "ok", "max_tokens": 1}
     try:
-        answer, skew = _post(f"{instance.url}/v1/completions", body, headers, access.tls)
+        answer, ahead_s = complete(instance, {"prompt": "ok", "max_tokens": 1}, access)
     except urllib.error.HTTPError as error:
         error.close()
         advice = "give its API key: --engine-api-key" if error.code in (401, 403) else "see the engine's log"
@@ -354,7 +273,7 @@ def _engine(instance: agent_pb2.Instance, access: EngineAccess) -> Iterator[Find
         )
     else:
         yield Finding(Finding.OK, name, "answers, and reports its cached tokens")
-    yield from _clock(name, skew)
+    yield from _clock(name, ahead_s)
 
 
 def _agent(agent: str) -> Iterator[Finding]:
@@ -376,9 +295,9 @@ def _agent(agent: str) -> Iterator[Finding]:
 def _gateway(gateway: str) -> Iterator[Finding]:
     try:
         with urllib.request.urlopen(f"{gateway}/health", timeout=TIMEOUT_S) as answer:
-            status, body, skew = answer.status, json.load(answer), _skew(answer.headers.get("Date"))
+            status, body, ahead_s = answer.status, json.load(answer), skew(answer.headers.get("Date"))
     except urllib.error.HTTPError as error:
-        status, body, skew = error.code, json.loads(error.read() or b"{}"), _skew(error.headers.get("Date"))
+        status, body, ahead_s = error.code, json.loads(error.read() or b"{}"), skew(error.headers.get("Date"))
     except OSError as error:
         yield Finding(Finding.FAIL, "gateway", f"{gateway}: {error}", "check that it runs")
         return
@@ -396,7 +315,7 @@ def _gateway(gateway: str) -> Iterator[Finding]:
                 str(state.get("reason", "differs from the engine's")),
                 "give the gateway --tokenizers MODEL=FOLDER with the engine's tokenizer.json and chat template",
             )
-    yield from _clock("gateway", skew)
+    yield from _clock("gateway", ahead_s)
 
 
 def redis_finding(url: str) -> Finding:
@@ -418,25 +337,11 @@ def redis_finding(url: str) -> Finding:
     return Finding(Finding.OK, "Redis", f"{version}, {policy}")
 
 
-def _clock(name: str, skew: float | None) -> Iterator[Finding]:
-    if skew is not None and abs(skew) > CLOCK_SKEW_S:
+def _clock(name: str, ahead_s: float | None) -> Iterator[Finding]:
+    if ahead_s is not None and abs(ahead_s) > CLOCK_SKEW_S:
         yield Finding(
             Finding.WARN,
             name,
-            f"its clock differs by {skew:+.0f} s",
+            f"its clock differs by {ahead_s:+.0f} s",
             "run NTP, so that logs of several nodes can be compared",
         )
-
-
-def _skew(date: str | None) -> float | None:
-    return email.utils.parsedate_to_datetime(date).timestamp() - time.time() if date else None
-
-
-def _post(
-    url: str, body: dict[str, Any], headers: dict[str, str], tls: ssl.SSLContext | None
-) -> tuple[dict[str, Any], float | None]:
-    request = urllib.request.Request(
-        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json", **headers}
-    )
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=tls) as answer:
-        return json.load(answer), _skew(answer.headers.get("Date"))

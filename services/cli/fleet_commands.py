@@ -24,7 +24,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from pointsman.cli.all_routers import instances_of, newest_decisions, of_its_router, warn
-from pointsman.cli.doctor import EngineAccess, Finding, examine
+from pointsman.cli.doctor import examine
+from pointsman.cli.findings import EngineAccess, Finding
 from pointsman.cli.instance_commands import (
     RouterFlag,
     cordon,
@@ -254,7 +255,8 @@ def doctor(
 ) -> None:
     """Check a fleet and print what to change.
 
-    Sends each engine a request for one token. Exits with status 1 if something must be changed.
+    Sends each engine a request for one token, and short prompts to pairs that can transfer KV. Exits with status 1 if
+    something must be changed.
     """
     try:
         tls = None if engine_ca is None else client_context(engine_ca)

@@ -48,8 +48,9 @@ def test_blocks_that_a_receiver_releases_are_kept_until_no_write_reads_them(ask:
     assert told == {"early": False, "used": not aborted, "refused": False}
 
 
-def test_right_kv_passes_the_check(ask: Any) -> None:
-    assert ask("wrong_kv", fault="none") == {
+@pytest.mark.parametrize("fault", ["none", "late"])
+def test_right_kv_passes_the_check(ask: Any, fault: str) -> None:
+    assert ask("wrong_kv", fault=fault) == {
         "used": True,
         "same": True,
         "refused": False,

@@ -13,11 +13,14 @@ from typing import Any
 import aiohttp
 import pytest
 
+from pointsman.agent.v1 import agent_pb2
+from pointsman.cli import doctor_kv
+from pointsman.cli.findings import EngineAccess, Finding
 from tests.support.engines.chat_client import complete, fresh_words
 from tests.support.engines.direct_offloads import OUTPUT, Offload, Refused, alone, post, session
 from tests.support.engines.fault_switches import FAULTY, WITHIN_S, assert_nothing_left, faulty, stepped, told
 from tests.support.engines.offloading import assert_offloaded, assert_tie, in_step, offloading, stopped
-from tests.support.engines.servers import KV_EXPIRES_S, Engine, EngineSpec, running_engines
+from tests.support.engines.servers import KV_EXPIRES_S, SERVED_NAME, Engine, EngineSpec, running_engines
 from tests.support.processes.control_plane import ControlPlane
 from tests.support.waiting import until
 
@@ -228,6 +231,32 @@ def test_a_layer_that_is_withheld_is_noticed(trio: list[Engine]) -> None:
     for answer in answers:
         with pytest.raises(AssertionError, match="instead of"):
             assert_right([whole], [answer])
+
+
+def test_the_doctor_compares_answers_from_transferred_kv(trio: list[Engine]) -> None:
+    chunks, whole, _ = trio
+
+    def levels() -> list[tuple[str, str]]:
+        pool = [
+            agent_pb2.Instance(
+                instance_id=engine.spec.name,
+                model=SERVED_NAME,
+                url=engine.url,
+                block_size=32,
+                kv_transfer=agent_pb2.KvTransfer(
+                    protocol=agent_pb2.KV_PROTOCOL_MOONCAKE,
+                    bootstrap_url=f"http://127.0.0.1:{engine.bootstrap_port}",
+                    layerwise=True,
+                ),
+            )
+            for engine in (chunks, whole)
+        ]
+        return [(one.check, one.level) for one in doctor_kv.answers(pool, EngineAccess())]
+
+    assert levels() == [("chunks -> whole KV", Finding.OK), ("whole -> chunks KV", Finding.OK)]
+    with faulty(chunks, withhold=1), faulty(whole, unchecked=1):
+        assert levels() == [("chunks -> whole KV", Finding.FAIL), ("whole -> chunks KV", Finding.OK)]
+    nothing_left(chunks, whole)
 
 
 def test_wrong_kv_is_not_used_and_its_sender_is_refused(trio: list[Engine]) -> None:

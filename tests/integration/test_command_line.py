@@ -18,7 +18,8 @@ import openai
 import pytest
 
 from pointsman.cli import doctor
-from pointsman.cli.doctor import Finding, redis_finding
+from pointsman.cli.doctor import redis_finding
+from pointsman.cli.findings import Finding
 from tests.support.docs.command_parsers import command_line
 from tests.support.docs.shell_blocks import BLOCKS, PAGES, Block
 from tests.support.processes.pointsman import pointsman_command

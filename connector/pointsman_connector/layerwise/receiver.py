@@ -33,8 +33,9 @@ IDLE_SLEEP_S = 0.002
 # PROBE_S: interval between two checks that a sender is alive, s. GRACE_S: time for which writes of an ended sender may still
 # arrive, s.
 PROBE_S, GRACE_S = 1.0, 1.0
-# Pauses before each further comparison of KV whose checksums differ, s. Mooncake's TCP transport reports a write as complete
-# when the sender's socket has taken it: on a busy machine the answer can arrive before the bytes.
+# Pauses before each further comparison of KV whose checksums differ, s. Some transports report a write as complete when its last
+# bytes have left the sender, so that the answer can arrive before them (Mooncake over TCP where one side lacks its acknowledged
+# framing, which 0.3.13 has).
 CHECK_PAUSES_S = (0.01, 0.03, 0.1, 0.3, 1.0)
 
 

@@ -54,8 +54,8 @@ Params = tuple[list[int], list[int], list[int], list[str], str | None]
 @dataclass
 class _Conversation:
     """A receiver's message that is being served. `deadline`: the time after which the receiver may have timed out, s of the event
-    loop's clock, which continues while the process is stopped. `sums`: by request, the checksums to send with the answer. `wanted`: the
-    transfers whose KV the message asks for; it may also name others, only to release their blocks."""
+    loop's clock, which continues while the process is stopped. `wanted`: the transfers whose KV the message asks for; it may also
+    name others, only to release their blocks. `sums`: by request, the checksums to send with the answer."""
 
     deadline: float
     session: str = ""

@@ -42,6 +42,8 @@ class CopyingEngine:
     def __init__(self) -> None:
         self.writes: list[tuple[float, float, int]] = []
         self.write_s = 0.0
+        # How long after a write is reported as complete its bytes arrive, s.
+        self.late_s = 0.0
         # Called before the bytes of a write are read.
         self.before_reading: Callable[[], None] = lambda: None
 
@@ -58,10 +60,19 @@ class CopyingEngine:
         began = time.perf_counter()
         self.before_reading()
         time.sleep(self.write_s)
-        for source, target, length in zip(src, dst, lengths, strict=True):
-            ctypes.memmove(target, source, length)
+        copies = [
+            (target, ctypes.string_at(source, length)) for source, target, length in zip(src, dst, lengths, strict=True)
+        ]
+        if self.late_s:
+            threading.Timer(self.late_s, self._arrive, [copies]).start()
+        else:
+            self._arrive(copies)
         self.writes.append((began, time.perf_counter(), sum(lengths)))
         return 1
+
+    def _arrive(self, copies: list[tuple[int, bytes]]) -> None:
+        for target, bytes_ in copies:
+            ctypes.memmove(target, bytes_, len(bytes_))
 
     def batch_transfer_sync_write(self, *arguments: Any) -> int:
         return 0 if self.batch_transfer_async_write(*arguments) else -1
@@ -323,7 +334,8 @@ def wrong_kv(model_folder: str, fault: str) -> dict[str, Any]:
     """A prompt of 8 blocks is sent with a fault put back: whether its receiver took it, and whether the bytes are the same.
     "early": layers are told to be computed when they are launched (as a microbatch's hook is called before the others have run).
     "one name": only the first layer is registered for a row of all (block-outermost layouts). "reused": the prompt is preempted
-    when it is computed, another one gets its blocks, and no one is told. "none": no fault."""
+    when it is computed, another one gets its blocks, and no one is told. "late": writes are reported as complete before their
+    bytes arrive, which is no fault of the sender. "none": no fault."""
     sent, received = list(range(1, 9)), list(range(40, 48))
     with pair(model_folder, 6) as both:
         sender = both.sender
@@ -335,6 +347,8 @@ def wrong_kv(model_folder: str, fault: str) -> dict[str, Any]:
         if fault == "reused":
             # The stream has gone on before the last bytes are read.
             both.engine.before_reading = lambda: time.sleep(0.2)
+        if fault == "late":
+            both.engine.late_s = 0.2
         both.ask("t", received)
         both.begin("t")
         both.step("t", sent, layer_s=0.02)
@@ -394,8 +408,8 @@ def preempted_after_its_end(model_folder: str) -> dict[str, Any]:
 
 
 def released_while_it_is_written(model_folder: str, aborted: bool) -> dict[str, Any]:
-    """A receiver's request is cancelled, so that it releases a prompt's blocks while a write to it still reads them. `aborted`: the
-    prompt is aborted then, too, and another one gets its blocks."""
+    """A receiver's request is cancelled, so that it releases a prompt's blocks while a write to it still reads them. `aborted`:
+    the prompt is aborted then, too, and another one gets its blocks."""
     sent, received = list(range(1, 9)), list(range(40, 48))
     with pair(model_folder, 6) as both:
         sender = both.sender

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.cli.doctor import Finding, forgotten_orders, instance_finding, placeability, redundancy, transfers
+from pointsman.cli.doctor import forgotten_orders, instance_finding, placeability, redundancy
+from pointsman.cli.doctor_kv import Answer, difference, pairs_of, transfers
+from pointsman.cli.findings import Finding
 from pointsman.cli.fleet_commands import _state_of
 from pointsman.router.io.convert.times import duration, timestamp
 from pointsman.router.v1 import fleet_pb2
@@ -68,6 +70,28 @@ def test_one_that_fits_nobody_is_told_of(bootstrap: str) -> None:
 def test_a_bootstrap_server_that_does_not_answer_is_told_of(bootstrap: str) -> None:
     gone = f"http://127.0.0.1:{free_port()}"
     assert levels(instance("a", gone), instance("b", bootstrap)) == [("a", Finding.FAIL), ("b", Finding.OK)]
+
+
+def test_each_sender_is_compared_with_one_receiver_that_does_not_refuse_it() -> None:
+    urls = {name: f"http://{name}:1" for name in "abc"}
+    a, b, c = (instance(name, url) for name, url in urls.items())
+    producer = instance("p", "http://p:1", role=agent_pb2.KV_ROLE_PRODUCER)
+    b.kv_transfer.wrong_from.add(bootstrap_url=urls["a"], requests=1)
+    pairs = [(source.instance_id, target.instance_id) for source, target in pairs_of([a, b, producer, c])]
+    assert pairs == [("a", "c"), ("b", "c"), ("p", "c"), ("c", "a")]
+
+
+def test_answers_differ_unless_they_part_at_a_tie() -> None:
+    def answer(text: str, *top: dict[str, float]) -> Answer:
+        return Answer(text, text.split(), top, None)
+
+    alone = answer("a b", {"a": -0.1, "x": -2.5}, {"b": -0.7, "c": -0.75})
+    assert difference(alone, alone) == ""
+    assert difference(alone, answer("a c")) == ""
+    assert difference(alone, answer("x b")) == "token 1 is 'x' instead of 'a', less probable by 2.40 nats"
+    assert difference(alone, answer("y b")) == "token 1 is 'y' instead of 'a', not among the best five"
+    # An engine that reports no log probabilities.
+    assert difference(Answer("a b", (), (), None), Answer("a c", (), (), None)) == "'a c' instead of 'a b'"
 
 
 def test_cordons_of_long_ago_and_orders_for_nobody_are_told_of() -> None:

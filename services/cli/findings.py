@@ -1,0 +1,62 @@
+"""Results of the doctor's checks, and requests to engines."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import ssl
+import time
+import urllib.request
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pointsman.agent.v1 import agent_pb2
+
+# Timeout of a call or an HTTP request, s.
+TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check: its level, what was found, and what to change."""
+
+    OK: ClassVar[str] = "ok"
+    WARN: ClassVar[str] = "warn"
+    FAIL: ClassVar[str] = "fail"
+
+    level: str
+    check: str
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class EngineAccess:
+    """Access to engines: the API key for engines with --api-key, and the trusted authorities for HTTPS (None: the system's)."""
+
+    api_key: str = ""
+    tls: ssl.SSLContext | None = None
+
+    def headers(self, instance: agent_pb2.Instance) -> dict[str, str]:
+        """Return the headers of a request to an instance."""
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        if instance.HasField("data_parallel_rank"):
+            headers["X-data-parallel-rank"] = str(instance.data_parallel_rank)
+        return headers
+
+
+def skew(date: str | None) -> float | None:
+    """Return by how much the clock that wrote an HTTP Date header is ahead of this one, s; None without a header."""
+    return email.utils.parsedate_to_datetime(date).timestamp() - time.time() if date else None
+
+
+def complete(
+    instance: agent_pb2.Instance, body: dict[str, Any], access: EngineAccess
+) -> tuple[dict[str, Any], float | None]:
+    """Send a completion request to an instance. Return its answer, and its clock's skew (see `skew`). Raises OSError, for an
+    error status urllib.error.HTTPError."""
+    headers = {"Content-Type": "application/json", **access.headers(instance)}
+    payload = json.dumps({"model": instance.model, **body}).encode()
+    request = urllib.request.Request(f"{instance.url}/v1/completions", data=payload, headers=headers)
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=access.tls) as answer:
+        return json.load(answer), skew(answer.headers.get("Date"))
