@@ -52,6 +52,9 @@ class ReportProtocol:
         )
         self._stream = KeyStream(keys, consistency_check_interval_s)
         self._load: tuple[pb.Load, float] | None = None
+        # The router's limit, and when the next load may be sent.
+        self._load_interval_s = 0.0
+        self._load_due = float("-inf")
 
     @property
     def welcomed(self) -> bool:
@@ -74,11 +77,14 @@ class ReportProtocol:
             if not self.welcomed:
                 raise ProtocolError("resync before welcome")
             self._stream.begin_snapshot()
+        elif kind == "pace":
+            self._load_interval_s = response.pace.load_interval_ms / 1e3
         else:
             raise ProtocolError(f"unknown message {kind}")
 
     def load(self, load: pb.Load, taken_at: float) -> None:
-        """Send `load`, sampled at `taken_at`, next. It replaces a load that is not sent yet. Mutates."""
+        """Send `load`, sampled at `taken_at`, as soon as the router's limit permits. It replaces a load that is not sent yet.
+        Mutates."""
         self._load = (load, taken_at)
 
     def next_message(self, now: float) -> pb.ReportRequest | None:
@@ -88,8 +94,9 @@ class ReportProtocol:
             return hello
         if not self.welcomed:
             return None
-        if self._load is not None:
+        if self._load is not None and now >= self._load_due:
             (load, taken_at), self._load = self._load, None
+            self._load_due = now + self._load_interval_s
             message = pb.ReportRequest(load=load)
             message.load.sample_age_ms = max(0, round((now - taken_at) * 1000))
             return message
@@ -98,7 +105,8 @@ class ReportProtocol:
 
     def wake_at(self) -> float | None:
         """Return when `next_message` has a message even if nothing changes; None before Welcome."""
-        return self._stream.wake_at()
+        due = self._stream.wake_at()
+        return min(due, self._load_due) if due is not None and self._load is not None else due
 
 
 _TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST, Tier.STORAGE: pb.TIER_STORAGE}

@@ -223,7 +223,7 @@ class Reporter:
                     self._log.info(
                         "a router accepts the report", router_id=response.welcome.router_id, snapshots=machine.snapshots
                     )
-                else:
+                elif response.HasField("resync"):
                     self.counts.resyncs += 1
                     self._log.warning("a router requests a snapshot", reason=response.resync.reason)
                 self._wake.set()

@@ -259,6 +259,13 @@ class Welcome(msgspec.Struct, frozen=True, gc=False):
     resume_from_seq: int
 
 
+class Pace(msgspec.Struct, frozen=True, gc=False):
+    """Limit how often an agent sends loads: `load_interval_s` is the minimum interval, 0 without a limit."""
+
+    stream_id: int
+    load_interval_s: float
+
+
 class Resync(msgspec.Struct, frozen=True, gc=False):
     """Request a new snapshot from an agent."""
 
@@ -377,6 +384,7 @@ class MeanWorkSet(msgspec.Struct, frozen=True, gc=False):
 
 Effect = (
     Welcome
+    | Pace
     | Resync
     | PredictionAuditFailed
     | RefuseReport

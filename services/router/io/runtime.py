@@ -315,7 +315,7 @@ class Router:
                     self.telemetry.refused(effect.code)
                     self.history.refused(effect, now)
                     answers.append(effect)
-                case ev.Welcome() | ev.Resync() | ev.RefuseReport():
+                case ev.Welcome() | ev.Pace() | ev.Resync() | ev.RefuseReport():
                     self._reply_to_agent(effect)
                 case ev.PredictionAuditFailed(instance_id, reason):
                     log.warning(
@@ -495,7 +495,7 @@ class Router:
         for gateway in self.gateways.values():
             gateway.batch_queue.put(response)
 
-    def _reply_to_agent(self, effect: ev.Welcome | ev.Resync | ev.RefuseReport) -> None:
+    def _reply_to_agent(self, effect: ev.Welcome | ev.Pace | ev.Resync | ev.RefuseReport) -> None:
         stream = self.agents.get(effect.stream_id)
         if stream is None:
             return
@@ -505,6 +505,9 @@ class Router:
                     snapshot=effect.snapshot, resume_from_seq=effect.resume_from_seq, router_id=self.settings.router_id
                 )
                 stream.replies.put_nowait(agent_pb2.ReportResponse(welcome=welcome))
+            case ev.Pace():
+                pace = agent_pb2.Pace(load_interval_ms=round(effect.load_interval_s * 1e3))
+                stream.replies.put_nowait(agent_pb2.ReportResponse(pace=pace))
             case ev.Resync():
                 self.telemetry.resyncs.inc()
                 log.warning("requested a snapshot from an agent", instance=effect.instance_id, reason=effect.reason)

@@ -250,3 +250,31 @@ def test_a_router_that_breaks_the_order_is_told(responses: list[pb.ReportRespons
 def test_a_welcome_before_hello_is_refused() -> None:
     with pytest.raises(ProtocolError):
         ReportProtocol(CachedBlocks("tiny"), INSTANCE, "agent", **INTERVALS).received(welcome(), 0.0)
+
+
+def test_loads_are_sent_at_the_router_s_pace_the_newest_first() -> None:
+    stream = ReportProtocol(CachedBlocks("tiny"), INSTANCE, "agent", **INTERVALS)
+    stream.next_message(0.0)
+    stream.received(welcome(1), 0.0)
+
+    def sent(now: float) -> int | None:
+        message = stream.next_message(now)
+        return message.load.running if message is not None and message.HasField("load") else None
+
+    for running in (1, 2):
+        stream.load(pb.Load(running=running), 1.0)
+        assert sent(1.0) == running, "without a limit each load is sent"
+    stream.received(pb.ReportResponse(pace=pb.Pace(load_interval_ms=400)), 1.0)
+    stream.load(pb.Load(running=3), 1.0)
+    assert sent(1.0) == 3
+    for running in (4, 5):
+        stream.load(pb.Load(running=running), 1.1)
+        assert sent(1.1) is None
+    assert stream.wake_at() == 1.4
+    message = stream.next_message(1.4)
+    assert message is not None
+    assert (message.load.running, message.load.sample_age_ms) == (5, 300)
+    assert stream.wake_at() == 5.0
+    stream.received(pb.ReportResponse(pace=pb.Pace()), 1.5)
+    stream.load(pb.Load(running=6), 2.0)
+    assert sent(2.0) == 6

@@ -195,6 +195,7 @@ class ReportResponse(_message.Message):
 
     WELCOME_FIELD_NUMBER: _builtins.int
     RESYNC_FIELD_NUMBER: _builtins.int
+    PACE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """Answers hello."""
@@ -203,17 +204,22 @@ class ReportResponse(_message.Message):
     def resync(self) -> Global___Resync:
         """Requests a new snapshot. Until that has ended, the instance's cache counts as empty."""
 
+    @_builtins.property
+    def pace(self) -> Global___Pace:
+        """Limits how often the agent sends loads on this stream."""
+
     def __init__(
         self,
         *,
         welcome: Global___Welcome | None = ...,
         resync: Global___Resync | None = ...,
+        pace: Global___Pace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "pace", b"pace", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "pace", b"pace", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "resync"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "resync", "pace"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -477,6 +483,30 @@ class Welcome(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
+
+@_typing.final
+class Pace(_message.Message):
+    """Limits how often the agent sends loads on this stream, so that a router of many instances has time for requests. Valid until the
+    next one or the end of the stream. Between two loads the newest sample replaces the one before.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOAD_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    load_interval_ms: _builtins.int
+    """Minimum interval between two loads, in ms. 0: no limit, as before the first Pace of a stream."""
+    def __init__(
+        self,
+        *,
+        load_interval_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_interval_ms", b"load_interval_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pace: _TypeAlias = Pace  # noqa: Y015
 
 @_typing.final
 class Resync(_message.Message):

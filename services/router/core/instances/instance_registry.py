@@ -42,6 +42,8 @@ class InstanceRecord:
     stream_id: int
     heard_at: float
     report_interval_s: float = 0.0
+    # Minimum interval between two loads that the agent was told, s; 0: none.
+    load_interval_s: float = 0.0
     lost_at: float | None = None
     draining: bool = False
     order: InstanceOrder = NO_ORDER
