@@ -238,7 +238,9 @@ class LayerwiseSender(LayerwisePusher):
         try:
             meta = self._xfer_meta_decoder.decode(message)
             conversation.session = session_of(meta)
-            conversation.wanted = frozenset(transfer_id for transfer_id, blocks in meta.req_blocks.values() if any(blocks))
+            conversation.wanted = frozenset(
+                transfer_id for transfer_id, blocks in meta.req_blocks.values() if any(blocks)
+            )
             self._start_pushing(meta)
             await self.send_kv_to_decode(identity, sock, meta)
             self._drop_answered_receivers(meta)
