@@ -3,7 +3,7 @@
 vLLM calls `register` in all of its processes (entry-point group vllm.general_plugins). Nothing is pushed unless
 POINTSMAN_AGENT_LOADS names the agent's ZMQ address, for example ipc:///run/pointsman/loads or tcp://127.0.0.1:9108. With it, two
 methods of each new scheduler are replaced by ones that also observe the step. Only engine cores create schedulers. An error of
-the observation puts vLLM's own methods back.
+the observation puts vLLM's own methods back. vLLM's modules are imported where they are used, because another vLLM may lack them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ from typing import Any
 
 import msgspec
 import zmq
-from vllm.config import SchedulerConfig
-from vllm.logger import init_logger
 
 from pointsman_connector.engine_run import engine_run
 from pointsman_connector.step_load import StepLoad
 from pointsman_connector.step_observer import StepObserver, missing_parts
-
-logger = init_logger(__name__)
+from pointsman_connector.vllm_version import vllm_logger, warn_without
 
 # Environment variable with the agent's ZMQ address.
 ADDRESS = "POINTSMAN_AGENT_LOADS"
@@ -40,10 +37,17 @@ def register() -> None:
     """Prepare this process. Its children inherit the engine's id, and its schedulers are observed. Never raises."""
     try:
         engine_run()
-        if os.environ.get(ADDRESS) and not hasattr(SchedulerConfig.get_scheduler_cls, "__wrapped__"):
-            SchedulerConfig.get_scheduler_cls = _observing(SchedulerConfig.get_scheduler_cls)
-    except Exception:
-        logger.exception("Step loads are off: this version of vLLM chooses its scheduler in another way")
+        if os.environ.get(ADDRESS):
+            _observe_choice()
+    except Exception as error:
+        warn_without("step loads", error)
+
+
+def _observe_choice() -> None:
+    from vllm.config import SchedulerConfig
+
+    if not hasattr(SchedulerConfig.get_scheduler_cls, "__wrapped__"):
+        SchedulerConfig.get_scheduler_cls = _observing(SchedulerConfig.get_scheduler_cls)
 
 
 def _observing(choose: Callable[[Any], type]) -> Callable[[Any], type]:
@@ -54,8 +58,8 @@ def _observing(choose: Callable[[Any], type]) -> Callable[[Any], type]:
         kind = choose(config)
         try:
             _observe_new(kind)
-        except Exception:
-            logger.exception("Step loads are off: the scheduler cannot be observed")
+        except Exception as error:
+            warn_without("step loads", error)
         return kind
 
     return get_scheduler_cls
@@ -81,13 +85,12 @@ def attach(scheduler: Any, address: str) -> None:
     """Push the load of a new scheduler to `address` from now on. Logs why, and changes nothing, if that is not possible."""
     try:
         if missing := missing_parts(scheduler):
-            logger.warning("Step loads are off: %s has no %s", type(scheduler).__name__, ", ".join(missing))
-            return
+            raise AttributeError(f"{type(scheduler).__name__} has no {', '.join(missing)}")
         _Pusher(scheduler, address).attach()
-    except Exception:
-        logger.exception("Step loads are off: the scheduler cannot be observed")
+    except Exception as error:
+        warn_without("step loads", error)
         return
-    logger.info("Pushing the load of each step to %s", address)
+    vllm_logger().info("Pushing the load of each step to %s", address)
 
 
 class _Pusher:
@@ -114,11 +117,7 @@ class _Pusher:
             prefill_tokens_left=0,
             totals=self._observer.totals,
         )
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        # Only the newest message waits for the agent, and the engine's end discards it.
-        self._socket.setsockopt(zmq.CONFLATE, 1)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(address)
+        self._socket = _connected(address)
 
     def attach(self) -> None:
         """Replace the scheduler's methods. Mutates it."""
@@ -135,8 +134,8 @@ class _Pusher:
                 or self._scheduler.get_request_counts() != self._sent_counts
             ):
                 self._push(began)
-        except Exception:
-            self._switch_off()
+        except Exception as error:
+            self._switch_off(error)
         return output
 
     def _observed_update(self, scheduler_output: Any, *args: Any, **more: Any) -> Any:
@@ -150,8 +149,8 @@ class _Pusher:
             # While requests wait for KV, a step without tokens follows another each millisecond.
             if due and (computed or counts != self._sent_counts):
                 self._push(now)
-        except Exception:
-            self._switch_off()
+        except Exception as error:
+            self._switch_off(error)
         return outputs
 
     def _push(self, now: float) -> None:
@@ -166,8 +165,21 @@ class _Pusher:
             # There is no connection yet. The next message has the complete state again.
             return
 
-    def _switch_off(self) -> None:
-        logger.exception("Step loads are off: this version of vLLM may have other schedules")
+    def _switch_off(self, error: Exception) -> None:
         self._scheduler.schedule = self._schedule
         self._scheduler.update_from_output = self._update
         self._socket.close(linger=0)
+        warn_without("step loads", error)
+
+
+def _connected(address: str) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+    # Only the newest message waits for the agent, and the engine's end discards it.
+    socket.setsockopt(zmq.CONFLATE, 1)
+    socket.setsockopt(zmq.LINGER, 0)
+    try:
+        socket.connect(address)
+    except zmq.ZMQError:
+        socket.close()
+        raise
+    return socket

@@ -9,32 +9,33 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
-from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from pointsman_connector.announcement import announce
 from pointsman_connector.engine_info import announce_engine
 from pointsman_connector.kv_check_metrics import count_check
+from pointsman_connector.vllm_version import warn_if_untested, warn_without
 
-logger = init_logger(__name__)
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 
 class MetricsAnnouncer(StatLoggerBase):
-    """Announces one engine, and counts its checked requests."""
+    """Announces one engine, and counts its checked requests. No error of this class reaches the engine: the engine is more
+    important than what it says of itself."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0, *_: Any, **__: Any) -> None:
         self._off = False
-        for announced, tell in (
-            ("limits and devices", announce_engine),
-            ("KV transfer support and tokenizer", announce),
+        for part, tell in (
+            ("the announcement of its limits and devices", announce_engine),
+            ("the announcement of its KV transfer support and tokenizer", announce),
         ):
             try:
+                warn_if_untested()
                 tell(vllm_config)
-            except Exception:
-                # The engine is more important than what it says of itself.
-                logger.exception("The engine does not announce its %s", announced)
+            except Exception as error:
+                warn_without(part, error)
 
     def record(
         self,
@@ -50,29 +51,16 @@ class MetricsAnnouncer(StatLoggerBase):
         try:
             for name, values in _lists(scheduler_stats.kv_connector_stats or {}):
                 count_check(name, float(sum(values)))
-        except Exception:
+        except Exception as error:
             self._off = True
-            logger.exception("Checked KV is not counted: this version of vLLM may have other statistics")
+            warn_without("the counts of checked KV", error)
 
     def log_engine_initialized(self) -> None:
         """Do nothing. vLLM requires the method."""
 
 
 # Another vLLM may require further methods. Without them the class could not be instantiated, and the engine would not start.
-StepLoadPublisher.__abstractmethods__ = frozenset()
-
-
-def _connected(address: str) -> zmq.Socket[bytes]:
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-    # Only the newest message waits for the agent, and the engine's end discards it.
-    socket.setsockopt(zmq.CONFLATE, 1)
-    socket.setsockopt(zmq.LINGER, 0)
-    try:
-        socket.connect(address)
-    except zmq.ZMQError:
-        socket.close()
-        raise
-    return socket
+MetricsAnnouncer.__abstractmethods__ = frozenset()
 
 
 def _lists(stats: Mapping[str, Any]) -> Iterator[tuple[str, list[float]]]:

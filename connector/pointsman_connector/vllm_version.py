@@ -28,7 +28,7 @@ def is_tested(version: str) -> bool:
 def warn_if_untested() -> None:
     """Log a warning if this vLLM is not of the tested version: once in each process."""
     if not is_tested(version := running()):
-        _logger().warning(
+        vllm_logger().warning(
             "pointsman_connector is tested with vLLM %s, this is vLLM %s: test it before it serves "
             '(connector/README.md, "How to change it")',
             TESTED,
@@ -39,7 +39,7 @@ def warn_if_untested() -> None:
 def warn_without(part: str, error: BaseException) -> None:
     """Log, in one line, that the engine runs without `part` of this package because of `error`."""
     reason = " ".join(str(error).split())
-    _logger().warning(
+    vllm_logger().warning(
         "pointsman_connector runs without %s: %s: %s (vLLM %s; tested with %s)",
         part,
         type(error).__name__,
@@ -47,10 +47,10 @@ def warn_without(part: str, error: BaseException) -> None:
         running(),
         TESTED,
     )
-    _logger().debug("The error's origin", exc_info=error)
+    vllm_logger().debug("The error's origin", exc_info=error)
 
 
-def _logger() -> logging.Logger:
+def vllm_logger() -> logging.Logger:
     """Return vLLM's logger, which the engine shows; if this vLLM has another one, Python's own."""
     try:
         from vllm.logger import init_logger

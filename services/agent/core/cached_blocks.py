@@ -14,9 +14,10 @@ from collections import deque
 from collections.abc import Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from math import gcd
 
-from pointsman.agent.core.event_keys import block_keys, root_of
+from pointsman.agent.core.event_keys import block_keys, has_extra_keys, root_of
 from pointsman.agent.core.grouped_blocks import FULL_KINDS, Group, GroupedBlocks, SavedNode, Unsupported
 from pointsman.agent.core.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 from pointsman.common.core.block_keys import KEY_TOKENS, digest_of
@@ -147,6 +148,11 @@ class CachedBlocks:
         return sum(len(keys) for keys in self._keys.values())
 
     @property
+    def empty(self) -> bool:
+        """Whether there are no blocks. With several KV cache groups there can be blocks without a key."""
+        return not self.blocks and (self.grouped is None or not self.grouped.nodes)
+
+    @property
     def oldest_seq(self) -> int:
         """Sequence number of the first delta in the ring; latest_seq + 1 when the ring is empty."""
         return self._ring[0].seq if self._ring else self.latest_seq + 1
@@ -174,14 +180,16 @@ class CachedBlocks:
         if self.unusable_reason:
             return False
         self.counts.batches += 1
+        batch = list(events)
+        if self.grouped is not None or any(
+            event.group_idx for event in batch if not isinstance(event, AllBlocksCleared)
+        ):
+            self._learn_groups(batch)
         cleared = stored_since = False
-        for event in events:
-            if isinstance(event, BlockStored):
-                self._store(event)
-                stored_since = stored_since or (cleared and tier_of(location_of(event)) is Tier.DEVICE)
-            elif isinstance(event, BlockRemoved):
-                self._remove(event)
-            elif isinstance(event, AllBlocksCleared):
+        for event in batch:
+            if self.unusable_reason:
+                break
+            if isinstance(event, AllBlocksCleared):
                 # The engine resets its caches between two steps, and its own cache reports first. So a second reset after new
                 # blocks of its own cache is the reset of an offloading connector's cache (SimpleCPUOffloadConnector).
                 if stored_since:
@@ -189,8 +197,16 @@ class CachedBlocks:
                 else:
                     self._forget()
                 cleared = True
-            if self.unusable_reason:
-                break
+                continue
+            if self.grouped is not None:
+                self._apply_to_group(event, self.grouped)
+            elif isinstance(event, BlockStored):
+                self._store(event)
+            else:
+                self._remove(event)
+            stored_since = stored_since or (cleared and isinstance(event, BlockStored) and _in_own_cache(event))
+        if self.unusable_reason:
+            self._forget()
         self._departed.clear()
         return self._emit()
 
@@ -299,7 +315,7 @@ class CachedBlocks:
             return
         if own and self._assumed:
             self._confirm(event)
-        self.extra_keys_seen = self.extra_keys_seen or _has_extra_keys(event)
+        self.extra_keys_seen = self.extra_keys_seen or has_extra_keys(event)
         fresh = next((at for at, name in enumerate(hashes) if self._known(name) is None), len(hashes))
         for name in hashes[:fresh]:
             self._hold_known(name, place)
@@ -396,7 +412,7 @@ class CachedBlocks:
     def _confirm(self, event: BlockStored) -> None:
         """Apply an event of the engine's own cache to assumed blocks: without extra keys it confirms its blocks; the first event
         with extra keys removes all assumed blocks."""
-        if not _has_extra_keys(event):
+        if not has_extra_keys(event):
             self._assumed.difference_update(event.block_hashes)
             return
         for name in self._assumed & self.blocks.keys():
@@ -416,7 +432,7 @@ class CachedBlocks:
         if fresh:
             return self.blocks[event.block_hashes[fresh - 1]].keys[-1]
         if event.parent_block_hash is None:
-            return root_key(self.model, event.lora_name or "", _cache_salt(event))
+            return root_of(event, self.model)
         parent = self._known(event.parent_block_hash)
         return parent.keys[-1] if parent is not None else None
 
@@ -469,6 +485,9 @@ class CachedBlocks:
         if not block.refs:
             self._departed[name] = self.blocks.pop(name)
             self._assumed.discard(name)
+        self._lose(tier, block.keys)
+
+    def _lose(self, tier: Tier, keys: Sequence[int]) -> None:
         counts, added, removed = self._keys[tier], self._added[tier], self._removed[tier]
         factor = 2 * tier + 1
         for key in keys:
@@ -491,6 +510,8 @@ class CachedBlocks:
         before = self.key_count - sum(map(len, self._added.values())) + sum(map(len, self._removed.values()))
         self._cleared = self._cleared or before > 0
         self.blocks = {}
+        if self.grouped is not None:
+            self.grouped.forget()
         self.chunks = {}
         self._departed.clear()
         self._assumed.clear()
@@ -528,31 +549,3 @@ class CachedBlocks:
         self.latest_seq += 1
         self._ring.append(Delta(self.latest_seq, tier, tuple(added), tuple(removed), self._cleared))
         self._cleared = False
-
-
-def _has_extra_keys(event: BlockStored) -> bool:
-    """Return whether a block's hash depends on more than tokens and LoRA adapter."""
-    return any(entry and list(entry) != [event.lora_name] for entry in event.extra_keys or ())
-
-
-def _cache_salt(event: BlockStored) -> str:
-    """Return the salt of a prompt's first block: the string that is not the adapter's name. Embedding digests are bytes."""
-    entry = event.extra_keys[0] if event.extra_keys else None
-    strings = [item for item in entry or [] if isinstance(item, str)]
-    if event.lora_name and strings and strings[0] == event.lora_name:
-        strings = strings[1:]
-    return strings[0] if strings else ""
-
-
-def _extra_bytes(entry: list[object] | None, lora_name: str | None, *, has_salt: bool) -> bytes:
-    """Return an `extra_keys` entry without adapter and salt, as msgpack; b"" if nothing is left. The root key has these two."""
-    if not entry:
-        return b""
-    rest = list(entry)
-    if lora_name and rest and rest[0] == lora_name:
-        rest = rest[1:]
-    if has_salt:
-        salt = next((at for at, item in enumerate(rest) if isinstance(item, str)), None)
-        if salt is not None:
-            del rest[salt]
-    return msgspec.msgpack.encode(rest) if rest else b""

@@ -37,7 +37,19 @@ _PROCESS_START = "process_start_time_seconds"
 # An engine has this counter only if it decodes speculatively.
 _DRAFTS = "vllm:spec_decode_num_drafts_total"
 
-NAMES = (*_GAUGES_AND_COUNTERS, _CACHE_CONFIG, _KV_TRANSFER, _TOKENIZER, _ENGINE, _WRONG_KV, _PROCESS_START)
+NAMES = (
+    *_GAUGES_AND_COUNTERS,
+    _CACHE_CONFIG,
+    _SLEEP_STATE,
+    *_COMPLETED,
+    *_IN_PROGRESS,
+    _KV_TRANSFER,
+    _TOKENIZER,
+    _ENGINE,
+    _WRONG_KV,
+    _PROCESS_START,
+    _DRAFTS,
+)
 """The series that `parse_metrics` reads. A server can be requested to return only these."""
 
 _LINE = re.compile(
@@ -50,8 +62,8 @@ _ESCAPE = re.compile(r"\\(.)")
 @dataclass(slots=True)
 class Sample:
     """Metrics of one rank. Gauges: numbers of requests, share of KV blocks in use (0 to 1). Counters (tokens, preemptions)
-    count from the engine's start. Sleep state, each 0 or 1: `weights_offloaded` in level 1, `discard_all` in level 2, and none
-    of the three in level 0."""
+    count from the engine's start. `speculative`: the engine decodes speculatively. Sleep state, each 0 or 1: `weights_offloaded`
+    in level 1, `discard_all` in level 2, and none of the three in level 0."""
 
     running: float = 0
     waiting: float = 0
@@ -62,6 +74,7 @@ class Sample:
     external_prefix_cache_queries: float = 0
     external_prefix_cache_hits: float = 0
     preemptions: float = 0
+    speculative: bool = False
     awake: float = 1
     weights_offloaded: float = 0
     discard_all: float = 0
@@ -88,7 +101,8 @@ class Scrape:
     """One parsed page. `process_start` is in seconds of the engine's wall clock, None if the process does not report it
     (several API server processes). `ranks` is keyed by the `engine` label. `kv_transfer`, `tokenizer` and `engine` are the labels
     that the connector package announces, empty for an engine without the package. `wrong_kv`: bootstrap URL of a sending engine
-    -> number of requests whose KV differed from its checksums."""
+    -> number of requests whose KV differed from its checksums. `completed`: name of a sleep or weight operation -> number of
+    completed ones since the engine's start. `in_progress`: the names of those that have not ended."""
 
     process_start: float | None
     ranks: Mapping[int, Sample]
@@ -163,6 +177,8 @@ def parse_metrics(page: bytes) -> Scrape:
         sample = ranks.setdefault(_integer(labels.get("engine")), Sample())
         if name == _CACHE_CONFIG:
             sample.cache_config = labels
+        elif name == _DRAFTS:
+            sample.speculative = True
         elif name == _SLEEP_STATE:
             if (state := labels.get("sleep_state")) in _SLEEP_STATES:
                 setattr(sample, state, float(match[3]))
@@ -175,6 +191,8 @@ def parse_metrics(page: bytes) -> Scrape:
         tokenizer=announced.get(_TOKENIZER, {}),
         engine=announced.get(_ENGINE, {}),
         wrong_kv=wrong_kv,
+        completed=completed,
+        in_progress=frozenset(in_progress),
     )
 
 

@@ -32,6 +32,11 @@ def block_keys(parent: int, event: BlockStored, fresh: int) -> list[int]:
     return keys
 
 
+def has_extra_keys(event: BlockStored) -> bool:
+    """Return whether a block's hash depends on more than tokens and LoRA adapter."""
+    return any(entry and list(entry) != [event.lora_name] for entry in event.extra_keys or ())
+
+
 def _cache_salt(event: BlockStored) -> str:
     """Return the salt of a prompt's first block: the string that is not the adapter's name. Embedding digests are bytes."""
     entry = event.extra_keys[0] if event.extra_keys else None

@@ -32,7 +32,7 @@ class StepLoad(msgspec.Struct, frozen=True):
 
     def to_wire(self, scraped: pb.Load | None) -> pb.Load:
         """Return the load in the form that routers receive. What a step does not say is that of `scraped`, the last load from
-        /metrics: counters of tokens and caches, and the agent's samples of GPUs."""
+        /metrics: counters of tokens and caches, whether the engine is suspended, and the agent's samples of GPUs."""
         load = pb.Load()
         if scraped is not None:
             load.CopyFrom(scraped)

@@ -180,7 +180,14 @@ class EngineMonitor:
             if reset:
                 instance.drop_keys(reset)
             if (sample := scrape.ranks.get(rank)) is not None:
-                load = _load(sample, gpus)
+                before = self._last_loads.get(rank)
+                load = _load(sample, gpus, suspension(sample, scrape, paused=paused))
+                if load.suspended != (before.suspended if before is not None else ""):
+                    self._log.info(
+                        "the engine is suspended" if load.suspended else "the engine computes",
+                        rank=rank,
+                        reason=load.suspended,
+                    )
                 steps, stepped_at = self._newest_steps.get(rank, (None, -math.inf))
                 if steps is not None and taken_at - stepped_at < ALIVE_AFTER_STEP_S:
                     # The engine's HTTP server may show an earlier step.
@@ -299,7 +306,7 @@ class EngineMonitor:
             prefix_mode=pb.PREFIX_MODE_EXACT,
             engine_version=version,
             node=socket.gethostname(),
-            hardware=self.address.hardware or scrape.hardware or self._sampler.hardware(self._gpus, ranks),
+            hardware=self.address.hardware or scrape.hardware or self._sampler.hardware(self._gpus, len(ranks)),
             long_prefill_token_threshold=(
                 self.address.long_prefill_token_threshold or scrape.long_prefill_token_threshold
             ),

@@ -151,7 +151,7 @@ class InstanceMonitor:
 
     def drop_keys(self, reason: str) -> None:
         """Remove all keys, because the engine has reset its cache. Its own event follows with the next step."""
-        if self.cached_blocks.blocks:
+        if not self.cached_blocks.empty:
             self._log.info("the instance's keys are dropped", reason=reason, keys=self.cached_blocks.key_count)
             self.cached_blocks.clear()
             self._changed()

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
 
 from pointsman.agent.core.cached_blocks import Block, BlockLocation, CachedBlocks
+from pointsman.agent.core.grouped_blocks import Group
 from pointsman.agent.core.kv_events import BlockHash
 
 FORMAT = 2
@@ -30,9 +32,10 @@ class SavedState(msgspec.Struct, array_like=False):
 
     `process` is the engine's identity, empty if the engine does not report one. `applied` is the number of the last KV-event
     batch applied, `applied_digest` the XXH3-64 of its payload (0: unknown). `latest_seq` is the number of the last delta. A block
-    is (engine hash, its keys as u64 in native byte order, [(location, references)]). `links` has the parent and the depth of each
-    block, in the order of `blocks`. `chunks` is (last block, location, the blocks before it). These three describe offloaded
-    chunks; files of older agents do not have them, and older agents ignore them.
+    is (engine hash, its keys as u64 in native byte order, [(location, references)]). `groups` and `nodes` are those of an engine
+    with several KV cache groups: group -> (block size, needed blocks), and (engine hash, its parent's, keys, [(group,
+    references)]). `links` has the parent and the depth of each block, in the order of `blocks`. `chunks` is (last block,
+    location, the blocks before it). Files of older agents do not have the fields from `groups` on, and older agents ignore them.
     """
 
     format: int
@@ -44,6 +47,8 @@ class SavedState(msgspec.Struct, array_like=False):
     applied_digest: int
     latest_seq: int
     blocks: list[SavedBlock]
+    groups: dict[int, tuple[int, int]] = {}
+    nodes: list[PackedNode] = []
     links: list[tuple[BlockHash | None, int]] = []
     chunks: list[tuple[BlockHash, BlockLocation, list[BlockHash]]] = []
     chunk_blocks: int = 0
@@ -69,17 +74,30 @@ def to_saved_state(
         applied_digest,
         cached_blocks.latest_seq,
         blocks,
-        [(block.parent, block.depth) for block in cached_blocks.blocks.values()],
-        [(name, place, list(members)) for (name, place), members in cached_blocks.chunks.items()],
-        cached_blocks.chunk_blocks,
-        cached_blocks.extra_keys_seen,
+        groups={index: (group.block_size, group.needed) for index, group in grouped.groups.items()} if grouped else {},
+        nodes=[
+            (name, parent, array("Q", keys).tobytes(), list(refs.items()))
+            for name, parent, keys, refs in (grouped.saved() if grouped else ())
+        ],
+        links=[(block.parent, block.depth) for block in cached_blocks.blocks.values()],
+        chunks=[(name, place, list(members)) for (name, place), members in cached_blocks.chunks.items()],
+        chunk_blocks=cached_blocks.chunk_blocks,
+        extra_keys_seen=cached_blocks.extra_keys_seen,
     )
 
 
 def restore_cached_blocks(state: SavedState, *, capacity_blocks: int, speculative: bool = False) -> CachedBlocks:
     """Return cached blocks equal to those that `state` was made from. The sequence jumps by SEQ_JUMP unless `state` is clean."""
     latest_seq = state.latest_seq if state.clean else state.latest_seq + SEQ_JUMP
-    cached_blocks = CachedBlocks(state.model, capacity_blocks=capacity_blocks, latest_seq=latest_seq)
+    cached_blocks = CachedBlocks(
+        state.model, capacity_blocks=capacity_blocks, speculative=speculative, latest_seq=latest_seq
+    )
+    if state.groups:
+        groups = {index: Group(size, needed) for index, (size, needed) in state.groups.items()}
+        cached_blocks.restore_grouped(
+            groups, ((name, parent, _unpacked(packed), dict(refs)) for name, parent, packed, refs in state.nodes)
+        )
+        return cached_blocks
     cached_blocks.extra_keys_seen = state.extra_keys_seen
     cached_blocks.chunk_blocks = state.chunk_blocks
     cached_blocks.chunks = {(name, place): tuple(members) for name, place, members in state.chunks}
@@ -90,9 +108,13 @@ def restore_cached_blocks(state: SavedState, *, capacity_blocks: int, speculativ
 def _entries(state: SavedState) -> Iterable[tuple[BlockHash, Block]]:
     links = state.links or [(None, 0)] * len(state.blocks)
     for (name, packed, refs), (parent, depth) in zip(state.blocks, links, strict=True):
-        keys = array("Q")
-        keys.frombytes(packed)
-        yield name, Block(tuple(keys), dict(refs), parent, depth)
+        yield name, Block(_unpacked(packed), dict(refs), parent, depth)
+
+
+def _unpacked(packed: bytes) -> tuple[int, ...]:
+    keys = array("Q")
+    keys.frombytes(packed)
+    return tuple(keys)
 
 
 class StateFile:

@@ -114,7 +114,7 @@ class Reports:
         record.load = event.load
         if event.load.steps is not None:
             self._prefill_observer.steps_reported(record.info, event.load.steps, now)
-        if event.load.healthy is not healthy:
+        if record.underlying_state is not before:
             self._instances.refresh(record)
             effects.append(ev.FleetChanged())
         if record.idle_reports.observe(event.load, now, self._stale_report_s):

@@ -128,8 +128,8 @@ class StepTotals(msgspec.Struct, frozen=True, gc=False):
 
 class Load(msgspec.Struct, frozen=True, gc=False):
     """One load sample with the engine's own figures. `sampled_at` is in s on the router's clock; counters start with the engine.
-    `prefill_tokens_left`: tokens that the prompts in the engine's batch still need. It and `steps` are None if the engine does
-    not report its steps."""
+    `suspended`: why the engine accepts requests and does not compute them; empty if it computes. `prefill_tokens_left`: tokens
+    that the prompts in the engine's batch still need. It and `steps` are None if the engine does not report its steps."""
 
     sampled_at: float
     running: int = 0
@@ -143,6 +143,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     preemptions: int = 0
     healthy: bool = True
     gpus: tuple[Gpu, ...] = ()
+    suspended: str = ""
     prefill_tokens_left: int | None = None
     steps: StepTotals | None = None
 

@@ -228,14 +228,44 @@ class Engine:
 
     def cached_keys(self) -> int:
         """How many different 16-token pieces of prompt (each with all that precedes it) the prefix cache holds now."""
-        return len(held_pieces(self._replay_endpoint()))
+        return self._cached_keys("0")
 
     def kv_event_history(self) -> list[dict[str, Any]]:
         """All KV events from the engine's start on."""
-        return _replay(self._replay_endpoint().replace("*", "127.0.0.1"))
+        return _replay(self._replay_endpoint("0").replace("*", "127.0.0.1"))
 
-    def _replay_endpoint(self) -> str:
-        return str(self.ask("/kv_event_sources").json()["0"]["replay_endpoint"])
+    def _cached_keys(self, rank: str) -> int:
+        return len(held_pieces(self._replay_endpoint(rank)))
+
+    def _replay_endpoint(self, rank: str) -> str:
+        return str(self.ask("/kv_event_sources").json()[rank]["replay_endpoint"])
+
+
+class Rank(Engine):
+    """One data-parallel rank of a server, as the control plane sees it. Address, process and log are the server's."""
+
+    def __init__(self, server: Engine, rank: int) -> None:
+        vars(self).update(vars(server))
+        self.rank = rank
+
+    @property
+    def url(self) -> str:
+        """Base address without a trailing slash."""
+        return f"http://{super().instance_id}"
+
+    @property
+    def instance_id(self) -> str:
+        """The id that an agent gives it: HOST:PORT/RANK."""
+        return f"{super().instance_id}/{self.rank}"
+
+    def cached_keys(self) -> int:
+        """How many different 16-token pieces of prompt the prefix cache of this rank holds now."""
+        return self._cached_keys(str(self.rank))
+
+    def tokens(self) -> int:
+        """Prompt and generated tokens of this rank so far."""
+        names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+        return int(sum(self.metric(name, engine=str(self.rank)) for name in names))
 
 
 @contextmanager

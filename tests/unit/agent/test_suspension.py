@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from pointsman.agent.core.engine_metrics import NAMES, Scrape, parse_metrics
+from pointsman.agent.core.step_load import StepLoad, StepTotals
 from pointsman.agent.core.suspension import CacheResets, suspension
+from pointsman.agent.v1 import agent_pb2 as pb
 
 # A page of vLLM 0.32 (tests/unit/agent/vllm_metrics.txt) with the state that PrometheusStatLogger.record_sleep_state writes, and
 # the operations as vllm/entrypoints/serve/dev/sleep/metrics.py and entrypoints/rl/online/metrics.py print them.
@@ -109,3 +111,9 @@ def test_the_sleep_series_are_requested() -> None:
         "vllm:sleep_mode_operations_in_flight",
         "vllm:rl_weight_update_operation_duration_seconds_count",
     } <= set(NAMES)
+
+
+def test_a_pushed_load_is_suspended_as_the_last_scrape_says() -> None:
+    pushed = StepLoad("7f", 0, 0, 2, 0.5, 0, StepTotals(0, 0.0, 0, 0, 0, 0, 0.0))
+    assert pushed.to_wire(pb.Load(suspended="paused", generation_tokens=9)).suspended == "paused"
+    assert pushed.to_wire(None).suspended == ""

@@ -41,7 +41,6 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module, with stand-ins for what is not installed here."""
     contents: dict[str, dict[str, Any]] = {
         "vllm": {},
-        "vllm.config": {"VllmConfig": object},
         "vllm.platforms": {"current_platform": NvmlCudaPlatform()},
     }
     for name, values in contents.items():
@@ -89,7 +88,19 @@ def test_a_threshold_that_cuts_no_prompt_is_none(module: Any) -> None:
     assert parse_metrics(generate_latest()).long_prefill_token_threshold == 0
 
 
-def test_a_device_is_not_initialised_for_its_name(module: Any) -> None:
-    module.current_platform = NonNvmlCudaPlatform()
+def test_a_device_is_not_initialised_for_its_name(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["vllm.platforms"], "current_platform", NonNvmlCudaPlatform())
     module.announce_engine(config())
     assert parse_metrics(generate_latest()).hardware == ""
+
+
+def test_what_another_vllm_lacks_is_empty(
+    module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delitem(sys.modules, "vllm.platforms")
+    other = config()
+    del other.scheduler_config.long_prefill_token_threshold
+    module.announce_engine(other)
+    scrape = parse_metrics(generate_latest())
+    assert (scrape.run, scrape.hardware, scrape.long_prefill_token_threshold) == ("7f", "", 0)
+    assert "without the announcement of its device" in caplog.text

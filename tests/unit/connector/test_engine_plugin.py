@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from pointsman.agent.core.step_load import StepLoad
+from pointsman_connector import vllm_version
 
 MODULE = "pointsman_connector.engine_plugin"
 
@@ -85,9 +86,9 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Engine]:
         def get_scheduler_cls(self) -> type:
             return self.kind
 
-    logger = SimpleNamespace(info=lambda *_: None, warning=log, exception=log)
+    logger = SimpleNamespace(info=lambda *_: None, warning=log, debug=lambda *_, **__: None)
     contents: dict[str, dict[str, Any]] = {
-        "vllm": {},
+        "vllm": {"__version__": f"{vllm_version.TESTED}.0"},
         "vllm.config": {"SchedulerConfig": SchedulerConfig},
         "vllm.logger": {"init_logger": lambda _: logger},
     }
@@ -183,9 +184,30 @@ def test_a_scheduler_of_another_shape_is_left_alone(engine: Engine) -> None:
 
     engine.module.register()
     assert vars(engine.scheduler(Other)) == {"requests": {}}
-    assert engine.logged == [
-        "Step loads are off: Other has no schedule, update_from_output, get_request_counts, get_kv_cache_usage"
-    ]
+    assert len(engine.logged) == 1
+    assert (
+        "without step loads: AttributeError: Other has no schedule, update_from_output, get_request_counts, "
+        "get_kv_cache_usage"
+    ) in engine.logged[0]
+
+
+def test_a_vllm_that_chooses_its_scheduler_in_another_way_is_told_in_one_line(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(type(engine.config), "get_scheduler_cls")
+    engine.module.register()
+    monkeypatch.delattr(sys.modules["vllm.config"], "SchedulerConfig")
+    engine.module.register()
+    assert [line.split(":")[1] for line in engine.logged] == [" AttributeError", " ImportError"]
+    assert not any("\n" in line for line in engine.logged)
+
+
+def test_an_address_that_is_none_is_told_in_one_line(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POINTSMAN_AGENT_LOADS", "not an address")
+    engine.module.register()
+    assert "schedule" not in vars(engine.scheduler())
+    assert len(engine.logged) == 1
+    assert "without step loads: ZMQError" in engine.logged[0]
 
 
 def test_nothing_changes_without_an_address(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

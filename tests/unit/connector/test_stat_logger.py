@@ -10,7 +10,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 from prometheus_client import REGISTRY
 
 from pointsman_connector import vllm_version
@@ -42,8 +41,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "vllm.logger": {"init_logger": lambda _: logger},
         "vllm.v1": {},
         "vllm.v1.metrics": {},
-        "vllm.v1.metrics.loggers": {"StatLoggerBase": object},
-        "vllm.v1.metrics.stats": {"IterationStats": object, "SchedulerStats": object},
+        "vllm.v1.metrics.loggers": {"StatLoggerBase": StatLoggerBase},
         "pointsman_connector.announcement": {"announce": lambda _: None},
         "pointsman_connector.engine_info": {"announce_engine": lambda _: None},
     }
@@ -87,6 +85,8 @@ def test_its_first_error_switches_it_off(module: Any) -> None:
     announcer = module.MetricsAnnouncer(object())
     announcer.record(SimpleNamespace(), None)
     assert len(module.logged) == 1, "vLLM's statistics have another shape"
+    assert "runs without the counts of checked KV: AttributeError" in module.logged[0]
+    assert "\n" not in module.logged[0]
     announcer.record(stats({"num_checked_requests": [1]}), None)
     assert len(module.logged) == 1
     assert value("pointsman_kv_checked_requests_total") == 0
@@ -97,5 +97,14 @@ def test_an_engine_starts_even_if_it_cannot_announce(module: Any) -> None:
         raise AttributeError("no such field in this version")
 
     module.announce = module.announce_engine = fails
-    module.MetricsAnnouncer(object())
+    announcer = module.MetricsAnnouncer(object())
     assert len(module.logged) == 2
+    announcer.record(stats({"num_checked_requests": [1]}), None)
+    assert value("pointsman_kv_checked_requests_total") == 1
+
+
+def test_arguments_that_only_another_version_passes_are_accepted(module: Any) -> None:
+    announcer = module.MetricsAnnouncer(object(), 1, client_count=4)
+    announcer.record(scheduler_stats=stats({"num_checked_requests": [1]}), iteration_stats=None, ec_stats=object())
+    assert value("pointsman_kv_checked_requests_total") == 1
+    assert module.logged == []

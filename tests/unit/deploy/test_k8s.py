@@ -114,6 +114,33 @@ def test_a_size_that_is_patched_for_one_role_is_followed_by_its_gpus() -> None:
     assert problem.endswith("limits 4 GPUs, and TENSOR_PARALLEL_SIZE is 1")
 
 
+def test_a_data_parallel_engine_needs_gpus_for_each_rank() -> None:
+    file = "k8s/components/settings/engine.yaml"
+    told = (check_deploy.DEPLOY / file).read_text()
+    objects = check_deploy.render(OVERLAYS / "gpu", files={file: f"{told}data-parallel-size: 2\n"})
+    problems = k8s.check(objects)
+    assert len(problems) == 2
+    assert problems[0].endswith("requests 1 GPUs, and TENSOR_PARALLEL_SIZE is 1 for each of 2 data-parallel ranks")
+    engine = next(one for one in pod(objects, "StatefulSet", "vllm")["containers"] if one["name"] == "vllm")
+    for kind in ("requests", "limits"):
+        engine["resources"][kind]["nvidia.com/gpu"] = "2"
+    assert k8s.check(objects) == []
+    engine["args"].append("--data-parallel-size=1")
+    assert len(k8s.check(objects)) == 2
+
+
+def test_an_agent_reaches_the_events_of_all_ranks_of_its_node() -> None:
+    objects = check_deploy.render(OVERLAYS / "gpu-per-node")
+    offered = {port["port"] for port in find(objects, "Service", "vllm-node")["spec"]["ports"]}
+    admitted = find(objects, "NetworkPolicy", "vllm")["spec"]["ingress"][1]["ports"]
+    ranks = int(find(objects, "ConfigMap", "engine")["data"]["TENSOR_PARALLEL_SIZE"])
+    for first in (5557, 5657):
+        assert set(range(first, first + ranks)) <= offered
+        assert {"port": first, "protocol": "TCP", "endPort": first + ranks - 1} in [
+            {"protocol": "TCP", **port} for port in admitted
+        ]
+
+
 @pytest.mark.parametrize(
     ("overlay", "names"),
     [

@@ -288,6 +288,12 @@ class Instance(_message.Message):
     """The engine's --long-prefill-token-threshold, in tokens. 0 if the engine has none, if it is not below the number of tokens of a
     step, or if it is unknown.
     """
+    sparse_prefixes: _builtins.bool
+    """Whether a prefix can be cached although a shorter one is not, as in engines with several KV cache groups. The cached part of a
+    prompt then ends with the last of its keys that the instance has. Otherwise it ends before the first key that is missing.
+    The keys of such an instance include anchors. The anchor of a key is the key XOR 0x9E3779B97F4A7C15. A prompt has one for every
+    64th of its keys: the instance has no key of the prompt from the key of the first missing anchor on.
+    """
     @_builtins.property
     def served_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """All model names that the engine answers to, without LoRA adapters."""
@@ -700,6 +706,7 @@ class Load(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     HEALTHY_FIELD_NUMBER: _builtins.int
     GPUS_FIELD_NUMBER: _builtins.int
+    SUSPENDED_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_LEFT_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     sample_age_ms: _builtins.int
@@ -724,6 +731,10 @@ class Load(_message.Message):
     """Number of preemptions since the engine's start."""
     healthy: _builtins.bool
     """Whether the engine answers its agent. Gateways' requests are not placed on an unhealthy instance."""
+    suspended: _builtins.str
+    """Why the engine accepts requests and does not compute them, for people: it is asleep, paused, or its weights are being changed.
+    Empty if it computes. Requests are not placed on a suspended instance.
+    """
     prefill_tokens_left: _builtins.int
     """Number of tokens that the prompts in the engine's batch still need. Absent if the engine does not report its steps."""
     @_builtins.property
@@ -749,12 +760,13 @@ class Load(_message.Message):
         preemptions: _builtins.int = ...,
         healthy: _builtins.bool = ...,
         gpus: _abc.Iterable[Global___Gpu] | None = ...,
+        suspended: _builtins.str = ...,
         prefill_tokens_left: _builtins.int | None = ...,
         steps: Global___StepTotals | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_left", b"_prefill_tokens_left", "prefill_tokens_left", b"prefill_tokens_left", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_left", b"_prefill_tokens_left", "external_prefix_cache_hits", b"external_prefix_cache_hits", "external_prefix_cache_queries", b"external_prefix_cache_queries", "generation_tokens", b"generation_tokens", "gpus", b"gpus", "healthy", b"healthy", "kv_usage", b"kv_usage", "preemptions", b"preemptions", "prefill_tokens_left", b"prefill_tokens_left", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "running", b"running", "sample_age_ms", b"sample_age_ms", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_left", b"_prefill_tokens_left", "external_prefix_cache_hits", b"external_prefix_cache_hits", "external_prefix_cache_queries", b"external_prefix_cache_queries", "generation_tokens", b"generation_tokens", "gpus", b"gpus", "healthy", b"healthy", "kv_usage", b"kv_usage", "preemptions", b"preemptions", "prefill_tokens_left", b"prefill_tokens_left", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "running", b"running", "sample_age_ms", b"sample_age_ms", "steps", b"steps", "suspended", b"suspended", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill_tokens_left: _TypeAlias = _typing.Literal["prefill_tokens_left"]  # noqa: Y015
     _WhichOneofArgType__prefill_tokens_left: _TypeAlias = _typing.Literal["_prefill_tokens_left", b"_prefill_tokens_left"]  # noqa: Y015
