@@ -37,7 +37,9 @@ def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def nixl_plane(pair: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A control plane that offloads, when each engine has fetched KV from the other: vLLM waits 5 s for the answer to an engine's
     first request to another one, which may take longer on a busy machine."""
-    with offloading(pair, tmp_path_factory.mktemp("nixl-plane")).running() as plane:
+    # On a busy machine KV takes longer than the gateway's default.
+    patient = {"--transfer-timeout-s": WITHIN_S}
+    with offloading(pair, tmp_path_factory.mktemp("nixl-plane"), gateway_flags=patient).running() as plane:
         for engine in pair:
             until(partial(fetches, engine, plane), within_s=WITHIN_S, what=f"KV at {engine.spec.name}")
         yield plane
