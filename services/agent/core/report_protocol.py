@@ -48,13 +48,15 @@ class ReportProtocol:
                 latest_seq=keys.latest_seq,
                 agent_id=agent_id,
                 report_interval_ms=round(report_interval_s * 1000),
+                accepts_pace=True,
             )
         )
         self._stream = KeyStream(keys, consistency_check_interval_s)
         self._load: tuple[pb.Load, float] | None = None
-        # The router's limit, and when the next load may be sent.
+        # The router's limit, when the next load may be sent, and the state that the last one told.
         self._load_interval_s = 0.0
         self._load_due = float("-inf")
+        self._told: tuple[bool, str] | None = None
 
     @property
     def welcomed(self) -> bool:
@@ -79,8 +81,7 @@ class ReportProtocol:
             self._stream.begin_snapshot()
         elif kind == "pace":
             self._load_interval_s = response.pace.load_interval_ms / 1e3
-        else:
-            raise ProtocolError(f"unknown message {kind}")
+            self._load_due = min(self._load_due, now + self._load_interval_s)
 
     def load(self, load: pb.Load, taken_at: float) -> None:
         """Send `load`, sampled at `taken_at`, as soon as the router's limit permits. It replaces a load that is not sent yet.
@@ -94,9 +95,9 @@ class ReportProtocol:
             return hello
         if not self.welcomed:
             return None
-        if self._load is not None and now >= self._load_due:
+        if self._load is not None and now >= self._due():
             (load, taken_at), self._load = self._load, None
-            self._load_due = now + self._load_interval_s
+            self._load_due, self._told = now + self._load_interval_s, _state_of(load)
             message = pb.ReportRequest(load=load)
             message.load.sample_age_ms = max(0, round((now - taken_at) * 1000))
             return message
@@ -106,7 +107,16 @@ class ReportProtocol:
     def wake_at(self) -> float | None:
         """Return when `next_message` has a message even if nothing changes; None before Welcome."""
         due = self._stream.wake_at()
-        return min(due, self._load_due) if due is not None and self._load is not None else due
+        return min(due, self._due()) if due is not None and self._load is not None else due
+
+    def _due(self) -> float:
+        """Return when the load may be sent. A change of what the instance can serve does not wait."""
+        assert self._load is not None
+        return self._load_due if _state_of(self._load[0]) == self._told else float("-inf")
+
+
+def _state_of(load: pb.Load) -> tuple[bool, str]:
+    return load.healthy, load.suspended
 
 
 _TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST, Tier.STORAGE: pb.TIER_STORAGE}

@@ -78,6 +78,7 @@ class Reports:
                 self._prefix_knowledge.forget(info.instance_id)
         record = self._instances.add(info, hello.stream_id, now)
         record.report_interval_s, record.load_interval_s = hello.report_interval_s, 0.0
+        record.accepts_pace = hello.accepts_pace
         resume = record.follows_events and record.sync.can_resume(hello.oldest_seq, hello.latest_seq)
         if not resume:
             record.sync.reset()
@@ -140,7 +141,7 @@ class Reports:
         records = self._instances.records()
         interval_s = load_interval_s(len(records))
         for record in records:
-            if record.load_interval_s != interval_s and record.lost_at is None:
+            if record.accepts_pace and record.load_interval_s != interval_s and record.lost_at is None:
                 record.load_interval_s = interval_s
                 effects.append(ev.Pace(record.stream_id, interval_s))
             if record.lost_at is not None and record.lost_at + self._lost_instance_s <= now:

@@ -21,7 +21,7 @@ UNKNOWN = "UNKNOWN"
 
 class AgentHello(msgspec.Struct, frozen=True, gc=False):
     """An agent opened `stream_id` for an instance and keeps the deltas `oldest_seq` to `latest_seq`. `report_interval_s`: maximum
-    interval between two of its messages, s (0: unknown)."""
+    interval between two of its messages, s (0: unknown). `accepts_pace`: whether it understands Pace."""
 
     stream_id: int
     info: InstanceInfo
@@ -29,6 +29,7 @@ class AgentHello(msgspec.Struct, frozen=True, gc=False):
     oldest_seq: int
     latest_seq: int
     report_interval_s: float = 0.0
+    accepts_pace: bool = False
 
 
 class KeysReported(msgspec.Struct, frozen=True, gc=False):

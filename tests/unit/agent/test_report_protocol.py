@@ -235,7 +235,6 @@ def test_what_cannot_be_resumed_is_sent_whole(resume: int) -> None:
     [
         [pb.ReportResponse(resync=pb.Resync(reason="early"))],
         [welcome(), welcome()],
-        [pb.ReportResponse()],
     ],
 )
 def test_a_router_that_breaks_the_order_is_told(responses: list[pb.ReportResponse]) -> None:
@@ -245,6 +244,16 @@ def test_a_router_that_breaks_the_order_is_told(responses: list[pb.ReportRespons
         stream.received(response, 0.0)
     with pytest.raises(ProtocolError):
         stream.received(responses[-1], 0.0)
+
+
+def test_a_kind_of_a_newer_router_is_ignored() -> None:
+    stream = ReportProtocol(CachedBlocks("tiny"), INSTANCE, "agent", **INTERVALS)
+    hello = stream.next_message(0.0)
+    assert hello is not None
+    assert hello.hello.accepts_pace
+    stream.received(pb.ReportResponse(), 0.0)
+    stream.received(welcome(), 0.0)
+    assert stream.welcomed
 
 
 def test_a_welcome_before_hello_is_refused() -> None:
@@ -278,3 +287,17 @@ def test_loads_are_sent_at_the_router_s_pace_the_newest_first() -> None:
     stream.received(pb.ReportResponse(pace=pb.Pace()), 1.5)
     stream.load(pb.Load(running=6), 2.0)
     assert sent(2.0) == 6
+    # What the instance can serve is told at once, and a pace that is shortened holds for the next load.
+    stream.received(pb.ReportResponse(pace=pb.Pace(load_interval_ms=60_000)), 2.0)
+    stream.load(pb.Load(running=7), 2.0)
+    assert sent(2.0) == 7
+    stream.load(pb.Load(running=8), 2.1)
+    assert sent(2.1) is None
+    stream.load(pb.Load(running=9, suspended="asleep"), 2.2)
+    assert stream.wake_at() == float("-inf")
+    assert sent(2.2) == 9
+    stream.load(pb.Load(running=10, suspended="asleep"), 2.3)
+    assert sent(2.3) is None
+    stream.received(pb.ReportResponse(pace=pb.Pace(load_interval_ms=100)), 2.4)
+    assert sent(2.4) is None
+    assert sent(2.5) == 10

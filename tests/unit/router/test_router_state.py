@@ -284,6 +284,10 @@ def test_agents_of_many_instances_are_told_to_send_loads_less_often() -> None:
     join(router, "more", 75)
     assert {(pace.stream_id, pace.load_interval_s) for pace in paces()} == {(number, 0.1) for number in range(76)}
     assert paces() == []
+    # An agent that does not understand it is told nothing.
+    router.handle(ev.AgentHello(98, info("old"), KEY_SCHEME, 1, 0), 1.0)
+    assert paces() == []
+    router.handle(ev.AgentGoodbye(98, "old"), 1.0)
     # A new stream begins without a limit.
     router.handle(ev.AgentLost(3, "3"), 1.0)
     assert paces() == []

@@ -426,6 +426,7 @@ class Hello(_message.Message):
     LATEST_SEQ_FIELD_NUMBER: _builtins.int
     AGENT_ID_FIELD_NUMBER: _builtins.int
     REPORT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    ACCEPTS_PACE_FIELD_NUMBER: _builtins.int
     key_scheme: _builtins.str
     """Name of the scheme by which keys are computed. The router refuses a scheme that is not its own."""
     oldest_seq: _builtins.int
@@ -438,6 +439,8 @@ class Hello(_message.Message):
     """Maximum interval between two messages while the agent and the engine work, in ms. 0 if unknown. After a longer silence,
     requests that were placed before its end do not count in the router's prediction audit.
     """
+    accepts_pace: _builtins.bool
+    """Whether the agent understands pace. Routers send it to no other agent."""
     @_builtins.property
     def instance(self) -> Global___Instance:
         """The instance's identity and its properties, which are constant during an incarnation."""
@@ -451,10 +454,11 @@ class Hello(_message.Message):
         latest_seq: _builtins.int = ...,
         agent_id: _builtins.str = ...,
         report_interval_ms: _builtins.int = ...,
+        accepts_pace: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "instance", b"instance", "key_scheme", b"key_scheme", "latest_seq", b"latest_seq", "oldest_seq", b"oldest_seq", "report_interval_ms", b"report_interval_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_pace", b"accepts_pace", "agent_id", b"agent_id", "instance", b"instance", "key_scheme", b"key_scheme", "latest_seq", b"latest_seq", "oldest_seq", b"oldest_seq", "report_interval_ms", b"report_interval_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -493,7 +497,8 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 @_typing.final
 class Pace(_message.Message):
     """Limits how often the agent sends loads on this stream, so that a router of many instances has time for requests. Valid until the
-    next one or the end of the stream. Between two loads the newest sample replaces the one before.
+    next one or the end of the stream. Between two loads the newest sample replaces the one before; a sample that differs in healthy
+    or suspended is sent at once.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

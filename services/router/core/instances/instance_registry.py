@@ -42,8 +42,9 @@ class InstanceRecord:
     stream_id: int
     heard_at: float
     report_interval_s: float = 0.0
-    # Minimum interval between two loads that the agent was told, s; 0: none.
+    # Minimum interval between two loads that the agent was told, s (0: none), and whether the agent can be told one.
     load_interval_s: float = 0.0
+    accepts_pace: bool = False
     lost_at: float | None = None
     draining: bool = False
     order: InstanceOrder = NO_ORDER

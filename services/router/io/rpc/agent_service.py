@@ -101,6 +101,7 @@ class AgentService:
                 message.hello.oldest_seq,
                 message.hello.latest_seq,
                 message.hello.report_interval_ms / 1e3,
+                message.hello.accepts_pace,
             )
         elif not instance_id:
             raise _ProtocolError("the first message must be a hello")
