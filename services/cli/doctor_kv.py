@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 import msgspec
@@ -21,10 +22,13 @@ from pointsman.gateway.core.request import transfer_params
 # Tokens of an answer that is compared.
 ANSWER_TOKENS = 8
 # Greedy answers of two correct computations can differ where the two best tokens have almost the same log probability. Up to this
-# difference, in nats, another token is not an error.
-TIE = 0.1
+# difference, in nats, another token is not an error. SHIFT: difference of one token's log probability in both answers, in nats,
+# from which the model has read other KV; correct computations differ by some hundredths.
+TIE, SHIFT = 0.1, 0.5
 # Prompts after which answers that differ are an error. A pair whose first answer is equal is not checked again.
 PROMPTS = 3
+# Timeout of an answer that is compared, s: it waits in the engine's queue, and for the first handshake between two engines.
+ANSWER_S = 60.0
 # Words of a prompt: several blocks, the last one partial.
 WORDS = 150
 # Maximum number of pairs of a model whose answers are compared. Each costs two prefills of a few hundred tokens.
@@ -113,9 +117,11 @@ def _compared(source: agent_pb2.Instance, target: agent_pb2.Instance, access: En
         prompt = " ".join(str(random.randrange(10_000)) for _ in range(WORDS))
         try:
             # The salt keeps the prompt out of the cache that the second request finds.
-            alone = Answer.of(complete(target, _question(prompt) | {"cache_salt": secrets.token_hex(8)}, access)[0])
+            alone = Answer.of(
+                complete(target, _question(prompt) | {"cache_salt": secrets.token_hex(8)}, access, ANSWER_S)[0]
+            )
             moved = Answer.of(_offloaded(source, target, prompt, access))
-        except (OSError, transfer_params.TransferError) as error:
+        except (OSError, HTTPException, LookupError, TypeError, ValueError, transfer_params.TransferError) as error:
             return Finding(
                 Finding.WARN,
                 name,
@@ -126,6 +132,9 @@ def _compared(source: agent_pb2.Instance, target: agent_pb2.Instance, access: En
             found = "the receiver computed a prompt itself whose KV was sent to it"
             return Finding(Finding.WARN, name, found, "see the receiver's log")
         if not (found := difference(alone, moved)):
+            if moved.cached_tokens is None:
+                found = "answers are equal, but the receiver does not report whether it used the KV"
+                return Finding(Finding.WARN, name, found, "start it with --enable-prompt-tokens-details")
             return Finding(Finding.OK, name, "an answer from transferred KV is the one without")
     return Finding(
         Finding.FAIL,
@@ -146,9 +155,11 @@ def _offloaded(
     question = _question(prompt)
     prefill = question | {"max_tokens": 1, "logprobs": None}
     if source.kv_transfer.protocol != agent_pb2.KV_PROTOCOL_MOONCAKE:
-        told = complete(source, prefill | {"kv_transfer_params": transfer_params.nixl_send()}, access)[0]
-        fetch = transfer_params.nixl_fetch(msgspec.json.encode(told))
-        return complete(target, question | {"kv_transfer_params": dict(fetch.params)}, access)[0]
+        told = complete(source, prefill | {"kv_transfer_params": transfer_params.nixl_send()}, access, ANSWER_S)[0]
+        params = dict(transfer_params.nixl_fetch(msgspec.json.encode(told)).params)
+        # With it vLLM reports the sender's cached tokens in place of the receiver's.
+        params.pop("remote_prefill_cached_tokens", None)
+        return complete(target, question | {"kv_transfer_params": params}, access, ANSWER_S)[0]
     bootstrap, transfer_id = source.kv_transfer.bootstrap_url, secrets.token_hex(16)
     rank = source.data_parallel_rank if source.HasField("data_parallel_rank") else None
     with urllib.request.urlopen(f"{bootstrap}/query", timeout=TIMEOUT_S) as answer:
@@ -157,11 +168,11 @@ def _offloaded(
     prefill["kv_transfer_params"] = transfer_params.mooncake_send(transfer_id)
     question["kv_transfer_params"] = dict(fetch.params)
     if not (source.kv_transfer.layerwise and target.kv_transfer.layerwise):
-        complete(source, prefill, access)
-        return complete(target, question, access)[0]
+        complete(source, prefill, access, ANSWER_S)
+        return complete(target, question, access, ANSWER_S)[0]
     with ThreadPoolExecutor(1) as receiver:
-        answered = receiver.submit(complete, target, question, access)
-        complete(source, prefill, access)
+        answered = receiver.submit(complete, target, question, access, ANSWER_S)
+        complete(source, prefill, access, ANSWER_S)
         return answered.result()[0]
 
 
@@ -189,19 +200,22 @@ class Answer:
 
 
 def difference(alone: Answer, moved: Answer) -> str:
-    """Return how `moved`, a greedy answer from transferred KV, differs from `alone`, one without; empty if both are the same or
-    part at a tie."""
-    if alone.text == moved.text:
-        return ""
+    """Return how `moved`, a greedy answer from transferred KV, differs from `alone`, one without; empty if both have the same
+    tokens with about the same log probabilities, or part at a tie. Without log probabilities the texts are compared."""
     for number, (own, other) in enumerate(zip(alone.tokens, moved.tokens, strict=False)):
+        best, seen = dict(alone.top[number]), dict(moved.top[number])
+        for token in (own, other):
+            if token in best and token in seen and abs(best[token] - seen[token]) >= SHIFT:
+                return (
+                    f"token {number + 1}: log probability of {token!r} {seen[token]:.2f} instead of {best[token]:.2f}"
+                )
         if own != other:
-            best = alone.top[number]
             gap = best[own] - best[other] if other in best else None
             if gap is not None and gap <= TIE:
                 return ""
             by = "not among the best five" if gap is None else f"less probable by {gap:.2f} nats"
             return f"token {number + 1} is {other!r} instead of {own!r}, {by}"
-    return f"{moved.text[:40]!r} instead of {alone.text[:40]!r}"
+    return "" if alone.text == moved.text else f"{moved.text[:40]!r} instead of {alone.text[:40]!r}"
 
 
 def _reason(error: Exception) -> str:

@@ -51,12 +51,12 @@ def skew(date: str | None) -> float | None:
 
 
 def complete(
-    instance: agent_pb2.Instance, body: dict[str, Any], access: EngineAccess
+    instance: agent_pb2.Instance, body: dict[str, Any], access: EngineAccess, timeout_s: float = TIMEOUT_S
 ) -> tuple[dict[str, Any], float | None]:
     """Send a completion request to an instance. Return its answer, and its clock's skew (see `skew`). Raises OSError, for an
     error status urllib.error.HTTPError."""
     headers = {"Content-Type": "application/json", **access.headers(instance)}
     payload = json.dumps({"model": instance.model, **body}).encode()
     request = urllib.request.Request(f"{instance.url}/v1/completions", data=payload, headers=headers)
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=access.tls) as answer:
+    with urllib.request.urlopen(request, timeout=timeout_s, context=access.tls) as answer:
         return json.load(answer), skew(answer.headers.get("Date"))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pointsman.cli.doctor_kv import answers
+from pointsman.cli.findings import EngineAccess, Finding
 from tests.support.engines.chat_client import complete, fresh_words
 from tests.support.engines.offloading import (
     assert_offloaded,
@@ -57,6 +59,12 @@ def test_an_offloaded_answer_is_the_colocated_one(nixl_plane: ControlPlane, pair
     with in_step(nixl_plane) as plane, plane.client() as client:
         for stream in (True, False):
             assert_offloaded(plane, client, pair, number, stream=stream)
+
+
+def test_the_doctor_compares_answers(nixl_plane: ControlPlane, pair: list[Engine]) -> None:
+    pool = [nixl_plane.instance(engine).instance for engine in pair]
+    found = [(one.level, one.found) for one in answers(pool, EngineAccess())]
+    assert found == [(Finding.OK, "an answer from transferred KV is the one without")] * 2
 
 
 def test_p_is_gone(nixl_plane: ControlPlane, pair: list[Engine]) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import http.server
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from pointsman.agent.v1 import agent_pb2
+from pointsman.cli import doctor_kv
 from pointsman.cli.doctor import forgotten_orders, instance_finding, placeability, redundancy
-from pointsman.cli.doctor_kv import Answer, difference, pairs_of, transfers
-from pointsman.cli.findings import Finding
+from pointsman.cli.doctor_kv import Answer, answers, difference, pairs_of, transfers
+from pointsman.cli.findings import EngineAccess, Finding
 from pointsman.cli.fleet_commands import _state_of
 from pointsman.router.io.convert.times import duration, timestamp
 from pointsman.router.v1 import fleet_pb2
@@ -87,11 +89,64 @@ def test_answers_differ_unless_they_part_at_a_tie() -> None:
 
     alone = answer("a b", {"a": -0.1, "x": -2.5}, {"b": -0.7, "c": -0.75})
     assert difference(alone, alone) == ""
-    assert difference(alone, answer("a c")) == ""
-    assert difference(alone, answer("x b")) == "token 1 is 'x' instead of 'a', less probable by 2.40 nats"
-    assert difference(alone, answer("y b")) == "token 1 is 'y' instead of 'a', not among the best five"
+    tie = answer("a c", {"a": -0.1, "x": -2.5}, {"b": -0.76, "c": -0.7})
+    assert difference(alone, tie) == ""
+    assert (
+        difference(alone, answer("x b", {"x": -2.2}, {})) == "token 1 is 'x' instead of 'a', less probable by 2.40 nats"
+    )
+    assert difference(alone, answer("y b", {"y": -0.1}, {})) == "token 1 is 'y' instead of 'a', not among the best five"
+    # The model has read something else, although the tokens are the same or part at a tie.
+    sure = answer("a b", {"a": -0.01, "x": -7.0}, {"b": -0.01, "c": -9.0})
+    assert difference(alone, sure) == "token 2: log probability of 'b' -0.01 instead of -0.70"
+    assert (
+        difference(alone, answer("a c", {"a": -0.1}, {"c": -0.01}))
+        == "token 2: log probability of 'c' -0.01 instead of -0.75"
+    )
     # An engine that reports no log probabilities.
     assert difference(Answer("a b", (), (), None), Answer("a c", (), (), None)) == "'a c' instead of 'a b'"
+
+
+def pair(protocol: agent_pb2.KvProtocol) -> list[agent_pb2.Instance]:
+    pool = [agent_pb2.Instance(instance_id=name, model="m", url=f"http://{name}:1", block_size=16) for name in "ab"]
+    for one in pool:
+        one.kv_transfer.protocol = protocol
+    pool[1].kv_transfer.role = agent_pb2.KV_ROLE_CONSUMER
+    return pool
+
+
+def completion(cached: int | None, **more: object) -> dict[str, object]:
+    usage = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
+    return {"choices": [{"text": "1", "finish_reason": "length", "logprobs": None}], "usage": usage, **more}
+
+
+@pytest.mark.parametrize(
+    ("cached", "level", "found"),
+    [
+        (160, Finding.OK, "an answer from transferred KV is the one without"),
+        (0, Finding.WARN, "the receiver computed a prompt itself whose KV was sent to it"),
+        (None, Finding.WARN, "answers are equal, but the receiver does not report whether it used the KV"),
+    ],
+)
+def test_equal_answers_prove_something_only_if_the_kv_was_used(
+    monkeypatch: pytest.MonkeyPatch, cached: int | None, level: str, found: str
+) -> None:
+    def complete(target: agent_pb2.Instance, body: dict[str, Any], *_: object) -> tuple[dict[str, object], None]:
+        params = body.get("kv_transfer_params") or {}
+        kept = {"remote_engine_id": "e", "remote_prefill_cached_tokens": 0}
+        if target.instance_id == "a":
+            return completion(0, kv_transfer_params=kept), None
+        # vLLM's receiver reports this number in place of its own.
+        return completion(params.get("remote_prefill_cached_tokens", cached)), None
+
+    monkeypatch.setattr(doctor_kv, "complete", complete)
+    [finding] = answers(pair(agent_pb2.KV_PROTOCOL_NIXL), EngineAccess())
+    assert (finding.check, finding.level, finding.found) == ("a -> b KV", level, found)
+
+
+def test_an_engine_whose_answer_is_none_does_not_end_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_kv, "complete", lambda *_: ({"error": {"message": "busy"}}, None))
+    [finding] = answers(pair(agent_pb2.KV_PROTOCOL_NIXL), EngineAccess())
+    assert finding.level == Finding.WARN
 
 
 def test_cordons_of_long_ago_and_orders_for_nobody_are_told_of() -> None:
