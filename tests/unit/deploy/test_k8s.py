@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import yaml
 
 from pointsman.gateway.core.api.api_call import ROUTES
 from tools import check_deploy
@@ -71,6 +72,8 @@ PER_NODE = {"DaemonSet/vllm": "vllm", "DaemonSet/agent": "agent"}
         ("ha", ("external-redis",), ROUTER | SIDECAR),
         ("ha", ("tls",), ROUTER | REDIS | SIDECAR),
         ("gpu-per-node", ("tls",), ROUTER | REDIS | PER_NODE),
+        ("external-engines", (), ROUTER | REDIS | {"Deployment/agent": "agent"}),
+        ("external-engines", ("two-routers", "monitoring"), ROUTER | REDIS | {"Deployment/agent": "agent"}),
     ],
 )
 def test_overlays_are_sound(overlay: str, components: tuple[str, ...], expected: dict[str, str]) -> None:
@@ -173,6 +176,41 @@ def test_engines_push_their_steps_to_where_their_agent_listens(overlay: str, nam
             engine_pods = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "vllm"}}}
             assert {"from": [engine_pods], "ports": [{"port": "loads"}]} in admitted
         assert "threshold" not in told["POINTSMAN_AGENT_ENGINES"], "the engine announces it"
+
+
+def test_an_agent_may_name_engines_of_another_namespace_and_only_known_ones_of_its_own() -> None:
+    objects = check_deploy.render(OVERLAYS / "external-engines")
+    assert not [o for o in objects if "MODEL" in o.get("data", {})], "there is no engine that reads it"
+    told = find(objects, "ConfigMap", "engines")["data"]
+    own = "http://vllm-0.vllm.pointsman.svc:8000"
+    told["POINTSMAN_AGENT_ENGINES"] += f" {own}"
+    (problem,) = k8s.check(objects)
+    assert problem.endswith("POINTSMAN_AGENT_ENGINES: nothing here serves vllm-0.vllm.pointsman.svc:8000")
+    told["POINTSMAN_AGENT_ENGINES"] = "http://10.0.0.7:8000 http://[fd00::7]:8000 http://vllm.models.svc:8000"
+    assert k8s.check(objects) == []
+    told["POINTSMAN_AGENT_ENGINES"] = "http://vllm:8000"
+    assert len(k8s.check(objects)) == 1
+
+
+def test_the_policy_for_engines_elsewhere_admits_who_calls_them() -> None:
+    page = (check_deploy.ROOT / "docs/existing_vllm.md").read_text()
+    (block,) = re.findall(r"^ +```yaml\n(.*?)^ +```", page, re.DOTALL | re.MULTILINE)
+    policy = yaml.safe_load(block)
+    assert check_deploy.schema_problems(policy) == []
+    objects = check_deploy.render(OVERLAYS / "external-engines")
+    labels = {
+        o["metadata"]["name"]: o["spec"]["template"]["metadata"]["labels"]
+        for o in objects
+        if o["kind"] in k8s.WORKLOADS
+    }
+    called, events = policy["spec"]["ingress"]
+    for rule in (called, events):
+        (peer,) = rule["from"]
+        namespace = peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+        assert namespace == find(objects, "Namespace", "pointsman")["metadata"]["name"]
+    (names,) = called["from"][0]["podSelector"]["matchExpressions"]
+    assert {labels[who]["app.kubernetes.io/name"] for who in ("gateway", "router", "agent")} == set(names["values"])
+    assert events["from"][0]["podSelector"]["matchLabels"].items() <= labels["agent"].items()
 
 
 @pytest.mark.parametrize("name", ["api-keys", "tokens"])
@@ -429,7 +467,10 @@ def test_schema_of_the_operators_kinds_refuses_an_unknown_field(rendered: Object
     assert "honourLabels" in problem
 
 
-@pytest.mark.parametrize(("overlay", "agent"), [("ha", "StatefulSet/vllm"), ("gpu-per-node", "DaemonSet/agent")])
+@pytest.mark.parametrize(
+    ("overlay", "agent"),
+    [("ha", "StatefulSet/vllm"), ("gpu-per-node", "DaemonSet/agent"), ("external-engines", "Deployment/agent")],
+)
 def test_with_tls_everyone_has_a_certificate_of_its_own(overlay: str, agent: str) -> None:
     objects = check_deploy.render(OVERLAYS / overlay, "tls")
     for where, name in (("StatefulSet/router", "router"), ("Deployment/gateway", "gateway"), (agent, "agent")):
