@@ -132,6 +132,28 @@ def test_a_data_parallel_engine_needs_gpus_for_each_rank() -> None:
     assert len(k8s.check(objects)) == 2
 
 
+def test_one_rank_on_each_gpu_of_a_node_takes_the_patches_of_the_page() -> None:
+    page = (check_deploy.DEPLOY / "README.md").read_text()
+    (patches,) = re.findall(r"^```yaml\n(patches:\n.*?)^```", page, re.DOTALL | re.MULTILINE)
+    overlay, flags = "k8s/overlays/gpu-per-node/kustomization.yaml", "k8s/components/settings/engine.yaml"
+    told = {file: (check_deploy.DEPLOY / file).read_text() for file in (overlay, flags)}
+    ranks = f"{told[flags]}data-parallel-size: 8\nenable-expert-parallel: true\n"
+    objects = check_deploy.render(OVERLAYS / "gpu-per-node", files={overlay: told[overlay] + patches, flags: ranks})
+    assert [line for item in objects for line in check_deploy.schema_problems(item)] == []
+    assert k8s.check(objects) == []
+    spec = pod(objects, "DaemonSet", "vllm")
+    assert find(objects, "ConfigMap", "engine")["data"]["TENSOR_PARALLEL_SIZE"] == "1"
+    assert spec["containers"][0]["resources"]["limits"] == {"memory": "1Ti", "nvidia.com/gpu": "8"}
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    claim = volumes["models"]["ephemeral"]["volumeClaimTemplate"]["spec"]
+    assert claim == {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Ti"}}}
+
+
+def test_kv_transfer_without_the_engines_that_it_patches_is_refused() -> None:
+    problems = k8s.check(check_deploy.render(OVERLAYS / "gpu-per-node", "kv-transfer"))
+    assert "NetworkPolicy/kv-transfer: port bootstrap is not a port of what it selects" in problems
+
+
 def test_an_agent_reaches_the_events_of_all_ranks_of_its_node() -> None:
     objects = check_deploy.render(OVERLAYS / "gpu-per-node")
     offered = {port["port"] for port in find(objects, "Service", "vllm-node")["spec"]["ports"]}
