@@ -261,6 +261,30 @@ def test_prefill_and_decode_instances_reach_each_other_and_know_their_side() -> 
     assert find(objects, "ConfigMap", "router")["data"]["POINTSMAN_ROUTER_POLICY"] == "elastic"
 
 
+@pytest.mark.parametrize(
+    ("overlay", "components"),
+    [("gpu", ()), ("gpu", ("kv-transfer",)), ("gpu-per-node", ()), ("prefill-decode", ())],
+)
+def test_the_doctor_in_a_routers_pod_reaches_of_engines_what_gateways_reach(
+    overlay: str, components: tuple[str, ...]
+) -> None:
+    def admitted(policy: dict[str, Any], name: str) -> list[object]:
+        peer = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": name}}}
+        return [port for rule in policy["spec"]["ingress"] if peer in rule["from"] for port in rule["ports"]]
+
+    objects = check_deploy.render(OVERLAYS / overlay, *components)
+    engines = {"app.kubernetes.io/name": "vllm"}
+    policies = [
+        o
+        for o in objects
+        if o["kind"] == "NetworkPolicy" and engines.items() <= o["spec"]["podSelector"].get("matchLabels", {}).items()
+    ]
+    reached = [port for policy in policies for port in admitted(policy, "gateway")]
+    assert {"port": "http"} in reached
+    assert ({"port": "bootstrap"} in reached) is (components != () or overlay == "prefill-decode")
+    assert [port for policy in policies for port in admitted(policy, "router")] == reached
+
+
 def test_the_ingress_leads_to_every_api_and_to_nothing_else() -> None:
     objects = check_deploy.render(OVERLAYS / "ha", "ingress")
     ingress = find(objects, "Ingress", "gateway")
