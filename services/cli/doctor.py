@@ -225,13 +225,7 @@ def _instance(one: fleet_pb2.InstanceStatus, access: EngineAccess) -> Iterator[F
     name = one.instance.instance_id
     yield instance_finding(one)
     if one.instance.prefix_mode != agent_pb2.PREFIX_MODE_EXACT:
-        yield Finding(
-            Finding.FAIL,
-            name,
-            f"no KV events: {one.instance.prefix_reason}",
-            "start the engine with --enable-prefix-caching and --kv-events-config "
-            '\'{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}\'',
-        )
+        yield inexact_finding(one.instance)
     elif one.keys == 0 and one.load.prefix_cache_queries > one.instance.block_size:
         yield Finding(
             Finding.WARN,
@@ -244,6 +238,25 @@ def _instance(one: fleet_pb2.InstanceStatus, access: EngineAccess) -> Iterator[F
     if not suspension(one):
         # A suspended engine would keep the request until it is resumed.
         yield from _engine(one.instance, access)
+
+
+def inexact_finding(instance: agent_pb2.Instance) -> Finding:
+    """Return why the cached prefixes of an instance without PREFIX_MODE_EXACT are not known, with the flags that change this, if
+    any do."""
+    if instance.events_unusable:
+        return Finding(
+            Finding.WARN,
+            instance.instance_id,
+            f"prefixes are approximate: {instance.prefix_reason}",
+            "no flag for KV events changes this; the router learns prefixes from its own placements",
+        )
+    return Finding(
+        Finding.FAIL,
+        instance.instance_id,
+        f"no KV events: {instance.prefix_reason}",
+        "start the engine with --enable-prefix-caching and --kv-events-config "
+        '\'{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}\'',
+    )
 
 
 def _engine(instance: agent_pb2.Instance, access: EngineAccess) -> Iterator[Finding]:

@@ -339,7 +339,9 @@ async def test_groups_of_unknown_kinds_are_reported_as_no_prefix_knowledge(
         await eventually(lambda: router.keys(name_of(engine)) == keys_of((1,)), "the first snapshot")
         await engine.publish(store((2,), group_idx=1))
         await eventually(lambda: len(router.streams) == 2, "another hello")
-        assert "several KV cache groups" in router.streams[1].hello.instance.prefix_reason
+        instance = router.streams[1].hello.instance
+        assert "several KV cache groups" in instance.prefix_reason
+        assert instance.events_unusable
         await eventually(lambda: router.keys(name_of(engine)) == set(), "no keys")
 
 

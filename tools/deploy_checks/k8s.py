@@ -297,9 +297,12 @@ def _check_environment(container: Container, env: dict[str, str], secret: set[st
         if entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath") == "status.hostIP"
     }
     beside = {p["containerPort"] for c in container.pod["containers"] for p in c.get("ports", [])}
+    namespaces = {_name(o) for o in _of(objects, "Namespace")}
     for variable, host, port in services.dialed_addresses(told) if not problems else ():
         if host in ("127.0.0.1", "localhost"):
             reachable = port in beside
+        elif _is_elsewhere(host, namespaces):
+            reachable = True
         else:
             # A host is NAME, POD.NAME.NAMESPACE.svc for one pod of a headless Service, or the container's own node.
             reachable = any((part, port) in offered for part in host.split(".")[:2])
@@ -307,6 +310,15 @@ def _check_environment(container: Container, env: dict[str, str], secret: set[st
         if not reachable:
             problems.append(f"{container.where}: {variable}: nothing here serves {host}:{port}")
     return problems
+
+
+def _is_elsewhere(host: str, namespaces: set[str]) -> bool:
+    """Return whether nothing of what is checked can serve `host`: an IP address, or a name of another namespace than
+    `namespaces` (NAME.NAMESPACE.svc, POD.NAME.NAMESPACE.svc)."""
+    if re.fullmatch(r"[\d.]+|[\da-f:]*:[\da-f:.]*", host):
+        return True
+    parts = host.split(".")
+    return len(parts) > 2 and parts[-1] == "svc" and parts[-2] not in {"pod-namespace", *namespaces}
 
 
 def _files(container: Container, objects: list[Object]) -> Iterator[str]:

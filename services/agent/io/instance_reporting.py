@@ -221,6 +221,7 @@ class InstanceMonitor:
         if self.cached_blocks.unusable_reason and self.instance.prefix_mode != pb.PREFIX_MODE_NONE:
             self.instance.prefix_mode = pb.PREFIX_MODE_NONE
             self.instance.prefix_reason = self.cached_blocks.unusable_reason
+            self.instance.events_unusable = True
             self._log.warning("the instance's prefixes cannot be known", reason=self.cached_blocks.unusable_reason)
             for reporter in self.reporters:
                 reporter.describe(self.instance)

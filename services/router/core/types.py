@@ -80,7 +80,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
 
     `block_size`, `kv_capacity_tokens` and `max_model_len` are in tokens; the latter two are 0 if unknown. `hardware`: a name that
     all equally fast instances share. `long_prefill_token_threshold`: vLLM's setting of that name, in tokens; 0: none or unknown.
-    `sparse_prefixes`: a prefix can be cached although a shorter one is not.
+    `sparse_prefixes`: a prefix can be cached although a shorter one is not. `events_unusable`: the engine's KV events do not show
+    its keys.
     """
 
     instance_id: str
@@ -102,6 +103,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
     hardware: str = ""
     long_prefill_token_threshold: int = 0
     sparse_prefixes: bool = False
+    events_unusable: bool = False
 
 
 class Gpu(msgspec.Struct, frozen=True, gc=False):

@@ -11,7 +11,7 @@ import pytest
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.cli import doctor_kv
-from pointsman.cli.doctor import forgotten_orders, instance_finding, placeability, redundancy
+from pointsman.cli.doctor import forgotten_orders, inexact_finding, instance_finding, placeability, redundancy
 from pointsman.cli.doctor_kv import Answer, answers, difference, pairs_of, transfers
 from pointsman.cli.findings import EngineAccess, Finding
 from pointsman.cli.fleet_commands import _state_of
@@ -197,6 +197,20 @@ def status(state: str, besides: str = "READY", **values: object) -> fleet_pb2.In
         underlying_state=fleet_pb2.InstanceState.Value(f"INSTANCE_STATE_{besides}"),
         **values,  # type: ignore[arg-type]
     )
+
+
+def test_flags_are_advised_only_to_engines_whose_events_are_missing() -> None:
+    none = agent_pb2.PREFIX_MODE_NONE
+    missing = agent_pb2.Instance(instance_id="a", prefix_mode=none, prefix_reason="the engine publishes no KV events")
+    finding = inexact_finding(missing)
+    assert (finding.level, finding.check) == (Finding.FAIL, "a")
+    assert "--kv-events-config" in finding.advice
+    reason = "attention of kind chunked_local has no chained prefix"
+    finding = inexact_finding(
+        agent_pb2.Instance(instance_id="b", prefix_mode=none, prefix_reason=reason, events_unusable=True)
+    )
+    assert (finding.level, finding.found) == (Finding.WARN, f"prefixes are approximate: {reason}")
+    assert "--" not in finding.advice
 
 
 def test_a_model_of_which_no_instance_is_placeable_fails() -> None:

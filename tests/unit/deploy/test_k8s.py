@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import yaml
 
 from pointsman.gateway.core.api.api_call import ROUTES
 from tools import check_deploy
@@ -71,6 +72,8 @@ PER_NODE = {"DaemonSet/vllm": "vllm", "DaemonSet/agent": "agent"}
         ("ha", ("external-redis",), ROUTER | SIDECAR),
         ("ha", ("tls",), ROUTER | REDIS | SIDECAR),
         ("gpu-per-node", ("tls",), ROUTER | REDIS | PER_NODE),
+        ("external-engines", (), ROUTER | REDIS | {"Deployment/agent": "agent"}),
+        ("external-engines", ("two-routers", "monitoring"), ROUTER | REDIS | {"Deployment/agent": "agent"}),
     ],
 )
 def test_overlays_are_sound(overlay: str, components: tuple[str, ...], expected: dict[str, str]) -> None:
@@ -129,6 +132,28 @@ def test_a_data_parallel_engine_needs_gpus_for_each_rank() -> None:
     assert len(k8s.check(objects)) == 2
 
 
+def test_one_rank_on_each_gpu_of_a_node_takes_the_patches_of_the_page() -> None:
+    page = (check_deploy.DEPLOY / "README.md").read_text()
+    (patches,) = re.findall(r"^```yaml\n(patches:\n.*?)^```", page, re.DOTALL | re.MULTILINE)
+    overlay, flags = "k8s/overlays/gpu-per-node/kustomization.yaml", "k8s/components/settings/engine.yaml"
+    told = {file: (check_deploy.DEPLOY / file).read_text() for file in (overlay, flags)}
+    ranks = f"{told[flags]}data-parallel-size: 8\nenable-expert-parallel: true\n"
+    objects = check_deploy.render(OVERLAYS / "gpu-per-node", files={overlay: told[overlay] + patches, flags: ranks})
+    assert [line for item in objects for line in check_deploy.schema_problems(item)] == []
+    assert k8s.check(objects) == []
+    spec = pod(objects, "DaemonSet", "vllm")
+    assert find(objects, "ConfigMap", "engine")["data"]["TENSOR_PARALLEL_SIZE"] == "1"
+    assert spec["containers"][0]["resources"]["limits"] == {"memory": "1Ti", "nvidia.com/gpu": "8"}
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    claim = volumes["models"]["ephemeral"]["volumeClaimTemplate"]["spec"]
+    assert claim == {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Ti"}}}
+
+
+def test_kv_transfer_without_the_engines_that_it_patches_is_refused() -> None:
+    problems = k8s.check(check_deploy.render(OVERLAYS / "gpu-per-node", "kv-transfer"))
+    assert "NetworkPolicy/kv-transfer: port bootstrap is not a port of what it selects" in problems
+
+
 def test_an_agent_reaches_the_events_of_all_ranks_of_its_node() -> None:
     objects = check_deploy.render(OVERLAYS / "gpu-per-node")
     offered = {port["port"] for port in find(objects, "Service", "vllm-node")["spec"]["ports"]}
@@ -175,6 +200,41 @@ def test_engines_push_their_steps_to_where_their_agent_listens(overlay: str, nam
         assert "threshold" not in told["POINTSMAN_AGENT_ENGINES"], "the engine announces it"
 
 
+def test_an_agent_may_name_engines_of_another_namespace_and_only_known_ones_of_its_own() -> None:
+    objects = check_deploy.render(OVERLAYS / "external-engines")
+    assert not [o for o in objects if "MODEL" in o.get("data", {})], "there is no engine that reads it"
+    told = find(objects, "ConfigMap", "engines")["data"]
+    own = "http://vllm-0.vllm.pointsman.svc:8000"
+    told["POINTSMAN_AGENT_ENGINES"] += f" {own}"
+    (problem,) = k8s.check(objects)
+    assert problem.endswith("POINTSMAN_AGENT_ENGINES: nothing here serves vllm-0.vllm.pointsman.svc:8000")
+    told["POINTSMAN_AGENT_ENGINES"] = "http://10.0.0.7:8000 http://[fd00::7]:8000 http://vllm.models.svc:8000"
+    assert k8s.check(objects) == []
+    told["POINTSMAN_AGENT_ENGINES"] = "http://vllm:8000"
+    assert len(k8s.check(objects)) == 1
+
+
+def test_the_policy_for_engines_elsewhere_admits_who_calls_them() -> None:
+    page = (check_deploy.ROOT / "docs/existing_vllm.md").read_text()
+    (block,) = re.findall(r"^ +```yaml\n(.*?)^ +```", page, re.DOTALL | re.MULTILINE)
+    policy = yaml.safe_load(block)
+    assert check_deploy.schema_problems(policy) == []
+    objects = check_deploy.render(OVERLAYS / "external-engines")
+    labels = {
+        o["metadata"]["name"]: o["spec"]["template"]["metadata"]["labels"]
+        for o in objects
+        if o["kind"] in k8s.WORKLOADS
+    }
+    called, events = policy["spec"]["ingress"]
+    for rule in (called, events):
+        (peer,) = rule["from"]
+        namespace = peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+        assert namespace == find(objects, "Namespace", "pointsman")["metadata"]["name"]
+    (names,) = called["from"][0]["podSelector"]["matchExpressions"]
+    assert {labels[who]["app.kubernetes.io/name"] for who in ("gateway", "router", "agent")} == set(names["values"])
+    assert events["from"][0]["podSelector"]["matchLabels"].items() <= labels["agent"].items()
+
+
 @pytest.mark.parametrize("name", ["api-keys", "tokens"])
 def test_what_is_read_again_in_place_rolls_nothing(name: str) -> None:
     objects = check_deploy.render(OVERLAYS / "gpu")
@@ -199,6 +259,30 @@ def test_prefill_and_decode_instances_reach_each_other_and_know_their_side() -> 
         assert {"port": "bootstrap"} in among["ports"]
         assert asked["ports"] == [{"port": "bootstrap"}]
     assert find(objects, "ConfigMap", "router")["data"]["POINTSMAN_ROUTER_POLICY"] == "elastic"
+
+
+@pytest.mark.parametrize(
+    ("overlay", "components"),
+    [("gpu", ()), ("gpu", ("kv-transfer",)), ("gpu-per-node", ()), ("prefill-decode", ())],
+)
+def test_the_doctor_in_a_routers_pod_reaches_of_engines_what_gateways_reach(
+    overlay: str, components: tuple[str, ...]
+) -> None:
+    def admitted(policy: dict[str, Any], name: str) -> list[object]:
+        peer = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": name}}}
+        return [port for rule in policy["spec"]["ingress"] if peer in rule["from"] for port in rule["ports"]]
+
+    objects = check_deploy.render(OVERLAYS / overlay, *components)
+    engines = {"app.kubernetes.io/name": "vllm"}
+    policies = [
+        o
+        for o in objects
+        if o["kind"] == "NetworkPolicy" and engines.items() <= o["spec"]["podSelector"].get("matchLabels", {}).items()
+    ]
+    reached = [port for policy in policies for port in admitted(policy, "gateway")]
+    assert {"port": "http"} in reached
+    assert ({"port": "bootstrap"} in reached) is (components != () or overlay == "prefill-decode")
+    assert [port for policy in policies for port in admitted(policy, "router")] == reached
 
 
 def test_the_ingress_leads_to_every_api_and_to_nothing_else() -> None:
@@ -429,7 +513,10 @@ def test_schema_of_the_operators_kinds_refuses_an_unknown_field(rendered: Object
     assert "honourLabels" in problem
 
 
-@pytest.mark.parametrize(("overlay", "agent"), [("ha", "StatefulSet/vllm"), ("gpu-per-node", "DaemonSet/agent")])
+@pytest.mark.parametrize(
+    ("overlay", "agent"),
+    [("ha", "StatefulSet/vllm"), ("gpu-per-node", "DaemonSet/agent"), ("external-engines", "Deployment/agent")],
+)
 def test_with_tls_everyone_has_a_certificate_of_its_own(overlay: str, agent: str) -> None:
     objects = check_deploy.render(OVERLAYS / overlay, "tls")
     for where, name in (("StatefulSet/router", "router"), ("Deployment/gateway", "gateway"), (agent, "agent")):

@@ -40,6 +40,7 @@ instances = st.builds(
     hardware=words,
     long_prefill_token_threshold=counts,
     sparse_prefixes=st.booleans(),
+    events_unusable=st.booleans(),
     kv_transfer=st.none()
     | st.builds(
         KvTransfer,

@@ -250,6 +250,7 @@ class Instance(_message.Message):
     HARDWARE_FIELD_NUMBER: _builtins.int
     LONG_PREFILL_TOKEN_THRESHOLD_FIELD_NUMBER: _builtins.int
     SPARSE_PREFIXES_FIELD_NUMBER: _builtins.int
+    EVENTS_UNUSABLE_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Id of the instance, unique in the fleet and stable over restarts, for example "10.0.0.7:8000", or "10.0.0.7:8000/1" for rank
     1. Required.
@@ -294,6 +295,10 @@ class Instance(_message.Message):
     The keys of such an instance include anchors. The anchor of a key is the key XOR 0x9E3779B97F4A7C15. A prompt has one for every
     64th of its keys: the instance has no key of the prompt from the key of the first missing anchor on.
     """
+    events_unusable: _builtins.bool
+    """Whether the engine publishes KV events from which its keys cannot be known (prefix_reason says why), so that no flag for events
+    makes them exact. With PREFIX_MODE_NONE only.
+    """
     @_builtins.property
     def served_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """All model names that the engine answers to, without LoRA adapters."""
@@ -328,10 +333,11 @@ class Instance(_message.Message):
         hardware: _builtins.str = ...,
         long_prefill_token_threshold: _builtins.int = ...,
         sparse_prefixes: _builtins.bool = ...,
+        events_unusable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "kv_transfer", b"kv_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "block_size", b"block_size", "data_parallel_rank", b"data_parallel_rank", "engine_version", b"engine_version", "hardware", b"hardware", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_transfer", b"kv_transfer", "long_prefill_token_threshold", b"long_prefill_token_threshold", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "model", b"model", "model_root", b"model_root", "node", b"node", "prefix_mode", b"prefix_mode", "prefix_reason", b"prefix_reason", "served_names", b"served_names", "sparse_prefixes", b"sparse_prefixes", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "block_size", b"block_size", "data_parallel_rank", b"data_parallel_rank", "engine_version", b"engine_version", "events_unusable", b"events_unusable", "hardware", b"hardware", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_transfer", b"kv_transfer", "long_prefill_token_threshold", b"long_prefill_token_threshold", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "model", b"model", "model_root", b"model_root", "node", b"node", "prefix_mode", b"prefix_mode", "prefix_reason", b"prefix_reason", "served_names", b"served_names", "sparse_prefixes", b"sparse_prefixes", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
     _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015

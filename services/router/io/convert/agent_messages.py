@@ -51,6 +51,7 @@ def instance_info(wire: agent_pb2.Instance) -> InstanceInfo:
         hardware=wire.hardware,
         long_prefill_token_threshold=wire.long_prefill_token_threshold,
         sparse_prefixes=wire.sparse_prefixes,
+        events_unusable=wire.events_unusable,
     )
 
 
@@ -76,6 +77,7 @@ def instance_to_wire(info: InstanceInfo) -> agent_pb2.Instance:
         hardware=info.hardware,
         long_prefill_token_threshold=info.long_prefill_token_threshold,
         sparse_prefixes=info.sparse_prefixes,
+        events_unusable=info.events_unusable,
     )
 
 
