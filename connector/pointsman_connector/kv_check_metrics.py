@@ -15,11 +15,16 @@ _WRONG = Counter(
 )
 
 
+def counts_checks(name: object) -> bool:
+    """Return whether a connector's statistic of this name is one of KV checks. Other connectors' names can be other than str."""
+    return isinstance(name, str) and (name in (CHECKED, LATE) or name.startswith(WRONG_FROM))
+
+
 def count_check(name: str, requests: float) -> None:
-    """Count `requests` of the statistic `name`, if it is one of KV checks."""
+    """Count `requests` of the statistic `name`, which is one of KV checks."""
     if name == CHECKED:
         _CHECKED.inc(requests)
     elif name == LATE:
         _LATE.inc(requests)
-    elif name.startswith(WRONG_FROM):
+    else:
         _WRONG.labels(sender=name.removeprefix(WRONG_FROM)).inc(requests)

@@ -7,13 +7,14 @@ also counts the requests whose KV was checked.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from pointsman_connector.announcement import announce
 from pointsman_connector.engine_info import announce_engine
-from pointsman_connector.kv_check_metrics import count_check
+from pointsman_connector.kv_check_metrics import count_check, counts_checks
 from pointsman_connector.vllm_version import warn_if_untested, warn_without
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class MetricsAnnouncer(StatLoggerBase):
     important than what it says of itself."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0, *_: Any, **__: Any) -> None:
-        self._off = False
+        self._warned = False
         for part, tell in (
             ("the announcement of its limits and devices", announce_engine),
             ("the announcement of its KV transfer support and tokenizer", announce),
@@ -44,16 +45,23 @@ class MetricsAnnouncer(StatLoggerBase):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Count the statistics of one step. vLLM calls this for all of its stat loggers, in the handler of all outputs: an error
-        would end every request, so the first one switches this logger off."""
-        if self._off or scheduler_stats is None:
+        """Count the statistics of one step. vLLM calls this for all of its stat loggers, in the handler of all outputs, where an
+        error would end every request. Whatever raises one is not counted, and the first one is logged."""
+        if scheduler_stats is None:
             return
+        with self._errors_logged():
+            for name, values in _checks(scheduler_stats.kv_connector_stats or {}):
+                with self._errors_logged():
+                    count_check(name, float(sum(values)))
+
+    @contextmanager
+    def _errors_logged(self) -> Iterator[None]:
         try:
-            for name, values in _lists(scheduler_stats.kv_connector_stats or {}):
-                count_check(name, float(sum(values)))
+            yield
         except Exception as error:
-            self._off = True
-            warn_without("the counts of checked KV", error)
+            if not self._warned:
+                warn_without("the counts of checked KV", error)
+            self._warned = True
 
     def log_engine_initialized(self) -> None:
         """Do nothing. vLLM requires the method."""
@@ -63,10 +71,10 @@ class MetricsAnnouncer(StatLoggerBase):
 MetricsAnnouncer.__abstractmethods__ = frozenset()
 
 
-def _lists(stats: Mapping[str, Any]) -> Iterator[tuple[str, list[float]]]:
-    """Yield the statistics of a connector. A MultiConnector has a mapping of them for each of its connectors."""
+def _checks(stats: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield a connector's statistics of KV checks. A MultiConnector has a mapping of statistics for each of its connectors."""
     for name, values in stats.items():
-        if isinstance(values, list):
+        if counts_checks(name):
             yield name, values
         elif isinstance(values, Mapping):
-            yield from _lists(values)
+            yield from _checks(values)

@@ -81,15 +81,27 @@ def test_checked_and_wrong_requests_are_on_the_metrics_page(module: Any) -> None
     assert module.logged == []
 
 
-def test_its_first_error_switches_it_off(module: Any) -> None:
+def test_statistics_of_other_connectors_are_left_alone(module: Any) -> None:
+    """vLLM's OffloadingConnector has mappings whose keys are tuples of labels, beside this connector under a MultiConnector."""
+    delay = "vllm:kv_offload_lookup_sync_delay_seconds"
+    offload = {"types": {delay: "histogram"}, "data": {delay: {(): [0.0001], ("cpu", "gpu"): 3}}, "names": ["a"]}
+    announcer = module.MetricsAnnouncer(object())
+    announcer.record(stats({"OffloadingConnector": offload, "MooncakeConnector": {"num_checked_requests": [1]}}), None)
+    assert module.logged == []
+    assert value("pointsman_kv_checked_requests_total") == 1
+
+
+def test_an_error_is_logged_once_and_concerns_one_value(module: Any) -> None:
     announcer = module.MetricsAnnouncer(object())
     announcer.record(SimpleNamespace(), None)
     assert len(module.logged) == 1, "vLLM's statistics have another shape"
     assert "runs without the counts of checked KV: AttributeError" in module.logged[0]
     assert "\n" not in module.logged[0]
+    announcer.record(stats({"num_late_requests": [None], "num_checked_requests": [1]}), None)
     announcer.record(stats({"num_checked_requests": [1]}), None)
     assert len(module.logged) == 1
-    assert value("pointsman_kv_checked_requests_total") == 0
+    assert value("pointsman_kv_late_requests_total") == 0
+    assert value("pointsman_kv_checked_requests_total") == 2
 
 
 def test_an_engine_starts_even_if_it_cannot_announce(module: Any) -> None:
