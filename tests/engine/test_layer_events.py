@@ -64,3 +64,8 @@ def test_wrong_kv_is_not_used_whatever_made_it_so(ask: Any, fault: str) -> None:
     told = ask("wrong_kv", fault=fault)
     assert not told["same"], "the fault did nothing"
     assert (told["used"], told["refused"], told["wrong"]) == (False, True, 1)
+
+
+def test_a_request_whose_check_raises_an_error_has_failed(ask: Any) -> None:
+    """It would wait for ever: its sender's conversation is over."""
+    assert ask("repeated_check_fails") == {"used": False, "refused": False}

@@ -95,18 +95,29 @@ class LayerwiseWorker(LayerwiseSender):
         self._arrived.set()
 
     async def _check_again(self, request: str, sums: Sums, pull_metas: dict[str, PullReqMeta]) -> None:
-        """Accept a request's KV when its checksums do not differ any more; report it as failed if they never do."""
-        pull = pull_metas[request]
+        """Accept a request's KV when its checksums do not differ any more. Report it as failed if they never do, or if an error
+        prevents the comparison: the sender's answer is already handled, so nothing else reports the request."""
+        reason = "its KV differs from the sender's"
+        try:
+            if await self._agrees_later(pull_metas[request], sums):
+                written = MooncakeXferResponse(status=MooncakeXferResponseStatus.CONTINUE, ok_reqs=[request])
+                super().process_pulling_result(written, pull_metas)
+                self._arrived.set()
+                return
+        except Exception as error:
+            reason = f"its KV could not be checked: {error}"
+        self._handle_failed_recv(pull_metas, [request], reason)
+
+    async def _agrees_later(self, pull: PullReqMeta, sums: Sums) -> bool:
+        """Compare a request's checksums again after each of CHECK_PAUSES_S, until they do not differ. If they still differ at the
+        end, refuse the sender and return False."""
         for pause_s in CHECK_PAUSES_S:
             await asyncio.sleep(pause_s)
             if pull.remote_engine_id in self._refused:
                 break
             if not self._places(pull, sums):
                 self.xfer_stats.record_check(pull.remote_bootstrap_addr, late=True)
-                written = MooncakeXferResponse(status=MooncakeXferResponseStatus.CONTINUE, ok_reqs=[request])
-                super().process_pulling_result(written, pull_metas)
-                self._arrived.set()
-                return
+                return True
         if places := self._places(pull, sums):
             self.xfer_stats.record_check(pull.remote_bootstrap_addr, wrong=True)
             if self._refused.refuse(pull.remote_engine_id):
@@ -118,7 +129,7 @@ class LayerwiseWorker(LayerwiseSender):
                     len(sums),
                     pull.d_req_id,
                 )
-        self._handle_failed_recv(pull_metas, [request], "its KV differs from the sender's")
+        return False
 
     def _differs(self, pull: PullReqMeta, sums: Sums) -> bool:
         """Return whether the KV of this request must not be used yet: a checked block differs from what the sender computed, or

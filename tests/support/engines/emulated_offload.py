@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import statistics
 import threading
 import time
@@ -365,6 +366,27 @@ def wrong_kv(model_folder: str, fault: str) -> dict[str, Any]:
             "checked": len(counted["num_checked_requests"]),
             "wrong": sum(map(len, (v for k, v in counted.items() if k.startswith("num_wrong")))),
         }
+
+
+def repeated_check_fails(model_folder: str) -> dict[str, Any]:
+    """Right KV arrives after its answer, so that it is checked again, and the further check raises an error."""
+    with pair(model_folder, 6) as both:
+        both.engine.late_s = 0.2
+        sums, checks = both.receiver._block_sums, itertools.count()
+        assert sums is not None
+
+        class Failing:
+            def of(_, blocks: list[int]) -> torch.Tensor:  # noqa: N805
+                if next(checks):
+                    raise torch.OutOfMemoryError("no memory for checksums")
+                return sums.of(blocks)
+
+        both.receiver._block_sums = Failing()
+        both.ask("t", list(range(40, 48)))
+        both.begin("t")
+        both.step("t", list(range(1, 9)), layer_s=0.005)
+        used = both.arrived("t")
+        return {"used": used, "refused": "P" in both.receiver._refused}
 
 
 def preempted(model_folder: str) -> dict[str, Any]:
