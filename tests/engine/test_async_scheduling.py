@@ -94,6 +94,16 @@ def test_each_step_tells_what_it_computes_and_what_it_overwrites(
         happened.update(vllm.ask(PLAY, {"model_folder": str(model_folder), "script": script}))
 
     played()
-    expected = {"overlapping", "later chunks", "complete", "confirmed", "sent", "preempted", "restarted", "aborted"}
+    expected = {
+        "overlapping",
+        "later chunks",
+        "complete",
+        "checked",
+        "confirmed",
+        "sent",
+        "preempted",
+        "restarted",
+        "aborted",
+    }
     expected |= {"received"} if kv_role == "kv_both" else set()
     assert expected <= {name for name, count in happened.items() if count}, happened

@@ -37,6 +37,7 @@ class Request(Protocol):
     num_prompt_tokens: int
     num_computed_tokens: int
     num_preemptions: int
+    max_tokens: int
 
 
 class BlockTable(Protocol):
@@ -107,7 +108,9 @@ class ChunkTracker:
             known = 0 if restarted else one.known_blocks
             done = one.request.num_computed_tokens + tokens
             one.known_blocks, one.preemptions, one.ended = len(blocks), one.request.num_preemptions, done >= prompt
-            check = self._checks.positions(total, self._rng) if one.ended else ()
+            # Where the sender's own request generates, its tokens' KV fills up the prompt's last block after it was summed.
+            fixed = prompt % self._block_size == 0 or one.request.max_tokens == 1
+            check = self._checks.positions(total, self._rng, last_is_fixed=fixed) if one.ended else ()
             yield Chunk(
                 transfer_id=one.transfer_id,
                 request_id=request_id,

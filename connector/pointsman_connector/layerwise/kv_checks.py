@@ -32,16 +32,18 @@ class CheckSettings:
             raise ValueError("checked_share must be from 0 to 1, and checked_blocks at least 1")
         return settings
 
-    def positions(self, total: int, rng: random.Random) -> tuple[int, ...]:
+    def positions(self, total: int, rng: random.Random, *, last_is_fixed: bool) -> tuple[int, ...]:
         """Blocks to check of a prompt of `total` blocks: how many blocks before its end each is, ascending; none where this
-        transfer is not checked. Always the last one, which each receiver lacks; the others are drawn, half of them near the end,
-        because a receiver that has a prefix in its own cache gets the last blocks only."""
-        if total == 0 or rng.random() >= self.share:
+        transfer is not checked. `last_is_fixed`: no later token gets into the last block; if False, that one is left out. Always
+        the last one of the others; further ones are drawn, half of them near the end, because a receiver that has a prefix in its
+        own cache gets the last blocks only."""
+        first = 1 if last_is_fixed else 2
+        if total < first or rng.random() >= self.share:
             return ()
-        chosen = {1}
+        chosen = {first}
         for number in range(1, self.blocks):
             near = number % 2 == 1
-            chosen.add(rng.randint(1, min(total, 16) if near else total))
+            chosen.add(rng.randint(first, min(total, 16) if near else total))
         return tuple(sorted(chosen))
 
 

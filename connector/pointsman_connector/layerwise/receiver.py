@@ -81,9 +81,10 @@ class LayerwiseWorker(LayerwiseSender):
         """Handle the sender's message that names the requests whose KV is written or has failed. A request whose checksums differ
         is checked again some time later, and has failed if they still differ."""
         if isinstance(response, CheckedXferResponse) and response.ok_reqs:
-            differ = [one for one in response.ok_reqs if self._differs(pull_metas[one], response.sums.get(one, []))]
+            sums = {one: self._comparable(pull_metas[one], response.sums.get(one, [])) for one in response.ok_reqs}
+            differ = [one for one in response.ok_reqs if self._differs(pull_metas[one], sums[one])]
             for one in differ:
-                check = self.receiver_loop.create_task(self._check_again(one, response.sums.get(one, []), pull_metas))
+                check = self.receiver_loop.create_task(self._check_again(one, sums[one], pull_metas))
                 self._checks.add(check)
                 check.add_done_callback(self._checks.discard)
             response = msgspec.structs.replace(response, ok_reqs=[one for one in response.ok_reqs if one not in differ])
@@ -143,12 +144,18 @@ class LayerwiseWorker(LayerwiseSender):
         self.xfer_stats.record_check(pull.remote_bootstrap_addr)
         return False
 
-    def _places(self, pull: PullReqMeta, sums: Sums) -> list[int]:
-        """Return the places of the checked blocks that differ. Blocks that this engine had in its own cache are not checked."""
-        blocks = pull.local_block_ids[0] if len(pull.local_block_ids) == 1 else []
-        sums = [(place, value) for place, value in sums if place <= len(blocks)]
-        if not sums or self._block_sums is None:
+    def _comparable(self, pull: PullReqMeta, sums: Sums) -> Sums:
+        """Return the checksums of the blocks that this engine received. It had the others in its own cache."""
+        if len(pull.local_block_ids) != 1 or self._block_sums is None:
             return []
+        return [(place, value) for place, value in sums if place <= len(pull.local_block_ids[0])]
+
+    def _places(self, pull: PullReqMeta, sums: Sums) -> list[int]:
+        """Return the places of the checked blocks that differ."""
+        if not sums:
+            return []
+        assert self._block_sums is not None
+        blocks = pull.local_block_ids[0]
         return differing(sums, self._block_sums.of([blocks[-place] for place, _ in sums]).tolist())
 
     def _handle_failed_recv(self, pull_metas: dict[str, PullReqMeta], req_ids: Collection[str], reason: str) -> None:

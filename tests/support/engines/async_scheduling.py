@@ -116,6 +116,8 @@ class Sendable:
         self.blocks: list[int] = []
         self.up_to = self.total = 0
         self.confirmed = False
+        # What the checked blocks had when they were summed: by slot, the text whose KV is there.
+        self.summed: dict[tuple[int, int], int | None] = {}
 
 
 class Engine:
@@ -220,6 +222,8 @@ class Engine:
             assert name in self.scheduler.requests, f"{transfer} has ended, and was not told to be aborted"
             wrong = self.memory.holds(name, one.blocks, one.up_to)
             assert not wrong, f"{wrong}: told {vars(one)}"
+            changed = {slot for slot, text in one.summed.items() if self.memory.slots.get(slot) != text}
+            assert not changed, f"{transfer} has other KV in {changed} than when it was summed"
         self.in_flight.append((output, self.answer(message, names, sampled)))
 
     def withdraw(self, message: Any) -> None:
@@ -253,7 +257,12 @@ class Engine:
             assert chunk.total == -(-length // self.block_size)
             assert chunk.up_to == (chunk.total if end >= length else end // self.block_size)
             ended = chunk.up_to == chunk.total and end >= length
-            assert bool(chunk.check) == ended
+            full = length % self.block_size == 0
+            comparable = chunk.total - (not full and self.requests[name]["max_tokens"] > 1)
+            assert bool(chunk.check) == (ended and comparable > 0)
+            self.counts["checked"] += bool(chunk.check)
+            slots = [(block, offset) for _, block in chunk.check for offset in range(self.block_size)]
+            one.summed |= {slot: self.memory.slots.get(slot) for slot in slots}
             assert all(one.blocks[-place] == block for place, block in chunk.check)
             self.counts["complete"] += ended
         for name, (transfer, groups) in message.reqs_to_send.items():

@@ -11,10 +11,15 @@ from hypothesis import strategies as st
 from pointsman_connector.layerwise.kv_checks import CheckSettings, RefusedSenders, differing
 
 
-@given(st.integers(1, 10_000), st.integers(1, 8), st.integers())
-def test_checked_blocks_are_the_last_one_and_others_of_the_prompt(total: int, blocks: int, seed: int) -> None:
-    places = CheckSettings(1.0, blocks).positions(total, random.Random(seed))
-    assert places[0] == 1, "whatever a receiver has in its cache, it lacks the last block"
+@given(st.integers(1, 10_000), st.integers(1, 8), st.booleans(), st.integers())
+def test_checked_blocks_are_the_last_fixed_one_and_others_before_it(
+    total: int, blocks: int, last_is_fixed: bool, seed: int
+) -> None:
+    places = CheckSettings(1.0, blocks).positions(total, random.Random(seed), last_is_fixed=last_is_fixed)
+    if total == 1 and not last_is_fixed:
+        assert places == ()
+        return
+    assert places[0] == (1 if last_is_fixed else 2), "a receiver has a prefix in its cache, it lacks the last blocks"
     assert len(places) <= blocks
     assert list(places) == sorted(set(places))
     assert places[-1] <= total
@@ -22,10 +27,10 @@ def test_checked_blocks_are_the_last_one_and_others_of_the_prompt(total: int, bl
 
 def test_a_share_of_the_transfers_is_checked() -> None:
     rng = random.Random(1)
-    checked = sum(bool(CheckSettings(0.25, 2).positions(100, rng)) for _ in range(4_000))
+    checked = sum(bool(CheckSettings(0.25, 2).positions(100, rng, last_is_fixed=True)) for _ in range(4_000))
     assert 900 < checked < 1_100
-    assert not any(CheckSettings(0.0, 2).positions(100, rng) for _ in range(100))
-    assert CheckSettings(1.0, 2).positions(0, rng) == ()
+    assert not any(CheckSettings(0.0, 2).positions(100, rng, last_is_fixed=True) for _ in range(100))
+    assert CheckSettings(1.0, 2).positions(0, rng, last_is_fixed=True) == ()
 
 
 def test_settings_come_from_the_engine() -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -275,8 +276,8 @@ TestPushing.settings = settings(max_examples=300, stateful_step_count=40)
 
 
 class _Request:
-    def __init__(self, prompt: int) -> None:
-        self.request_id, self.num_prompt_tokens = "r", prompt
+    def __init__(self, prompt: int, max_tokens: int = 1) -> None:
+        self.request_id, self.num_prompt_tokens, self.max_tokens = "r", prompt, max_tokens
         self.num_computed_tokens = self.num_preemptions = 0
 
 
@@ -314,3 +315,24 @@ def test_a_prompt_in_three_chunks_with_a_hit_and_a_preemption() -> None:
     assert not list(tracker.step(_Output(1, [1, 9, 8, 7, 6, 5, 4, 3]))), "decoding is not sent"
     tracker.forget("r")
     assert len(tracker) == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "check"),
+    [
+        (100, 1, ((1, 7),)),
+        (100, 2, ((2, 6),)),
+        (112, 2, ((1, 7),)),
+        (10, 1, ((1, 1),)),
+        (10, 2, ()),
+        (16, 2, ((1, 1),)),
+    ],
+)
+def test_a_block_that_later_tokens_change_is_not_checked(
+    prompt: int, max_tokens: int, check: tuple[tuple[int, int], ...]
+) -> None:
+    """The sender's own request may generate: the KV of its tokens gets into the prompt's last block where that is not full."""
+    tracker = ChunkTracker(16, CheckSettings(blocks=1), random.Random(1))
+    tracker.follow(_Request(prompt, max_tokens), "t")
+    (chunk,) = tracker.step(_Output(prompt, [1, 2, 3, 4, 5, 6, 7]))
+    assert chunk.check == check
