@@ -67,8 +67,10 @@ class _Followed:
 class ChunkTracker:
     """Tracks the prompts that are computed for other engines, from their first chunk to their last."""
 
-    def __init__(self, block_size: int, checks: CheckSettings, rng: random.Random) -> None:
+    def __init__(self, block_size: int, group: int, checks: CheckSettings, rng: random.Random) -> None:
+        """`block_size`: tokens per block. `group`: index of the KV cache group that is transferred."""
         self._block_size = block_size
+        self._group = group
         self._checks = checks
         self._rng = rng
         self._followed: dict[str, _Followed] = {}
@@ -104,7 +106,7 @@ class ChunkTracker:
                 continue
             prompt = one.request.num_prompt_tokens
             total = -(-prompt // self._block_size)
-            blocks = groups[0][:total]
+            blocks = groups[self._group][:total]
             known = 0 if restarted else one.known_blocks
             done = one.request.num_computed_tokens + tokens
             one.known_blocks, one.preemptions, one.ended = len(blocks), one.request.num_preemptions, done >= prompt

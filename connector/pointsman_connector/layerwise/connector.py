@@ -141,7 +141,8 @@ class LayerwiseScheduler(MooncakeConnectorScheduler):
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._tracker = ChunkTracker(self.block_size, CheckSettings.of(extra_config), random.Random())
+        (group,) = kv_cache_config.transfer_group_ids
+        self._tracker = ChunkTracker(self.block_size, group, CheckSettings.of(extra_config), random.Random())
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Handle that `request` got blocks. Track the request if its KV is for another engine."""

@@ -289,11 +289,11 @@ class _Output:
         self._blocks = blocks
 
     def get_block_ids(self, req_id: str) -> tuple[list[int], ...] | None:
-        return (self._blocks,)
+        return (self._blocks, [-block for block in self._blocks])
 
 
 def test_a_prompt_in_three_chunks_with_a_hit_and_a_preemption() -> None:
-    tracker, request = ChunkTracker(16, CheckSettings(blocks=1), random.Random(1)), _Request(100)
+    tracker, request = ChunkTracker(16, 0, CheckSettings(blocks=1), random.Random(1)), _Request(100)
     request.num_computed_tokens = 32
     tracker.follow(request, "t")
     (first,) = tracker.step(_Output(20, [1, 2, 3, 4]))
@@ -332,7 +332,15 @@ def test_a_block_that_later_tokens_change_is_not_checked(
     prompt: int, max_tokens: int, check: tuple[tuple[int, int], ...]
 ) -> None:
     """The sender's own request may generate: the KV of its tokens gets into the prompt's last block where that is not full."""
-    tracker = ChunkTracker(16, CheckSettings(blocks=1), random.Random(1))
+    tracker = ChunkTracker(16, 0, CheckSettings(blocks=1), random.Random(1))
     tracker.follow(_Request(prompt, max_tokens), "t")
     (chunk,) = tracker.step(_Output(prompt, [1, 2, 3, 4, 5, 6, 7]))
     assert chunk.check == check
+
+
+def test_blocks_are_those_of_the_group_that_is_transferred() -> None:
+    """A model may have a further group of blocks that stay on their engine, before or after this one."""
+    tracker = ChunkTracker(16, 1, CheckSettings(blocks=1), random.Random(1))
+    tracker.follow(_Request(48), "t")
+    (chunk,) = tracker.step(_Output(48, [1, 2, 3]))
+    assert (chunk.new_blocks, chunk.check) == ((-1, -2, -3), ((1, -3),))
