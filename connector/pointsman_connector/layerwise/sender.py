@@ -100,7 +100,8 @@ class LayerwiseSender(LayerwisePusher):
         )
 
     def _new_event(self) -> Callable[[], Event] | None:
-        """Return a factory of events of the current stream; None if work is complete when it is launched (CPU)."""
+        """Return a factory of events of the current stream; None if work is complete when it is launched (CPU). `support`
+        excludes other devices."""
         # A blocking event lets the thread that waits for it sleep.
         return partial(torch.cuda.Event, blocking=True) if torch.cuda.is_available() else None
 

@@ -11,6 +11,10 @@ from typing import Any
 # Values of VLLM_KV_CACHE_LAYOUT with which a block's row holds all layers, interleaved.
 LAYOUTS_OF_SHARED_ROWS = ("BLNHC", "BHLNC")
 
+# Device types on which it is known when a layer's KV is in memory: CUDA and ROCm ("cuda") have events, on a CPU it is there when
+# the layer has been launched.
+DEVICES = ("cuda", "cpu")
+
 
 def enabled(extra_config: Mapping[str, Any]) -> bool:
     """Return whether layer-wise push is enabled in the engine's configuration. It is by default."""
@@ -19,6 +23,8 @@ def enabled(extra_config: Mapping[str, Any]) -> bool:
 
 def unsupported_engine(vllm_config: Any) -> str:
     """Return why an engine with this VllmConfig cannot push layer by layer; "" if its configuration permits it."""
+    if (device := vllm_config.device_config.device_type) not in DEVICES:
+        return f"it is not known when a layer is computed on a device of type {device}"
     if vllm_config.speculative_config is not None:
         return "speculative decoding is on"
     parallel = vllm_config.parallel_config

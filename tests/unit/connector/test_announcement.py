@@ -93,6 +93,7 @@ def config(
     )
     return SimpleNamespace(
         kv_transfer_config=transfer,
+        device_config=SimpleNamespace(device_type="cpu"),
         speculative_config=None,
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1,

@@ -37,7 +37,9 @@ def engine(**changes: Any) -> Any:
     }
     speculative = changes.pop("speculative_config", None)
     graphs = changes.pop("cudagraph_mode", None)
+    device = changes.pop("device_type", "cuda")
     return SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
         speculative_config=speculative,
         parallel_config=SimpleNamespace(**parallel | changes),
         compilation_config=SimpleNamespace(cudagraph_mode=graphs and SimpleNamespace(name=graphs)),
@@ -82,6 +84,12 @@ def test_every_layer_needs_memory_of_its_own() -> None:
     assert reason == "2 layers have no memory of their own (VLLM_KV_CACHE_LAYOUT), such as b"
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_layers_are_complete_when_they_are_launched_or_have_events(device: str) -> None:
+    """ROCm's devices are "cuda" in torch, too."""
+    assert unsupported_engine(engine(device_type=device)) == ""
+
+
 def test_several_workers_share_the_heads() -> None:
     assert unsupported_engine(engine()) == ""
 
@@ -94,6 +102,7 @@ def test_several_workers_share_the_heads() -> None:
         ({"prefill_context_parallel_size": 2}, "context parallelism is on"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism is on"),
         ({"use_ubatching": True}, "microbatches are on (--enable-dbo, --ubatch-size)"),
+        ({"device_type": "xpu"}, "it is not known when a layer is computed on a device of type xpu"),
         ({"cudagraph_mode": "FULL"}, "prefills run as whole CUDA graphs (cudagraph_mode FULL)"),
     ],
 )
