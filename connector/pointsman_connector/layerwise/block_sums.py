@@ -43,7 +43,10 @@ class BlockSums:
     def of(self, blocks: Sequence[int]) -> torch.Tensor:
         """Checksums of `blocks`, int64 [len(blocks)], on the cache's device; enqueued on the current stream."""
         rows = [block * self._rows_per_block + row for block in blocks for row in range(self._rows_per_block)]
-        index = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        # A copy from pageable memory would wait for all work of the stream. torch keeps freed pinned memory until the stream has
+        # passed the copies from it.
+        pinned = self._device.type != "cpu"
+        index = torch.tensor(rows, dtype=torch.int64, pin_memory=pinned).to(self._device, non_blocking=True)
         total = torch.zeros(len(blocks), dtype=torch.int64, device=self._device)
         for key, views in self._views.items():
             picked = torch.stack([view.index_select(0, index) for view in views]).to(torch.int32)
