@@ -7,10 +7,13 @@ from prometheus_client import Counter
 from pointsman_connector.layerwise.kv_checks import CHECKED, LATE, WRONG_FROM
 
 _CHECKED = Counter("pointsman_kv_checked_requests", "Requests whose KV from another engine was checked by checksums")
-_LATE = Counter("pointsman_kv_late_requests", "Requests whose KV arrived after the answer that it is written")
+_LATE = Counter(
+    "pointsman_kv_late_requests",
+    "Requests whose KV arrived after the answer that it is written, by the first tensor parallel worker",
+)
 _WRONG = Counter(
     "pointsman_kv_wrong_requests",
-    "Requests whose KV from another engine differed from its checksums; the KV was not used",
+    "Requests whose KV from another engine differed from its checksums and was not used, by each tensor parallel worker",
     ("sender",),
 )
 

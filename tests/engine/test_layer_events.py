@@ -66,6 +66,14 @@ def test_wrong_kv_is_not_used_whatever_made_it_so(ask: Any, fault: str) -> None:
     assert (told["used"], told["refused"], told["wrong"]) == (False, True, 1)
 
 
+@pytest.mark.parametrize(("fault", "wrong"), [("none", 0), ("early", 1)])
+def test_of_several_workers_the_first_counts_checks_and_each_counts_what_it_finds_wrong(
+    ask: Any, fault: str, wrong: int
+) -> None:
+    told = ask("wrong_kv", fault=fault, rank=1)
+    assert (told["checked"], told["wrong"]) == (0, wrong)
+
+
 def test_a_request_whose_check_raises_an_error_has_failed(ask: Any) -> None:
     """It would wait for ever: its sender's conversation is over."""
     assert ask("repeated_check_fails") == {"used": False, "refused": False}

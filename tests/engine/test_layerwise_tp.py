@@ -10,9 +10,10 @@ import pytest
 
 from tests.support.engines.chat_client import fresh_words
 from tests.support.engines.direct_offloads import Offload, alone, session
-from tests.support.engines.fault_switches import FAULTY, assert_nothing_left, told
+from tests.support.engines.fault_switches import FAULTY, WITHIN_S, assert_nothing_left, told
 from tests.support.engines.offloading import EXTERNAL, assert_tie
 from tests.support.engines.servers import Engine, EngineSpec, running_engines
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -57,4 +58,11 @@ async def test_answers_are_those_of_one_engine_alone(pair: list[Engine]) -> None
         for rank in range(2):
             assert told(engine, rank)["pushes"] > 0
             assert told(engine, rank)["fallbacks"] == 0
+    for engine in pair:
+        await asyncio.to_thread(
+            until,
+            lambda engine=engine: engine.metric("pointsman_kv_checked_requests_total") == len(LENGTHS),
+            within_s=WITHIN_S,
+            what="each request counted once as checked",
+        )
     await asyncio.to_thread(assert_nothing_left, *pair, within_s=60)

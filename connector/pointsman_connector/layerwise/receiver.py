@@ -117,10 +117,11 @@ class LayerwiseWorker(LayerwiseSender):
             if pull.remote_engine_id in self._refused:
                 break
             if not self._places(pull, sums):
-                self.xfer_stats.record_check(pull.remote_bootstrap_addr, late=True)
+                self._count_check(late=True)
                 return True
         if places := self._places(pull, sums):
-            self.xfer_stats.record_check(pull.remote_bootstrap_addr, wrong=True)
+            self._count_check()
+            self.xfer_stats.record_wrong(pull.remote_bootstrap_addr)
             if self._refused.refuse(pull.remote_engine_id):
                 logger.error(
                     "WRONG KV from the engine at %s: %d of %d checked blocks of request %s differ. This engine computes the "
@@ -141,8 +142,13 @@ class LayerwiseWorker(LayerwiseSender):
             return False
         if self._places(pull, sums):
             return True
-        self.xfer_stats.record_check(pull.remote_bootstrap_addr)
+        self._count_check()
         return False
+
+    def _count_check(self, *, late: bool = False) -> None:
+        # Each tensor parallel worker checks its part of each request.
+        if self.tp_rank == 0:
+            self.xfer_stats.record_check(late=late)
 
     def _comparable(self, pull: PullReqMeta, sums: Sums) -> Sums:
         """Return the checksums of the blocks that this engine received. It had the others in its own cache."""

@@ -42,15 +42,17 @@ class LayerwiseStats(MooncakeKVConnectorStats):
         with self._lock:
             self.data[FALLBACKS].append(1)
 
-    def record_check(self, sender: str, *, late: bool = False, wrong: bool = False) -> None:
-        """Record that one request's KV was checked. `sender`: URL of the sending engine's bootstrap server. `late`: the KV
-        arrived after the answer that it is written. `wrong`: it never had the sender's checksums."""
+    def record_check(self, *, late: bool = False) -> None:
+        """Count a request whose KV was checked. `late`: the KV arrived after the answer that it is written."""
         with self._lock:
             self.data[CHECKED].append(1)
             if late:
                 self.data[LATE].append(1)
-            if wrong:
-                self.data.setdefault(f"{WRONG_FROM}{sender}", []).append(1)
+
+    def record_wrong(self, sender: str) -> None:
+        """Count a request whose KV never had the sender's checksums. `sender`: URL of the sending engine's bootstrap server."""
+        with self._lock:
+            self.data.setdefault(f"{WRONG_FROM}{sender}", []).append(1)
 
     def clone_and_reset(self) -> LayerwiseStats:
         """Return the statistics of this interval and start a new one."""
@@ -67,7 +69,7 @@ class LayerwiseStats(MooncakeKVConnectorStats):
 
     def is_empty(self) -> bool:
         """Nothing happened in the interval."""
-        return super().is_empty() and not any(self.data[name] for name in (PUSHES, FALLBACKS, CHECKED))
+        return not any(self.data.values())
 
     def reduce(self) -> dict[str, int | float]:
         """Return a summary of the interval for the engine's log."""

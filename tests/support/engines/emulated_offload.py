@@ -331,12 +331,12 @@ def checksum_ms(model_folder: str, layers: int, rounds: int) -> dict[str, float]
         }
 
 
-def wrong_kv(model_folder: str, fault: str) -> dict[str, Any]:
+def wrong_kv(model_folder: str, fault: str, rank: int = 0) -> dict[str, Any]:
     """A prompt of 8 blocks is sent with a fault put back: whether its receiver took it, and whether the bytes are the same.
     "early": layers are told to be computed when they are launched (as a microbatch's hook is called before the others have run).
     "one name": only the first layer is registered for a row of all (block-outermost layouts). "reused": the prompt is preempted
     when it is computed, another one gets its blocks, and no one is told. "late": writes are reported as complete before their
-    bytes arrive, which is no fault of the sender. "none": no fault."""
+    bytes arrive, which is no fault of the sender. "none": no fault. `rank`: the receiver's among its tensor parallel workers."""
     sent, received = list(range(1, 9)), list(range(40, 48))
     with pair(model_folder, 6) as both:
         sender = both.sender
@@ -351,6 +351,8 @@ def wrong_kv(model_folder: str, fault: str) -> dict[str, Any]:
         if fault == "late":
             both.engine.late_s = 0.2
         both.ask("t", received)
+        # The sender, which is alone, has heard of a receiver that is alone.
+        both.receiver.tp_rank = rank
         both.begin("t")
         both.step("t", sent, layer_s=0.02)
         if fault == "reused":
