@@ -33,8 +33,10 @@ def test_prompts_that_are_launched_and_not_computed_keep_no_thread(ask: Any) -> 
     assert told == {"usable": [True] * 4, "equal": [True] * 4, "writes": 48, "checked": 4}
 
 
-def test_blocks_that_were_taken_away_while_they_were_read_do_not_count(ask: Any) -> None:
-    assert ask("preempted") == {"early": False, "used": True, "same": True}
+@pytest.mark.parametrize(("sums_s", "checked"), [(30.0, 1), (0.0, 0)])
+def test_blocks_that_were_taken_away_while_they_were_read_do_not_count(ask: Any, sums_s: float, checked: int) -> None:
+    """Nor do their checksums, neither before the new ones are there nor if they come too late."""
+    assert ask("preempted", sums_s=sums_s) == {"early": False, "used": True, "same": True, "checked": checked}
 
 
 def test_a_prompt_that_is_preempted_when_its_receiver_has_it_keeps_nothing(ask: Any) -> None:

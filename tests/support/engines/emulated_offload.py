@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_conne
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+from pointsman_connector.layerwise import sender as layerwise_sender
 from pointsman_connector.layerwise.chunks import Chunk
 from pointsman_connector.layerwise.kv_checks import CheckSettings
 from pointsman_connector.layerwise.receiver import LayerwiseWorker
@@ -161,6 +162,8 @@ class Pair:
         self._generator = torch.Generator().manual_seed(1)
         self._right = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
         self.gated = False
+        # Called in the stream before the checksums of the steps that are launched from now on.
+        self.before_sums: Callable[[], object] = lambda: None
         self._computed = 0
         self._blocks: dict[str, list[int]] = {}
         self._received: set[str] = set()
@@ -234,6 +237,7 @@ class Pair:
         class Launched:
             def enqueue(_, blocks: list[int]) -> torch.Tensor:  # noqa: N805
                 found = torch.zeros(len(blocks), dtype=torch.int64)
+                self.stream.launch(0.0, self.before_sums)
                 self.stream.launch(0.0, lambda: found.copy_(sums.of(blocks)))
                 return found
 
@@ -242,6 +246,27 @@ class Pair:
             worker.end_step()
         finally:
             worker._block_sums = sums
+
+    def end_when_written(self, transfer_id: str, blocks: list[int]) -> None:
+        """As `end`, when the receivers have all bytes. Returns when the sender has done all that it does without further
+        checksums: its answer, too, if it does not wait for them."""
+        transfer = self.sender._transfers[transfer_id]
+        self._until(
+            lambda: self._in_sender(
+                lambda: all(one.delivery.done(transfer.computed) for one in transfer.receivers.values())
+            )
+        )
+        self.end(transfer_id, blocks)
+        self._until(transfer.scheduler_confirmed.is_set)
+        # The tasks that waited for it run now, each until it waits for something else.
+        for _ in range(10):
+            self._in_sender(lambda: None)
+
+    def _in_sender(self, call: Callable[[], Any]) -> Any:
+        async def called() -> Any:
+            return call()
+
+        return asyncio.run_coroutine_threadsafe(called(), self.sender.sender_loop).result(WITHIN_S)
 
     def _compute(self, name: str, blocks: list[int], values: torch.Tensor) -> None:
         if self.gated:
@@ -391,11 +416,12 @@ def repeated_check_fails(model_folder: str) -> dict[str, Any]:
         return {"used": used, "refused": "P" in both.receiver._refused}
 
 
-def preempted(model_folder: str) -> dict[str, Any]:
-    """A prompt is preempted when all its layers are computed, while a write reads its blocks, and then computed anew in
-    others."""
+def preempted(model_folder: str, sums_s: float) -> dict[str, Any]:
+    """A prompt is preempted when all its layers are computed, while a write reads its blocks, and then computed anew in others.
+    The receiver has everything before the new checksums are there, for which the sender waits `sums_s`."""
     sent, again, received = list(range(1, 9)), list(range(20, 28)), list(range(40, 48))
-    with pair(model_folder, 6) as both:
+    with pair(model_folder, 6) as both, mock.patch.object(layerwise_sender, "SUMS_S", sums_s):
+        may_sum = threading.Event()
         both.engine.before_reading = lambda: time.sleep(0.1)
         both.ask("t", received)
         both.begin("t")
@@ -404,10 +430,13 @@ def preempted(model_folder: str) -> dict[str, Any]:
         both.overwrite(sent)
         time.sleep(0.5)
         early = "d-t" in both.received()
+        both.before_sums = partial(may_sum.wait, WITHIN_S)
         both.step("t", again, layer_s=0.005, restarted=True)
-        both.end("t", again)
+        both.end_when_written("t", again)
+        may_sum.set()
         told = both.arrived("t")
-        return {"early": early, "used": told, "same": both.equal(again, received)}
+        checked = len(both.receiver.xfer_stats.data["num_checked_requests"])
+        return {"early": early, "used": told, "same": both.equal(again, received), "checked": checked}
 
 
 def preempted_after_its_end(model_folder: str) -> dict[str, Any]:
