@@ -194,7 +194,7 @@ class LayerwiseSender(LayerwisePusher):
         if transfer is None:
             return
         if sums is not None:
-            transfer.sums = [(place, value) for (place, _), value in zip(chunk.check, sums.tolist(), strict=True)]
+            transfer.sums = list(zip(chunk.check, sums.tolist(), strict=True))
         transfer.summed.set()
 
     def _sums_of_conversation(self) -> Mapping[str, Sums]:
@@ -342,7 +342,7 @@ class LayerwiseSender(LayerwisePusher):
                 late.append(request_id)
                 continue
             if transfer is not None and comparable and wanted:
-                conversation.sums[request_id] = transfer.sums
+                conversation.sums[request_id] = _sums_of(transfer, send_meta)
             if pushed:
                 continue
             rest.append((request_id, send_meta))
@@ -487,3 +487,15 @@ class LayerwiseSender(LayerwisePusher):
         if (transfer := self._transfers.pop(transfer_id, None)) is not None:
             self._transfer_of.pop(transfer.request_id, None)
         self._overwritten.forget(transfer_id)
+
+
+def _sums_of(transfer: Transfer, sent: SendBlockMeta) -> Sums:
+    """Return the checksums of the blocks that are sent. Others were summed if two requests came with one transfer id."""
+    if transfer.computed is None or len(sent.local_block_ids) != 1:
+        return []
+    computed, blocks = transfer.computed, sent.local_block_ids[0]
+    return [
+        (place, value)
+        for (place, block), value in transfer.sums
+        if place <= len(blocks) and blocks[-place] == block == computed.blocks[computed.total - place]
+    ]

@@ -10,7 +10,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
     TransferRegion,
 )
 
-from pointsman_connector.layerwise.kv_checks import Sums
 from pointsman_connector.layerwise.progress import ComputedBlocks, Delivery
 
 
@@ -50,9 +49,9 @@ class Transfer:
     aborted_at: float | None = None
     # Set when the scheduler has confirmed that it keeps the prompt's blocks until they are sent, or when the prompt is aborted.
     scheduler_confirmed: asyncio.Event = field(default_factory=asyncio.Event)
-    # Whether checksums of this prompt's blocks are under way, and those that are there.
+    # Whether checksums of this prompt's blocks are under way, and those that are there: ((place, block), value), see Chunk.check.
     summing: bool = False
-    sums: Sums = field(default_factory=list)
+    sums: list[tuple[tuple[int, int], int]] = field(default_factory=list)
     summed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
