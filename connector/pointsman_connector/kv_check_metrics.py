@@ -14,7 +14,7 @@ _LATE = Counter(
 _WRONG = Counter(
     "pointsman_kv_wrong_requests",
     "Requests whose KV from another engine differed from its checksums and was not used, by each tensor parallel worker",
-    ("sender",),
+    ("sender", "engine_id", "engine"),
 )
 
 
@@ -23,11 +23,13 @@ def counts_checks(name: object) -> bool:
     return isinstance(name, str) and (name in (CHECKED, LATE) or name.startswith(WRONG_FROM))
 
 
-def count_check(name: str, requests: float) -> None:
-    """Count `requests` of the statistic `name`, which is one of KV checks."""
+def count_check(name: str, requests: float, engine: int) -> None:
+    """Count `requests` of the statistic `name` of the data-parallel rank `engine`, which is one of KV checks. Of wrong KV the
+    sender is named by its bootstrap server's URL and its engine id, which the rank refuses from now on."""
     if name == CHECKED:
         _CHECKED.inc(requests)
     elif name == LATE:
         _LATE.inc(requests)
     else:
-        _WRONG.labels(sender=name.removeprefix(WRONG_FROM)).inc(requests)
+        sender, _, engine_id = name.removeprefix(WRONG_FROM).partition(" ")
+        _WRONG.labels(sender=sender, engine_id=engine_id, engine=engine).inc(requests)

@@ -28,6 +28,7 @@ class MetricsAnnouncer(StatLoggerBase):
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0, *_: Any, **__: Any) -> None:
         self._warned = False
+        self._engine = engine_index
         for part, tell in (
             ("the announcement of its limits and devices", announce_engine),
             ("the announcement of its KV transfer support and tokenizer", announce),
@@ -52,7 +53,7 @@ class MetricsAnnouncer(StatLoggerBase):
         with self._errors_logged():
             for name, values in _checks(scheduler_stats.kv_connector_stats or {}):
                 with self._errors_logged():
-                    count_check(name, float(sum(values)))
+                    count_check(name, float(sum(values)), self._engine)
 
     @contextmanager
     def _errors_logged(self) -> Iterator[None]:

@@ -4,8 +4,10 @@ nothing is left behind. The engines have the connector package installed, and ru
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
+import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -261,7 +263,10 @@ def test_the_doctor_compares_answers_from_transferred_kv(trio: list[Engine]) -> 
 
 def test_wrong_kv_is_not_used_and_its_sender_is_refused(trio: list[Engine]) -> None:
     chunks, _, spare = trio
-    sender = {"sender": f"http://127.0.0.1:{chunks.bootstrap_port}"}
+    url = f"http://127.0.0.1:{chunks.bootstrap_port}"
+    with urllib.request.urlopen(f"{url}/query") as answer:
+        engine_id = json.load(answer)["0"]["engine_id"]
+    sender = {"sender": url, "engine_id": engine_id, "engine": "0"}
     with faulty(chunks, withhold=1):
         answers = [offloaded(chunks, spare, 600), refused(chunks, spare, 600), refused(chunks, spare, 600)]
     assert_right([spare], answers)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Keys of a connector's statistics: requests whose KV was checked, those whose KV arrived after its answer, and the prefix of
-# those that count requests with wrong KV, which ends with the URL of the sender's bootstrap server.
+# those that count requests with wrong KV. The URL of the sender's bootstrap server, a space, and its engine id follow the prefix.
 CHECKED, LATE, WRONG_FROM = "num_checked_requests", "num_late_requests", "num_wrong_requests_from "
 
 # Checksums of one request: how many blocks before the end of the prompt a block is (1: the last one), and its checksum.
@@ -56,7 +56,7 @@ def differing(told: Sums, computed: Sequence[int]) -> list[int]:
 class RefusedSenders:
     """Engines whose KV differed once. A receiver loads nothing from them until one of the two processes has been restarted.
 
-    An engine's id is new at each start, so a sender that was restarted is not refused any more.
+    An engine's id is new at each start unless the operator fixes it, so a sender that was restarted is not refused any more.
     """
 
     def __init__(self) -> None:

@@ -121,7 +121,7 @@ class LayerwiseWorker(LayerwiseSender):
                 return True
         if places := self._places(pull, sums):
             self._count_check()
-            self.xfer_stats.record_wrong(pull.remote_bootstrap_addr)
+            self.xfer_stats.record_wrong(pull.remote_bootstrap_addr, pull.remote_engine_id)
             if self._refused.refuse(pull.remote_engine_id):
                 logger.error(
                     "WRONG KV from the engine at %s: %d of %d checked blocks of request %s differ. This engine computes the "

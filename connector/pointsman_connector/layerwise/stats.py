@@ -49,10 +49,11 @@ class LayerwiseStats(MooncakeKVConnectorStats):
             if late:
                 self.data[LATE].append(1)
 
-    def record_wrong(self, sender: str) -> None:
-        """Count a request whose KV never had the sender's checksums. `sender`: URL of the sending engine's bootstrap server."""
+    def record_wrong(self, sender: str, engine_id: str) -> None:
+        """Count a request whose KV never had the sender's checksums. `sender`: URL of the sending engine's bootstrap server;
+        `engine_id`: the sending engine's id."""
         with self._lock:
-            self.data.setdefault(f"{WRONG_FROM}{sender}", []).append(1)
+            self.data.setdefault(f"{WRONG_FROM}{sender} {engine_id}", []).append(1)
 
     def clone_and_reset(self) -> LayerwiseStats:
         """Return the statistics of this interval and start a new one."""

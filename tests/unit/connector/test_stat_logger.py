@@ -73,12 +73,24 @@ def value(name: str, **labels: str) -> float | None:
 
 def test_checked_and_wrong_requests_are_on_the_metrics_page(module: Any) -> None:
     announcer = module.MetricsAnnouncer(object())
-    announcer.record(stats({"num_checked_requests": [1, 1], "num_wrong_requests_from http://p:1": [1]}), None)
+    announcer.record(stats({"num_checked_requests": [1, 1], "num_wrong_requests_from http://p:1 p1": [1]}), None)
     announcer.record(stats(None), None)
     announcer.record(stats({"MooncakeConnector": {"num_checked_requests": [1]}}), None)
     assert value("pointsman_kv_checked_requests_total") == 3
-    assert value("pointsman_kv_wrong_requests_total", sender="http://p:1") == 1
+    assert value("pointsman_kv_wrong_requests_total", sender="http://p:1", engine_id="p1", engine="0") == 1
     assert module.logged == []
+
+
+def test_wrong_requests_are_counted_by_sender_and_rank(module: Any) -> None:
+    """A sender has another engine id after a restart, and each data-parallel rank refuses for itself."""
+    for rank, engine_id in ((0, "p1"), (0, "p2"), (1, "p2")):
+        key = f"num_wrong_requests_from http://p:1 {engine_id}"
+        module.MetricsAnnouncer(object(), rank).record(stats({key: [1]}), None)
+    name, sender = "pointsman_kv_wrong_requests_total", "http://p:1"
+    assert value(name, sender=sender, engine_id="p1", engine="0") == 1
+    assert value(name, sender=sender, engine_id="p2", engine="0") == 1
+    assert value(name, sender=sender, engine_id="p2", engine="1") == 1
+    assert value(name, sender=sender, engine_id="p1", engine="1") is None
 
 
 def test_statistics_of_other_connectors_are_left_alone(module: Any) -> None:
