@@ -357,6 +357,7 @@ class KvTransfer(_message.Message):
     CACHE_DTYPE_FIELD_NUMBER: _builtins.int
     LAYERWISE_FIELD_NUMBER: _builtins.int
     WRONG_FROM_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
     protocol: Global___KvProtocol.ValueType
     """Protocol of the engine's KV connector."""
     bootstrap_url: _builtins.str
@@ -369,11 +370,15 @@ class KvTransfer(_message.Message):
     """Whether the engine expects the second request of a transfer before the first one has ended (Mooncake only). The gateway sends
     both requests together if both engines are layerwise.
     """
+    engine_id: _builtins.str
+    """The id by which receivers name this engine (its data-parallel rank), new at each start unless the operator fixes it (Mooncake
+    only). Empty if unknown.
+    """
     @_builtins.property
     def wrong_from(self) -> _containers.RepeatedCompositeFieldContainer[Global___WrongKv]:
         """The engines whose KV differed from what they had computed, by the checksums of a few blocks, when it arrived at this engine.
-        This engine did not use that KV and loads no more from them until one of the two is restarted. Routers do not plan transfers
-        from them to this engine.
+        This engine did not use that KV and loads no more from them until it is restarted. A restarted sender has another engine id, and
+        is not refused. Routers do not plan transfers from a sender that is refused to this engine.
         """
 
     def __init__(
@@ -385,10 +390,11 @@ class KvTransfer(_message.Message):
         cache_dtype: _builtins.str = ...,
         layerwise: _builtins.bool = ...,
         wrong_from: _abc.Iterable[Global___WrongKv] | None = ...,
+        engine_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap_url", b"bootstrap_url", "cache_dtype", b"cache_dtype", "layerwise", b"layerwise", "protocol", b"protocol", "role", b"role", "wrong_from", b"wrong_from"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap_url", b"bootstrap_url", "cache_dtype", b"cache_dtype", "engine_id", b"engine_id", "layerwise", b"layerwise", "protocol", b"protocol", "role", b"role", "wrong_from", b"wrong_from"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -402,19 +408,25 @@ class WrongKv(_message.Message):
 
     BOOTSTRAP_URL_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
     bootstrap_url: _builtins.str
     """Base URL of the sending engine's bootstrap server."""
     requests: _builtins.int
     """Number of requests whose KV was wrong, since the receiving engine was started."""
+    engine_id: _builtins.str
+    """The sending engine's id. Empty if unknown: then every engine at the URL is refused. An engine whose own id is unknown is refused
+    if any engine at its URL is.
+    """
     def __init__(
         self,
         *,
         bootstrap_url: _builtins.str = ...,
         requests: _builtins.int = ...,
+        engine_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap_url", b"bootstrap_url", "requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap_url", b"bootstrap_url", "engine_id", b"engine_id", "requests", b"requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
