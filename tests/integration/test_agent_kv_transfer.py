@@ -63,3 +63,38 @@ async def test_an_engine_without_the_package_is_what_the_operator_says(tmp_path:
     await engine.stop()
     await router.stop()
     context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("process_start", [1000.0, None])
+async def test_engine_ids_are_those_of_the_running_process(tmp_path: Path, process_start: float | None) -> None:
+    """Also when the bootstrap server did not answer at first, and of an engine that does not report its start."""
+    context = zmq.asyncio.Context()
+    engine, router = FakeEngine(context, process_start=process_start), FakeRouter()
+    engine.ranks = [0, 1]
+    await engine.start()
+    await router.start()
+    engine.announced = LAYERWISE | {"bootstrap_port": str(engine.port)}
+
+    def told() -> dict[str, str]:
+        return {one.hello.instance.instance_id[-2:]: one.hello.instance.kv_transfer.engine_id for one in router.streams}
+
+    async with running(engine.url, [router.address], tmp_path, engine_api_key="secret"):
+        await eventually(lambda: set(told().values()) == {""}, "both ranks")
+        engine.engine_ids = ["e_dp0", "e_dp1"]
+        engine.announced |= {"layerwise": "False"}
+        await eventually(lambda: sorted(told().values()) == ["e_dp0", "e_dp1"], "a bootstrap server that answers")
+        await engine.stop()
+        engine.engine_ids = ["f_dp0", "f_dp1"]
+        engine.process_start = process_start and process_start + 1.0
+        engine.generation_tokens = 0
+        await engine.start()
+        await eventually(lambda: sorted(told().values()) == ["f_dp0", "f_dp1"], "the second life")
+        before = len(router.streams)
+        engine.engine_ids = []
+        engine.announced |= {"layerwise": "True"}
+        await eventually(lambda: len(router.streams) >= before + 2, "another description")
+        # Without a start time another process may answer by now.
+        assert sorted(told().values()) == (["f_dp0", "f_dp1"] if process_start else ["", ""])
+    await engine.stop()
+    await router.stop()
+    context.destroy(linger=0)

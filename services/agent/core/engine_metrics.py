@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _GAUGES_AND_COUNTERS = {
     "vllm:num_requests_running": "running",
@@ -96,12 +97,21 @@ class Sample:
         return _integer(self.cache_config.get("kv_cache_size_tokens")) or self.kv_blocks * self.block_size
 
 
+class WrongSender(NamedTuple):
+    """An engine whose KV was wrong: its bootstrap server's URL, its id (empty if unknown), and the data-parallel rank that
+    received the KV and refuses the engine (the `engine` label; None: an older connector package, which names no rank)."""
+
+    bootstrap_url: str
+    engine_id: str = ""
+    receiver: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Scrape:
     """One parsed page. `process_start` is in seconds of the engine's wall clock, None if the process does not report it
     (several API server processes). `ranks` is keyed by the `engine` label. `kv_transfer`, `tokenizer` and `engine` are the labels
-    that the connector package announces, empty for an engine without the package. `wrong_kv`: bootstrap URL of a sending engine
-    -> number of requests whose KV differed from its checksums. `completed`: name of a sleep or weight operation -> number of
+    that the connector package announces, empty for an engine without the package. `wrong_kv`: sending engine -> number of
+    requests whose KV differed from its checksums. `completed`: name of a sleep or weight operation -> number of
     completed ones since the engine's start. `in_progress`: the names of those that have not ended."""
 
     process_start: float | None
@@ -109,7 +119,7 @@ class Scrape:
     kv_transfer: Mapping[str, str] = field(default_factory=dict)
     tokenizer: Mapping[str, str] = field(default_factory=dict)
     engine: Mapping[str, str] = field(default_factory=dict)
-    wrong_kv: Mapping[str, int] = field(default_factory=dict)
+    wrong_kv: Mapping[WrongSender, int] = field(default_factory=dict)
     completed: Mapping[str, int] = field(default_factory=dict)
     in_progress: frozenset[str] = frozenset()
 
@@ -151,7 +161,7 @@ def parse_metrics(page: bytes) -> Scrape:
     process_start: float | None = None
     ranks: dict[int, Sample] = {}
     announced: dict[str, dict[str, str]] = {}
-    wrong_kv: dict[str, int] = {}
+    wrong_kv: dict[WrongSender, int] = {}
     completed: dict[str, int] = {}
     in_progress: set[str] = set()
     for match in _LINE.finditer(page):
@@ -164,7 +174,8 @@ def parse_metrics(page: bytes) -> Scrape:
             announced[name] = labels
             continue
         if name == _WRONG_KV:
-            sender = labels.get("sender", "")
+            receiver = _integer(labels["engine"]) if "engine" in labels else None
+            sender = WrongSender(labels.get("sender", ""), labels.get("engine_id", ""), receiver)
             wrong_kv[sender] = wrong_kv.get(sender, 0) + round(float(match[3]))
             continue
         if name in _COMPLETED:

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 from pointsman.agent.core.engine_address import KV_PROTOCOLS, EngineAddress
+from pointsman.agent.core.engine_metrics import WrongSender
 from pointsman.agent.v1 import agent_pb2 as pb
 
 # vLLM's default of VLLM_MOONCAKE_BOOTSTRAP_PORT.
 BOOTSTRAP_PORT = 8998
-NONE_WRONG: Mapping[str, int] = {}
+NONE_WRONG: Mapping[WrongSender, int] = {}
 
 
 def kv_transfer(
-    address: EngineAddress, announced: Mapping[str, str], cache_dtype: str, wrong_kv: Mapping[str, int] = NONE_WRONG
+    address: EngineAddress,
+    announced: Mapping[str, str],
+    cache_dtype: str,
+    wrong_kv: Mapping[WrongSender, int] = NONE_WRONG,
+    *,
+    rank: int = 0,
+    engine_id: str = "",
 ) -> pb.KvTransfer | None:
     """Return the KV transfer support to report to routers. None if neither the announcement nor the address names a protocol.
 
     `announced` are the labels of the connector package's series pointsman_kv_transfer_info, empty for an engine without the
     package. The engine announces its protocol and role, and whether it should receive D's request before P has ended. The
     operator configures the address at which others reach the engine. `cache_dtype` is the type of the KV cache's elements.
-    `wrong_kv`: bootstrap URL of a sending engine -> number of requests whose KV was wrong here.
+    `wrong_kv`: sending engine -> number of requests whose KV was wrong; those that the data-parallel rank `rank` (the `engine`
+    label) received are reported. `engine_id`: the id of this rank at the bootstrap server; empty if unknown.
     """
     protocol = announced.get("protocol") or address.kv
     if protocol not in KV_PROTOCOLS:
@@ -36,9 +45,21 @@ def kv_transfer(
         cache_dtype=cache_dtype,
         layerwise=mooncake and announced.get("layerwise") == "True",
         wrong_from=[
-            pb.WrongKv(bootstrap_url=sender, requests=requests) for sender, requests in sorted(wrong_kv.items())
+            pb.WrongKv(bootstrap_url=url, engine_id=sender, requests=requests)
+            for (url, sender, receiver), requests in sorted(wrong_kv.items(), key=lambda one: one[0][:2])
+            if receiver in (None, rank)
         ],
+        engine_id=engine_id if mooncake else "",
     )
+
+
+def engine_ids(answer: Mapping[str, Any]) -> dict[int, str]:
+    """Return the engine ids in a bootstrap server's answer to /query, by data-parallel rank as in the instances' description."""
+    return {
+        int(rank): told["engine_id"]
+        for rank, told in answer.items()
+        if rank.isdecimal() and isinstance(told, Mapping) and isinstance(told.get("engine_id"), str)
+    }
 
 
 def _bootstrap(address: EngineAddress, announced: Mapping[str, str]) -> str:

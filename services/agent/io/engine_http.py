@@ -12,8 +12,11 @@ import aiohttp
 
 from pointsman.agent.core.engine_address import EngineAddress, connect_address, offset_port
 from pointsman.agent.core.engine_metrics import NAMES, Scrape, parse_metrics
+from pointsman.agent.core.kv_transfer_support import engine_ids
 from pointsman.agent.io.kv_subscriber import KvEventSource
 
+# Timeout of a bootstrap server's answer, s. It answers at once, and loads wait meanwhile.
+BOOTSTRAP_ANSWER_S = 0.5
 _RESTRICTED = "/metrics/?" + "&".join(f"name[]={quote(name, safe=':')}" for name in NAMES)
 
 
@@ -130,6 +133,21 @@ class EngineProbe:
             # With vLLM's external load balancing each rank is a separate server, and may number its source differently.
             by_rank = {ranks[0]: next(iter(by_rank.values()))}
         return KvEventSources(by_rank)
+
+    async def engine_ids(self, bootstrap_url: str) -> dict[int, str]:
+        """GET /query of the engine's bootstrap server: engine ids by data-parallel rank, as gateways read them. Empty if it does
+        not answer."""
+        try:
+            # A session of its own, since the server may be another host's, which must not get the engine's API key.
+            timeout = aiohttp.ClientTimeout(total=BOOTSTRAP_ANSWER_S)
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.get(f"{bootstrap_url}/query") as answer,
+            ):
+                body = await answer.json() if answer.status == 200 else None
+                return engine_ids(body) if isinstance(body, dict) else {}
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return {}
 
     async def _metrics(self, path: str, *, missing_ok: bool = False) -> Scrape | None:
         try:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import structlog
 
 from pointsman.agent.core.engine_address import EngineAddress
-from pointsman.agent.core.engine_metrics import Sample, Scrape
+from pointsman.agent.core.engine_metrics import Sample, Scrape, WrongSender
 from pointsman.agent.core.kv_transfer_support import kv_transfer
 from pointsman.agent.core.process_identity import IdentityChange, ProcessIdentity
 from pointsman.agent.core.step_load import StepLoad
@@ -87,7 +87,9 @@ class EngineMonitor:
         # The last answer of GET /is_paused; None if the engine has no such route.
         self._paused: bool | None = False
         self._pause_query: asyncio.Task[bool | None] | None = None
-        self._announced: tuple[Mapping[str, str], Mapping[str, int]] = ({}, {})
+        self._announced: tuple[Mapping[str, str], Mapping[WrongSender, int]] = ({}, {})
+        # By data-parallel rank as in the instances' description; without those that are unknown.
+        self._engine_ids: Mapping[int, str] = {}
         self._run = ""
         self._last_step = -math.inf
         self._newest_steps: dict[int, tuple[StepLoad, float]] = {}
@@ -261,6 +263,7 @@ class EngineMonitor:
         models = await probe.models()
         version = await probe.version()
         sources = await probe.sources(ranks)
+        self._engine_ids = await self._query_engine_ids(probe, scrape)
         self._forget_pause()
         self._described_at, self._announced = time.monotonic(), _announced(scrape)
         process = "" if self._identity.anonymous else self._identity.current
@@ -269,7 +272,7 @@ class EngineMonitor:
             if not sample.cache_config:
                 raise ProbeError("no vllm:cache_config_info in /metrics")
             instance = self._instance(rank, ranks, sample, scrape, models, version)
-            self._describe_kv_transfer(instance, scrape, sample)
+            self._describe_kv_transfer(instance, scrape, rank)
             instance.incarnation = new_incarnation(process) if same_process else process
             source = sources.by_rank.get(rank)
             if reason := _no_prefix(sample, sources, rank):
@@ -314,6 +317,9 @@ class EngineMonitor:
 
     async def _describe_again(self, probe: EngineProbe, scrape: Scrape) -> None:
         models = await probe.models()
+        # A restart is always noticed if the process says who it is.
+        if self._identity.anonymous or len(self._engine_ids) < len(self.instances):
+            self._engine_ids = await self._query_engine_ids(probe, scrape)
         self._described_at, self._announced = time.monotonic(), _announced(scrape)
         for rank, instance in self.instances.items():
             before = instance.instance
@@ -324,25 +330,36 @@ class EngineMonitor:
             after.lora_names[:] = models.lora_names
             after.model_root = scrape.tokenizer_place(models.root)
             # A restart of a process that does not report its start time may be undetected, so the KV transfer support may differ.
-            self._describe_kv_transfer(after, scrape, scrape.ranks[rank])
+            self._describe_kv_transfer(after, scrape, rank)
             if after == before:
                 continue
             self._log.info(
                 "the engine's models or KV transfer support have changed",
                 lora_names=models.lora_names,
                 passes_kv_on=after.HasField("kv_transfer"),
-                wrong_kv_from=[one.bootstrap_url for one in after.kv_transfer.wrong_from],
+                wrong_kv_from=[one.engine_id or one.bootstrap_url for one in after.kv_transfer.wrong_from],
             )
             instance.describe(after)
 
-    def _describe_kv_transfer(self, instance: pb.Instance, scrape: Scrape, sample: Sample) -> None:
+    def _describe_kv_transfer(self, instance: pb.Instance, scrape: Scrape, rank: int) -> None:
         instance.ClearField("kv_transfer")
-        if (
-            kv := kv_transfer(
-                self.address, scrape.kv_transfer, sample.cache_config.get("cache_dtype", ""), scrape.wrong_kv
-            )
-        ) is not None:
+        kv = kv_transfer(
+            self.address,
+            scrape.kv_transfer,
+            scrape.ranks[rank].cache_config.get("cache_dtype", ""),
+            scrape.wrong_kv,
+            rank=rank,
+            # The field is 0 if the engine has one rank only.
+            engine_id=self._engine_ids.get(instance.data_parallel_rank, ""),
+        )
+        if kv is not None:
             instance.kv_transfer.CopyFrom(kv)
+
+    async def _query_engine_ids(self, probe: EngineProbe, scrape: Scrape) -> Mapping[int, str]:
+        kv = kv_transfer(self.address, scrape.kv_transfer, "")
+        if kv is None or not kv.bootstrap_url or kv.role == pb.KV_ROLE_CONSUMER:
+            return {}
+        return await probe.engine_ids(kv.bootstrap_url)
 
     async def _scrape_failed(self, reason: str) -> None:
         self.scrape_failures += 1
@@ -392,7 +409,7 @@ def _no_prefix(sample: Sample, sources: KvEventSources, rank: int) -> str:
     return "" if rank in sources.by_rank else f"the engine publishes no KV events for rank {rank}"
 
 
-def _announced(scrape: Scrape) -> tuple[Mapping[str, str], Mapping[str, int]]:
+def _announced(scrape: Scrape) -> tuple[Mapping[str, str], Mapping[WrongSender, int]]:
     """Return what changes an instance's description when it changes."""
     return scrape.kv_transfer, scrape.wrong_kv
 

@@ -44,6 +44,8 @@ class FakeEngine:
         """Labels of pointsman_tokenizer_info; empty without the package."""
         self.engine: dict[str, str] = {}
         """Labels of pointsman_engine_info; empty without the package."""
+        self.engine_ids: list[str] = []
+        """What a bootstrap server at this engine's own port answers, by rank; empty: there is none."""
         self.metrics_broken = False
         self.awake = True
         self.operations: dict[str, int] = {}
@@ -81,6 +83,7 @@ class FakeEngine:
                 web.get("/v1/models", self._models),
                 web.get("/is_paused", self._is_paused),
                 web.get("/version", self._version),
+                web.get("/query", self._query),
                 web.get("/kv_event_sources", self._sources),
             ]
         )
@@ -160,6 +163,12 @@ class FakeEngine:
 
     async def _version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": "0.32.0"})
+
+    async def _query(self, request: web.Request) -> web.Response:
+        assert "Authorization" not in request.headers, "the engine's API key is not for the bootstrap server"
+        if not self.engine_ids:
+            raise web.HTTPServiceUnavailable
+        return web.json_response({str(rank): {"engine_id": one} for rank, one in enumerate(self.engine_ids)})
 
     async def _sources(self, request: web.Request) -> web.Response:
         # Only rank 0 has sockets here. That suffices to test where the agent looks for the other ranks' events.

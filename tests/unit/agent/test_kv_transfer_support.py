@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pointsman.agent.core.engine_address import parse_engine_address
-from pointsman.agent.core.engine_metrics import parse_metrics
-from pointsman.agent.core.kv_transfer_support import kv_transfer
+from pointsman.agent.core.engine_metrics import Scrape, parse_metrics
+from pointsman.agent.core.kv_transfer_support import engine_ids, kv_transfer
 from pointsman.agent.v1 import agent_pb2 as pb
 
 ANNOUNCED = {
@@ -93,15 +93,48 @@ def test_where_a_tokenizer_is_from(told: dict[str, str], root: str, place: str) 
     assert parse_metrics((page + 'vllm:num_requests_running{engine="0"} 2.0\n').encode()).tokenizer_place(root) == place
 
 
-def test_engines_that_sent_wrong_kv_are_named() -> None:
+def test_engines_that_sent_wrong_kv_are_named_to_the_rank_that_refuses_them() -> None:
+    name = "pointsman_kv_wrong_requests_total"
     page = (
         'vllm:num_requests_running{engine="0"} 2.0\n'
-        "# TYPE pointsman_kv_wrong_requests_total counter\n"
-        'pointsman_kv_wrong_requests_total{sender="http://p:1"} 3.0\n'
-        'pointsman_kv_wrong_requests_total{sender="http://q:1"} 1.0\n'
+        f"# TYPE {name} counter\n"
+        f'{name}{{engine="0",engine_id="p1",sender="http://p:1"}} 3.0\n'
+        f'{name}{{engine="0",engine_id="p2",sender="http://p:1"}} 1.0\n'
+        f'{name}{{engine="1",engine_id="q1",sender="http://q:1"}} 1.0\n'
     )
     scrape = parse_metrics(page.encode())
-    assert scrape.wrong_kv == {"http://p:1": 3, "http://q:1": 1}
-    told = kv_transfer(parse_engine_address("http://h"), ANNOUNCED, "auto", scrape.wrong_kv)
+    assert scrape.wrong_kv == {
+        ("http://p:1", "p1", 0): 3,
+        ("http://p:1", "p2", 0): 1,
+        ("http://q:1", "q1", 1): 1,
+    }
+    expected = [[("http://p:1", "p1", 3), ("http://p:1", "p2", 1)], [("http://q:1", "q1", 1)], []]
+    assert [wrong(scrape, rank) for rank in range(3)] == expected
+
+
+def test_an_older_package_names_senders_by_url_and_no_rank() -> None:
+    scrape = parse_metrics(b'pointsman_kv_wrong_requests_total{sender="http://p:1"} 3.0\n')
+    assert wrong(scrape, 0) == wrong(scrape, 1) == [("http://p:1", "", 3)]
+
+
+def wrong(scrape: Scrape, rank: int) -> list[tuple[str, str, int]]:
+    told = kv_transfer(parse_engine_address("http://h"), ANNOUNCED, "auto", scrape.wrong_kv, rank=rank)
     assert told is not None
-    assert [(one.bootstrap_url, one.requests) for one in told.wrong_from] == [("http://p:1", 3), ("http://q:1", 1)]
+    return [(one.bootstrap_url, one.engine_id, one.requests) for one in told.wrong_from]
+
+
+def test_engine_ids_are_read_by_rank() -> None:
+    answer = {
+        "0": {"engine_id": "e_dp0", "worker_addr": {"0": {"0": "tcp://h:1"}}},
+        "1": {"engine_id": "e_dp1", "worker_addr": {}},
+    }
+    assert engine_ids(answer) == {0: "e_dp0", 1: "e_dp1"}
+    # What no bootstrap server of today answers.
+    assert engine_ids({"detail": "no", "2": {}, "3": "e", "4": {"engine_id": 7}, "\u00b2": {"engine_id": "e"}}) == {}
+
+
+def test_only_mooncake_has_engine_ids() -> None:
+    for kind, expected in (("mooncake", "e1"), ("nixl", "")):
+        told = kv_transfer(parse_engine_address(f"http://h?kv={kind}"), {}, "auto", engine_id="e1")
+        assert told is not None
+        assert told.engine_id == expected
