@@ -18,6 +18,8 @@ import msgspec
 from pointsman.agent.v1 import agent_pb2
 from pointsman.cli.findings import TIMEOUT_S, EngineAccess, Finding, complete
 from pointsman.gateway.core.request import transfer_params
+from pointsman.router.core.instances.kv_refusals import refused_senders
+from pointsman.router.io.convert import agent_messages
 
 # Tokens of an answer that is compared.
 ANSWER_TOKENS = 8
@@ -38,14 +40,16 @@ MAX_PAIRS = 32
 def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
     """Yield whether the instances of a pool that have a KV connector can transfer KV."""
     able = [one for one in pool if one.kv_transfer.protocol]
+    refused = refused_senders(agent_messages.instance_info(one) for one in able)
     for one in able:
         name, kv = f"{one.instance_id} KV transfer", one.kv_transfer
-        for wrong in kv.wrong_from:
+        for sender in refused.get(one.instance_id, ()):
             yield Finding(
                 Finding.FAIL,
                 name,
-                f"KV from the engine at {wrong.bootstrap_url} was wrong in {wrong.requests} requests (it was not used)",
-                "compare the two engines' versions, flags and --block-size; restart the sender to let it send again",
+                f"KV from {sender} was wrong (it was not used)",
+                "compare the two engines' versions, flags and --block-size; restart the sender to let it send again, or the "
+                "receiver if the sender keeps its engine id",
             )
         others = [other for other in able if other is not one and _kv_passes(one, other)]
         if not others and not any(_kv_passes(other, one) for other in able if other is not one):
@@ -102,10 +106,10 @@ def answers(pool: Sequence[agent_pb2.Instance], access: EngineAccess) -> Iterato
 def pairs_of(pool: Sequence[agent_pb2.Instance]) -> Iterator[tuple[agent_pb2.Instance, agent_pb2.Instance]]:
     """Yield each instance that can send KV, with the next one in the order of `pool` that can receive it and does not refuse
     it."""
+    refused = refused_senders(map(agent_messages.instance_info, pool))
     for number, source in enumerate(pool):
         for target in itertools.chain(pool[number + 1 :], pool[:number]):
-            refused = {one.bootstrap_url for one in target.kv_transfer.wrong_from}
-            if _kv_passes(source, target) and source.kv_transfer.bootstrap_url not in refused:
+            if _kv_passes(source, target) and source.instance_id not in refused.get(target.instance_id, ()):
                 yield source, target
                 break
 

@@ -23,6 +23,7 @@ from pointsman.router.core.load.recent_migrations import Migrations
 from pointsman.router.core.load.reservations import Reservation, Reservations
 from pointsman.router.core.prefill_curve import NO_PREFILLS, PrefillSums
 from pointsman.router.core.types import (
+    NONE_REFUSED,
     NOTHING_UNSEEN,
     Candidate,
     FleetView,
@@ -232,6 +233,7 @@ class Views:
 
     def _snapshot(self, record: InstanceRecord, now: float) -> CandidateSnapshot:
         info, load, state = record.info, record.load, record.state
+        kv = info.kv_transfer
         counters = self._reservations.counters(info.instance_id)
         fresh_until = load.sampled_at + self._stale_report_s if load else float("-inf")
         stale = now > fresh_until
@@ -265,8 +267,9 @@ class Views:
                 prefix_source=self._prefix_knowledge.source(record, now),
                 kv_gives=_kv_kind(info, KvRole.PRODUCER),
                 kv_takes=_kv_kind(info, KvRole.CONSUMER),
-                kv_url=info.kv_transfer.bootstrap_url if info.kv_transfer is not None else "",
-                kv_refuses=record.kv_refuses(),
+                kv_url=kv.bootstrap_url if kv is not None else "",
+                kv_engine_id=kv.engine_id if kv is not None else "",
+                kv_refuses=kv.refused if kv is not None else NONE_REFUSED,
                 prefill_backlog=self._prefill_backlog(record),
                 produces_only=record.produces_only,
             ),

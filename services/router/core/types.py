@@ -61,18 +61,53 @@ class KvRole(StrEnum):
     CONSUMER = "CONSUMER"
 
 
+class RefusedSenders(msgspec.Struct, frozen=True, gc=False):
+    """The engines that must not send KV to an instance. `engines`: their ids, or their bootstrap servers' URLs where the ids are
+    unknown. `urls`: the bootstrap servers of all of them. Both in order, because decisions on equal inputs have equal digests."""
+
+    engines: tuple[str, ...] = ()
+    urls: tuple[str, ...] = ()
+
+    def refuses(self, engine_id: str, url: str) -> bool:
+        """Return whether the engine is refused. If its id is unknown (empty), any engine at its bootstrap server's URL counts."""
+        return engine_id in self.engines or url in self.engines if engine_id else url in self.urls
+
+
+NONE_REFUSED = RefusedSenders()
+
+
+class WrongKv(msgspec.Struct, frozen=True, gc=False):
+    """Wrong KV that an instance received from an engine and did not use: the bootstrap server and the id of that engine (empty if
+    unknown), and the number of requests. The instance refuses that engine as long as it runs."""
+
+    bootstrap_url: str
+    engine_id: str = ""
+    requests: int = 0
+
+
 class KvTransfer(msgspec.Struct, frozen=True, gc=False):
     """How an engine transfers KV: the protocol of its connector (MOONCAKE, NIXL), the base URL of its bootstrap server, and the
     sides of a transfer it can be. KV goes between engines of equal `cache_dtype` only. `layerwise`: the engine needs both
-    requests of a transfer at once. `wrong_from`: (bootstrap URL of a sending engine, number of requests), for each engine whose
-    KV did not have the sender's checksums when it arrived here."""
+    requests of a transfer at once. `wrong_from`: the engines, running or not, whose KV did not have the sender's checksums when
+    it arrived here. `engine_id`: the id by which receivers name this engine; empty if unknown."""
 
     protocol: str
     bootstrap_url: str = ""
     role: KvRole = KvRole.BOTH
     cache_dtype: str = ""
     layerwise: bool = False
-    wrong_from: tuple[tuple[str, int], ...] = ()
+    wrong_from: tuple[WrongKv, ...] = ()
+    engine_id: str = ""
+
+    @property
+    def refused(self) -> RefusedSenders:
+        """The engines whose KV was wrong here."""
+        if not self.wrong_from:
+            return NONE_REFUSED
+        return RefusedSenders(
+            tuple(sorted({one.engine_id or one.bootstrap_url for one in self.wrong_from} - {""})),
+            tuple(sorted({one.bootstrap_url for one in self.wrong_from} - {""})),
+        )
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
@@ -216,9 +251,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     `recent_migrations`: number of OFFLOAD decisions within StateSettings.migration_window_s by which this instance answers. While
     such a request prefills elsewhere, no other counter of this instance includes it. `kv_capacity_tokens` is 0 if unknown.
     `kv_gives`, `kv_takes`: the kinds of KV that the instance can send and receive (empty: none). KV can go from one candidate to
-    another if the former's `kv_gives` equals the latter's `kv_takes`, and the latter does not refuse the former's `kv_url`, its
-    bootstrap server. `kv_refuses`: the bootstrap servers of engines whose KV was wrong here. `produces_only`: the engine computes
-    KV for other engines and answers no requests.
+    another if the former's `kv_gives` equals the latter's `kv_takes`, and the latter does not refuse the former: its
+    `kv_engine_id` or, if that is unknown, its `kv_url`, the bootstrap server. `kv_refuses`: the engines whose KV was wrong here.
+    `produces_only`: the engine computes KV for other engines and answers no requests.
     """
 
     instance_id: str
@@ -243,7 +278,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     kv_gives: str = "MOONCAKE"
     kv_takes: str = "MOONCAKE"
     kv_url: str = ""
-    kv_refuses: tuple[str, ...] = ()
+    kv_engine_id: str = ""
+    kv_refuses: RefusedSenders = NONE_REFUSED
     prefill_backlog: PrefillBacklog = NO_BACKLOG
     produces_only: bool = False
 
@@ -257,7 +293,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         return (
             self.kv_gives == other.kv_takes != ""
             and self.instance_id != other.instance_id
-            and self.kv_url not in other.kv_refuses
+            and not other.kv_refuses.refuses(self.kv_engine_id, self.kv_url)
         )
 
 

@@ -250,10 +250,26 @@ def test_the_weight_of_an_instance_is_told() -> None:
     assert instance_finding(status("UNHEALTHY", "UNHEALTHY", weight=0.1)).found == "UNHEALTHY (weight 0.1)"
 
 
-def test_wrong_kv_is_a_failure_that_names_the_sender(bootstrap: str) -> None:
-    receiver = instance("a", bootstrap)
-    receiver.kv_transfer.wrong_from.add(bootstrap_url="http://b:1", requests=2)
-    wrong, *others = transfers([receiver, instance("b", bootstrap)])
+def test_wrong_kv_is_a_failure_that_names_the_sender_while_it_runs(bootstrap: str) -> None:
+    receiver, sender = instance("a", bootstrap), instance("b", bootstrap)
+    receiver.kv_transfer.engine_id, sender.kv_transfer.engine_id = "a1", "b1"
+    receiver.kv_transfer.wrong_from.add(bootstrap_url=bootstrap, engine_id="b1", requests=2)
+    wrong, *others = transfers([receiver, sender])
     assert (wrong.level, wrong.check) == (Finding.FAIL, "a KV transfer")
-    assert "http://b:1 was wrong in 2 requests" in wrong.found
+    assert "KV from b was wrong" in wrong.found
     assert [one.level for one in others] == [Finding.OK, Finding.OK]
+    assert [(one.instance_id, other.instance_id) for one, other in pairs_of([receiver, sender])] == [("a", "b")]
+    sender.kv_transfer.engine_id = "b2"
+    assert [one.level for one in transfers([receiver, sender])] == [Finding.OK, Finding.OK], (
+        "as advised, it was restarted"
+    )
+    assert [(one.instance_id, other.instance_id) for one, other in pairs_of([receiver, sender])] == [
+        ("a", "b"),
+        ("b", "a"),
+    ]
+
+
+def test_a_sender_of_wrong_kv_whose_id_is_unknown_is_known_by_its_url(bootstrap: str) -> None:
+    receiver, sender = instance("a", "http://a:1", role=agent_pb2.KV_ROLE_CONSUMER), instance("b", bootstrap)
+    receiver.kv_transfer.wrong_from.add(bootstrap_url=bootstrap, engine_id="b1", requests=1)
+    assert [one.level for one in transfers([receiver, sender])] == [Finding.FAIL, Finding.OK, Finding.OK]

@@ -13,7 +13,16 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.report_sync import TIER_DEVICE, SnapshotChunk
 from pointsman.router.core.priority import Priority
-from pointsman.router.core.types import Gpu, InstanceInfo, KvRole, KvTransfer, Load, PlacementRequest, StepTotals
+from pointsman.router.core.types import (
+    Gpu,
+    InstanceInfo,
+    KvRole,
+    KvTransfer,
+    Load,
+    PlacementRequest,
+    StepTotals,
+    WrongKv,
+)
 from pointsman.router.io.convert import agent_messages, gateway_messages
 from pointsman.router.io.convert.times import duration, seconds
 from pointsman.router.v1 import placement_pb2
@@ -49,6 +58,8 @@ instances = st.builds(
         role=st.sampled_from(KvRole),
         cache_dtype=words,
         layerwise=st.booleans(),
+        wrong_from=st.lists(st.builds(WrongKv, words, words, counts), max_size=2).map(tuple),
+        engine_id=words,
     ),
 )
 gpus = st.builds(Gpu, index=counts, utilisation=st.floats(0, 1, width=32), memory_used=counts, memory_total=counts)

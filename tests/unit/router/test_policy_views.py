@@ -19,7 +19,16 @@ from pointsman.router.core.load.reservations import Reservation, Reservations
 from pointsman.router.core.policy.registry import POLICIES
 from pointsman.router.core.prefill_curve import PrefillSums
 from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import LISTED_PREFILLS, Candidate, Decision, KvRole, KvTransfer, Load, StepKind
+from pointsman.router.core.types import (
+    LISTED_PREFILLS,
+    Candidate,
+    Decision,
+    KvRole,
+    KvTransfer,
+    Load,
+    StepKind,
+    WrongKv,
+)
 from tests.support.router_values import info, join, place, request, state
 
 KEYS = [*range(100, 112)]
@@ -287,25 +296,69 @@ def test_views_share_what_they_tell_of_a_prefill_that_does_not_move() -> None:
     assert [id(entry) for entry in queues[2][:2]] == [id(entry) for entry in queues[1]]
 
 
-def test_an_engine_that_sent_wrong_kv_sends_no_more_until_it_is_restarted() -> None:
-    def described(*wrong: tuple[str, int]) -> KvTransfer:
-        return KvTransfer("MOONCAKE", "http://b:8998", wrong_from=wrong)
+def described(name: str, engine_id: str, *wrong: WrongKv) -> KvTransfer:
+    return KvTransfer("MOONCAKE", f"http://{name}:8998", wrong_from=wrong, engine_id=engine_id)
 
-    def senders(now: float) -> set[str]:
-        candidates = seen(router, now)
-        return {name for name, one in candidates.items() if one.can_give_kv_to(candidates["b"])}
 
+def senders(router: RouterState, receiver: str, now: float) -> set[str]:
+    candidates = seen(router, now)
+    return {name for name, one in candidates.items() if one.can_give_kv_to(candidates[receiver])}
+
+
+def test_an_engine_that_sent_wrong_kv_sends_no_more_as_long_as_it_runs() -> None:
     router = fleet()
-    join(router, "c", 2, KEYS)
-    assert senders(1.0) == {"a", "c"}
-    join(router, "b", 1, KEYS, kv_transfer=described(("http://a:8998", 1)))
-    assert senders(1.1) == {"c"}
-    candidates = seen(router, 1.1)
-    assert candidates["a"].can_give_kv_to(candidates["c"]), "the pair alone is refused"
-    assert candidates["b"].can_give_kv_to(candidates["a"]), "in one direction"
-    join(router, "a", 0, KEYS, 1.2, incarnation="2")
-    assert senders(1.3) == {"a", "c"}, "a restarted engine may be mended"
-    join(router, "b", 1, KEYS, 1.4, kv_transfer=described(("http://a:8998", 2)))
-    assert senders(1.5) == {"c"}, "it is not"
-    join(router, "b", 1, KEYS, 1.6, incarnation="2")
-    assert senders(1.7) == {"a", "c"}, "a restarted receiver asks again"
+    join(router, "a", 0, KEYS, kv_transfer=described("a", "a1"))
+    join(router, "c", 2, KEYS, kv_transfer=described("c", "c1"))
+    assert senders(router, "b", 1.0) == {"a", "c"}
+    wrong = WrongKv("http://a:8998", "a1", 1)
+    join(router, "b", 1, KEYS, kv_transfer=described("b", "b1", wrong))
+    assert senders(router, "b", 1.1) == {"c"}
+    assert senders(router, "c", 1.1) == {"a", "b"}, "the pair alone is refused"
+    assert senders(router, "a", 1.1) == {"b", "c"}, "in one direction"
+    join(router, "a", 0, KEYS, 1.2, incarnation="1-other", kv_transfer=described("a", "a1"))
+    assert senders(router, "b", 1.3) == {"c"}, "a new incarnation of the same process is still refused"
+    join(router, "a", 0, KEYS, 1.4, incarnation="2", kv_transfer=described("a", "a2"))
+    assert senders(router, "b", 1.5) == {"a", "c"}, "a restarted engine may be mended"
+    join(router, "b", 1, KEYS, 1.6, kv_transfer=described("b", "b1", wrong, WrongKv("http://a:8998", "a2", 1)))
+    assert senders(router, "b", 1.7) == {"c"}, "it is not"
+    join(router, "b", 1, KEYS, 1.8, incarnation="2", kv_transfer=described("b", "b2"))
+    assert senders(router, "b", 1.9) == {"a", "c"}, "a restarted receiver asks again"
+
+
+def test_a_restart_ends_a_refusal_however_the_router_learns_of_it() -> None:
+    wrong = described("b", "b1", WrongKv("http://a:8998", "a1", 1))
+    router = fleet()
+    join(router, "a", 0, KEYS, kv_transfer=described("a", "a1"))
+    join(router, "b", 1, KEYS, kv_transfer=wrong)
+    assert senders(router, "b", 1.1) == set()
+    router.handle(ev.AgentGoodbye(0, "a"), 1.2)
+    join(router, "a", 7, KEYS, 1.3, incarnation="1-other", kv_transfer=described("a", "a1"))
+    assert senders(router, "b", 1.4) == set(), "only its agent was restarted"
+    router.handle(ev.AgentGoodbye(7, "a"), 1.5)
+    join(router, "a", 8, KEYS, 1.6, incarnation="2", kv_transfer=described("a", "a2"))
+    assert senders(router, "b", 1.7) == {"a"}
+    for engine_id, expected in (("a1", set()), ("a2", {"a"})):
+        # A router that was restarted knows what agents say, in any order.
+        for order in ("ab", "ba"):
+            router = state(stale_report_s=5.0, stale_keys_s=10.0)
+            for number, name in enumerate(order):
+                told = wrong if name == "b" else described("a", engine_id)
+                join(router, name, number, KEYS, kv_transfer=told)
+            assert senders(router, "b", 1.0) == expected
+
+
+def test_of_data_parallel_ranks_with_one_bootstrap_server_the_wrong_one_is_refused() -> None:
+    router = fleet()
+    for rank, name in enumerate("ac"):
+        join(router, name, 2 + rank, KEYS, data_parallel_rank=rank, kv_transfer=described("p", f"p_dp{rank}"))
+    join(router, "b", 1, KEYS, kv_transfer=described("b", "b1", WrongKv("http://p:8998", "p_dp1", 1)))
+    assert senders(router, "b", 1.0) == {"a"}
+
+
+@pytest.mark.parametrize(("told", "own"), [("a1", ""), ("", "a1"), ("", "")])
+def test_without_an_engine_id_every_engine_at_the_url_is_refused(told: str, own: str) -> None:
+    router = fleet()
+    join(router, "a", 0, KEYS, kv_transfer=described("a", own))
+    join(router, "c", 2, KEYS, kv_transfer=described("c", own and "c1"))
+    join(router, "b", 1, KEYS, kv_transfer=described("b", "b1", WrongKv("http://a:8998", told, 1)))
+    assert senders(router, "b", 1.0) == {"c"}

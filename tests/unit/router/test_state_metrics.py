@@ -12,7 +12,7 @@ from pointsman.router.core.instances.instance_orders import InstanceOrder
 from pointsman.router.core.prefill_curve import DEFAULT_CURVE
 from pointsman.router.core.priority import Priority
 from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import Decision, Load
+from pointsman.router.core.types import Decision, KvTransfer, Load, WrongKv
 from pointsman.router.io.telemetry.event_metrics import EventMetrics
 from pointsman.router.io.telemetry.state_metrics import StateCollector
 from tests.support.router_values import join, request, state
@@ -71,6 +71,20 @@ def test_the_state_is_told_as_it_is_when_asked() -> None:
     assert at(told, "kv_usage_ratio", instance="a") == 0.5
     assert at(told, "prediction_audit_failures_total", instance="a") == 0
     assert (at(told, "ready"), at(told, "store_degraded")) == (1, 0)
+
+
+def test_the_engines_that_an_instance_refuses_are_counted_while_they_run() -> None:
+    fleet = state()
+    telemetry = with_state(fleet)
+    wrong = (WrongKv("http://a:8998", "a1", 2), WrongKv("http://gone:8998", "gone", 1))
+    join(fleet, "b", 1, kv_transfer=KvTransfer("MOONCAKE", "http://b:8998", wrong_from=wrong, engine_id="b1"))
+    assert at(read(telemetry), "wrong_kv_senders", instance="b") == 0
+    for number, (engine_id, refused) in enumerate([("a1", 1), ("a2", 0)]):
+        kv = KvTransfer("MOONCAKE", "http://a:8998", engine_id=engine_id)
+        join(fleet, "a", 2, incarnation=str(number), kv_transfer=kv)
+        told = read(telemetry)
+        assert at(told, "wrong_kv_senders", instance="b") == refused
+        assert at(told, "wrong_kv_senders", instance="a") == 0
 
 
 def test_the_backlog_of_every_class_is_told_by_the_pools_owner_alone() -> None:

@@ -33,8 +33,7 @@ class CandidateSnapshot(msgspec.Struct, frozen=True, gc=False):
 class InstanceRecord:
     """One instance: its identity, the state of its reports, and its last load. Times are in s on the router's clock.
 
-    `candidate_snapshot`: the cached result of the last decision (policy_views.py), kept until forget_snapshot. `kv_forgiven`: by
-    bootstrap URL of an engine, how many requests with wrong KV from it were counted here when it was restarted last.
+    `candidate_snapshot`: the cached result of the last decision (policy_views.py), kept until forget_snapshot.
     """
 
     info: InstanceInfo
@@ -53,7 +52,6 @@ class InstanceRecord:
     idle_reports: IdleReports = field(default_factory=IdleReports)
     circuit: Circuit = field(default_factory=Circuit)
     candidate_snapshot: CandidateSnapshot | None = None
-    kv_forgiven: dict[str, int] = field(default_factory=dict)
 
     def become(self, other: InstanceRecord) -> None:
         """Copy all fields of another incarnation's record, so that lists of instances keep this record. Mutates."""
@@ -84,14 +82,6 @@ class InstanceRecord:
     def produces_only(self) -> bool:
         """Whether the engine computes KV for other engines and answers no requests."""
         return self.info.kv_transfer is not None and self.info.kv_transfer.role is KvRole.PRODUCER
-
-    def kv_refuses(self) -> tuple[str, ...]:
-        """Return the bootstrap URLs of the engines that must not send KV to this one: their KV was wrong here since they were
-        started."""
-        kv = self.info.kv_transfer
-        if kv is None or not kv.wrong_from:
-            return ()
-        return tuple(url for url, requests in kv.wrong_from if requests > self.kv_forgiven.get(url, 0))
 
     def forget_snapshot(self) -> None:
         """Drop the candidate snapshot, because something that decisions see of the instance has changed. Mutates."""
@@ -316,8 +306,6 @@ class InstanceRegistry:
         self._drained: Mapping[str, str] = {}
         self.orders: Mapping[str, InstanceOrder] = {}
         self._weighted: frozenset[str] = frozenset()
-        # Ids of the instances that have received wrong KV.
-        self._refusing: set[str] = set()
         self._left: set[str] = set()
 
     def get(self, instance_id: str) -> InstanceRecord | None:
@@ -389,10 +377,7 @@ class InstanceRegistry:
                 record = self._records[info.instance_id] = begun
             else:
                 record.become(begun)
-                self._forgive(info)
         self._index.set_sparse(info.instance_id, info.sparse_prefixes)
-        if record.kv_refuses():
-            self._refusing.add(info.instance_id)
         if stays:
             self._pools[info.model].described(record)
             return record
@@ -401,18 +386,6 @@ class InstanceRegistry:
         self._pools[info.model].add(record)
         self._name_pools()
         return record
-
-    def _forgive(self, info: InstanceInfo) -> None:
-        """Let a restarted engine send KV again to those that have received wrong KV from it. Mutates."""
-        url = info.kv_transfer.bootstrap_url if info.kv_transfer is not None else ""
-        for instance_id in list(self._refusing):
-            receiver = self._records.get(instance_id)
-            if receiver is None or not (refused := receiver.kv_refuses()):
-                self._refusing.discard(instance_id)
-            elif url in refused:
-                assert receiver.info.kv_transfer is not None
-                receiver.kv_forgiven[url] = dict(receiver.info.kv_transfer.wrong_from)[url]
-                receiver.forget_snapshot()
 
     def forget_snapshot(self, instance_id: str) -> None:
         """Drop the candidate snapshot of an instance; no effect if the instance is unknown. Mutates."""

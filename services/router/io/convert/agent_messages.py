@@ -15,7 +15,7 @@ from pointsman.router.core.instances.report_sync import (
     SnapshotChunk,
     SnapshotEnd,
 )
-from pointsman.router.core.types import Gpu, InstanceInfo, KvRole, KvTransfer, Load, StepTotals
+from pointsman.router.core.types import Gpu, InstanceInfo, KvRole, KvTransfer, Load, StepTotals, WrongKv
 from pointsman.router.io.convert.times import finite
 
 # Maximum number of a snapshot's keys that are applied at once, which takes 0.2 ms.
@@ -92,7 +92,8 @@ def kv_to_wire(kv: KvTransfer | None) -> agent_pb2.KvTransfer | None:
         role=_KV_ROLES[kv.role],
         cache_dtype=kv.cache_dtype,
         layerwise=kv.layerwise,
-        wrong_from=[agent_pb2.WrongKv(bootstrap_url=url, requests=requests) for url, requests in kv.wrong_from],
+        wrong_from=[agent_pb2.WrongKv(**asdict(one)) for one in kv.wrong_from],
+        engine_id=kv.engine_id,
     )
 
 
@@ -105,8 +106,10 @@ def _kv_transfer(wire: agent_pb2.Instance) -> KvTransfer | None:
     role = next((role for role, number in _KV_ROLES.items() if number == kv.role), None)
     if role is None:
         return None
-    wrong_from = tuple((one.bootstrap_url, one.requests) for one in kv.wrong_from[:MAX_WRONG_SENDERS])
-    return KvTransfer(protocol, kv.bootstrap_url, role, kv.cache_dtype, kv.layerwise, wrong_from)
+    wrong_from = tuple(
+        WrongKv(one.bootstrap_url, one.engine_id, one.requests) for one in kv.wrong_from[:MAX_WRONG_SENDERS]
+    )
+    return KvTransfer(protocol, kv.bootstrap_url, role, kv.cache_dtype, kv.layerwise, wrong_from, kv.engine_id)
 
 
 def pieces(wire: agent_pb2.ReportRequest) -> int:

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from pointsman.router.core.analysis.pool_backlog import PoolBacklogs
 from pointsman.router.core.instances.instance_registry import InstanceRecord
+from pointsman.router.core.instances.kv_refusals import refused_senders
 from pointsman.router.core.priority import Priority
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import InstanceState
@@ -130,6 +131,7 @@ class StateCollector(Collector):
             return told
 
         counters = state.reservations.counters
+        refused = refused_senders(record.info for record in records)
         yield family("open_requests", "Open reservations", lambda _, one: counters(one).num_requests)
         yield family(
             "pending_prefill_tokens",
@@ -149,8 +151,8 @@ class StateCollector(Collector):
         )
         yield family(
             "wrong_kv_senders",
-            "Engines that must not send KV to the instance, because their KV differed from its checksums",
-            lambda record, _: len(record.kv_refuses()),
+            "Known instances that must not send KV to the instance, because their KV differed from its checksums",
+            lambda _, one: len(refused.get(one, ())),
         )
         yield family(
             "report_age_seconds", "Time since the agent's last message", lambda record, _: now - record.heard_at
