@@ -35,8 +35,9 @@ async def pushing(context: zmq.asyncio.Context, address: str) -> AsyncIterator[z
 
 def load(**changes: Any) -> bytes:
     fields: dict[str, Any] = {"run": "7f", "rank": 0, "running": 7, "waiting": 2, "kv_usage": 0.5}
+    fields["prefill_tokens_left"] = 400
     totals = step_load.StepTotals(steps=3, seconds=0.75, prefill_tokens=5_000, prefill_pairs=25_000_000)
-    return msgspec.msgpack.encode(step_load.StepLoad(prefill_tokens_left=400, totals=totals, **fields | changes))
+    return msgspec.msgpack.encode(step_load.StepLoad(totals=totals, **fields | changes))
 
 
 def test_engine_and_agent_mean_the_same() -> None:
@@ -46,6 +47,40 @@ def test_engine_and_agent_mean_the_same() -> None:
     wire = seen.to_wire(None)
     assert (wire.running, wire.waiting, wire.kv_usage, wire.prefill_tokens_left) == (7, 2, 0.5, 400)
     assert (wire.steps.steps, wire.steps.seconds, wire.steps.prefill_tokens) == (3, 0.75, 5_000)
+
+
+NESTED = b"\x81\xa1x" + b"\x91" * 3_000 + b"\xc0"
+LARGE = msgspec.msgpack.encode(msgspec.msgpack.decode(load(running=8)) | {"more": b"\0" * 1_000_000})
+
+
+@pytest.mark.parametrize(
+    "message",
+    [load(running=-1), load(waiting=1 << 40), load(prefill_tokens_left=-5), load(kv_usage=float("inf")), NESTED, LARGE],
+    ids=["negative", "beyond 32 bits", "negative tokens", "infinite", "nested", "large"],
+)
+async def test_one_message_does_not_end_the_agent(context: zmq.asyncio.Context, tmp_path: Path, message: bytes) -> None:
+    engine, router = FakeEngine(context), FakeRouter()
+    engine.engine = {"run": "7f"}
+    await engine.start()
+    await router.start()
+    address = f"ipc://{tmp_path}/loads"
+    async with (
+        running(engine.url, [router.address], tmp_path, step_loads_listen=address, scrape_interval_s=60.0) as agent,
+        pushing(context, address) as push,
+    ):
+        await eventually(lambda: bool(router.streams and router.streams[0].loads), "the scraped load")
+        await push.send(message)
+
+        async def step() -> bool:
+            # A connection that was closed after a large message takes the messages that were under way with it.
+            await push.send(load(running=9))
+            return agent.task.done() or router.streams[0].loads[-1].running == 9
+
+        await eventually(step, "a later load")
+        assert not agent.task.done()
+        assert {one.running for one in router.streams[0].loads} == {0, 9}
+    await engine.stop()
+    await router.stop()
 
 
 @pytest.mark.parametrize("process_start", [1000.0, None], ids=["one API server", "several API servers"])

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Annotated
+
 import msgspec
 
 from pointsman.agent.v1 import agent_pb2 as pb
+
+# What the fields of the protocol's Load can hold, so that each load that is decoded can be sent on. A decoder can check 63 bits.
+_Count32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+_Count64 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 
 
 class StepTotals(msgspec.Struct, frozen=True):
     """Sums over all steps since the engine's start; the fields are those of the message that routers receive."""
 
-    steps: int
-    seconds: float
-    decode_tokens: int
-    prefill_tokens: int
-    prefill_pairs: int
-    prefills: int
-    prefill_seconds: float
+    steps: _Count64
+    seconds: _Seconds
+    decode_tokens: _Count64
+    prefill_tokens: _Count64
+    prefill_pairs: _Count64
+    prefills: _Count64
+    prefill_seconds: _Seconds
 
 
 class StepLoad(msgspec.Struct, frozen=True):
     """Load of one data-parallel rank of an engine. `run` is the engine's id as in its pointsman_engine_info."""
 
     run: str
-    rank: int
-    running: int
-    waiting: int
-    kv_usage: float
-    prefill_tokens_left: int
+    rank: _Count32
+    running: _Count32
+    waiting: _Count32
+    kv_usage: _Share
+    prefill_tokens_left: _Count64
     totals: StepTotals
 
     def to_wire(self, scraped: pb.Load | None) -> pb.Load:
