@@ -6,20 +6,22 @@ The page is about 55 KB. One compiled pattern over the bytes finds the dozen lin
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-_GAUGES_AND_COUNTERS = {
-    "vllm:num_requests_running": "running",
-    "vllm:num_requests_waiting": "waiting",
-    "vllm:kv_cache_usage_perc": "kv_usage",
-    "vllm:generation_tokens_total": "generation_tokens",
-    "vllm:prefix_cache_queries_total": "prefix_cache_queries",
-    "vllm:prefix_cache_hits_total": "prefix_cache_hits",
-    "vllm:external_prefix_cache_queries_total": "external_prefix_cache_queries",
-    "vllm:external_prefix_cache_hits_total": "external_prefix_cache_hits",
-    "vllm:num_preemptions_total": "preemptions",
+from pointsman.agent.core.wire_numbers import finite, share, uint32, uint64
+
+_GAUGES_AND_COUNTERS: Mapping[str, tuple[str, Callable[[object], float]]] = {
+    "vllm:num_requests_running": ("running", uint32),
+    "vllm:num_requests_waiting": ("waiting", uint32),
+    "vllm:kv_cache_usage_perc": ("kv_usage", share),
+    "vllm:generation_tokens_total": ("generation_tokens", uint64),
+    "vllm:prefix_cache_queries_total": ("prefix_cache_queries", uint64),
+    "vllm:prefix_cache_hits_total": ("prefix_cache_hits", uint64),
+    "vllm:external_prefix_cache_queries_total": ("external_prefix_cache_queries", uint64),
+    "vllm:external_prefix_cache_hits_total": ("external_prefix_cache_hits", uint64),
+    "vllm:num_preemptions_total": ("preemptions", uint64),
 }
 _CACHE_CONFIG = "vllm:cache_config_info"
 _SLEEP_STATE = "vllm:engine_sleep_state"
@@ -59,6 +61,8 @@ _LINE = re.compile(
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ESCAPE = re.compile(r"\\(.)")
 
+N = TypeVar("N")
+
 
 @dataclass(slots=True)
 class Sample:
@@ -66,15 +70,15 @@ class Sample:
     count from the engine's start. `speculative`: the engine decodes speculatively. Sleep state, each 0 or 1: `weights_offloaded`
     in level 1, `discard_all` in level 2, and none of the three in level 0."""
 
-    running: float = 0
-    waiting: float = 0
+    running: int = 0
+    waiting: int = 0
     kv_usage: float = 0
-    generation_tokens: float = 0
-    prefix_cache_queries: float = 0
-    prefix_cache_hits: float = 0
-    external_prefix_cache_queries: float = 0
-    external_prefix_cache_hits: float = 0
-    preemptions: float = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    external_prefix_cache_queries: int = 0
+    external_prefix_cache_hits: int = 0
+    preemptions: int = 0
     speculative: bool = False
     awake: float = 1
     weights_offloaded: float = 0
@@ -94,7 +98,7 @@ class Sample:
     @property
     def kv_capacity_tokens(self) -> int:
         """Capacity of the KV cache in tokens; 0 if the engine does not report it."""
-        return _integer(self.cache_config.get("kv_cache_size_tokens")) or self.kv_blocks * self.block_size
+        return _integer(self.cache_config.get("kv_cache_size_tokens"), uint64) or self.kv_blocks * self.block_size
 
 
 class WrongSender(NamedTuple):
@@ -157,7 +161,8 @@ class Scrape:
 
 
 def parse_metrics(page: bytes) -> Scrape:
-    """Parse a page. Ranks without a `vllm:` series are absent. Raises ValueError if a value is not a number."""
+    """Parse a page. Ranks without a `vllm:` series are absent. Raises ValueError, with the series' name, if a value is no number
+    of the field that it is sent in."""
     process_start: float | None = None
     ranks: dict[int, Sample] = {}
     announced: dict[str, dict[str, str]] = {}
@@ -167,7 +172,7 @@ def parse_metrics(page: bytes) -> Scrape:
     for match in _LINE.finditer(page):
         name = match[1].decode()
         if name == _PROCESS_START:
-            process_start = float(match[3])
+            process_start = _number(name, match[3], finite)
             continue
         labels = _labels(match[2])
         if name in (_KV_TRANSFER, _TOKENIZER, _ENGINE):
@@ -176,13 +181,13 @@ def parse_metrics(page: bytes) -> Scrape:
         if name == _WRONG_KV:
             receiver = _integer(labels["engine"]) if "engine" in labels else None
             sender = WrongSender(labels.get("sender", ""), labels.get("engine_id", ""), receiver)
-            wrong_kv[sender] = wrong_kv.get(sender, 0) + round(float(match[3]))
+            wrong_kv[sender] = _number(name, wrong_kv.get(sender, 0) + _number(name, match[3], uint64), uint64)
             continue
         if name in _COMPLETED:
-            completed[labels.get("operation", "")] = round(float(match[3]))
+            completed[labels.get("operation", "")] = _number(name, match[3], uint64)
             continue
         if name in _IN_PROGRESS:
-            if float(match[3]) > 0:
+            if _number(name, match[3], finite) > 0:
                 in_progress.add(labels.get("operation", ""))
             continue
         sample = ranks.setdefault(_integer(labels.get("engine")), Sample())
@@ -192,9 +197,10 @@ def parse_metrics(page: bytes) -> Scrape:
             sample.speculative = True
         elif name == _SLEEP_STATE:
             if (state := labels.get("sleep_state")) in _SLEEP_STATES:
-                setattr(sample, state, float(match[3]))
+                setattr(sample, state, _number(name, match[3], finite))
         else:
-            setattr(sample, _GAUGES_AND_COUNTERS[name], float(match[3]))
+            attribute, parse = _GAUGES_AND_COUNTERS[name]
+            setattr(sample, attribute, _number(name, match[3], parse))
     return Scrape(
         process_start,
         ranks,
@@ -222,6 +228,17 @@ def _unescape(match: re.Match[str]) -> str:
     return "\n" if match[1] == "n" else match[1]
 
 
-def _integer(text: str | None) -> int:
-    """Return `text` as an integer; 0 if it is absent or no integer, such as "None", which vLLM prints for unknown values."""
-    return int(text) if text is not None and text.isdigit() else 0
+def _number(name: str, value: object, parse: Callable[[object], N]) -> N:
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _integer(text: str | None, parse: Callable[[object], int] = uint32) -> int:
+    """Return a label as an integer; 0 if it is absent or none, such as "None", which vLLM prints for unknown values, or too
+    large."""
+    try:
+        return parse(text)
+    except ValueError:
+        return 0

@@ -13,6 +13,7 @@ import aiohttp
 from pointsman.agent.core.engine_address import EngineAddress, connect_address, offset_port
 from pointsman.agent.core.engine_metrics import NAMES, Scrape, parse_metrics
 from pointsman.agent.core.kv_transfer_support import engine_ids
+from pointsman.agent.core.wire_numbers import uint32
 from pointsman.agent.io.kv_subscriber import KvEventSource
 
 # Timeout of a bootstrap server's answer, s. It answers at once, and loads wait meanwhile.
@@ -97,11 +98,15 @@ class EngineProbe:
         own = [entry for entry in entries if not entry.get("parent")]
         if not own:
             raise ProbeError("/v1/models names no model")
+        try:
+            max_model_len = uint32(own[0].get("max_model_len") or 0)
+        except ValueError as error:
+            raise ProbeError(f"/v1/models: max_model_len: {error}") from None
         return ServedModels(
             served_names=tuple(entry["id"] for entry in own),
             lora_names=tuple(entry["id"] for entry in entries if entry.get("parent")),
             root=own[0].get("root") or own[0]["id"],
-            max_model_len=own[0].get("max_model_len") or 0,
+            max_model_len=max_model_len,
         )
 
     async def version(self) -> str:

@@ -18,6 +18,7 @@ from pointsman.agent.core.kv_transfer_support import kv_transfer
 from pointsman.agent.core.process_identity import IdentityChange, ProcessIdentity
 from pointsman.agent.core.step_load import StepLoad
 from pointsman.agent.core.suspension import CacheResets, suspension
+from pointsman.agent.core.warning_limit import WarningLimit
 from pointsman.agent.io.engine_http import EngineProbe, KvEventSources, ProbeError, ServedModels
 from pointsman.agent.io.gpu import GpuSampler
 from pointsman.agent.io.instance_reporting import AgentContext, InstanceMonitor, new_incarnation
@@ -41,6 +42,8 @@ STEP_LOAD_INTERVAL_S = 0.05
 DESCRIBE_EVERY_S = 15.0
 # The same for an engine that has had adapters, s: requests for an adapter that was unloaded fail until it is noticed.
 DESCRIBE_ADAPTERS_EVERY_S = 2.0
+# Minimum interval between two logged faults of an engine's scrapes, s. An engine that causes one may do so at each scrape.
+FAULT_INTERVAL_S = 60.0
 # Maximum wait of a scrape for the answer of GET /is_paused, s. A scheduler answers between two steps.
 PAUSE_ANSWER_S = 0.2
 
@@ -79,6 +82,7 @@ class EngineMonitor:
         self._sampler = sampler
         self._identity = ProcessIdentity()
         self._failures = 0
+        self._faults = WarningLimit(FAULT_INTERVAL_S)
         self._last_answer = time.monotonic()
         self._last_loads: dict[int, pb.Load] = {}
         self._described_at = 0.0
@@ -159,22 +163,24 @@ class EngineMonitor:
 
     async def _scrape(self, probe: EngineProbe) -> None:
         try:
-            scrape = await probe.scrape()
-            taken_at = time.monotonic()
-            self.scrapes += 1
-            await self._update_instances(probe, scrape)
-            await self._read_pause(probe)
+            await self._report_scrape(probe)
         except ProbeError as error:
             await self._scrape_failed(str(error))
-            return
+        # The other engines share the agent, so no answer of this one may end it.
+        except Exception as error:
+            if scrapes := self._faults.occurred(time.monotonic()):
+                self._log.error("a scrape of the engine failed in the agent", scrapes=scrapes, exc_info=error)
+            await self._scrape_failed(f"{type(error).__name__} in its agent: {error}")
+
+    async def _report_scrape(self, probe: EngineProbe) -> None:
+        """Scrape the engine and report what it answers. Raises ProbeError."""
+        scrape = await probe.scrape()
+        taken_at = time.monotonic()
+        self.scrapes += 1
+        await self._update_instances(probe, scrape)
+        await self._read_pause(probe)
         if self.ambiguous_address:
             return
-        if self._failures >= UNHEALTHY_AFTER:
-            self._log.info("the engine answers again", failures=self._failures)
-        self._failures = 0
-        self._last_answer = taken_at
-        self.healthy = True
-        self.problem = ""
         paused = bool(self._paused)
         reset = self._cache_resets.observe(scrape, paused=paused)
         gpus = await asyncio.to_thread(self._sampler.sample, self._gpus) if self._gpus else []
@@ -196,6 +202,12 @@ class EngineMonitor:
                     load = steps.to_wire(load)
                 self._last_loads[rank] = load
                 instance.report_load(load, taken_at)
+        if self._failures >= UNHEALTHY_AFTER:
+            self._log.info("the engine answers again", failures=self._failures)
+        self._failures = 0
+        self._last_answer = taken_at
+        self.healthy = True
+        self.problem = ""
 
     async def _read_pause(self, probe: EngineProbe) -> None:
         """Update whether the engine is paused. An answer that is late counts at a later scrape, so that loads are not delayed."""
@@ -206,7 +218,8 @@ class EngineMonitor:
         await asyncio.wait({self._pause_query}, timeout=PAUSE_ANSWER_S)
         if not self._pause_query.done():
             return
-        self._paused, self._pause_query = self._pause_query.result(), None
+        query, self._pause_query = self._pause_query, None
+        self._paused = query.result()
 
     async def _query_pause(self, probe: EngineProbe) -> bool | None:
         try:
@@ -287,7 +300,13 @@ class EngineMonitor:
                 saw_start=saw_start,
             )
             self.instances[rank] = monitor
-            await monitor.start()
+            try:
+                await monitor.start()
+            except Exception as error:
+                # The next scrape finds the rank missing, and starts anew.
+                del self.instances[rank]
+                await monitor.stop(f"it could not be followed: {error}")
+                raise
 
     def _instance(
         self, rank: int, ranks: Sequence[int], sample: Sample, scrape: Scrape, models: ServedModels, version: str
@@ -416,15 +435,15 @@ def _announced(scrape: Scrape) -> tuple[Mapping[str, str], Mapping[WrongSender, 
 
 def _load(sample: Sample, gpus: list[pb.Gpu], suspended: str) -> pb.Load:
     return pb.Load(
-        running=int(sample.running),
-        waiting=int(sample.waiting),
+        running=sample.running,
+        waiting=sample.waiting,
         kv_usage=sample.kv_usage,
-        generation_tokens=int(sample.generation_tokens),
-        prefix_cache_queries=int(sample.prefix_cache_queries),
-        prefix_cache_hits=int(sample.prefix_cache_hits),
-        external_prefix_cache_queries=int(sample.external_prefix_cache_queries),
-        external_prefix_cache_hits=int(sample.external_prefix_cache_hits),
-        preemptions=int(sample.preemptions),
+        generation_tokens=sample.generation_tokens,
+        prefix_cache_queries=sample.prefix_cache_queries,
+        prefix_cache_hits=sample.prefix_cache_hits,
+        external_prefix_cache_queries=sample.external_prefix_cache_queries,
+        external_prefix_cache_hits=sample.external_prefix_cache_hits,
+        preemptions=sample.preemptions,
         healthy=True,
         gpus=gpus,
         suspended=suspended,

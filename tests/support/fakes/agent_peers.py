@@ -47,6 +47,11 @@ class FakeEngine:
         self.engine_ids: list[str] = []
         """What a bootstrap server at this engine's own port answers, by rank; empty: there is none."""
         self.metrics_broken = False
+        self.more_metrics = ""
+        """Further lines of the metrics page."""
+        self.max_model_len: object = 4_096
+        self.events_address: object = ""
+        """The endpoint that /kv_event_sources names; empty: that of the events."""
         self.awake = True
         self.operations: dict[str, int] = {}
         """Completed sleep operations, by name."""
@@ -148,10 +153,10 @@ class FakeEngine:
         for operation, count in self.operations.items():
             name = "vllm:sleep_mode_operation_duration_seconds_count"
             lines.append(f'{name}{{operation="{operation}"}} {count}')
-        return web.Response(text="\n".join(lines) + "\n")
+        return web.Response(text="\n".join([*lines, self.more_metrics]) + "\n")
 
     async def _models(self, request: web.Request) -> web.Response:
-        own = {"id": "tiny", "root": "/models/tiny", "parent": None, "max_model_len": 4096}
+        own = {"id": "tiny", "root": "/models/tiny", "parent": None, "max_model_len": self.max_model_len}
         adapters = [{"id": name, "root": "/adapters", "parent": "tiny"} for name in self.adapters]
         return web.json_response({"object": "list", "data": [own, *adapters]})
 
@@ -175,7 +180,7 @@ class FakeEngine:
         source: dict[str, Any] = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
-            "endpoint": f"tcp://*:{self.events_port}",
+            "endpoint": self.events_address or f"tcp://*:{self.events_port}",
             "replay_endpoint": f"tcp://*:{self._router_port}" if self.replay_port else None,
             "buffer_steps": 10_000,
             "topic": "",
