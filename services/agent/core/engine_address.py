@@ -26,6 +26,7 @@ _OPTIONS = frozenset(
 )
 KV_PROTOCOLS = ("mooncake", "nixl")
 KV_ROLES = ("both", "producer", "consumer")
+ZMQ_SCHEMES = ("tcp://", "ipc://", "inproc://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,9 @@ def parse_engine_address(text: str) -> EngineAddress:
     options = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
     if unknown := set(options) - _OPTIONS:
         raise ValueError(f"unknown option {', '.join(sorted(unknown))} of engine {url}")
+    for name in ("events", "replay"):
+        if name in options and not options[name].startswith(ZMQ_SCHEMES):
+            raise ValueError(f"engine {url}: {name} is no ZMQ address: {options[name]!r}")
     if "replay" in options and "events" not in options:
         raise ValueError(f"engine {url} has a replay address without an events address")
     gpus = options.get("gpus")

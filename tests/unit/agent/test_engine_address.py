@@ -56,6 +56,8 @@ def test_what_an_engine_wants_of_a_transfer() -> None:
         "http://",
         "http://h?evnts=tcp://a:1",
         "http://h?replay=tcp://a:1",
+        "http://h?events=carrier-pigeon://loft",
+        "http://h?events=tcp://a:1&replay=a:2",
         "http://h:x",
         "http://h?gpus=a",
         "http://h?kv=carrier-pigeon",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pointsman.agent.core.engine_metrics import parse_metrics
+from pointsman.agent.core.engine_metrics import WrongSender, parse_metrics
 
 PAGE = Path(__file__).with_name("vllm_metrics.txt")
 
@@ -67,7 +67,7 @@ def test_a_number_that_cannot_be_sent_is_an_error_of_the_page(series: str, value
 
 def test_the_sum_of_several_processes_is_checked_too() -> None:
     lines = b'pointsman_kv_wrong_requests_total{sender="x",pid="%d"} 1e19\n'
-    assert parse_metrics(PAGE_OF_ONE + lines % 1).wrong_kv == {"x": 10**19}
+    assert parse_metrics(PAGE_OF_ONE + lines % 1).wrong_kv == {WrongSender("x"): 10**19}
     with pytest.raises(ValueError, match="pointsman_kv_wrong_requests_total"):
         parse_metrics(PAGE_OF_ONE + lines % 1 + lines % 2)
 
