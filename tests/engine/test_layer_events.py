@@ -79,3 +79,10 @@ def test_of_several_workers_the_first_counts_checks_and_each_counts_what_it_find
 def test_a_request_whose_check_raises_an_error_has_failed(ask: Any) -> None:
     """It would wait for ever: its sender's conversation is over."""
     assert ask("repeated_check_fails") == {"used": False, "refused": False}
+
+
+@pytest.mark.parametrize(("ranks", "idle"), [(1, 1), (2, 0)])
+def test_only_an_engine_of_one_rank_sleeps_in_idle_steps(ask: Any, ranks: int, idle: int) -> None:
+    """Data-parallel ranks step together: one that sleeps delays all."""
+    told = ask("sleeps", data_parallel_size=ranks)
+    assert told == {"nothing awaited": 0, "computes": 0, "idle": idle}

@@ -491,3 +491,22 @@ def released_while_it_is_written(model_folder: str, aborted: bool) -> dict[str, 
         may_read.set()
         used = both.arrived("t")
         return {"early": early, "used": used, "refused": "P" in both.receiver._refused}
+
+
+def sleeps(model_folder: str, data_parallel_size: int) -> dict[str, int]:
+    """How often the receiver sleeps in a step: without a request that waits for KV, in a step that computes, and in one that
+    computes nothing."""
+
+    def make(stream: EmulatedStream | None, config: VllmConfig, *more: Any) -> Worker:
+        config.parallel_config.data_parallel_size = data_parallel_size
+        return Worker(stream, config, *more)
+
+    with pair(model_folder, 2, make) as both:
+        both.receiver._arrived = arrived = mock.Mock(wraps=threading.Event())
+        counts = {}
+        for name, waits, idle in (("nothing awaited", False, True), ("computes", True, False), ("idle", True, True)):
+            both.receiver._awaited = {"d-t"} if waits else set()
+            arrived.wait.reset_mock()
+            both.receiver.transfer_results(idle=idle)
+            counts[name] = arrived.wait.call_count
+        return counts
