@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import secrets
 import urllib.error
@@ -13,11 +14,8 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 
-import msgspec
-
 from pointsman.agent.v1 import agent_pb2
 from pointsman.cli.findings import TIMEOUT_S, EngineAccess, Finding, complete
-from pointsman.gateway.core.request import transfer_params
 from pointsman.router.core.instances.kv_refusals import refused_senders
 from pointsman.router.io.convert import agent_messages
 
@@ -107,6 +105,7 @@ def pairs_of(pool: Sequence[agent_pb2.Instance]) -> Iterator[tuple[agent_pb2.Ins
     """Yield each instance that can send KV, with the next one in the order of `pool` that can receive it and does not refuse
     it."""
     refused = refused_senders(map(agent_messages.instance_info, pool))
+    pool = [one for one in pool if one.kv_transfer.protocol]
     for number, source in enumerate(pool):
         for target in itertools.chain(pool[number + 1 :], pool[:number]):
             if _kv_passes(source, target) and source.instance_id not in refused.get(target.instance_id, ()):
@@ -125,7 +124,7 @@ def _compared(source: agent_pb2.Instance, target: agent_pb2.Instance, access: En
                 complete(target, _question(prompt) | {"cache_salt": secrets.token_hex(8)}, access, ANSWER_S)[0]
             )
             moved = Answer.of(_offloaded(source, target, prompt, access))
-        except (OSError, HTTPException, LookupError, TypeError, ValueError, transfer_params.TransferError) as error:
+        except (OSError, HTTPException, LookupError, TypeError, ValueError) as error:
             return Finding(
                 Finding.WARN,
                 name,
@@ -158,19 +157,25 @@ def _offloaded(
     """Return the answer of `target` from KV that `source` computes, asked as gateways ask."""
     question = _question(prompt)
     prefill = question | {"max_tokens": 1, "logprobs": None}
+    # As services/gateway/core/request/transfer_params.py, which this command's packages do not suffice to import.
+    send: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+    fetch: dict[str, Any]
     if source.kv_transfer.protocol != agent_pb2.KV_PROTOCOL_MOONCAKE:
-        told = complete(source, prefill | {"kv_transfer_params": transfer_params.nixl_send()}, access, ANSWER_S)[0]
-        params = dict(transfer_params.nixl_fetch(msgspec.json.encode(told)).params)
+        none = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+        fetch = dict(
+            complete(source, prefill | {"kv_transfer_params": send | none}, access, ANSWER_S)[0]["kv_transfer_params"]
+        )
         # With it vLLM reports the sender's cached tokens in place of the receiver's.
-        params.pop("remote_prefill_cached_tokens", None)
-        return complete(target, question | {"kv_transfer_params": params}, access, ANSWER_S)[0]
+        fetch.pop("remote_prefill_cached_tokens", None)
+        return complete(target, question | {"kv_transfer_params": fetch}, access, ANSWER_S)[0]
     bootstrap, transfer_id = source.kv_transfer.bootstrap_url, secrets.token_hex(16)
-    rank = source.data_parallel_rank if source.HasField("data_parallel_rank") else None
+    rank = source.data_parallel_rank if source.HasField("data_parallel_rank") else 0
     with urllib.request.urlopen(f"{bootstrap}/query", timeout=TIMEOUT_S) as answer:
-        engine_id = transfer_params.engine_id_of(answer.read(), rank)
-    fetch = transfer_params.mooncake_fetch(transfer_id, engine_id, bootstrap)
-    prefill["kv_transfer_params"] = transfer_params.mooncake_send(transfer_id)
-    question["kv_transfer_params"] = dict(fetch.params)
+        engine_id = json.load(answer)[str(rank)]["engine_id"]
+    fetch = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer_id}
+    fetch |= {"remote_engine_id": engine_id, "remote_bootstrap_addr": bootstrap}
+    prefill["kv_transfer_params"] = send | {"transfer_id": transfer_id}
+    question["kv_transfer_params"] = fetch
     if not (source.kv_transfer.layerwise and target.kv_transfer.layerwise):
         complete(source, prefill, access, ANSWER_S)
         return complete(target, question, access, ANSWER_S)[0]
