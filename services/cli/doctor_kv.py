@@ -16,6 +16,7 @@ from typing import Any
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.cli.findings import TIMEOUT_S, EngineAccess, Finding, complete
+from pointsman.common.core.kv_transfer_params import mooncake_fetch, mooncake_send, nixl_send
 from pointsman.router.core.instances.kv_refusals import refused_senders
 from pointsman.router.io.convert import agent_messages
 
@@ -157,25 +158,18 @@ def _offloaded(
     """Return the answer of `target` from KV that `source` computes, asked as gateways ask."""
     question = _question(prompt)
     prefill = question | {"max_tokens": 1, "logprobs": None}
-    # As services/gateway/core/request/transfer_params.py, which this command's packages do not suffice to import.
-    send: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
-    fetch: dict[str, Any]
     if source.kv_transfer.protocol != agent_pb2.KV_PROTOCOL_MOONCAKE:
-        none = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
-        fetch = dict(
-            complete(source, prefill | {"kv_transfer_params": send | none}, access, ANSWER_S)[0]["kv_transfer_params"]
-        )
+        told = complete(source, prefill | {"kv_transfer_params": nixl_send()}, access, ANSWER_S)[0]
+        params = dict(told["kv_transfer_params"])
         # With it vLLM reports the sender's cached tokens in place of the receiver's.
-        fetch.pop("remote_prefill_cached_tokens", None)
-        return complete(target, question | {"kv_transfer_params": fetch}, access, ANSWER_S)[0]
+        params.pop("remote_prefill_cached_tokens", None)
+        return complete(target, question | {"kv_transfer_params": params}, access, ANSWER_S)[0]
     bootstrap, transfer_id = source.kv_transfer.bootstrap_url, secrets.token_hex(16)
     rank = source.data_parallel_rank if source.HasField("data_parallel_rank") else 0
     with urllib.request.urlopen(f"{bootstrap}/query", timeout=TIMEOUT_S) as answer:
         engine_id = json.load(answer)[str(rank)]["engine_id"]
-    fetch = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer_id}
-    fetch |= {"remote_engine_id": engine_id, "remote_bootstrap_addr": bootstrap}
-    prefill["kv_transfer_params"] = send | {"transfer_id": transfer_id}
-    question["kv_transfer_params"] = fetch
+    prefill["kv_transfer_params"] = mooncake_send(transfer_id)
+    question["kv_transfer_params"] = mooncake_fetch(transfer_id, engine_id, bootstrap)
     if not (source.kv_transfer.layerwise and target.kv_transfer.layerwise):
         complete(source, prefill, access, ANSWER_S)
         return complete(target, question, access, ANSWER_S)[0]

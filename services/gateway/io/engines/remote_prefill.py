@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from pointsman.common.core.kv_transfer_params import mooncake_fetch, mooncake_send, nixl_send
 from pointsman.gateway.core.api import ApiCall
 from pointsman.gateway.core.request import transfer_params as kv
 from pointsman.gateway.core.request.request_events import StepAssigned, Target
@@ -146,10 +147,10 @@ class RemotePrefill:
             raise kv.TransferError("the instances have no common KV transfer protocol")
         self._check_allowed()
         if source.kv_protocol == kv.NIXL:
-            self._transfer = kv.nixl_fetch(await self._post(step, kv.nixl_send()))
+            self._transfer = kv.nixl_fetch(await self._post(step, nixl_send()))
             return
         agreed = await self._agree(source, step.attempt_id)
-        kv.check_prefilled(await self._post(step, kv.mooncake_send(agreed.transfer_id)))
+        kv.check_prefilled(await self._post(step, mooncake_send(agreed.transfer_id)))
         self._transfer = _fetch(agreed)
 
     async def pull(self, step: StepAssigned, *, early: bool) -> None:
@@ -235,7 +236,7 @@ class RemotePrefill:
 
 
 def _fetch(agreed: _Agreed) -> kv.KvTransferParams:
-    return kv.mooncake_fetch(agreed.transfer_id, agreed.engine_id, agreed.source.bootstrap_url)
+    return kv.KvTransferParams(mooncake_fetch(agreed.transfer_id, agreed.engine_id, agreed.source.bootstrap_url))
 
 
 def _key(target: Target) -> tuple[str, str, str]:
