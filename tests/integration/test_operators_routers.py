@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import typer
 from typer.testing import CliRunner
 
@@ -24,6 +26,12 @@ from tests.support.router import Client, Report, Session, running
 from tests.support.waiting import eventually
 
 LEASE_S = 0.5
+
+
+@pytest.fixture(autouse=True)
+def logs_apart() -> None:
+    """Bind the routers' log to this test's stderr: a command of this process replaces sys.stdout while both are running."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
 @dataclass
