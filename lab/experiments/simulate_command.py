@@ -43,9 +43,17 @@ class RunSettings(BaseSettings):
     starts: Starts = Field(
         "trace",
         description="starts of sessions: as in the trace; jitter: each moved by up to jitter_s; resample: drawn anew over "
-        "the trace's span",
+        "the trace's span; sustained: a Poisson process for sustained_s, with the trace's sessions drawn again and again; "
+        "burst: the same with burst_rate for burst_s",
     )
     jitter_s: float = Field(30.0, ge=0, description="maximum shift of a session's start, in s, to either side")
+    burst_rate: float = Field(
+        1.8, gt=0, description="factor on the rate of session starts in a burst, in place of rate"
+    )
+    before_burst_s: float = Field(600.0, ge=0, description="time until the burst, in s")
+    burst_s: float = Field(600.0, ge=0, description="length of the burst, in s")
+    after_burst_s: float = Field(1200.0, ge=0, description="time after the burst in which sessions start, in s")
+    sustained_s: float = Field(7200.0, gt=0, description="time in which sustained sessions start, in s")
     rate: float = Field(
         1.0, gt=0, description="factor on the rate of session starts; the times between turns are unchanged"
     )
@@ -180,7 +188,16 @@ def cell_of(
         engine=engine,
         profile=load_profile(settings.profile) if settings.profile else Profile(),
     )
-    arrivals = Arrivals(settings.starts, settings.jitter_s, settings.rate)
+    arrivals = Arrivals(
+        settings.starts,
+        settings.jitter_s,
+        settings.rate,
+        settings.burst_rate,
+        settings.before_burst_s,
+        settings.burst_s,
+        settings.after_burst_s,
+        settings.sustained_s,
+    )
     if (shape := str(settings.trace)) in SHAPES:
         workload = Workload(SyntheticSessions(settings.sessions or SYNTHETIC_SESSIONS, SHAPES[shape]), arrivals)
     else:
