@@ -91,6 +91,8 @@ class Routers:
                     self._stored[pool].reservations.pop(request_id, None)
                 case ev.SessionOwnerSet(session, instance_id, pool) if pool in self._stored:
                     self._stored[pool].sessions[session] = instance_id
+                case ev.SessionDisowned(session, pool) if pool in self._stored:
+                    self._stored[pool].sessions.pop(session, None)
                 case ev.MeanWorkSet(mean_work, pool):
                     if pool in self._stored:
                         self._stored[pool].mean_work = mean_work

@@ -11,7 +11,7 @@ from pointsman.router.core.instances.report_sync import KeyMessage
 from pointsman.router.core.load.reservations import Reservation
 from pointsman.router.core.policy.base import Policy
 from pointsman.router.core.prefill_curve import MeanWork
-from pointsman.router.core.types import Decision, InstanceInfo, Load, Phase, PlacementRequest, Step
+from pointsman.router.core.types import Decision, InstanceInfo, Load, Phase, PlacementRequest, Step, session_name
 
 # The outcome of a request whose end is known, but not how it ended.
 UNKNOWN = "UNKNOWN"
@@ -149,6 +149,20 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
     cached_by_tier: Mapping[int, int] | None = None
 
 
+class SessionEnded(msgspec.Struct, frozen=True, gc=False):
+    """A client has ended a session: it has no owner in any pool any more. Requests that came before do not give it one again;
+    later requests begin it anew. `gateway_id`: the gateway that waits for SessionEndApplied (empty: none)."""
+
+    tenant: str
+    session_id: str
+    gateway_id: str = ""
+
+    @property
+    def session(self) -> str:
+        """The session's name, as in PlacementRequest.session."""
+        return session_name(self.tenant, self.session_id)
+
+
 class GatewayTold(msgspec.Struct, frozen=True, gc=False):
     """A report of `gateway_id` (empty: a caller of the unary form) on one request.
 
@@ -236,6 +250,7 @@ Event = (
     | StreamOpened
     | FirstToken
     | Finished
+    | SessionEnded
     | GatewayTold
     | DrainsChanged
     | OrdersChanged
@@ -376,6 +391,23 @@ class SessionOwnerSet(msgspec.Struct, frozen=True, gc=False):
     pool: str
 
 
+class SessionDisowned(msgspec.Struct, frozen=True, gc=False):
+    """For the shared store: a session that has ended, and has no owner any more."""
+
+    session: str
+    pool: str
+
+
+class SessionEndApplied(msgspec.Struct, frozen=True, gc=False):
+    """For the gateway that reported a session's end: these pools, which this replica owns, know it. To be sent once the shared
+    store has it, too."""
+
+    gateway_id: str
+    tenant: str
+    session_id: str
+    pools: tuple[str, ...]
+
+
 class MeanWorkSet(msgspec.Struct, frozen=True, gc=False):
     """For the shared store: the mean work of a pool's requests has changed."""
 
@@ -400,5 +432,7 @@ Effect = (
     | Reserved
     | Released
     | SessionOwnerSet
+    | SessionDisowned
+    | SessionEndApplied
     | MeanWorkSet
 )

@@ -25,6 +25,7 @@ from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman.router.core.load.affinity import Affinity
 from pointsman.router.core.load.recent_migrations import Migrations
 from pointsman.router.core.load.reservations import Reservations
+from pointsman.router.core.load.session_owners import SessionOwners
 from pointsman.router.core.ownership import OwnedPools
 from pointsman.router.core.policy.base import Policy
 from pointsman.router.core.policy_views import Views
@@ -50,6 +51,7 @@ EVENTS_WITHOUT_RETRY = (
     ev.StoreState,
     ev.PoolTaken,
     ev.SessionsRead,
+    ev.SessionEnded,
     ev.PoolLost,
     ev.RetryDue,
 )
@@ -155,6 +157,7 @@ class RouterState:
             lost_instance_s=settings.lost_instance_s,
         )
         self.owned = OwnedPools(everything=owns_all)
+        self._sessions = SessionOwners(self.affinity, self.instances, self.owned)
         self._startup_gate = StartupGate(settings.startup_wait_s)
         self._gateways = GatewayEvents(
             self.requests,
@@ -278,7 +281,9 @@ class RouterState:
             case ev.PoolTaken():
                 return self._work.begin(event, self._pool_taken(event, now))
             case ev.SessionsRead():
-                return self._sessions_read(event, now)
+                return self._sessions.read(event, now) if self.owned.owns(event.pool) else []
+            case ev.SessionEnded():
+                return self._sessions.end(event, now)
             case ev.PoolLost():
                 return self._work.begin(event, self._pool_lost(event.pool, now))
             case ev.GoOn():
@@ -341,6 +346,7 @@ class RouterState:
     def _pool_taken(self, event: ev.PoolTaken, now: float) -> Steps:
         waited = self.held_requests.drop_pool(event.pool, f"{event.pool!r} was owned by another router for a moment")
         self.owned.take(event.pool)
+        self._sessions.pool_taken(event.pool, now)
         self._close_circuits(event.pool)
         self.prefill_observer.take_over(event.pool, event.mean_work)
         if not self.instances.members(event.pool, event.pool):
@@ -379,14 +385,9 @@ class RouterState:
             return known.pool
         return self.instances.pool_of(asked.model) if asked is not None else None
 
-    def _sessions_read(self, event: ev.SessionsRead, now: float) -> list[ev.Effect]:
-        if self.owned.owns(event.pool):
-            for session, owner in event.sessions.items():
-                self.affinity.recall(event.pool, session, owner, now)
-        return []
-
     def _stop_owning(self, pool: str) -> list[ev.Effect]:
         self.owned.lose(pool)
+        self._sessions.pool_lost(pool)
         why = f"this router does not own {pool!r} any more"
         return [*self.held_requests.drop_pool(pool, why), ev.FleetChanged()]
 

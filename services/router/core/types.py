@@ -185,6 +185,11 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     steps: StepTotals | None = None
 
 
+def session_name(tenant: str, session_id: str) -> str:
+    """Return the name of a tenant's session, unique across tenants; empty without an id."""
+    return f"{tenant}/{session_id}" if session_id else ""
+
+
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     """A request to be placed. `keys`: the block keys of the prompt's full 16-token blocks (pointsman.common.core.block_keys).
 
@@ -213,7 +218,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     @property
     def session(self) -> str:
         """The session's name, unique across tenants; empty for a request without a session."""
-        return f"{self.tenant}/{self.session_id}" if self.session_id else ""
+        return session_name(self.tenant, self.session_id)
 
 
 class PrefillBacklog(msgspec.Struct, frozen=True, gc=False):

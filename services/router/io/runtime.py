@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Annotated
 
@@ -292,11 +293,14 @@ class Router:
         elapsed = time.perf_counter() - started
         kept: list[StoreEffect] = []
         answers: list[ev.Placed | ev.Refused] = []
+        ends: list[ev.SessionEndApplied] = []
         fleet_changed = ignored = False
         for effect in effects:
             match effect:
-                case ev.Reserved() | ev.Released() | ev.SessionOwnerSet() | ev.MeanWorkSet():
+                case ev.Reserved() | ev.Released() | ev.SessionOwnerSet() | ev.SessionDisowned() | ev.MeanWorkSet():
                     kept.append(effect)
+                case ev.SessionEndApplied():
+                    ends.append(effect)
                 case ev.DecisionMade(decision):
                     self.decisions.decided(decision, time.time(), elapsed)
                     self.telemetry.decided(decision, elapsed)
@@ -345,6 +349,8 @@ class Router:
         self.store.record(kept)
         for answer in answers:
             self._answer(answer)
+        for end in ends:
+            self._confirm(end)
         if fleet_changed and not self._fleet_untold:
             # Send all changes of a turn of the event loop together: an update costs the same for one instance as for a thousand.
             self._fleet_untold = True
@@ -460,6 +466,23 @@ class Router:
             self._deliver(effect if kept else replace(lost, gateway_id=effect.gateway_id))
 
         self.store.when_stored(pool, stored)
+
+    def _confirm(self, end: ev.SessionEndApplied) -> None:
+        """Tell the gateway in which pools a session has ended, once the store has it in all of them. A pool that is lost
+        meanwhile is left out, so that the gateway tells its next owner."""
+        waiting = set(end.pools)
+        models: list[str] = []
+
+        def stored(pool: str, kept: bool) -> None:
+            waiting.discard(pool)
+            if kept:
+                models.append(pool)
+            if not waiting and models and (stream := self.gateways.get(end.gateway_id)) is not None:
+                ended = placement_pb2.SessionEnded(tenant=end.tenant, session_id=end.session_id, models=models)
+                stream.send(session_ended=ended)
+
+        for pool in end.pools:
+            self.store.when_stored(pool, partial(stored, pool))
 
     def _deliver(self, effect: ev.Placed | ev.Refused) -> None:
         if self.spans is not None:

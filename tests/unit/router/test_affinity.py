@@ -18,6 +18,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("assign"), POOLS, SESSIONS, OWNERS),
     st.tuples(st.just("recall"), POOLS, SESSIONS, OWNERS),
     st.tuples(st.just("forget"), POOLS, st.none(), st.none()),
+    st.tuples(st.just("end"), st.none(), SESSIONS, st.none()),
     st.tuples(st.just("wait"), st.none(), st.none(), st.none()),
 )
 
@@ -47,6 +48,9 @@ def compare_with_a_dict(actions: list[tuple[str, str, str, str]]) -> None:
             case "forget":
                 known.forget_pool(pool)
                 model = {one: value for one, value in model.items() if one[0] != pool}
+            case "end":
+                assert set(known.end(session, now)) == {one[0] for one in model if one[1] == session}
+                model = {one: value for one, value in model.items() if one[1] != session}
             case _:
                 now += 3.0
                 known.expire(now)

@@ -595,6 +595,11 @@ class StateMachine(RuleBasedStateMachine):
     def read_sessions(self, pool: str, sessions: dict[str, str]) -> None:
         self.handle(ev.SessionsRead(pool, sessions))
 
+    @rule(session=st.sampled_from(["s1", "s2", ""]), gateway=GATEWAYS)
+    def end_session(self, session: str, gateway: str) -> None:
+        self.handle(ev.SessionEnded("", session, gateway))
+        assert not any(self.router.affinity.owner(pool, f"/{session}", self.now) for pool in "mn")
+
     @rule(pool=st.sampled_from("mn"), lost=st.booleans())
     def lose(self, pool: str, lost: bool) -> None:
         self.handle(ev.PoolLost(pool))

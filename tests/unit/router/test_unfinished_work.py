@@ -102,6 +102,7 @@ EVENTS = st.one_of(
         st.sampled_from(sorted(POOLS)),
         GATEWAYS,
     ),
+    st.builds(ev.SessionEnded, st.just(""), st.sampled_from(NAMES), GATEWAYS),
     st.builds(
         lambda pool, owners: ev.SessionsRead(pool, owners), st.sampled_from(sorted(POOLS)), st.just({"/r1": "a"})
     ),

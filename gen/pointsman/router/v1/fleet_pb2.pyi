@@ -1938,10 +1938,13 @@ class ListSessionsResponse(_message.Message):
     TIME_TO_LIVE_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     COUNTED_SINCE_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     total: _builtins.int
     """Number of all sessions that have an owner, independent of the filter."""
     next_page_token: _builtins.str
     """Token of the next page. Empty if there is none."""
+    ended: _builtins.int
+    """Number of sessions with an owner that their clients have ended at this replica since it started. They are not listed."""
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionStatus]:
         """The sessions that match, among the 20,000 most recently used ones; the most recently used first."""
@@ -1962,10 +1965,11 @@ class ListSessionsResponse(_message.Message):
         time_to_live: _duration_pb2.Duration | None = ...,
         next_page_token: _builtins.str = ...,
         counted_since: _timestamp_pb2.Timestamp | None = ...,
+        ended: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counted_since", b"counted_since", "time_to_live", b"time_to_live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counted_since", b"counted_since", "next_page_token", b"next_page_token", "sessions", b"sessions", "time_to_live", b"time_to_live", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counted_since", b"counted_since", "ended", b"ended", "next_page_token", b"next_page_token", "sessions", b"sessions", "time_to_live", b"time_to_live", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -192,6 +192,7 @@ class SessionRequest(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     OPEN_STREAM_FIELD_NUMBER: _builtins.int
+    END_SESSION_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___GatewayHello:
@@ -224,6 +225,10 @@ class SessionRequest(_message.Message):
         """
 
     @_builtins.property
+    def end_session(self) -> Global___EndSession:
+        """Reports that a client's session is over. The router answers with session_ended."""
+
+    @_builtins.property
     def batch(self) -> Global___SessionRequestBatch:
         """Several messages in one. None of them is a batch."""
 
@@ -237,13 +242,14 @@ class SessionRequest(_message.Message):
         finished: Global___Finished | None = ...,
         usage: Global___UsageReport | None = ...,
         open_stream: Global___OpenStream | None = ...,
+        end_session: Global___EndSession | None = ...,
         batch: Global___SessionRequestBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "open_stream", b"open_stream", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "end_session", b"end_session", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "open_stream", b"open_stream", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "open_stream", b"open_stream", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "end_session", b"end_session", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "open_stream", b"open_stream", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "place", "step_done", "first_token", "finished", "usage", "open_stream", "batch"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "place", "step_done", "first_token", "finished", "usage", "open_stream", "end_session", "batch"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -285,6 +291,7 @@ class SessionResponse(_message.Message):
     FLEET_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     FLEET_UPDATE_FIELD_NUMBER: _builtins.int
+    SESSION_ENDED_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___GatewayWelcome:
@@ -311,6 +318,10 @@ class SessionResponse(_message.Message):
         """A change of the fleet. Sent whenever pools, owners or placeable instances change; never before fleet."""
 
     @_builtins.property
+    def session_ended(self) -> Global___SessionEnded:
+        """Answers an end_session."""
+
+    @_builtins.property
     def batch(self) -> Global___SessionResponseBatch:
         """Several messages in one. None of them is a batch."""
 
@@ -323,13 +334,14 @@ class SessionResponse(_message.Message):
         fleet: Global___Fleet | None = ...,
         usage: Global___UsageAnswer | None = ...,
         fleet_update: Global___FleetUpdate | None = ...,
+        session_ended: Global___SessionEnded | None = ...,
         batch: Global___SessionResponseBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "fleet_update", b"fleet_update", "kind", b"kind", "placement", b"placement", "refusal", b"refusal", "usage", b"usage", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "fleet_update", b"fleet_update", "kind", b"kind", "placement", b"placement", "refusal", b"refusal", "session_ended", b"session_ended", "usage", b"usage", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "fleet_update", b"fleet_update", "kind", b"kind", "placement", b"placement", "refusal", b"refusal", "usage", b"usage", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "fleet_update", b"fleet_update", "kind", b"kind", "placement", b"placement", "refusal", b"refusal", "session_ended", b"session_ended", "usage", b"usage", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "placement", "refusal", "fleet", "usage", "fleet_update", "batch"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "placement", "refusal", "fleet", "usage", "fleet_update", "session_ended", "batch"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -908,6 +920,71 @@ class FirstToken(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
+
+@_typing.final
+class EndSession(_message.Message):
+    """Reports that a client has ended a session, in all pools: the session has no owner any more. Requests of the session that were sent
+    before continue, and do not give it an owner again. A later request with the same session_id begins a new session. An unknown
+    session is not an error, and a second report has no effect.
+
+    A gateway sends the report to the owner of each pool, and again to the pool's next owner, until SessionEnded names the pool.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Tenant of the session, as in PlacementRequest."""
+    session_id: _builtins.str
+    """Id of the session, as in PlacementRequest. A report without an id is ignored."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndSession: _TypeAlias = EndSession  # noqa: Y015
+
+@_typing.final
+class SessionEnded(_message.Message):
+    """Reports that a session has ended in some pools, also in the shared store. A pool that the router does not own, or that it lost
+    before the store had the change, is not named.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Tenant of the session, as in EndSession."""
+    session_id: _builtins.str
+    """Id of the session, as in EndSession."""
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the pools in which the session has ended, whether or not it was known there."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+        models: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionEnded: _TypeAlias = SessionEnded  # noqa: Y015
 
 @_typing.final
 class Finished(_message.Message):

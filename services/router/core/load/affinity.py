@@ -8,7 +8,9 @@ grows; an OrderedDict takes 0.08 to 0.2 s for that, in the middle of an insertio
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Iterator
+from math import inf
 from zlib import crc32
 
 import msgspec
@@ -20,6 +22,8 @@ DROPPED_AT_ONCE = 5_000
 # Number of sessions, assigned one after another, that share a dict.
 CHUNK = 1_000
 SHARDS = 256
+# Maximum number of ended sessions of which the time of the end is kept, oldest end dropped first.
+MAX_ENDED = 10_000
 
 
 class _Session(msgspec.Struct, frozen=True, gc=False):
@@ -87,7 +91,9 @@ class _PoolSessions:
 class Affinity:
     """(pool, session) -> owner instance. An entry expires `ttl_s` after its last use. At most MAX_SESSIONS, oldest dropped first.
 
-    A session that uses two models has an owner for each.
+    A session that uses two models has an owner for each. A client may end a session: then it has no owner until a later request
+    gives it one. Requests that came before the end, and are placed after it, do not. For this the time of the end is kept for
+    `ttl_s`, of MAX_ENDED sessions.
     """
 
     def __init__(self, ttl_s: float) -> None:
@@ -96,6 +102,9 @@ class Affinity:
         self._count = 0
         # Pool -> instance -> number of sessions that it owns.
         self._owned: dict[str, dict[str, int]] = {}
+        # Session -> time of its end, in order of time.
+        self._ended: OrderedDict[str, float] = OrderedDict()
+        self.ended_count = 0  # sessions with an owner that their clients have ended
         # The dicts of forgotten pools. Their memory is freed in parts, since freeing it all at once would block the event loop.
         self._given_up: list[dict[str, _Session]] = []
 
@@ -113,9 +122,11 @@ class Affinity:
         known = sessions.get(session) if sessions is not None else None
         return known.owner if known is not None and known.expires > now else ""
 
-    def assign(self, pool: str, session: str, instance_id: str, now: float) -> bool:
+    def assign(self, pool: str, session: str, instance_id: str, now: float, asked_at: float = inf) -> bool:
         """Make `instance_id` the owner until now + ttl_s; return whether the session already had an owner, so that it has come
-        back. Mutates."""
+        back. Does nothing if the session has ended after `asked_at`, when the request came. Mutates."""
+        if self._ended and asked_at < self._ended.get(session, -inf):
+            return False
         came_back = self._forget(pool, session, now)
         self._put(pool, session, instance_id, now, came_back)
         while self._count > MAX_SESSIONS:
@@ -128,6 +139,20 @@ class Affinity:
         if (sessions is None or sessions.get(session) is None) and self._count < MAX_SESSIONS:
             self._put(pool, session, instance_id, now, came_back=True)
 
+    def end(self, session: str, now: float) -> list[str]:
+        """End a session in all pools; return those in which it had an owner. Mutates."""
+        self._ended[session] = now
+        self._ended.move_to_end(session)
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+        owned = [pool for pool in list(self._pools) if self._forget(pool, session, now)]
+        self.ended_count += bool(owned)
+        return owned
+
+    def ended_at(self, session: str) -> float:
+        """Return when the session has ended last, as far as known; else -inf."""
+        return self._ended.get(session, -inf)
+
     def expire(self, now: float) -> None:
         """Drop expired sessions, and free those of forgotten pools, about DROPPED_AT_ONCE of each at most. Mutates."""
         left = DROPPED_AT_ONCE
@@ -135,6 +160,8 @@ class Affinity:
             while left and sessions.chunks and (known := sessions.oldest()).expires <= now:
                 self._forget(pool, known.name, now)
                 left -= 1
+        while self._ended and next(iter(self._ended.values())) <= now - self.ttl_s:
+            self._ended.popitem(last=False)
         left = DROPPED_AT_ONCE
         while self._given_up and left > 0:
             left -= len(self._given_up.pop())
@@ -196,6 +223,8 @@ class Affinity:
             count += len(of_chunks)
         assert counts == self._owned
         assert self._count == count
+        assert list(self._ended.values()) == sorted(self._ended.values())
+        assert len(self._ended) <= MAX_ENDED
 
     def _put(self, pool: str, session: str, owner: str, now: float, came_back: bool) -> None:
         if (sessions := self._pools.get(pool)) is None:

@@ -86,7 +86,8 @@ class Plans:
         effects += self._reserve(decision, index, gateway_id, lease_until, request.keys, now)
         session = request.session
         # Most sessions have one request only, and their owner need not be stored: the store gets the sessions that come back.
-        if session and self._affinity.assign(decision.pool, session, decision.next_owner, now):
+        asked_at = now - decision.held_s
+        if session and self._affinity.assign(decision.pool, session, decision.next_owner, now, asked_at):
             effects.append(ev.SessionOwnerSet(session, decision.next_owner, decision.pool))
         if decision.mode == "OFFLOAD":
             self._migrations.record(decision.instance_id, now)

@@ -20,11 +20,12 @@ PART = 128
 # Yields the effects of one step at a time. A step is applied when its effects are yielded.
 Steps = Iterator[list[ev.Effect]]
 
-# Events that change one request, the requests of a pool, or the requests of a gateway in any pool.
+# Events that change one request, the requests of a pool, or requests in any pool.
 _OF_A_REQUEST = (ev.PlaceRequested, ev.StreamOpened, ev.StepDone, ev.FirstToken, ev.Finished, ev.GatewayTold)
 _TAKING = (ev.PoolTaken, ev.SessionsRead)
 _OF_A_POOL = (*_TAKING, ev.PoolLost)
-_OF_A_GATEWAY = (ev.GatewayHello, ev.GatewayLost)
+# A session may have requests in any pool, and its end must stay between those that came before and after it.
+_OF_ANY_POOL = (ev.GatewayHello, ev.GatewayLost, ev.SessionEnded)
 
 
 class UnfinishedWork:
@@ -94,10 +95,10 @@ class UnfinishedWork:
         if isinstance(event, _OF_A_REQUEST):
             pool = self._pool_of(event)
             return self._all_pools or pool is None or pool in self._pools
-        return isinstance(event, _OF_A_POOL + _OF_A_GATEWAY)
+        return isinstance(event, _OF_A_POOL + _OF_ANY_POOL)
 
     def _concerns(self, event: ev.Event) -> None:
         if isinstance(event, ev.PoolTaken | ev.SessionsRead | ev.PoolLost):
             self._pools.add(event.pool)
-        elif isinstance(event, _OF_A_GATEWAY):
+        elif isinstance(event, _OF_ANY_POOL):
             self._all_pools = True

@@ -248,7 +248,9 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         """Return the most recently used sessions that match, with their owners."""
         size, after = await self._page(request, SessionPosition, context)
         affinity, now = self._router.state.affinity, time.monotonic()
-        answer = fleet_pb2.ListSessionsResponse(total=len(affinity), time_to_live=duration(affinity.ttl_s))
+        answer = fleet_pb2.ListSessionsResponse(
+            total=len(affinity), time_to_live=duration(affinity.ttl_s), ended=affinity.ended_count
+        )
         here = last = SessionPosition(math.inf, 0)
         names: list[tuple[str, str]] = []
         newest = itertools.islice(affinity.newest(now), SESSIONS_LOOKED_AT)

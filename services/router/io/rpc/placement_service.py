@@ -142,6 +142,9 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
                 event = ev.GatewayTold(gateway_id, gateway_messages.first_token(message.first_token))
             case "finished":
                 event = ev.GatewayTold(gateway_id, gateway_messages.finished(message.finished))
+            case "end_session":
+                ended = message.end_session
+                event = ev.SessionEnded(ended.tenant, ended.session_id, gateway_id)
             case "usage":
                 self._router.account(gateway_id, message.usage)
                 return

@@ -119,6 +119,9 @@ for _, change in ipairs(cjson.decode(ARGV[3])) do
     elseif change[1] == 'own' then
       redis.call('HSET', KEYS[4], change[2], change[3])
       redis.call('ZADD', KEYS[5], now + tonumber(ARGV[2]), change[2])
+    elseif change[1] == 'disown' then
+      redis.call('HDEL', KEYS[4], change[2])
+      redis.call('ZREM', KEYS[5], change[2])
     elseif change[1] == 'mean_work' then redis.call('HSET', KEYS[6], 'work', change[2])
     elseif change[1] == 'complete' then redis.call('HDEL', KEYS[6], 'incomplete')
     else

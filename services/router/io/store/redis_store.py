@@ -642,5 +642,7 @@ def _change(effect: StoreEffect) -> list[str]:
             return ["del", request_id]
         case ev.SessionOwnerSet(session, instance_id):
             return ["own", session, instance_id]
+        case ev.SessionDisowned(session):
+            return ["disown", session]
         case ev.MeanWorkSet(mean_work):
             return ["mean_work", msgspec.json.encode(mean_work).decode()]

@@ -48,6 +48,14 @@ class StateCollector(Collector):
             "Model names that several pools share; requests for such a name go to the first pool",
             len(self._state.instances.shared_names),
         )
+        yield GaugeMetricFamily(
+            f"{NAME}sessions", "Sessions with an owner, of the pools that this replica owns", len(self._state.affinity)
+        )
+        yield CounterMetricFamily(
+            f"{NAME}sessions_ended",
+            "Sessions with an owner that their clients have ended",
+            self._state.affinity.ended_count,
+        )
         yield self._orders()
         yield from self._models()
         yield from self._instances()

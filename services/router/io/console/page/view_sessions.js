@@ -33,7 +33,8 @@ export function sessionsView(app, query) {
     table.update(listed);
     const shown = listed.length < num(answer.total) ? `the ${count(listed.length)} most recent that match, of ` : "";
     const since = answer.countedSince ? `; turns are counted since ${clock(answer.countedSince)}, the begin of this router's decision log` : "";
-    setText(total, `${shown}${count(answer.total)}; an owner expires ${span(seconds(answer.timeToLive))} after the last placement${since}`);
+    const ended = num(answer.ended) ? `; clients have ended ${count(answer.ended)} since this router started` : "";
+    setText(total, `${shown}${count(answer.total)}; an owner expires ${span(seconds(answer.timeToLive))} after the last placement${ended}${since}`);
   };
   const filter = filterBox("Filter: part of TENANT/SESSION", (given) => {
     text = given.trim();

@@ -1,0 +1,106 @@
+"""Routers that gateways tell of ended sessions: in memory, in Redis, and through a change of the owner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import redis.asyncio
+
+from pointsman.router.io.main import RouterServer
+from pointsman.router.v1 import fleet_pb2, placement_pb2
+from tests.support.processes.redis import redis_server
+from tests.support.router import Client, Report, Session, running
+from tests.support.waiting import eventually
+
+AFFINITY = "pointsman:{default:m}:affinity"
+
+
+async def listed(client: Client) -> tuple[list[str], int]:
+    answer = await client.fleet.ListSessions(fleet_pb2.ListSessionsRequest(), metadata=client.metadata)
+    return [f"{one.tenant}/{one.session_id}" for one in answer.sessions], answer.ended
+
+
+async def owns(server: RouterServer) -> None:
+    async def check() -> bool:
+        return server.router.store.may_place("m")
+
+    await eventually(check, "the router owns the pool")
+
+
+async def end(session: Session, tenant: str, session_id: str) -> placement_pb2.SessionEnded:
+    await session.send(end_session=placement_pb2.EndSession(tenant=tenant, session_id=session_id))
+    return (await session.read("session_ended")).session_ended
+
+
+async def turns(session: Session, count: int, session_id: str = "s") -> None:
+    for number in range(count):
+        await session.place(f"{session_id}-{number}", tenant="t", session_id=session_id)
+        await session.finish(f"{session_id}-{number}")
+
+
+async def test_an_ended_session_is_listed_no_longer_and_is_counted() -> None:
+    async with running() as (_, client):
+        await Report(client).join("a")
+        session = Session(client)
+        await session.hello()
+        await turns(session, 2)
+        await turns(session, 1, "other")
+        assert await listed(client) == (["t/other", "t/s"], 0)
+        ended = await end(session, "t", "s")
+        assert (ended.tenant, ended.session_id, list(ended.models)) == ("t", "s", ["m"])
+        assert await listed(client) == (["t/other"], 1)
+        assert list((await end(session, "t", "s")).models) == ["m"], "told twice"
+        assert list((await end(session, "red", "other")).models) == ["m"], "another tenant's id"
+        await session.send(end_session=placement_pb2.EndSession(tenant="t"))
+        assert list((await end(session, "t", "unknown")).models) == ["m"]
+        assert await listed(client) == (["t/other"], 1)
+        await session.place("again", tenant="t", session_id="s")
+        assert await listed(client) == (["t/s", "t/other"], 1)
+
+
+async def test_an_end_is_confirmed_once_redis_has_it_and_holds_for_the_next_owner(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as (url, _):
+        async with running(redis_url=url, router_id="one") as (one, client), redis.asyncio.Redis.from_url(url) as store:
+            await Report(client).join("a")
+            await owns(one)
+            session = Session(client)
+            await session.hello()
+            await turns(session, 2)
+            await turns(session, 2, "kept")
+
+            async def stored() -> bool:
+                return set(await store.hkeys(AFFINITY)) == {b"t/s", b"t/kept"}
+
+            await eventually(stored, "both sessions are stored")
+            assert list((await end(session, "t", "s")).models) == ["m"]
+            assert await store.hkeys(AFFINITY) == [b"t/kept"]
+            assert await store.zrange(f"{AFFINITY}_expiry", 0, -1) == [b"t/kept"]
+        async with running(redis_url=url, router_id="two") as (two, client):
+            await Report(client).join("a")
+            await owns(two)
+
+            async def read() -> bool:
+                return (await listed(client))[0] == ["t/kept"]
+
+            await eventually(read, "the new owner has read the sessions")
+
+
+async def test_a_router_that_does_not_own_the_pool_confirms_nothing(tmp_path: Path) -> None:
+    """The gateway then waits for the answer of the owner."""
+    with redis_server(tmp_path) as (url, _):
+        async with running(redis_url=url, router_id="one") as (one, first):
+            await Report(first).join("a")
+            await owns(one)
+            async with running(redis_url=url, router_id="two") as (two, second):
+                await Report(second).join("a")
+                stranger = Session(second)
+                await stranger.hello()
+                await stranger.send(end_session=placement_pb2.EndSession(tenant="t", session_id="s"))
+                request = placement_pb2.PlacementRequest(request_id="r", model="m", input_tokens=10)
+                await stranger.send(place=request)
+                answer = await stranger.read("session_ended", "refusal")
+                assert answer.refusal.not_serving
+                assert two.router.state.affinity.ended_at("t/s") > 0, "it has come before the request"
+                owner = Session(first)
+                await owner.hello()
+                assert list((await end(owner, "t", "s")).models) == ["m"]
