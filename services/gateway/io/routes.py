@@ -70,6 +70,7 @@ log = structlog.get_logger()
 
 # Timeout of the router's answer to a dry run, s.
 EXPLAIN_S = 10.0
+SESSIONS_PATH = "/v1/sessions/"
 Handler = Callable[[Request], Awaitable[Response | None]]
 
 
@@ -130,6 +131,7 @@ class Gateway:
             self.telemetry.router.set,
         )
         self.telemetry.open.set_function(lambda: self.router.open_count)
+        self.telemetry.unconfirmed_ends.set_function(lambda: self.router.unconfirmed_ends)
         self.telemetry.limit_gateways.set_function(lambda: self._rate_limiter.gateways)
         group = settings.gateway_id if siblings is None else settings.gateway_id.removesuffix(f"-{siblings.number}")
         self._leases = LeaseClient(
@@ -165,6 +167,7 @@ class Gateway:
         ]
         self._routes = {route.name: route for route in routes}
         self._model = Route("/v1/models/{id}", "GET", self._one_model)
+        self._session = Route("/v1/sessions/{id}", "DELETE", self._end_session)
         self._stored = Route("/v1/responses/{id}", "GET", self._stored_response)
         self._cancel = Route("/v1/responses/{id}/cancel", "POST", self._stored_response)
 
@@ -265,6 +268,8 @@ class Gateway:
             return route
         if found := STORED_RESPONSE_PATH.fullmatch(path):
             return self._cancel if found[2] else self._stored
+        if path.startswith(SESSIONS_PATH) and path != SESSIONS_PATH:
+            return self._session
         return self._model if path.startswith("/v1/models/") else None
 
     def _refusal(self, request: Request) -> Response | None:
@@ -363,6 +368,14 @@ class Gateway:
         openai = {"id": name, "object": "model", "created": 0, "owned_by": "pointsman", "root": pool}
         anthropic = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
         return openai | anthropic | ({"max_model_len": context} if context else {})
+
+    async def _end_session(self, request: Request) -> Response:
+        """End a session of the client's tenant. The answer is the same whether or not the session is known."""
+        # The bytes of an id become characters as they do in header fields, so that both name the same session.
+        session_id = unquote(request.path.removeprefix(SESSIONS_PATH), encoding="latin-1")
+        self.router.end_session(self._client(request).tenant, bounded_id(session_id))
+        self.telemetry.session_ends.labels("delete").inc()
+        return Response(204)
 
     async def _stored_response(self, request: Request) -> Response | None:
         return await self._unplaced_proxy.stored(request, self._client(request).tenant)

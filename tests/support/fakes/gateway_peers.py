@@ -218,6 +218,9 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
         self.open_streams: list[placement_pb2.OpenStream] = []
         self.finished: list[placement_pb2.Finished] = []
         self.explained: list[placement_pb2.PlacementRequest] = []
+        self.ended_sessions: list[tuple[str, str]] = []  # tenant and id
+        self.confirms_ends = True
+        self.order: list[str] = []  # the kinds of all messages, without hellos
         self.reserved: set[str] = set()  # ids of requests that are announced or placed, and not finished
         self.metadata: dict[str, str] = {}
         self.address = ""
@@ -262,6 +265,8 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
 
     async def _take(self, message: placement_pb2.SessionRequest, batch_queue: asyncio.Queue[Any]) -> None:
         answer: Any = None
+        if not message.HasField("hello"):
+            self.order.append(message.WhichOneof("kind") or "")
         match message.WhichOneof("kind"):
             case "hello":
                 self.hellos.append(message.hello)
@@ -293,6 +298,13 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
                 self.finished.append(message.finished)
                 self.reserved.discard(message.finished.request_id)
                 answer = self._held.pop() if self._held else None
+            case "end_session":
+                end = message.end_session
+                self.ended_sessions.append((end.tenant, end.session_id))
+                if self.confirms_ends:
+                    models = [pool.model for pool in self.pools]
+                    ended = placement_pb2.SessionEnded(tenant=end.tenant, session_id=end.session_id, models=models)
+                    await batch_queue.put(placement_pb2.SessionResponse(session_ended=ended))
         if isinstance(answer, placement_pb2.Placement):
             await batch_queue.put(placement_pb2.SessionResponse(placement=answer))
         elif answer is not None:

@@ -32,6 +32,8 @@ MAX_TRACEPARENT = 128
 # the request is refused once the time cannot be met.
 TTFT_TIMEOUT_HEADER = "X-Pointsman-TTFT-Timeout"
 MAX_TTFT_TIMEOUT_S = 3_600.0
+# Header by which a client names a request the last one of its session: "1".
+SESSION_END_HEADER = "X-Pointsman-Session-End"
 _DECIMAL = re.compile(r"\d{1,9}(?:\.\d{1,9})?", re.ASCII)
 _KEYS_FIELD = placement_pb2.PlacementRequest.KEYS_FIELD_NUMBER
 
@@ -150,6 +152,7 @@ class RequestPreparer:
             admission=incoming.admission,
             trace=incoming.trace,
             first_token_by=None if timeout_s is None else incoming.received_at + timeout_s,
+            ends_session=bool(session) and ends_session(headers),
         )
 
 
@@ -167,6 +170,16 @@ def ttft_timeout_s(headers: Headers) -> float | None:
         message = f"{TTFT_TIMEOUT_HEADER} must be a number of seconds over 0 and up to {MAX_TTFT_TIMEOUT_S:,.0f}, such as 2.5."
         raise ApiRequestError(400, message, param=TTFT_TIMEOUT_HEADER, code="invalid_ttft_timeout")
     return seconds
+
+
+def ends_session(headers: Headers) -> bool:
+    """Return whether the client has named its request the last one of its session. Raises ApiRequestError for a value other than
+    0 and 1."""
+    given = headers.get(SESSION_END_HEADER, "0")
+    if given not in ("0", "1"):
+        message = f"{SESSION_END_HEADER} must be 1, or 0 as without the header."
+        raise ApiRequestError(400, message, param=SESSION_END_HEADER, code="invalid_session_end")
+    return given == "1"
 
 
 def set_keys(request: placement_pb2.PlacementRequest, keys: array[int]) -> None:

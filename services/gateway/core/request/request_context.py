@@ -17,7 +17,8 @@ from pointsman.router.v1 import placement_pb2
 @dataclass
 class RequestContext:
     """One request: what to send to instances, and what to place it by. `received_at` is monotonic seconds. `first_token_by` is
-    the monotonic time by which the client needs the first token (None: no limit)."""
+    the monotonic time by which the client needs the first token (None: no limit). `ends_session`: the client has named the
+    request the last one of its session."""
 
     request_id: str
     call: ApiCall
@@ -31,6 +32,7 @@ class RequestContext:
     admission: Admission
     trace: RequestTrace | None
     first_token_by: float | None = None
+    ends_session: bool = False
 
     def drop_prompt(self) -> None:
         """Release what only sending needs. Call it once an answer has begun: the request is then not sent again. Mutates."""

@@ -50,6 +50,7 @@ class RequestRunner:
     async def run(self) -> Response | None:
         """Run the request and return its answer. Raises ApiRequestError, and CancelledError when the client disconnects."""
         try:
+            self._shared.router.session_begins(self._context.placement)
             self._apply(self._state_machine.start(time.monotonic()))
             while self._state_machine.phase is not Phase.DONE:
                 streaming = self._state_machine.phase is Phase.STREAMING
@@ -76,6 +77,10 @@ class RequestRunner:
             # If the client disconnected, or the gateway has a fault, an attempt is still open: its end is reported to the router.
             self._handle(ev.ClientDisconnected())
             self._abort()
+            if self._context.ends_session:
+                placement = self._context.placement
+                self._shared.router.end_session(placement.tenant, placement.session_id)
+                self._shared.telemetry.session_ends.labels("header").inc()
             self._trace(self._failure.message if self._failure is not None else "", time.monotonic())
             self._steps.attempt_ended()
 

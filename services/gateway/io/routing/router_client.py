@@ -13,6 +13,7 @@ import structlog
 
 from pointsman.common.io.auth import CallMetadata
 from pointsman.gateway.core.pool_owners import PoolOwners
+from pointsman.gateway.core.session_ends import SessionEnds
 from pointsman.gateway.io.routing.router_stream import RouterSession
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
 
@@ -99,6 +100,7 @@ class RouterClient:
         self._on_pools = on_pools
         self._on_connected = on_connected
         self._owners = PoolOwners()
+        self._session_ends = SessionEnds()
         self._sessions: dict[str, RouterSession] = {}
         self._requests: dict[str, _Request] = {}
         self._routes: dict[str, RouterSession] = {}  # cache: model -> the owner's session; cleared by each change
@@ -227,6 +229,27 @@ class RouterClient:
         one = self._requests.pop(finished.request_id, None)
         if one is not None:
             self._report(one, placement_pb2.SessionRequest(finished=finished))
+
+    def session_begins(self, request: placement_pb2.PlacementRequest) -> None:
+        """Record that a client has sent a request, before its first submission: its session, if it has ended, begins anew."""
+        self._session_ends.begun(request.tenant, request.session_id, self._owners.pool_of(request.model))
+
+    def end_session(self, tenant: str, session_id: str) -> None:
+        """Report the end of a session to the owners of all pools: now, or as soon as they are connected. They receive it after
+        all earlier messages about the session's requests."""
+        self._session_ends.add(tenant, session_id, time.monotonic())
+        message = placement_pb2.SessionRequest(
+            end_session=placement_pb2.EndSession(tenant=tenant, session_id=session_id)
+        )
+        told = {router_id for router_id, _ in self._announced_epochs.values()}
+        for session in self._sessions.values():
+            if session.connected and session.router_id in told:
+                session.send(message, REPORT_DELAY_S)
+
+    @property
+    def unconfirmed_ends(self) -> int:
+        """Number of ends of sessions that not all owners have confirmed."""
+        return len(self._session_ends)
 
     async def explain(self, request: placement_pb2.PlacementRequest, timeout_s: float) -> fleet_pb2.Decision:
         """Return the decision that a router would make on `request`, without a reservation. Raises NoRouter and
@@ -394,6 +417,9 @@ class RouterClient:
                 self._deliver(session, message.refusal.request_id, message.refusal)
             case "usage":
                 self.on_usage(session, message.usage)
+            case "session_ended":
+                ended, pools = message.session_ended, (pool.model for pool in self._owners.pools())
+                self._session_ends.confirmed(ended.tenant, ended.session_id, ended.models, pools)
             case "fleet":
                 self._owners.begin(session.address, session.router_id, message.fleet)
                 self._routes.clear()
@@ -446,6 +472,9 @@ class RouterClient:
             if taken:
                 self._announced_epochs.update(taken)
                 session.send(placement_pb2.SessionRequest(hello=self._hello()))
+                for tenant, session_id in self._session_ends.untold(taken, time.monotonic()):
+                    end = placement_pb2.EndSession(tenant=tenant, session_id=session_id)
+                    session.send(placement_pb2.SessionRequest(end_session=end))
         self._reroute()
         self._on_pools(pools)
         self.on_routes()

@@ -80,6 +80,16 @@ class GatewayMetrics:
         self.kv_releases = Counter(
             f"{name}kv_releases", "KV releases for transfers that did not happen", ["outcome"], registry=of
         )
+        self.session_ends = Counter(
+            f"{name}session_ends", "Sessions that clients have ended, by a DELETE or a header", ["by"], registry=of
+        )
+        for by in ("delete", "header"):
+            self.session_ends.labels(by)
+        self.unconfirmed_ends = Gauge(
+            f"{name}session_ends_unconfirmed",
+            "Ends of sessions that not all owners of pools have confirmed",
+            registry=of,
+        )
         for outcome in ("released", "failed"):
             self.kv_releases.labels(outcome)  # starts at 0, so that increase() counts the first one
         self._count_mismatch = MetricChildren(

@@ -1,0 +1,99 @@
+"""Ends of sessions wait in the gateway until the owners of all pools have confirmed them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pointsman.gateway.core import session_ends
+from pointsman.gateway.core.session_ends import KEPT_S, SessionEnds
+
+POOLS = ("m", "n")
+
+
+def test_an_end_waits_for_the_owner_of_every_pool() -> None:
+    ends = SessionEnds()
+    ends.add("t", "s", 0.0)
+    assert ends.untold(["m"], 1.0) == ends.untold(["n"], 1.0) == [("t", "s")]
+    ends.confirmed("t", "s", ["m"], POOLS)
+    assert (ends.untold(["m"], 1.0), ends.untold(["n"], 1.0)) == ([], [("t", "s")])
+    ends.confirmed("t", "s", ["n"], POOLS)
+    assert (ends.untold(["m", "n"], 1.0), len(ends)) == ([], 0)
+
+
+def test_an_end_that_is_reported_before_any_pool_is_known_waits_for_the_first() -> None:
+    ends = SessionEnds()
+    ends.add("t", "s", 0.0)
+    assert ends.untold(["m"], 1.0) == [("t", "s")]
+
+
+def test_an_end_that_is_reported_twice_is_one_end() -> None:
+    ends = SessionEnds()
+    ends.add("t", "s", 0.0)
+    ends.confirmed("t", "s", ["m"], POOLS)
+    ends.add("t", "s", 1.0)
+    assert ends.untold(["m"], 1.0) == [("t", "s")], "the second end is another, which the owner has not confirmed"
+    ends.confirmed("t", "s", POOLS, POOLS)
+    ends.confirmed("t", "s", POOLS, POOLS)
+    assert len(ends) == 0
+
+
+def test_an_owner_is_not_told_of_an_end_after_which_the_session_has_begun_again() -> None:
+    ends = SessionEnds()
+    ends.add("t", "s", 0.0)
+    ends.begun("t", "s", "m")
+    ends.begun("t", "unknown", "m")
+    assert (ends.untold(["m"], 1.0), ends.untold(["n"], 1.0)) == ([], [("t", "s")])
+
+
+def test_ends_of_one_id_are_kept_apart_by_tenant() -> None:
+    ends = SessionEnds()
+    ends.add("red", "s", 0.0)
+    ends.add("blue", "s", 0.0)
+    ends.confirmed("red", "s", POOLS, POOLS)
+    assert ends.untold(["m"], 1.0) == [("blue", "s")]
+
+
+def test_an_end_that_nobody_confirms_is_dropped_after_a_time() -> None:
+    ends = SessionEnds()
+    ends.add("t", "old", 0.0)
+    ends.add("t", "new", 1.0)
+    assert ends.untold(["m"], KEPT_S) == [("t", "new")]
+    assert len(ends) == 1
+
+
+def test_the_oldest_ends_are_dropped_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_ends, "MAX_ENDS", 2)
+    ends = SessionEnds()
+    for name in ("a", "b", "a", "c"):
+        ends.add("t", name, 0.0)
+    assert ends.untold(["m"], 1.0) == [("t", "a"), ("t", "c")]
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "begun", "confirmed", "told again"]), st.sampled_from("ab"), st.sampled_from(POOLS)
+    )
+)
+
+
+@given(ACTIONS)
+def test_an_owner_is_told_of_what_it_has_not_confirmed(actions: list[tuple[str, str, str]]) -> None:
+    ends = SessionEnds()
+    untold: dict[str, set[str]] = {}
+    for action, session, pool in actions:
+        match action:
+            case "add":
+                ends.add("t", session, 0.0)
+                untold[session] = set(POOLS)
+            case "begun":
+                ends.begun("t", session, pool)
+                untold.get(session, set()).discard(pool)
+            case "confirmed":
+                ends.confirmed("t", session, [pool], POOLS)
+                untold.get(session, set()).discard(pool)
+        for one in POOLS:
+            assert {name for _, name in ends.untold([one], 1.0)} == {
+                name for name, left in untold.items() if one in left
+            }
