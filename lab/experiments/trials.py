@@ -24,7 +24,8 @@ from pointsman.lab.report.measures import ALL, Measures, measure
 from pointsman.lab.report.request_record import RequestRecord
 from pointsman.lab.simulation.config import SimulationConfig
 from pointsman.lab.simulation.simulator import Simulator
-from pointsman.lab.workload.session_starts import Arrivals, draw_sessions
+from pointsman.lab.workload.session_starts import Arrivals, Session, draw_sessions
+from pointsman.lab.workload.subagents import Subagents, with_subagents
 from pointsman.lab.workload.trace_files import load_trace
 from pointsman.lab.workload.traces import TraceRequest, first_sessions
 
@@ -34,11 +35,13 @@ TraceSource = Path | Callable[[int], Sequence[TraceRequest]]
 
 @dataclass(frozen=True)
 class Workload:
-    """Source of requests and the starts of their sessions. `sessions`: number of the trace's first sessions to use (0: all)."""
+    """Source of requests, the starts of their sessions, and which of them are sub-agents. `sessions`: number of the trace's first
+    sessions to use (0: all)."""
 
     source: TraceSource
     arrivals: Arrivals = field(default_factory=Arrivals)
     sessions: int = 0
+    subagents: Subagents = field(default_factory=Subagents)
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def run_trial(
 ) -> tuple[list[RequestRecord], Measures]:
     """Run a cell under a seed in this process; return its records and measures. `on_sample` is passed to Simulator. Raises
     ValueError (TraceError, SimulationError, SettingError) for a cell that cannot be run."""
-    sessions = draw_sessions(_requests(cell.workload, seed), cell.workload.arrivals, seed)
+    sessions = drawn(cell.workload, seed)
     config = replace(cell.simulation, seed=seed)
     if config.policy in BOUNDS:
         records = LatencyBound(sessions, config).run()
@@ -95,6 +98,11 @@ def run_trial(
     simulator = Simulator(iter(sessions), config, on_sample)
     records = simulator.run()
     return records, measure(records, simulator.busy_s)
+
+
+def drawn(workload: Workload, seed: int) -> list[Session]:
+    """Return the sessions of a seed's draw. Raises ValueError as run_trial does."""
+    return with_subagents(draw_sessions(_requests(workload, seed), workload.arrivals, seed), workload.subagents, seed)
 
 
 def run_cells(

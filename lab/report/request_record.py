@@ -24,6 +24,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     status: int = 0
     error: str = ""
     t_send: float = 0.0
+    # Time that the request waited until it was admitted, s.
+    parked_s: float = 0.0
     ttft_s: float | None = None
     e2e_s: float = 0.0
     prompt_tokens: int | None = None

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.gateway.core.pool_owners import DEFAULT_OWNER_TIMEOUT_S
 from pointsman.gateway.core.request.request_events import RequestTimeouts
+from pointsman.lab.admission.registry import RULES
 from pointsman.lab.engine.cost_profile import Profile
 from pointsman.lab.engine.interface import EngineConfig
 from pointsman.router.core.policy.base import Policy
+from pointsman.router.core.priority import Priority
 from pointsman.router.core.router_state import StateSettings
 
 TIMINGS = ("trace", "think")
@@ -18,6 +20,17 @@ TIMINGS = ("trace", "think")
 
 class SimulationError(ValueError):
     """A configuration that cannot be simulated; the message names the field and its allowed values."""
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A tenant of the gateway: name, weight of its share, class of its requests, and its number of sessions relative to other
+    tenants' `sessions`."""
+
+    name: str = ""
+    weight: float = 1.0
+    priority: Priority = Priority.STANDARD
+    sessions: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -29,8 +42,15 @@ class SimulationConfig:
 
     `names` are the names of the instances; by default they are numbered. `policy` is a name, with `policy_settings`, or a policy
     object. `retries` is the maximum number of retries of a client that is refused with a retry time; it waits that time before
-    each. With `layerwise` KV is pushed while it is computed. With `prompts_include_answers`, the tokens that a turn generated
-    follow its prompt in the session's next prompt (`pointsman.lab.workload.block_names`).
+    each. With `patience_s` it disconnects when it has had no token for so long since it first sent the request. With `gives_up` a
+    session ends with a request that failed; otherwise its next turn follows. A share of `unnamed_share` (0 to 1) of the sessions
+    sends no session id. Each session is of one of `tenants`, at random by their shares.
+
+    With `layerwise` KV is pushed while it is computed. With `prompts_include_answers`, the tokens that a turn generated follow
+    its prompt in the session's next prompt (`pointsman.lab.workload.block_names`).
+
+    `lab_admission` is the admission rule of the lab in front of the gateway (empty: none), one of
+    `pointsman.lab.admission.registry.RULES`.
 
     Delays: reading a request takes `frontend_s`, and tokenising `tokenise_token_s` per prompt token; both are constant. The way
     to the router and the way back each take `placement_s` / 2 on average. A step or slice reaches an engine's scheduler after
@@ -57,6 +77,11 @@ class SimulationConfig:
     max_sessions: int = 0
     seed: int = 0
     retries: int = 10
+    patience_s: float | None = None
+    gives_up: bool = False
+    unnamed_share: float = 0.0
+    tenants: tuple[Tenant, ...] = (Tenant(),)
+    lab_admission: str = ""
     layerwise: bool = False
     prompts_include_answers: bool = True
     frontend_s: float = 0.0
@@ -87,6 +112,16 @@ class SimulationConfig:
             raise SimulationError(f"timing: {self.timing!r} is not {' or '.join(TIMINGS)}")
         if not 0 <= self.report_loss < 1:
             raise SimulationError(f"report_loss: {self.report_loss} is not in 0 to below 1")
+        if self.lab_admission and self.lab_admission not in RULES:
+            raise SimulationError(
+                f"lab_admission: there is no rule {self.lab_admission!r}; the rules are {', '.join(RULES)}"
+            )
+        if not 0 <= self.unnamed_share <= 1:
+            raise SimulationError(f"unnamed_share: {self.unnamed_share} is not in 0 to 1")
+        if self.patience_s is not None and self.patience_s <= 0:
+            raise SimulationError(f"patience_s: {self.patience_s} is not above 0")
+        if not self.tenants or min(tenant.sessions for tenant in self.tenants) <= 0:
+            raise SimulationError("tenants: there must be at least one, each with sessions above 0")
         for name in (
             "frontend_s",
             "tokenise_token_s",

@@ -30,6 +30,8 @@ from pointsman.lab.simulation.routers import Routers
 from pointsman.router.core import events_and_effects as ev
 
 GATEWAY = "sim"
+# HTTP status, as in nginx's log, of a request whose client disconnected.
+CLIENT_LEFT = 499
 
 # (request, now, HTTP status, error): handles the request's end.
 OnEnd = Callable[[SimulatedRequest, float, int, str], None]
@@ -72,7 +74,20 @@ class SimulatedGateway:
         self.requests[running.placement.request_id] = running
         self._event_queue.schedule(tokenised_at + self._network_delay_s(running), partial(self._begin, running))
 
+    def disconnect(self, running: SimulatedRequest, now: float) -> None:
+        """Let the client of a request that has not ended disconnect. Mutates."""
+        machine = running.state_machine
+        running.left = True
+        if machine is not None and machine.phase is not Phase.DONE:
+            self._handle(running, ge.ClientDisconnected(), now)
+        else:
+            # The prompt is being tokenised, or the client waits before it retries.
+            self.requests.pop(running.placement.request_id, None)
+            self._on_end(running, now, CLIENT_LEFT, "client left")
+
     def _begin(self, running: SimulatedRequest, now: float) -> None:
+        if running.left:
+            return
         state_machine = running.begin(self._config.timeouts)
         self.requests[running.placement.request_id] = running
         self._apply(running, state_machine.start(now), now)
@@ -80,6 +95,9 @@ class SimulatedGateway:
     def _answer(self, running: SimulatedRequest, now: float) -> None:
         """End a request. A client that is told to retry later sends it again, as another request."""
         del self.requests[running.placement.request_id]
+        if running.left:
+            self._on_end(running, now, CLIENT_LEFT, "client left")
+            return
         if running.failure is None:
             self._on_end(running, now, 400 if running.rejection else 200, running.rejection)
             return

@@ -41,6 +41,8 @@ class SimulatedRequest:
     # Time of the state machine's next scheduled tick, s; None: no tick is scheduled.
     tick_at: float | None = None
     failure: FailRequest | None = None
+    # Whether the client has disconnected.
+    left: bool = False
     # The engine's message when it rejected the request.
     rejection: str = ""
     draw_count: int = 0

@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from pointsman.common.core.block_keys import KEY_TOKENS
+from pointsman.lab.admission.registry import RULES
 from pointsman.lab.engine.interface import Finished, FirstToken, WaitingForRemoteKv
 from pointsman.lab.report.instance_samples import InstanceSample
 from pointsman.lab.report.request_record import RequestRecord
+from pointsman.lab.simulation.admission_gate import AdmissionGate
 from pointsman.lab.simulation.agent import CONSISTENCY_CHECK_INTERVAL_S, REPORT_INTERVAL_S
 from pointsman.lab.simulation.clients import Clients, Turn
 from pointsman.lab.simulation.config import SimulationConfig
 from pointsman.lab.simulation.event_queue import Action, EventQueue
 from pointsman.lab.simulation.fleet import SimulatedFleet
-from pointsman.lab.simulation.gateway import SimulatedGateway
+from pointsman.lab.simulation.gateway import CLIENT_LEFT, SimulatedGateway
 from pointsman.lab.simulation.owner_changes import OwnerChanges
 from pointsman.lab.simulation.report_channel import Deliver, ReportChannel
 from pointsman.lab.simulation.request import SimulatedRequest, request_id
@@ -97,6 +99,7 @@ class Simulator:
             self._prompts.new_names,
             self._end,
         )
+        self._gate = self._new_gate() if config.lab_admission else None
         self._owner_changes = OwnerChanges(
             config,
             self._pools,
@@ -134,6 +137,8 @@ class Simulator:
         if self._config.report_loss:
             self._every(CONSISTENCY_CHECK_INTERVAL_S, self._fleet.report_due)
         self._owner_changes.begin()
+        if self._gate is not None:
+            self._gate.begin()
 
     @property
     def router(self) -> RouterState:
@@ -182,14 +187,48 @@ class Simulator:
             model=turn.pool,
             input_tokens=prompt.length,
             keys=prompt.names,
-            session_id=request.session,
+            tenant=turn.tenant.name,
+            session_id=request.session if turn.named else "",
+            priority=turn.tenant.priority,
+            weight=turn.tenant.weight,
             max_output_tokens=request.output_length,
             exclude=turn.exclude,
             sliceable_tokens=prompt.length,
         )
         record = RequestRecord(session=request.session, turn=request.turn, t_send=now)
-        tokenised_at = now + self._config.frontend_s + self._config.tokenise_token_s * prompt.length
-        self._gateway.take(SimulatedRequest(turn, record, prompt, placement), tokenised_at)
+        running = SimulatedRequest(turn, record, prompt, placement)
+        if self._config.patience_s is not None:
+            self._event_queue.schedule(now + self._config.patience_s, partial(self._lose_patience, running))
+        if self._gate is None:
+            self._pass_on(running, now)
+        else:
+            self._gate.arrive(running, now)
+
+    def _pass_on(self, running: SimulatedRequest, now: float) -> None:
+        tokenised_at = now + self._config.frontend_s + self._config.tokenise_token_s * running.prompt.length
+        self._gateway.take(running, tokenised_at)
+
+    def _lose_patience(self, running: SimulatedRequest, now: float) -> None:
+        """Let a client that has had no token disconnect."""
+        if running.record.status or running.record.ttft_s is not None:
+            return
+        if self._gate is not None and self._gate.leave(running):
+            self._end(running, now, CLIENT_LEFT, "client left")
+        else:
+            self._gateway.disconnect(running, now)
+
+    def _new_gate(self) -> AdmissionGate:
+        pool_of = self._fleet.pool_of
+        of_pool = {pool: [name for name in pool_of if pool_of[name] == pool] for pool in self._pools}
+        tokens = self._config.engine.kv_blocks * self._config.engine.block_size
+        new_rule = RULES[self._config.lab_admission]
+        return AdmissionGate(
+            {pool: new_rule(dict.fromkeys(names, tokens)) for pool, names in of_pool.items()},
+            of_pool,
+            self._event_queue,
+            lambda pool, now: {name: self._fleet.instances[name].load(now) for name in of_pool[pool]},
+            self._pass_on,
+        )
 
     def _on_engine_event(self, event: WaitingForRemoteKv | FirstToken | Finished, now: float) -> None:
         self._gateway.on_engine_event(event, now)
@@ -198,7 +237,10 @@ class Simulator:
         running.record.status, running.record.error = status, error
         running.record.e2e_s = now - running.record.t_send
         self._ended.append(running.record)
-        self._clients.answered(running.turn, now)
+        if self._gate is not None:
+            over = not running.turn.later_turns or (self._config.gives_up and not running.record.ok)
+            self._gate.answered(running, now, over=over)
+        self._clients.answered(running.turn, now, ok=running.record.ok)
 
     # ---- the routers ----
 
