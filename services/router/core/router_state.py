@@ -25,7 +25,6 @@ from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman.router.core.load.affinity import Affinity
 from pointsman.router.core.load.recent_migrations import Migrations
 from pointsman.router.core.load.reservations import Reservations
-from pointsman.router.core.load.session_owners import SessionOwners
 from pointsman.router.core.ownership import OwnedPools
 from pointsman.router.core.policy.base import Policy
 from pointsman.router.core.policy_views import Views
@@ -38,6 +37,7 @@ from pointsman.router.core.requests.open_requests import OpenRequests
 from pointsman.router.core.requests.place_or_hold import HeldRequests
 from pointsman.router.core.requests.placed_requests import Plans
 from pointsman.router.core.requests.retry_after import RetryAfter
+from pointsman.router.core.requests.session_owners import SessionOwners
 from pointsman.router.core.requests.unfinished_work import Steps, UnfinishedWork
 from pointsman.router.core.startup_gate import StartupGate
 from pointsman.router.core.types import Decision, PlacementRequest
