@@ -1071,6 +1071,8 @@ class Decision(_message.Message):
     NEXT_OWNER_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    TAKEN_POLICY_FIELD_NUMBER: _builtins.int
+    TAKEN_POLICY_REASON_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.str
     """Id of the decision."""
     request_id: _builtins.str
@@ -1115,6 +1117,10 @@ class Decision(_message.Message):
     """Priority class of the request, which has an effect while it is held."""
     weight: _builtins.int
     """Weight of the request's tenant within its priority class."""
+    taken_policy: _builtins.str
+    """Name of the policy that the policy took for this decision: auto takes others. Empty if the policy decided itself."""
+    taken_policy_reason: _builtins.str
+    """Why the policy took it, as one word: times_predictable, few_exact_prefixes, ... ListPolicies returns their meanings."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """Time of the decision."""
@@ -1188,10 +1194,12 @@ class Decision(_message.Message):
         next_owner: _builtins.str = ...,
         priority: _placement_pb2.Priority.ValueType = ...,
         weight: _builtins.int = ...,
+        taken_policy: _builtins.str = ...,
+        taken_policy_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "decide_time", b"decide_time", "finished", b"finished", "held", b"held", "margin", b"margin", "policy", b"policy", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "decide_time", b"decide_time", "decision_id", b"decision_id", "degraded", b"degraded", "figures", b"figures", "finished", b"finished", "held", b"held", "input_tokens", b"input_tokens", "inputs_digest", b"inputs_digest", "key_count", b"key_count", "margin", b"margin", "mode", b"mode", "model", b"model", "next_owner", b"next_owner", "notes", b"notes", "other_instances", b"other_instances", "outcome", b"outcome", "policy", b"policy", "priority", b"priority", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "runner_up", b"runner_up", "session_id", b"session_id", "session_owner", b"session_owner", "steps", b"steps", "tenant", b"tenant", "time", b"time", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "decide_time", b"decide_time", "decision_id", b"decision_id", "degraded", b"degraded", "figures", b"figures", "finished", b"finished", "held", b"held", "input_tokens", b"input_tokens", "inputs_digest", b"inputs_digest", "key_count", b"key_count", "margin", b"margin", "mode", b"mode", "model", b"model", "next_owner", b"next_owner", "notes", b"notes", "other_instances", b"other_instances", "outcome", b"outcome", "policy", b"policy", "priority", b"priority", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "runner_up", b"runner_up", "session_id", b"session_id", "session_owner", b"session_owner", "steps", b"steps", "taken_policy", b"taken_policy", "taken_policy_reason", b"taken_policy_reason", "tenant", b"tenant", "time", b"time", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__margin: _TypeAlias = _typing.Literal["margin"]  # noqa: Y015
     _WhichOneofArgType__margin: _TypeAlias = _typing.Literal["_margin", b"_margin"]  # noqa: Y015
@@ -2280,6 +2288,7 @@ class PoolStatus(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     INSTANCES_FIELD_NUMBER: _builtins.int
     HELD_REQUESTS_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the pool."""
     instances: _builtins.int
@@ -2290,6 +2299,10 @@ class PoolStatus(_message.Message):
     def owner(self) -> _placement_pb2.Owner:
         """The replica that places the pool's requests. Absent if nobody owns the pool."""
 
+    @_builtins.property
+    def policy(self) -> Global___PoolPolicy:
+        """The policy for the pool's next decisions. Absent if another replica owns the pool, since only the owner decides."""
+
     def __init__(
         self,
         *,
@@ -2297,14 +2310,57 @@ class PoolStatus(_message.Message):
         owner: _placement_pb2.Owner | None = ...,
         instances: _builtins.int = ...,
         held_requests: _builtins.int = ...,
+        policy: Global___PoolPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_requests", b"held_requests", "instances", b"instances", "model", b"model", "owner", b"owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_requests", b"held_requests", "instances", b"instances", "model", b"model", "owner", b"owner", "policy", b"policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
+
+@_typing.final
+class PoolPolicy(_message.Message):
+    """The policy that places a pool's requests, and what is known of the pool, at most a second old."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    READY_INSTANCES_FIELD_NUMBER: _builtins.int
+    EXACT_INSTANCES_FIELD_NUMBER: _builtins.int
+    LEARNED_INSTANCES_FIELD_NUMBER: _builtins.int
+    PRODUCERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the policy: the one in force or, under auto, the one that auto takes for this pool."""
+    reason: _builtins.str
+    """Why auto takes it, as one word; ListPolicies returns its meaning. Empty under other policies."""
+    ready_instances: _builtins.int
+    """Number of READY instances that answer requests."""
+    exact_instances: _builtins.int
+    """How many of them report KV events that are in use."""
+    learned_instances: _builtins.int
+    """For how many of them the prefill curve of their hardware is learned."""
+    producers: _builtins.int
+    """Number of READY instances that only prefill for others."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        ready_instances: _builtins.int = ...,
+        exact_instances: _builtins.int = ...,
+        learned_instances: _builtins.int = ...,
+        producers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exact_instances", b"exact_instances", "learned_instances", b"learned_instances", "name", b"name", "producers", b"producers", "ready_instances", b"ready_instances", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolPolicy: _TypeAlias = PoolPolicy  # noqa: Y015
 
 @_typing.final
 class RouterStatus(_message.Message):
