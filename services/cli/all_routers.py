@@ -90,6 +90,17 @@ def instances_of(router: str, model: str = "") -> tuple[fleet_pb2.ListInstancesR
     return answer, silent
 
 
+def pool_policies(router: str, model: str = "") -> dict[str, fleet_pb2.PoolPolicy]:
+    """Return the policy that decides for each pool, or for that of `model`, as the pools' owners report it, by pool. Ends the
+    program if `router` does not answer; pools of other routers that do not answer are left out."""
+    routers = reachable_routers(router)
+    answers = _ask_all(
+        routers, lambda fleet: fleet.ListReplicas, fleet_pb2.ListReplicasRequest(), "the policies of its pools"
+    )
+    pools = {pool.model: pool.policy for one in answers.values() for pool in one.pools if pool.HasField("policy")}
+    return {name: pools[name] for name in sorted(pools) if model in ("", name)}
+
+
 def at_owner(router: str, status: fleet_pb2.InstanceStatus) -> fleet_pb2.InstanceStatus:
     """Return `status`, which `router` reported, with the number of requests from the owner of its pool. Mutates `status`.
 
@@ -192,8 +203,9 @@ def _list_instances(router: str, model: str) -> fleet_pb2.ListInstancesResponse:
     )
 
 
-def _ask_all(routers: Routers, method: Method[T], request: object) -> dict[str, T]:
-    """Return the answers by router id. Ends the program if the router that the user named does not answer; warns of others."""
+def _ask_all(routers: Routers, method: Method[T], request: object, missing: str = "its decisions") -> dict[str, T]:
+    """Return the answers by router id. Ends the program if the router that the user named does not answer; warns of others, and
+    that what is `missing` is not shown."""
     answers: dict[str, T] = {}
     for router_id, address in routers.addresses.items():
         try:
@@ -201,5 +213,5 @@ def _ask_all(routers: Routers, method: Method[T], request: object) -> dict[str, 
         except grpc.RpcError as error:
             if router_id == routers.asked:
                 no_answer(address, error)
-            routers.warn(router_id, error, "its decisions are missing here")
+            routers.warn(router_id, error, f"{missing} are missing here")
     return answers

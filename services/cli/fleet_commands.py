@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pointsman.cli.all_routers import instances_of, newest_decisions, of_its_router, warn
+from pointsman.cli.all_routers import instances_of, newest_decisions, of_its_router, pool_policies, warn
 from pointsman.cli.doctor import examine
 from pointsman.cli.findings import EngineAccess, Finding
 from pointsman.cli.instance_commands import (
@@ -42,6 +42,7 @@ from pointsman.cli.policy_commands import set_policy, verify, what_if
 from pointsman.cli.router_call import DEFAULT_ROUTER, UNUSABLE, fail, no_answer
 from pointsman.common.core.enum_words import values, word
 from pointsman.common.io.tls import client_context
+from pointsman.router.core.policy.auto import Auto
 from pointsman.router.core.policy.base import bounds
 from pointsman.router.core.policy.reasons import ROUTE_CLASSES, explained
 from pointsman.router.core.policy.registry import POLICIES
@@ -114,6 +115,19 @@ def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: Jso
     console.print(
         f"policy {answer.policy.name} {_settings(answer.policy)}  router {answer.router_id}"
         + (f"  {answer.held_requests} requests held" if answer.held_requests else "")
+    )
+    if answer.policy.name == Auto.name:
+        for pool, taken in pool_policies(router, model).items():
+            console.print(f"{pool}: {_taken(taken)}", highlight=False, markup=False)
+
+
+def _taken(policy: fleet_pb2.PoolPolicy) -> str:
+    """Return which policy decides for a pool and why, with the numbers that this depends on."""
+    ready = policy.ready_instances
+    producers = f", {policy.producers} only prefill" if policy.producers else ""
+    return (
+        f"{policy.name} ({explained(policy.reason)}); of {ready} ready instances {policy.exact_instances} report KV events, "
+        f"{policy.learned_instances} have a learned curve{producers}"
     )
 
 
@@ -296,6 +310,8 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
         + (f" ({', '.join(decision.notes)})" if decision.notes else "")
     )
     console.print(f"policy {decision.policy.name} {_settings(decision.policy)}")
+    if decision.taken_policy:
+        console.print(f"took {decision.taken_policy} ({explained(decision.taken_policy_reason)})", highlight=False)
     for step in decision.steps:
         kind = placement_pb2.StepKind.Name(step.kind).removeprefix("STEP_KIND_")
         # If the plan's reason explains the plan's form, the step's reason explains the choice of its instance.

@@ -16,6 +16,7 @@ from pointsman.router.core.instances.circuit_breaker import CIRCUIT_OPEN
 from pointsman.router.core.instances.instance_registry import CandidateSnapshot, InstanceRecord, InstanceRegistry
 from pointsman.router.core.instances.saturation import SATURATED, SaturationLimits
 from pointsman.router.core.instances.session_shares import CANARY, LEAST_WEIGHTS, SessionShares
+from pointsman.router.core.learning.pool_facts import PoolFactsCache
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman.router.core.load.affinity import Affinity
@@ -31,6 +32,7 @@ from pointsman.router.core.types import (
     InstanceState,
     KvRole,
     PlacementRequest,
+    PoolFacts,
     PrefillBacklog,
 )
 
@@ -66,6 +68,7 @@ class Views:
         self.limits = limits
         self._stale_report_s = stale_report_s
         self._loads = KeptLoads(reservations)
+        self._facts = PoolFactsCache(instances, prefix_knowledge, prefill_observer)
 
     def view(
         self, request: PlacementRequest, pool: str, decision_number: int, now: float, *, few: bool = False
@@ -127,7 +130,12 @@ class Views:
         kinds = {candidate.prefill_backlog.hardware for candidate in candidates}
         curves = {kind: self._prefill_observer.curve(pool, kind) for kind in sorted(kinds)}
         mean_work = self._prefill_observer.mean_work(pool)
-        return FleetView(tuple(candidates), owner, decision_number, now, curves, mean_work, unseen)
+        facts = self._facts.of(pool, now)
+        return FleetView(tuple(candidates), owner, decision_number, now, curves, mean_work, unseen, facts)
+
+    def facts(self, pool: str, now: float) -> PoolFacts:
+        """Return what is known of `pool` as a whole, at most a second old."""
+        return self._facts.of(pool, now)
 
     def has_room(self, pool: str, model: str, now: float) -> bool:
         """Return whether a request for `model`, one of the names of `pool`, can be placed on any instance."""
@@ -149,6 +157,7 @@ class Views:
     def forget_pool(self, pool: str) -> None:
         """Drop what is kept of a pool that was removed. Mutates."""
         self._loads.forget_pool(pool)
+        self._facts.forget_pool(pool)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a kept snapshot differs from one that is built anew."""

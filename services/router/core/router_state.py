@@ -26,7 +26,7 @@ from pointsman.router.core.load.affinity import Affinity
 from pointsman.router.core.load.recent_migrations import Migrations
 from pointsman.router.core.load.reservations import Reservations
 from pointsman.router.core.ownership import OwnedPools
-from pointsman.router.core.policy.base import Policy
+from pointsman.router.core.policy.base import Policy, TakenPolicy
 from pointsman.router.core.policy_views import Views
 from pointsman.router.core.prefix.exact_index import PrefixIndex
 from pointsman.router.core.priority import Priority
@@ -40,7 +40,7 @@ from pointsman.router.core.requests.retry_after import RetryAfter
 from pointsman.router.core.requests.session_owners import SessionOwners
 from pointsman.router.core.requests.unfinished_work import Steps, UnfinishedWork
 from pointsman.router.core.startup_gate import StartupGate
-from pointsman.router.core.types import Decision, PlacementRequest
+from pointsman.router.core.types import Decision, PlacementRequest, PoolFacts
 
 # Events after which held requests are not retried. Most of them free nothing. After KeysReported the next load report or tick
 # retries; after PoolTaken no request may be placed before the gateways reconnect; RetryDue itself is a retry.
@@ -312,6 +312,11 @@ class RouterState:
             why = f"it would be held or refused; {queue.count(verdict.pool)} wait, {before} of them {request.priority} or higher"
             return self.held_requests.refusal(request, verdict.pool, "", why)
         return replace(verdict, decision_id="dry-run") if isinstance(verdict, Decision) else verdict
+
+    def pool_policy(self, pool: str, now: float) -> tuple[TakenPolicy, PoolFacts]:
+        """Return the policy that decides for `pool`, and what is known of the pool, at most a second old."""
+        facts = self.views.facts(pool, now)
+        return self.policy.taken(facts), facts
 
     def what_if(self, decision: Decision, policy: Policy) -> Decision:
         """Return a recorded decision, made again on its recorded view under `policy`. Changes nothing."""

@@ -315,6 +315,23 @@ class Unseen(msgspec.Struct, frozen=True, gc=False):
 NOTHING_UNSEEN = Unseen()
 
 
+class PoolFacts(msgspec.Struct, frozen=True, gc=False):
+    """What is known about a pool as a whole, at most a second old (pool_facts.py).
+
+    `instances`: number of READY instances that answer requests. `exact`: how many of them report KV events that are in use.
+    `learned`: for how many of them the prefill curve of their hardware is learned. `producers`: number of READY instances that
+    only prefill for others.
+    """
+
+    instances: int = 0
+    exact: int = 0
+    learned: int = 0
+    producers: int = 0
+
+
+NO_FACTS = PoolFacts()
+
+
 class FleetView(msgspec.Struct, frozen=True, gc=False):
     """Everything that a policy may use, besides the request. `decision_number` counts the pool's decisions, for round-robin
     tie-breaks; `now` is in s.
@@ -323,6 +340,7 @@ class FleetView(msgspec.Struct, frozen=True, gc=False):
     pool, and in `unseen` the sums over the other instances.
 
     `curves`: the prefill curve of each kind of hardware among the candidates. `mean_work`: mean prefill work of a request.
+    `facts`: what is known of the pool as a whole.
     """
 
     candidates: tuple[Candidate, ...]
@@ -332,6 +350,7 @@ class FleetView(msgspec.Struct, frozen=True, gc=False):
     curves: Mapping[str, PrefillCurve] = msgspec.field(default_factory=dict)
     mean_work: PrefillWork = PrefillWork()
     unseen: Unseen = NOTHING_UNSEEN
+    facts: PoolFacts = NO_FACTS
 
     def find(self, instance_id: str) -> Candidate | None:
         """Return the candidate with this id, or None."""
@@ -386,6 +405,8 @@ class PolicyResult(msgspec.Struct, frozen=True, gc=False):
     something frees at the instance `waits_for` (empty: at any instance).
 
     Steps that end with a PREFILL are the beginning of a plan: after the last of them the policy is asked again.
+
+    A policy that leaves the choice to another one names it in `policy`, and says why in `policy_reason`, in one word.
     """
 
     steps: tuple[Step, ...]
@@ -396,6 +417,8 @@ class PolicyResult(msgspec.Struct, frozen=True, gc=False):
     max_hold_s: float = 0.0
     queue_penalty_s: float | None = None
     waits_for: str = ""
+    policy: str = ""
+    policy_reason: str = ""
 
 
 class PolicyRef(msgspec.Struct, frozen=True, gc=False):

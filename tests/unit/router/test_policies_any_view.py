@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from pointsman.router.core.policy.auto import Auto
 from pointsman.router.core.policy.base import NO_KV_TRANSFER, Policy, decide
 from pointsman.router.core.policy.reasons import REASONS
 from pointsman.router.core.policy.registry import POLICIES, make_policy
@@ -22,6 +23,7 @@ from pointsman.router.core.types import (
     FleetView,
     InstanceState,
     PlacementRequest,
+    PoolFacts,
     PrefillBacklog,
     PrefixSource,
     StepKind,
@@ -57,6 +59,14 @@ WORK = st.builds(
     hardware=st.sampled_from(("", "fast")),
     unlisted=SUMS,
     unlisted_remainders=SUMS,
+)
+
+FACTS = st.builds(
+    PoolFacts,
+    instances=st.integers(0, 4),
+    exact=st.integers(0, 4),
+    learned=st.integers(0, 4),
+    producers=st.sampled_from((0, 0, 1)),
 )
 
 
@@ -105,6 +115,7 @@ def cases(draw: st.DrawFn) -> tuple[PlacementRequest, FleetView]:
         draw(st.floats(0, 60)),
         {"": PrefillCurve(), "fast": PrefillCurve(0.001, 1e-6, 1e-10)},
         draw(st.builds(PrefillWork, st.floats(0, 1e5), st.floats(0, 1e9))),
+        facts=draw(FACTS),
     )
     if not seen.eligible():
         seen = replace(
@@ -194,6 +205,17 @@ def test_excluded_candidates_change_nothing(
     policy = data.draw(configured(name))
     without = replace(seen, candidates=seen.available())
     assert policy.choose(asked, seen, random.Random(seed)) == policy.choose(asked, without, random.Random(seed))
+
+
+@patient
+@given(case=cases(), seed=st.integers(0, 1_000))
+def test_auto_decides_as_the_policy_that_it_takes(case: tuple[PlacementRequest, FleetView], seed: int) -> None:
+    asked, seen = case
+    result = Auto().choose(asked, seen, random.Random(seed))
+    taken = make_policy(result.policy)
+    assert replace(result, policy="", policy_reason="") == taken.choose(asked, seen, random.Random(seed))
+    assert taken == Auto().taken(seen.facts).policy
+    assert result.policy_reason in REASONS
 
 
 @patient

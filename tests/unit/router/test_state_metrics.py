@@ -201,3 +201,13 @@ def test_how_many_prefills_taught_a_curve_is_told_by_its_owner() -> None:
     fleet.handle(finished(request_id="whole"), 5.0)
     assert at(read(with_state(fleet)), "prefill_curve_samples", model="m", hardware="H") == 3
     assert not [name for name, _ in read(with_state(other)) if "curve_samples" in name]
+
+
+def test_the_policy_of_a_pool_is_told_by_its_owner_with_the_reason() -> None:
+    fleet, chosen, other = state("auto"), state("lpwl"), state("auto", owns_all=False)
+    for one in (fleet, chosen, other):
+        join(one, "a", 1)
+    told = read(with_state(fleet))
+    assert at(told, "pool_policy", model="m", policy="unified", reason="curve_not_learned") == 1
+    assert at(read(with_state(chosen)), "pool_policy", model="m", policy="lpwl", reason="") == 1
+    assert not [name for name, _ in read(with_state(other)) if "pool_policy" in name]

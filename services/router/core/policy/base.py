@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from msgspec.structs import replace
 
@@ -20,6 +20,7 @@ from pointsman.router.core.types import (
     PlacementRequest,
     PolicyRef,
     PolicyResult,
+    PoolFacts,
     Step,
     StepKind,
     route_class,
@@ -66,6 +67,15 @@ def summary(kind: type[Policy]) -> str:
     return first.rstrip(".") + "."
 
 
+class TakenPolicy(NamedTuple):
+    """The policy that decides for a pool. If another policy takes it, `reason` (of reasons.py) says why, and `admits_sessions`
+    whether sessions are to be admitted under it although the setting does not ask for it."""
+
+    policy: Policy
+    reason: str = ""
+    admits_sessions: bool = False
+
+
 @dataclass(frozen=True)
 class Policy(ABC):
     """A pure function from request and view to a result; its dataclass fields are its settings."""
@@ -79,6 +89,11 @@ class Policy(ABC):
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         """Choose the instance that answers from `view.eligible()` (not empty), and optionally another one that prefills for it
         from `view.sources_of()`; or hold the request. The result must depend on nothing but the arguments."""
+
+    def taken(self, facts: PoolFacts) -> TakenPolicy:
+        """Return the policy that decides for a pool of which `facts` are known: this one, unless it leaves the choice to
+        others."""
+        return TakenPolicy(self)
 
     def without_holds(self) -> Policy | None:
         """Return the policy that places a request which this policy has held for the maximum time; None: the default policy."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pointsman.router.core.policy.adaptive import Adaptive, AdaptiveOffload
+from pointsman.router.core.policy.auto import Auto
 from pointsman.router.core.policy.base import Policy, SettingError, build
 from pointsman.router.core.policy.elastic import Elastic
 from pointsman.router.core.policy.foresight import Foresight
@@ -21,6 +22,7 @@ from pointsman.router.core.policy.unified import Unified
 
 _KINDS: tuple[type[Policy], ...] = (
     Unified,
+    Auto,
     Elastic,
     Migrate,
     Foresight,

@@ -48,7 +48,8 @@ class Decider:
         if not pool:
             return ev.Refused(request.request_id, "NOT_FOUND", f"no instance serves a model {request.model!r}")
         policy = policy or self.policy
-        view = self._views.view(request, pool, self._numbers.get(pool, 0), now, few=policy.looks_at_few)
+        few = policy.taken(self._views.facts(pool, now)).policy.looks_at_few
+        view = self._views.view(request, pool, self._numbers.get(pool, 0), now, few=few)
         if not view.eligible():
             if any(one.excluded == SATURATED and not one.produces_only for one in view.candidates):
                 return AllSaturated(pool, view)

@@ -15,9 +15,9 @@ from pointsman.router.core.analysis.outcome_stats import OutcomeGroup, quantile
 from pointsman.router.core.analysis.policy_comparison import PolicyComparison, ttft_change_s
 from pointsman.router.core.instances.instance_orders import InstanceOrder, OrderChange
 from pointsman.router.core.instances.instance_registry import InstanceRecord
-from pointsman.router.core.policy.base import Policy, bounds, summary
+from pointsman.router.core.policy.base import Policy, TakenPolicy, bounds, summary
 from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import Candidate, Decision, InstanceState, PolicyRef, PrefixSource
+from pointsman.router.core.types import Candidate, Decision, InstanceState, PolicyRef, PoolFacts, PrefixSource
 from pointsman.router.io.convert import agent_messages, gateway_messages
 from pointsman.router.io.convert.times import change, duration, timestamp
 from pointsman.router.io.telemetry.decision_log import LoggedDecision
@@ -173,6 +173,18 @@ def instance_status(state: RouterState, record: InstanceRecord, now: float) -> f
     return wire
 
 
+def pool_policy_to_wire(taken: TakenPolicy, facts: PoolFacts) -> fleet_pb2.PoolPolicy:
+    """Convert the policy that decides for a pool, and what is known of the pool."""
+    return fleet_pb2.PoolPolicy(
+        name=taken.policy.name,
+        reason=taken.reason,
+        ready_instances=facts.instances,
+        exact_instances=facts.exact,
+        learned_instances=facts.learned,
+        producers=facts.producers,
+    )
+
+
 def order_to_wire(instance_id: str, order: InstanceOrder, *, known: bool) -> fleet_pb2.InstanceOrder:
     """Convert an operator's order for an instance. `known`: whether the router knows the instance."""
     return fleet_pb2.InstanceOrder(
@@ -258,6 +270,8 @@ def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: 
         other_instances=decision.view.unseen.instances,
         priority=gateway_messages.priority_to_wire(request.priority),
         weight=int(request.weight),
+        taken_policy=result.policy,
+        taken_policy_reason=result.policy_reason,
     )
     if candidates:
         view = decision.view

@@ -35,11 +35,13 @@ def replicas_to_wire(router: Router) -> fleet_pb2.ListReplicasResponse:
         age = None if one.seen_at is None else duration(now - one.seen_at)
         answer.lost_replicas.add(router_id=one.router_id, heartbeat_age=age)
     for pool in state.instances.pools():
+        owned = state.owned.owns(pool.model)
         answer.pools.add(
             model=pool.model,
             owner=gateway_messages.owner_to_wire(store.owner(pool.model)),
             instances=len(state.instances.members(pool.model, pool.model)),
             held_requests=state.held_requests.queue.count(pool.model),
+            policy=operator_messages.pool_policy_to_wire(*state.pool_policy(pool.model, now)) if owned else None,
         )
     return answer
 

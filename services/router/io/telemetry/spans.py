@@ -69,6 +69,7 @@ def _placed(placed: ev.Placed) -> dict[str, Value | None]:
         "pointsman.request_id": placed.request_id,
         "pointsman.decision_id": decision.decision_id,
         "pointsman.policy": decision.policy.name,
+        "pointsman.taken_policy": decision.result.policy,
         "pointsman.reason": decision.result.reason,
         "pointsman.route_class": decision.route_class,
         "pointsman.mode": decision.mode,

@@ -90,6 +90,7 @@ class StateCollector(Collector):
         yield from (owned, held, instances)
         yield self._backlog()
         yield self._curve_samples()
+        yield self._pool_policies()
 
     def _backlog(self) -> Metric:
         """Return the backlog of the pools that this replica owns. An idle pool has 0, so that an autoscaler finds a value."""
@@ -116,6 +117,20 @@ class StateCollector(Collector):
         for model, hardware in sorted(kinds):
             if self._state.owned.owns(model):
                 told.add_metric([model, hardware], self._state.prefill_observer.samples(model, hardware))
+        return told
+
+    def _pool_policies(self) -> Metric:
+        """Return the policy that decides for each pool that this replica owns."""
+        told = GaugeMetricFamily(
+            f"{NAME}pool_policy",
+            "1 for the policy that decides for the pool, with the reason for which policy auto takes it (empty: not auto)",
+            labels=["model", "policy", "reason"],
+        )
+        now = self._clock()
+        for model in sorted({record.info.model for record in self._state.instances.records()}):
+            if self._state.owned.owns(model):
+                taken, _ = self._state.pool_policy(model, now)
+                told.add_metric([model, taken.policy.name, taken.reason], 1.0)
         return told
 
     def _instances(self) -> Iterator[Metric]:

@@ -4,6 +4,7 @@ import { consoleOf, el, facts, pill, policyText } from "./dom.js";
 import { age, count, num, orNone, seconds, span } from "./format.js";
 import { Table } from "./table.js";
 import { stateOf } from "./view_fleet.js";
+import { reasonText } from "./words.js";
 
 // Age of a heartbeat above which a router is shown as quiet, s. Routers send four heartbeats per lease, which is 1 s by default; the store
 // removes a router that is silent for a lease.
@@ -58,6 +59,7 @@ export function replicasView(app) {
       { id: "model", title: "Model", value: (p) => p.model },
       { id: "owner", title: "Owner", value: (p) => p.owner?.routerId ?? "nobody", tone: (p) => (p.owner ? "none" : "bad"), pill: true },
       { id: "instances", title: "Instances", unit: "ready", num: true, value: (p) => num(p.instances), text: (p) => `${count(members(p).filter((one) => stateOf(one) === "READY").length)} of ${count(p.instances)}` },
+      { id: "policy", title: "Policy", pill: true, hint: "The policy that decides for the pool; under auto, the one that it takes", value: (p) => p.policy?.name ?? "–", tone: () => "none", note: (p) => (p.policy ? takenText(p.policy) : "Only its owner knows this") },
       here("open", "Open", "req", "Requests placed and not finished", (p) => sum(p, (one) => one.numRequests)),
       here("held", "Held", "req", "Requests that wait for a placement", (p) => num(p.heldRequests)),
       here("pending", "To prefill", "tok", "Prompt tokens placed and not computed yet", (p) => sum(p, (one) => one.pendingPrefillTokens)),
@@ -85,6 +87,12 @@ export function replicasView(app) {
     own.replaceChildren(health(thisReplica));
   };
   return { element, title: "Replicas", refresh };
+}
+
+/** Why the policy decides for a pool, and what is known of the pool. */
+function takenText(policy) {
+  const known = `of ${count(policy.readyInstances)} ready instances ${count(policy.exactInstances)} report KV events, ${count(policy.learnedInstances)} have a learned prefill curve`;
+  return policy.reason ? `${reasonText(policy.reason)}; ${known}` : known;
 }
 
 const upFor = (replica) => Math.max(Date.now() - new Date(replica.startTime).getTime(), 0) / 1000;

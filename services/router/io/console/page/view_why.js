@@ -55,7 +55,7 @@ function verdict(decision, candidates, last) {
   const prefiller = candidates.find((one) => one.instanceId === decision.steps?.[0]?.instance?.instanceId) ?? chosen;
   const parts = [`${count(prefiller?.newTokens)} of ${count(decision.inputTokens)} input tokens were not cached there. `];
   const meaning = meaningOf(decision.reason);
-  parts.push(`Policy ${decision.policy?.name} chose it: ${meaning ? `${meaning} (${decision.reason})` : decision.reason}`);
+  parts.push(`Policy ${policyOf(decision)} chose it: ${meaning ? `${meaning} (${decision.reason})` : decision.reason}`);
   if (decision.runnerUp && decision.margin !== undefined) parts.push(`; the runner-up, ${decision.runnerUp}, scored ${decision.margin === 0 ? "the same" : `${figure(Math.abs(decision.margin))} ${decision.margin > 0 ? "worse" : "better"}`}`);
   else if (decision.runnerUp) parts.push(`; next by score was ${decision.runnerUp}`);
   else if (candidates.length === 1) parts.push("; there was no other instance");
@@ -63,6 +63,12 @@ function verdict(decision, candidates, last) {
   if (decision.sessionOwner && decision.sessionOwner !== last) parts.push(` The session left its owner, ${decision.sessionOwner}.`);
   if (decision.degraded) parts.push(" It was made while the shared store was away.");
   return el("p", { className: "verdict" }, parts.join(""));
+}
+
+/** "unified"; "auto, which took foresight," if the policy left the decision to another one. */
+function policyOf(decision) {
+  const name = decision.policy?.name;
+  return decision.takenPolicy ? `${name}, which took ${decision.takenPolicy},` : name;
 }
 
 function priorityOf(decision) {
@@ -90,6 +96,8 @@ function decided(decision) {
     ["Took", span(seconds(decision.decideTime))],
     ["Class", classText(classOf(decision))],
     ["Mode", modeOf(decision).toLowerCase()],
+    ["Policy", decision.takenPolicy ? `${decision.policy?.name} took ${decision.takenPolicy}` : decision.policy?.name],
+    ["Policy taken for", decision.takenPolicy ? reasonText(decision.takenPolicyReason) : ""],
     ["Reason", reasonText(decision.reason)],
     ["Predicted cached", `${count(decision.cachedTokens)} tok`],
     ["Owner before", decision.sessionOwner],

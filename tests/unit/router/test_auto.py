@@ -1,0 +1,132 @@
+"""Which policy `auto` takes for a pool, by what is known of the pool."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.analysis.decision_replay import differences, redecide
+from pointsman.router.core.learning.pool_facts import LEARNED_AFTER, MAX_AGE_S
+from pointsman.router.core.policy.auto import Auto, SessionAdmission, session_admission
+from pointsman.router.core.policy.foresight import NO_WAIT_LIMIT, Foresight
+from pointsman.router.core.policy.registry import make_policy
+from pointsman.router.core.router_state import RouterState
+from pointsman.router.core.types import Decision, KvRole, KvTransfer, Load, PoolFacts
+from tests.support.router_values import join, place, request, set_policy, state
+
+KNOWN = PoolFacts(instances=4, exact=4, learned=4)
+
+
+@pytest.mark.parametrize(
+    ("facts", "policy", "reason"),
+    [
+        (KNOWN, "foresight", "times_predictable"),
+        (replace(KNOWN, exact=2, learned=2), "foresight", "times_predictable"),
+        (replace(KNOWN, exact=1), "unified", "few_exact_prefixes"),
+        (replace(KNOWN, learned=1), "unified", "curve_not_learned"),
+        (replace(KNOWN, exact=1, learned=1), "unified", "few_exact_prefixes"),
+        (replace(KNOWN, producers=1), "elastic", "has_producers"),
+        (PoolFacts(), "unified", "few_exact_prefixes"),
+    ],
+)
+def test_a_pool_gets_the_best_policy_for_what_is_known_of_it(facts: PoolFacts, policy: str, reason: str) -> None:
+    taken = Auto().taken(facts)
+    assert (taken.policy, taken.reason) == (make_policy(policy), reason)
+
+
+@pytest.mark.parametrize(
+    ("policy", "facts", "switched_on", "expected"),
+    [
+        ("auto", KNOWN, False, SessionAdmission(True, "times_predictable")),
+        ("auto", replace(KNOWN, learned=0), False, SessionAdmission(False, "curve_not_learned")),
+        ("auto", replace(KNOWN, learned=0), True, SessionAdmission(True, "setting")),
+        ("auto", replace(KNOWN, producers=1), False, SessionAdmission(False, "has_producers")),
+        ("foresight", KNOWN, False, SessionAdmission(False, "setting")),
+        ("foresight", KNOWN, True, SessionAdmission(True, "setting")),
+    ],
+)
+def test_sessions_are_admitted_by_the_setting_or_where_auto_takes_foresight(
+    policy: str, facts: PoolFacts, switched_on: bool, expected: SessionAdmission
+) -> None:
+    assert session_admission(make_policy(policy), facts, switched_on=switched_on) == expected
+
+
+def test_a_hold_that_ends_is_placed_by_foresight_without_holds() -> None:
+    placed_by = Auto().without_holds()
+    assert placed_by == Foresight(light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT)
+
+
+def decided(router: RouterState, name: str, now: float, **asked: object) -> Decision:
+    answer = place(router, request(name, **asked), now)  # type: ignore[arg-type]
+    assert isinstance(answer, ev.Placed)
+    return answer.decision
+
+
+def learn(router: RouterState, first: int, count: int, start: float) -> None:
+    """Let prefills of 0.5 s end, one after another, while the agent reports."""
+    for number in range(first, first + count):
+        at = start + number
+        router.handle(ev.LoadReported(1, "a", Load(at)), at)
+        decided(router, f"r{number}", at, tokens=1_000)
+        router.handle(ev.FirstToken(f"r{number}"), at + 0.5)
+        router.handle(ev.Finished(f"r{number}", "OK"), at + 0.6)
+
+
+def test_a_pool_changes_its_policy_when_its_curve_is_learned() -> None:
+    router = state("auto")
+    join(router, "a", 1)
+    learn(router, 0, LEARNED_AFTER - 1, 0.0)
+    before = decided(router, "before", LEARNED_AFTER, tokens=1_000)
+    assert (before.policy.name, before.result.policy) == ("auto", "unified")
+    assert before.result.policy_reason == "curve_not_learned"
+    assert before.view.facts == PoolFacts(instances=1, exact=1, learned=0)
+    router.handle(ev.FirstToken("before"), LEARNED_AFTER + 0.5)
+    after = decided(router, "after", LEARNED_AFTER + 0.5 + MAX_AGE_S, tokens=1_000)
+    assert (after.policy.name, after.result.policy) == ("auto", "foresight")
+    assert after.result.policy_reason == "times_predictable"
+    for one in (before, after):
+        assert differences(one, redecide(one)) == []
+
+
+def test_a_decision_of_another_policy_is_decided_as_auto_would_have_on_the_facts_of_then() -> None:
+    router = state("lpwl")
+    join(router, "a", 1)
+    was = decided(router, "r", 0.0, tokens=1_000)
+    assert (was.result.policy, was.result.policy_reason) == ("", "")
+    learn(router, 1, LEARNED_AFTER, 1.0)
+    would = router.what_if(was, make_policy("auto"))
+    assert (would.result.policy, would.result.policy_reason) == ("unified", "curve_not_learned")
+
+
+def test_instances_that_are_not_ready_do_not_count() -> None:
+    router = state("auto")
+    join(router, "a", 1)
+    join(router, "b", 2, exact_prefix=False)
+    join(router, "c", 3)
+    producer = KvTransfer("MOONCAKE", "http://p", role=KvRole.PRODUCER)
+    join(router, "p", 4, kv_transfer=producer)
+    assert router.views.facts("m", 0.0) == PoolFacts(instances=3, exact=2, producers=1)
+    router.handle(ev.LoadReported(3, "c", Load(0.1, healthy=False)), 0.1)
+    router.handle(ev.DrainsChanged({"p": "1"}), 0.1)
+    assert router.views.facts("m", 0.1) == PoolFacts(instances=3, exact=2, producers=1)
+    assert router.views.facts("m", MAX_AGE_S) == PoolFacts(instances=2, exact=1)
+    assert router.views.facts("other", MAX_AGE_S) == PoolFacts()
+
+
+def test_a_request_that_foresight_held_is_placed_when_the_pool_gets_another_policy() -> None:
+    router = state("auto")
+    join(router, "a", 1)
+    learn(router, 0, LEARNED_AFTER, 0.0)
+    decided(router, "first", 20.0, tokens=150_000)
+    held = router.handle(ev.PlaceRequested(request("held", 140_000), "g"), 20.1)
+    assert not [one for one in held if isinstance(one, ev.Placed)]
+    set_policy(router, make_policy("foresight"), 20.2)
+    assert len(router.held_requests.queue) == 1
+    set_policy(router, make_policy("auto"), 20.3)
+    assert len(router.held_requests.queue) == 1
+    silent_for = router.settings.stale_keys_s
+    effects = router.handle(ev.Tick(), 20.3 + silent_for)
+    [placed] = [one for one in effects if isinstance(one, ev.Placed)]
+    assert (placed.request_id, placed.decision.result.policy) == ("held", "unified")
+    router.check_invariants()
