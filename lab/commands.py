@@ -20,6 +20,8 @@ from pointsman.lab.live.profile_command import run as run_profiler
 from pointsman.lab.live.replay_command import ReplaySettings
 from pointsman.lab.live.replay_command import run as run_replay
 from pointsman.lab.report.analyze_command import analyze
+from pointsman.lab.study.default_command import DefaultStudySettings
+from pointsman.lab.study.default_command import run as run_default_study
 from pointsman.lab.study.findings_command import FindingsSettings
 from pointsman.lab.study.findings_command import run as run_findings
 from pointsman.lab.workload.trace_commands import app as trace_commands
@@ -56,6 +58,13 @@ def add_lab_commands(app: typer.Typer) -> None:
         FindingsSettings,
         run_findings,
         help_="Run the missing trials of docs/findings.md, and write the document.",
+    )
+    add_settings_command(
+        app,
+        "study-default",
+        DefaultStudySettings,
+        run_default_study,
+        help_="Find the cells in which a policy is worse than the default one.",
     )
     add_settings_command(
         app,

@@ -64,6 +64,8 @@ class SimulationConfig:
     settled, the pools that prefer it are handed over to it. At `hand_over_at_s` the first pool's owner hands the pool to another
     router. A pool that is handed over has its new owner `hand_over_takes_s` later.
 
+    With `exact_prefixes` False no engine reports KV events. The last `producers` instances only prefill for others.
+
     A gateway that has waited `ownerless_timeout_s` for a pool's owner places the request itself. `timeouts` has its other
     timeouts.
     """
@@ -90,6 +92,8 @@ class SimulationConfig:
     api_s: float = 0.0
     report_delay_s: float = 0.0
     report_loss: float = 0.0
+    exact_prefixes: bool = True
+    producers: int = 0
     pools: int = 1
     routers: int = 1
     owner_dies_at_s: float | None = None
@@ -137,6 +141,8 @@ class SimulationConfig:
                 raise SimulationError(f"{name}: {getattr(self, name)} is negative")
         if not 1 <= self.pools <= self.instances:
             raise SimulationError(f"pools: {self.pools} is not in 1 to the number of instances, {self.instances}")
+        if not 0 <= self.producers < self.instances:
+            raise SimulationError(f"producers: {self.producers} is not in 0 to below {self.instances}, the instances")
         if self.routers < 1:
             raise SimulationError(f"routers: {self.routers} is not at least 1")
         if self.owner_back_after_s is not None and (self.owner_dies_at_s is None or self.owner_back_after_s < 0):

@@ -15,7 +15,7 @@ from pointsman.lab.simulation.instance import OnEngineEvent, SimulatedInstance
 from pointsman.lab.simulation.report_channel import Deliver
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import InstanceInfo, KvTransfer
+from pointsman.router.core.types import InstanceInfo, KvRole, KvTransfer
 
 
 class SimulatedFleet:
@@ -41,7 +41,9 @@ class SimulatedFleet:
         # All instances so far, by the number of their agent's stream, from 1: a router may still answer one that was removed.
         self._by_stream: list[SimulatedInstance] = []
         self._incarnations: Counter[str] = Counter()
-        for number, name in enumerate(config.names or [f"i{number}" for number in range(config.instances)]):
+        names = config.names or [f"i{number}" for number in range(config.instances)]
+        self._producers = frozenset(names[len(names) - config.producers :])
+        for number, name in enumerate(names):
             self.add(name, pools[number % len(pools)])
 
     def add(self, name: str, pool: str) -> ev.AgentHello:
@@ -87,6 +89,7 @@ class SimulatedFleet:
     def hello(self, name: str) -> ev.AgentHello:
         """Return the hello of an instance's agent."""
         config, instance = self._config.engine, self.instances[name]
+        role = KvRole.PRODUCER if name in self._producers else KvRole.BOTH
         return ev.AgentHello(
             instance.stream_id,
             InstanceInfo(
@@ -97,7 +100,8 @@ class SimulatedFleet:
                 block_size=config.block_size,
                 kv_capacity_tokens=config.kv_blocks * config.block_size,
                 max_model_len=config.max_model_len,
-                kv_transfer=KvTransfer("MOONCAKE", f"sim://{name}"),
+                exact_prefix=self._config.exact_prefixes,
+                kv_transfer=KvTransfer("MOONCAKE", f"sim://{name}", role=role),
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
             ),
             KEY_SCHEME,

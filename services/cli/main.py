@@ -101,7 +101,19 @@ GROUPS = (
     Group(
         _lab,
         "lab",
-        ("demo", "emulate", "replay", "simulate", "compare", "findings", "profile", "calibrate", "analyze", "trace"),
+        (
+            "demo",
+            "emulate",
+            "replay",
+            "simulate",
+            "compare",
+            "findings",
+            "study-default",
+            "profile",
+            "calibrate",
+            "analyze",
+            "trace",
+        ),
     ),
     Group(
         _fleet_commands,

@@ -356,3 +356,24 @@ def test_instances_are_sampled_once_a_second() -> None:
     assert (second.running, second.keys) == (2, 8)
     assert (idle.num_requests, idle.running, idle.sessions, idle.keys) == (0, 0, 2, 16)
     assert samples[-1].prefix_hits == 128
+
+
+def test_engines_without_events_are_known_by_placements_alone() -> None:
+    turns = [ask("a", 1, 0.0, [1], 100), ask("a", 2, 50.0, [1, 2], 130)]
+    simulator = Simulator(turns, SimulationConfig(instances=2, profile=PLAIN, policy="auto", exact_prefixes=False))
+    first, second = simulator.run()
+    assert second.instance == first.instance
+    assert second.predicted_cached_tokens == 96
+    facts = simulator.router.views.facts("simulated", 200.0)
+    assert (facts.instances, facts.exact) == (2, 0)
+
+
+def test_producers_answer_no_requests() -> None:
+    requests = generate(8, 5.0, 1)
+    config = SimulationConfig(instances=3, producers=1, policy="auto", profile=PLAIN)
+    simulator = Simulator(requests, config)
+    assert {one.instance for one in simulator.run()} == {"i0", "i1"}
+    facts = simulator.router.views.facts("simulated", 0.0)
+    assert (facts.instances, facts.producers) == (2, 1)
+    with pytest.raises(SimulationError, match="producers"):
+        SimulationConfig(instances=2, producers=2)

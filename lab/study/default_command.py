@@ -1,0 +1,119 @@
+"""`pointsman study-default`: runs the cells in which a policy must be no worse than the default one, and writes their table.
+
+Each trial's figures are a line of a file, so an interrupted run resumes with the missing trials. A cell gets more seeds until all
+its limits are decided.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+
+import msgspec
+import typer
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pointsman.lab.experiments.trials import run_trial
+from pointsman.lab.report.bundle import git_commit
+from pointsman.lab.study.default_cells import BASELINE, DefaultCell, default_cells
+from pointsman.lab.study.default_limits import SEEDS, changes, failed_more, figures, seeds_needed, table
+from pointsman.lab.study.findings_command import TRACES
+
+# By policy, then seed: the figures of a cell's trials.
+Trials = dict[str, dict[int, Mapping[str, float]]]
+
+
+class DefaultStudySettings(BaseSettings):
+    """Settings of the study."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_STUDY_DEFAULT_")
+
+    policy: str = Field("auto", description="policy that is compared with the default one")
+    traces: Path = Field(TRACES, description="folder of the shared traces; cells of missing traces are left out")
+    cells: str = Field("*", description="names of the cells to run and to show, as a pattern: 'agentic*'")
+    first_seed: int = Field(1_000, ge=0, description="seed of the first trial")
+    seeds: int = Field(SEEDS[-1], ge=1, description="maximum number of seeds of a cell")
+    results: Path = Field(
+        Path("runs/study_default.jsonl"),
+        description="file of the trials; trials in it are not run again, so remove it when a policy's code has changed",
+    )
+    render_only: bool = Field(False, description="run no trials; write the table from the stored ones")
+    out: Path = Field(Path("runs/study_default.md"), description="file of the table")
+
+
+class StoredFigures(msgspec.Struct, frozen=True):
+    """A line of the file: a trial's figures. `key`: everything that it depends on, except its seed and the code."""
+
+    cell: str
+    policy: str
+    seed: int
+    key: str
+    commit: str
+    took_s: float
+    figures: dict[str, float]
+
+
+def run(settings: DefaultStudySettings) -> None:
+    """Run the missing trials, all cells with the fewest seeds first, and write the table. Exits with 2 if no cell matches."""
+    cells = [one for one in default_cells(settings.traces) if fnmatch(one.name, settings.cells)]
+    if not cells:
+        typer.echo(f"pointsman study-default: no cell is called {settings.cells}", err=True)
+        raise typer.Exit(2)
+    found = {one.name: _stored(one, settings) for one in cells}
+    for _ in SEEDS if not settings.render_only else ():
+        for one in cells:
+            _run_missing(one, found[one.name], settings)
+            _write(found, settings)
+    _write(found, settings)
+    typer.echo(settings.out.read_text())
+
+
+def _run_missing(cell: DefaultCell, trials: Trials, settings: DefaultStudySettings) -> None:
+    """Run the trials that a cell lacks for its next look. Mutates `trials`."""
+    ours, base = trials[settings.policy], trials[BASELINE]
+    wanted = min(seeds_needed(changes(ours, base), more_failed=failed_more(ours, base)), settings.seeds)
+    for seed in range(settings.first_seed, settings.first_seed + wanted):
+        for policy in (BASELINE, settings.policy):
+            if seed not in trials[policy]:
+                trials[policy][seed] = _run(cell, policy, seed, settings.results)
+
+
+def _run(cell: DefaultCell, policy: str, seed: int, results: Path) -> Mapping[str, float]:
+    started = time.perf_counter()
+    told = figures(*run_trial(cell.cell(policy), seed))
+    took_s = time.perf_counter() - started
+    line = StoredFigures(cell.name, policy, seed, cell.key(policy), git_commit(), took_s, told)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with results.open("ab") as file:
+        file.write(msgspec.json.encode(line) + b"\n")
+    return told
+
+
+def _stored(cell: DefaultCell, settings: DefaultStudySettings) -> Trials:
+    """Return the stored trials of a cell. An incomplete last line, as after a kill, is ignored."""
+    policies = (BASELINE, settings.policy)
+    keys = {cell.key(policy): policy for policy in policies}
+    trials: Trials = {policy: {} for policy in policies}
+    lines = settings.results.read_bytes().split(b"\n") if settings.results.exists() else []
+    decoder = msgspec.json.Decoder(StoredFigures)
+    seeds = range(settings.first_seed, settings.first_seed + settings.seeds)
+    for line in filter(None, lines[:-1]):
+        one = decoder.decode(line)
+        if one.key in keys and one.seed in seeds:
+            trials[keys[one.key]][one.seed] = one.figures
+    return trials
+
+
+def _write(found: Mapping[str, Trials], settings: DefaultStudySettings) -> None:
+    rows = {
+        name: (
+            changes(trials[settings.policy], trials[BASELINE]),
+            failed_more(trials[settings.policy], trials[BASELINE]),
+        )
+        for name, trials in found.items()
+    }
+    settings.out.parent.mkdir(parents=True, exist_ok=True)
+    settings.out.write_text(table(rows))
