@@ -11,6 +11,8 @@ from pointsman.lab.experiments.compare_command import CompareSettings
 from pointsman.lab.experiments.compare_command import run as run_comparison
 from pointsman.lab.experiments.simulate_command import SimulateSettings
 from pointsman.lab.experiments.simulate_command import run as run_simulation
+from pointsman.lab.live.agree_command import AgreeSettings
+from pointsman.lab.live.agree_command import run as run_agreement
 from pointsman.lab.live.calibrate_command import CalibrateSettings
 from pointsman.lab.live.calibrate_command import run as run_calibration
 from pointsman.lab.live.demo_command import DemoSettings
@@ -72,6 +74,13 @@ def add_lab_commands(app: typer.Typer) -> None:
         CalibrateSettings,
         run_calibration,
         help_="Replay a trace live, simulate it with measured costs, and compare the two.",
+    )
+    add_settings_command(
+        app,
+        "agree",
+        AgreeSettings,
+        run_agreement,
+        help_="Compare policies live and simulated, on the same draws of sessions.",
     )
     app.command("analyze")(analyze)
     app.add_typer(trace_commands, name="trace")

@@ -11,47 +11,41 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
-from functools import reduce
 from pathlib import Path
-from statistics import fmean
 
 import typer
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
-from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.common.io.settings import Entries, Numbers
 from pointsman.lab.engine.cost_fit import Fit, FitError, fit
-from pointsman.lab.engine.interface import EngineConfig
 from pointsman.lab.live.engine_client import EngineError
+from pointsman.lab.live.fleet_costs import MeasureSettings, costs_of, measure_fleet, together
 from pointsman.lab.live.model_accuracy import (
     GOAL,
     LiveComparison,
     as_sent,
     compare_runs,
     largest_error,
-    smallest_engine,
     table,
     to_json,
     with_unique_ids,
 )
-from pointsman.lab.live.profile_command import SHORTEST, Measurements, ProfileSettings, measure, profile_of, table_of
+from pointsman.lab.live.profile_command import Measurements, profile_of, table_of
 from pointsman.lab.live.replay_command import ReplayError, ReplayResult, ReplaySettings, replay, save
-from pointsman.lab.live.request_overhead import measure_overhead
 from pointsman.lab.report.bundle import write_bundle
 from pointsman.lab.report.run_summary import summarise
 from pointsman.lab.report.terminal import make_console
 from pointsman.lab.simulation.config import SimulationConfig
 from pointsman.lab.simulation.simulator import Simulator
 from pointsman.lab.workload.chat_maker import ChatMaker
-from pointsman.lab.workload.tokenizer import TOKENIZER_DIR, ChatTokenizer
+from pointsman.lab.workload.tokenizer import ChatTokenizer
 from pointsman.lab.workload.trace_files import load_trace, save_trace
 from pointsman.lab.workload.traces import TINY_TRACE, TraceError, TraceRequest, first_sessions
 
 
-class CalibrateSettings(BaseSettings):
+class CalibrateSettings(MeasureSettings):
     """Settings of one calibration."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_CALIBRATE_")
@@ -59,21 +53,11 @@ class CalibrateSettings(BaseSettings):
     url: str = Field("http://127.0.0.1:8080", description="base URL of the gateway")
     engines: Entries = Field(min_length=1, description="base URL of each engine behind the gateway (repeat)")
     router: str = Field("", description="HOST:PORT of the router, for the live runs' bundles")
-    tokenizer: Path = Field(TOKENIZER_DIR, description="folder of the engines' tokenizer and chat template")
     trace: Path = Field(TINY_TRACE, description="trace file")
     sessions: int = Field(0, ge=0, description="number of sessions used, the first ones of the trace; 0: all")
     token_scale: float = Field(0.08, gt=0, description="factor on prompt and answer lengths")
     time_scales: Numbers = Field([1.0, 0.5, 0.25], description="factors on the trace's times, one for each load")
     policy: str = Field("unified", description="placement policy of the router")
-    max_num_batched_tokens: int = Field(
-        8_192, ge=1, description="maximum tokens per engine step, used if KV events do not show it"
-    )
-    profile_seconds: float = Field(60.0, gt=0, description="time of one measurement of an engine, in s")
-    profile_longest: int = Field(
-        2_048, ge=0, description="longest prompt measured, in tokens; 0: the longest that the engines allow"
-    )
-    profile_repeats: int = Field(2, ge=1, description="number of repetitions of each probe per measurement")
-    profile_pause_s: float = Field(0.3, ge=0, description="idle time before each measured prefill, in s")
     out: Path = Field(
         Path("runs/calibration"), description="folder of calibration.json, calibration.md and the bundles"
     )
@@ -96,9 +80,10 @@ def run(settings: CalibrateSettings) -> None:
             asked, replayed = asyncio.run(_replay(settings, number, scale))
             save(asked, replayed)
             measured.append(asyncio.run(_measure(settings, measured[-1].engine.get("max_num_batched_tokens", 0))))
-            around = _together(measured[-2:])
-            loads.append(_simulate(settings, asked, replayed, around, _fit_to(settings, asked.out.parent, around)))
-        whole = _together(measured)
+            around = together(measured[-2:])
+            _fit_to(settings, asked.out.parent, around)
+            loads.append(_simulate(settings, asked, replayed, around))
+        whole = together(measured)
         found = _fit_to(settings, settings.out, whole)
     except (CalibrationError, EngineError, FitError, ReplayError, TraceError) as error:
         typer.echo(f"pointsman calibrate: {error}", err=True)
@@ -120,43 +105,8 @@ def run(settings: CalibrateSettings) -> None:
 
 
 async def _measure(settings: CalibrateSettings, chunk: int = 0) -> Measurements:
-    """Measure the engines one after the other, then the request overhead. `chunk`: max_num_batched_tokens, 0 if unknown."""
-    found = []
-    for url in settings.engines:
-        asked = ProfileSettings(
-            url=url,
-            seconds=settings.profile_seconds,
-            repeats=settings.profile_repeats,
-            longest=settings.profile_longest,
-            pause_s=settings.profile_pause_s,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-        )
-        found.append(await measure(asked, chunk))
-    measured = _together(found)
-    longest = max(one.new + one.cached for one in measured.prefills)
-    tokenizer = ChatTokenizer(settings.tokenizer)
-    front = await measure_overhead(
-        ReplaySettings(url=settings.url),
-        settings.engines,
-        tokenizer,
-        (SHORTEST, longest // 4, longest // 2),
-        settings.profile_repeats,
-        settings.profile_pause_s,
-    )
-    measured.frontend_s = (front.request_s, front.prompt_token_s)
-    measured.streamed_decodes = list(front.decodes)
-    return measured
-
-
-def _together(measured: Sequence[Measurements]) -> Measurements:
-    """Merge measurements as if they were of one engine."""
-    whole = Measurements(engine=reduce(smallest_engine, (one.engine for one in measured)))
-    for one in measured:
-        whole.prefills += one.prefills
-        whole.decodes += one.decodes
-        whole.streamed_decodes += one.streamed_decodes
-    whole.frontend_s = (fmean(one.frontend_s[0] for one in measured), fmean(one.frontend_s[1] for one in measured))
-    return whole
+    """Measure engines and request overhead. `chunk`: max_num_batched_tokens, 0 if unknown."""
+    return await measure_fleet(settings, settings.engines, settings.url, chunk)
 
 
 def _fit_to(settings: CalibrateSettings, folder: Path, measured: Measurements) -> Fit:
@@ -190,14 +140,14 @@ async def _replay(settings: CalibrateSettings, number: int, scale: float) -> tup
 
 
 def _simulate(
-    settings: CalibrateSettings, asked: ReplaySettings, replayed: ReplayResult, measured: Measurements, found: Fit
+    settings: CalibrateSettings, asked: ReplaySettings, replayed: ReplayResult, measured: Measurements
 ) -> tuple[str, list[LiveComparison]]:
     """Simulate the replayed trace, and compare the two runs; return the load's label and the comparisons."""
     requests = load_trace(asked.trace)
     tokenizer = ChatTokenizer(settings.tokenizer)
     sent = as_sent(requests, ChatMaker(requests, tokenizer.words, settings.token_scale), tokenizer)
     _check_tokens(sent, {(one.session, one.turn): one.prompt_tokens for one in replayed.records})
-    simulated = Simulator(sent, _simulation(settings, measured, found, asked.time_scale)).run()
+    simulated = Simulator(sent, _simulation(settings, measured, asked.time_scale)).run()
     config = {"kind": "simulation", "time_scale": asked.time_scale, "token_scale": settings.token_scale}
     write_bundle(asked.out.parent / "simulated", config, simulated, summarise(simulated))
     compared = compare_runs(replayed.records, simulated, measured.engine["block_size"])
@@ -214,22 +164,16 @@ def _check_tokens(sent: list[TraceRequest], told: dict[tuple[str, int], int | No
             )
 
 
-def _simulation(settings: CalibrateSettings, measured: Measurements, found: Fit, scale: float) -> SimulationConfig:
-    engine = measured.engine
-    request_s, token_s = measured.frontend_s
-    config = EngineConfig(
-        kv_blocks=engine["kv_blocks"] * engine["block_size"] // KEY_TOKENS,
-        max_model_len=engine["max_model_len"],
-        max_num_batched_tokens=engine.get("max_num_batched_tokens", settings.max_num_batched_tokens),
-    )
+def _simulation(settings: CalibrateSettings, measured: Measurements, scale: float) -> SimulationConfig:
+    costs = costs_of(settings, measured)
     return SimulationConfig(
         instances=len(settings.engines),
         policy=settings.policy,
         time_scale=scale,
         # The live chats repeat the trace's answers, not the engines' answers.
         prompts_include_answers=False,
-        frontend_s=request_s,
-        tokenise_token_s=token_s,
-        engine=config,
-        profile=found.with_streaming_cost(measured.streamed_decodes),
+        frontend_s=costs.request_s,
+        tokenise_token_s=costs.prompt_token_s,
+        engine=costs.engine,
+        profile=costs.profile,
     )

@@ -8,16 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import selectors
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -28,6 +24,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from pointsman.lab.live.local_fleet import ChildProcesses, LocalFleetError, PlaneAddresses, start_engines, start_plane
 from pointsman.lab.live.replay_command import ReplayError, ReplaySettings, replay, save
 from pointsman.lab.report.request_record import RequestRecord
 from pointsman.lab.report.run_summary import print_summary
@@ -35,10 +32,6 @@ from pointsman.lab.report.terminal import make_console
 from pointsman.lab.workload.trace_files import load_trace
 from pointsman.lab.workload.traces import TINY_TRACE, TraceError
 
-# Timeout for each engine's start and for the gateway to be ready, s.
-START_S = 180.0
-# Time that a child has to end after SIGTERM before it is killed, s.
-STOP_S = 40.0
 # Number of rows that the live table shows.
 SHOWN_ROWS = 16
 
@@ -61,10 +54,6 @@ class DemoSettings(BaseSettings):
     keep: bool = Field(False, description="keep the fleet running after the replay, until Ctrl-C")
 
 
-class DemoError(RuntimeError):
-    """A part of the demo did not start or ended early; the message names it."""
-
-
 def run(settings: DemoSettings) -> None:
     """Run the demo. Exits with 1 if a request failed or a process did not start, with 130 on Ctrl-C."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -77,9 +66,9 @@ def run_demo(settings: DemoSettings) -> int:
     folder = Path(tempfile.mkdtemp(prefix="pointsman-demo-"))
     try:
         load_trace(settings.trace)
-        with _Processes(folder) as processes:
+        with ChildProcesses(folder) as processes:
             return _run(settings, console, processes, folder)
-    except (DemoError, TraceError, ReplayError) as error:
+    except (LocalFleetError, TraceError, ReplayError) as error:
         console.print(f"[red]pointsman demo: {error}[/red]", highlight=False)
         for log in sorted(folder.glob("*.log")):
             if text := log.read_text(errors="replace").strip():
@@ -92,28 +81,22 @@ def run_demo(settings: DemoSettings) -> int:
         shutil.rmtree(folder)
 
 
-def _run(settings: DemoSettings, console: Console, processes: _Processes, folder: Path) -> int:
+def _run(settings: DemoSettings, console: Console, processes: ChildProcesses, folder: Path) -> int:
     began = time.monotonic()
     console.print(f"starting {settings.engines} emulated engines, a router, an agent and a gateway ...")
-    for number in range(settings.engines):
-        processes.start(f"engine-{number}", ["emulate", "--port", "0", "--speedup", str(settings.speedup)])
-    urls = [processes.read_url(f"engine-{number}", START_S) for number in range(settings.engines)]
-    ports = (settings.listen_port, settings.router_port, settings.console_port)
-    listen, router, page = (f"127.0.0.1:{_free_port(port)}" for port in ports)
-    flags = [flag for url in urls for flag in ("--engine", url)]
-    flags += ["--listen", listen, "--router-listen", router, "--router-metrics", "", "--agent-metrics", ""]
-    flags += ["--console", page]
-    flags += ["--policy", settings.policy, "--state-dir", str(folder / "agent")]
-    processes.start("control-plane", ["up", *flags])
-    _wait_healthy(f"http://{listen}/health", settings.engines, processes)
-    console.print(f"ready after {time.monotonic() - began:.1f} s: OpenAI API on http://{listen}/v1, router on {router}")
-    console.print(f"watch it in the console: http://{page}", highlight=False)
+    urls = start_engines(processes, settings.engines, ["--speedup", str(settings.speedup)])
+    wanted = (settings.listen_port, settings.router_port, settings.console_port)
+    plane = start_plane(processes, folder, urls, ["--policy", settings.policy], wanted=wanted)
+    console.print(
+        f"ready after {time.monotonic() - began:.1f} s: OpenAI API on {plane.url}/v1, router on {plane.router}"
+    )
+    console.print(f"watch it in the console: http://{plane.console}", highlight=False)
     asked = ReplaySettings(
         trace=settings.trace,
-        url=f"http://{listen}",
+        url=plane.url,
         time_scale=settings.time_scale,
         token_scale=settings.token_scale,
-        router=router,
+        router=plane.router,
         out=settings.out,
     )
     with _table(console) as table:
@@ -125,7 +108,7 @@ def _run(settings: DemoSettings, console: Console, processes: _Processes, folder
     print_summary(console, summary, "demo")
     if idle := idle_words(replayed.records, replayed.caches or {}):
         console.print(idle, highlight=False)
-    _explain_a_placement(settings, console, replayed.records, listen, router)
+    _explain_a_placement(settings, console, replayed.records, plane)
     if settings.keep:
         console.print("the fleet keeps running; Ctrl-C ends it")
         processes.wait()
@@ -147,7 +130,7 @@ def idle_words(records: Sequence[RequestRecord], instances: Iterable[str]) -> st
 
 
 def _explain_a_placement(
-    settings: DemoSettings, console: Console, records: Sequence[RequestRecord], listen: str, router: str
+    settings: DemoSettings, console: Console, records: Sequence[RequestRecord], plane: PlaneAddresses
 ) -> None:
     """Run `pointsman explain` for one placement, and print further commands to run."""
     placed = [record for record in records if record.decision]
@@ -155,7 +138,7 @@ def _explain_a_placement(
     if not placed:
         return
     asked = (reused or placed)[-1]
-    explain = ["explain", asked.decision, "--router", router]
+    explain = ["explain", asked.decision, "--router", plane.router]
     console.print(f"\n[bold]Why did {asked.session} turn {asked.turn} go there?[/bold]")
     console.print(f"$ pointsman {' '.join(explain)}", highlight=False)
     console.file.flush()
@@ -166,75 +149,13 @@ def _explain_a_placement(
     if not shutil.which("pointsman"):
         console.print(f'  export PATH="{Path(sys.executable).parent}:$PATH"', highlight=False, soft_wrap=True)
     for command in (
-        f"instances --router {router}",
-        f"decisions --router {router} --session {asked.session}",
-        f"explain {asked.decision} --router {router}",
-        f"explain --prompt README.md --gateway http://{listen} --router {router}",
+        f"instances --router {plane.router}",
+        f"decisions --router {plane.router} --session {asked.session}",
+        f"explain {asked.decision} --router {plane.router}",
+        f"explain --prompt README.md --gateway {plane.url} --router {plane.router}",
         f"analyze {settings.out}",
     ):
         console.print(f"  pointsman {command}", highlight=False, soft_wrap=True)
-
-
-class _Processes:
-    """Child processes, ended at the end of the `with` block: the control plane first, then the engines."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._running: dict[str, subprocess.Popen[str]] = {}
-
-    def __enter__(self) -> _Processes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        control_plane = [process for name, process in self._running.items() if not name.startswith("engine")]
-        engines = [process for name, process in self._running.items() if name.startswith("engine")]
-        for group in (control_plane, engines):
-            for process in group:
-                process.terminate()
-            for process in group:
-                try:
-                    process.wait(STOP_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-                if process.stdout:
-                    process.stdout.close()
-
-    def start(self, name: str, arguments: Sequence[str]) -> None:
-        """Start `pointsman ARGUMENTS`; its stderr goes to NAME.log."""
-        command = [sys.executable, "-m", "pointsman.cli.main", *arguments]
-        with (self._folder / f"{name}.log").open("w") as log:
-            # A new process group: a terminal's Ctrl-C must reach the demo alone, which ends its children in order.
-            self._running[name] = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, process_group=0
-            )
-
-    def read_url(self, name: str, timeout_s: float) -> str:
-        """Return the URL at the end of a child's first line. Raises DemoError if no line comes within `timeout_s`."""
-        process = self._running[name]
-        assert process.stdout
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            line = process.stdout.readline() if selector.select(timeout_s) else ""
-        if not line.strip():
-            raise DemoError(f"{name} did not start: {self._last_log_line(name)}")
-        return line.split()[-1]
-
-    def check(self) -> None:
-        """Raise DemoError if a child has ended."""
-        for name, process in self._running.items():
-            if (status := process.poll()) is not None:
-                raise DemoError(f"{name} ended with status {status}: {self._last_log_line(name)}")
-
-    def wait(self) -> None:
-        """Block until a child ends. Raises DemoError then."""
-        while True:
-            self.check()
-            time.sleep(0.5)
-
-    def _last_log_line(self, name: str) -> str:
-        lines = (self._folder / f"{name}.log").read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it left no message"
 
 
 class _PlacementTable:
@@ -298,35 +219,3 @@ def _table(console: Console) -> Iterator[_PlacementTable]:
     table = _PlacementTable(console)
     with table.begin() or contextlib.nullcontext():
         yield table
-
-
-def _free_port(wanted: int) -> int:
-    """Return the first free port from `wanted` on. Raises DemoError if 200 ports are taken."""
-    for port in range(wanted, min(wanted + 200, 65536)):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise DemoError(f"no free port from {wanted} on")
-
-
-def _wait_healthy(url: str, engines: int, processes: _Processes) -> None:
-    """Wait until the gateway is ready and reports `engines` instances. Raises DemoError with its last answer after START_S."""
-    until = time.monotonic() + START_S
-    last = "no answer"
-    while time.monotonic() < until:
-        processes.check()
-        try:
-            with urllib.request.urlopen(url, timeout=2) as response:
-                last = response.read(4_000).decode(errors="replace")
-            if f'"instances":{engines},' in last.replace(" ", ""):
-                return
-        except urllib.error.HTTPError as answer:
-            last = answer.read(4_000).decode(errors="replace")
-        except OSError as error:
-            last = str(error)
-        time.sleep(0.2)
-    raise DemoError(f"the gateway is not ready after {START_S:.0f} s: {last}")

@@ -111,6 +111,7 @@ GROUPS = (
             "study-default",
             "profile",
             "calibrate",
+            "agree",
             "analyze",
             "trace",
         ),
