@@ -12,7 +12,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -21,21 +21,22 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 
+from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.common.io.settings import Entries, Numbers
 from pointsman.lab.engine.cost_fit import FitError
 from pointsman.lab.engine.cost_profile import ProfileError, load_profile
-from pointsman.lab.engine.interface import EngineConfig
 from pointsman.lab.live.agreement import LIVE, SIMULATED, Case, StoredRun, page, rounds, run_measures
 from pointsman.lab.live.engine_client import EngineError
 from pointsman.lab.live.fleet_costs import (
     FleetCosts,
     MeasureSettings,
     costs_of,
+    engine_config,
     measure_fleet,
     together,
     with_overhead,
 )
-from pointsman.lab.live.local_fleet import ChildProcesses, LocalFleetError, running_plane, start_engines
+from pointsman.lab.live.local_fleet import ChildProcesses, LocalFleetError, PlaneAddresses, running_plane, start_engines
 from pointsman.lab.live.paired_runs import Draws, Scale, run_live, simulate
 from pointsman.lab.live.profile_command import SHORTEST, Measurements
 from pointsman.lab.live.replay_command import ReplayError
@@ -61,11 +62,11 @@ class AgreeSettings(MeasureSettings):
         16_000, ge=2, description="maximum tokens of prompt and answer together on an emulated engine"
     )
     policies: Entries = Field(["unified", "foresight"], description="compared policies (repeat)")
-    rates: Numbers = Field([0.5, 1.0], description="factors on the rate of session starts, one for each load")
+    rates: Numbers = Field([0.5, 2.0], description="factors on the rate of session starts, one for each load")
     rounds: int = Field(5, ge=1, description="number of draws of each load")
     first_seed: int = Field(0, ge=0, description="seed of the first draw")
     trace: Path | None = Field(None, description="trace file; default: new synthetic sessions for each draw")
-    sessions: int = Field(24, ge=0, description="number of sessions; of a trace the first ones, 0: all")
+    sessions: int = Field(28, ge=0, description="number of sessions; of a trace the first ones, 0: all")
     span_s: float = Field(30.0, gt=0, description="time in which synthetic sessions start, in s, at a rate of 1")
     token_scale: float = Field(0.25, gt=0, description="factor on prompt and answer lengths")
     time_scale: float = Field(0.5, gt=0, description="factor on the trace's times, including those between turns")
@@ -134,7 +135,8 @@ class _Comparison:
         missing = [[case for case in cases if self._stored(case, LIVE) is None] for cases in planned]
         if any(missing):
             with self._engines() as engines:
-                before = self._measure(engines)
+                with self._plane(settings.out / "measuring", settings.policies[0], engines) as plane:
+                    before = self._measure(engines, plane.url)
                 for cases in missing:
                     if cases:
                         before = self._round(cases, engines, before)
@@ -146,23 +148,28 @@ class _Comparison:
         """Make the live runs of a round and simulate them; return the measurements after it."""
         number = 1 + max((run.costs for run in self._runs), default=0)
         self._save_costs(number, before)
+        after = before
         for case in cases:
-            self._live(case, number, engines)
-        after = self._measure(engines, before.engine.get("max_num_batched_tokens", 0))
+            after = self._live(case, number, engines, before, last=case is cases[-1])
         self._save_costs(number, together([before, after]))
         for case in cases:
             self._simulate(case)
         self._write_page()
         return after
 
-    def _live(self, case: Case, costs: int, engines: Sequence[str]) -> None:
+    def _live(
+        self, case: Case, costs: int, engines: Sequence[str], before: Measurements, *, last: bool
+    ) -> Measurements:
+        """Run a case live and store it; after the last case of a round, measure the fleet. Return the newest measurements."""
         settings = self._settings
         folder = settings.out / case.name
         requests = settings.draws.draw(case.seed, case.rate, case.number)
-        with running_plane(folder / "plane", engines, ["--policy", case.policy]) as plane:
+        with self._plane(folder / "plane", case.policy, engines) as plane:
             sending = run_live(requests, folder, plane.url, plane.router, settings.tokenizer, settings.scale)
             records, delay_s = asyncio.run(sending)
-        self._store(StoredRun(LIVE, case.policy, case.rate, case.seed, run_measures(records), costs, delay_s))
+            self._store(StoredRun(LIVE, case.policy, case.rate, case.seed, run_measures(records), costs, delay_s))
+            # The control plane is there and idle, and its start takes longer than a measurement.
+            return self._measure(engines, plane.url, before) if last else before
 
     def _simulate(self, case: Case) -> None:
         """Simulate a case that has run live and is not simulated yet."""
@@ -197,13 +204,25 @@ class _Comparison:
         with ChildProcesses(settings.out) as processes:
             yield start_engines(processes, settings.emulated, [str(part) for flag in flags.items() for part in flag])
 
-    def _measure(self, engines: Sequence[str], chunk: int = 0) -> Measurements:
+    def _plane(self, folder: Path, policy: str, engines: Sequence[str]) -> AbstractContextManager[PlaneAddresses]:
+        return running_plane(folder, engines, ["--policy", policy])
+
+    def _measure(self, engines: Sequence[str], url: str, before: Measurements | None = None) -> Measurements:
+        """Measure the engines and the request overhead; of emulated engines, whose costs are known, the overhead alone."""
         settings = self._settings
-        with running_plane(settings.out / "measuring", engines, ["--policy", settings.policies[0]]) as plane:
-            if settings.engines:
-                return asyncio.run(measure_fleet(settings, engines, plane.url, chunk))
-            lengths = (SHORTEST, settings.profile_longest // 4, settings.profile_longest // 2)
-            return asyncio.run(with_overhead(settings, Measurements(), engines, plane.url, lengths))
+        if settings.engines:
+            chunk = before.engine.get("max_num_batched_tokens", 0) if before else 0
+            return asyncio.run(measure_fleet(settings, engines, url, chunk))
+        lengths = (SHORTEST, settings.profile_longest // 4, settings.profile_longest // 2)
+        known = Measurements(
+            engine={
+                "block_size": KEY_TOKENS,
+                "kv_blocks": settings.kv_blocks,
+                "max_model_len": settings.max_model_len,
+                "max_num_batched_tokens": settings.max_num_batched_tokens,
+            }
+        )
+        return asyncio.run(with_overhead(settings, known, engines, url, lengths))
 
     def _save_costs(self, number: int, measured: Measurements) -> None:
         (self._settings.out / f"costs-{number}.json").write_bytes(msgspec.json.encode(measured))
@@ -213,12 +232,8 @@ class _Comparison:
         measured = msgspec.json.decode((settings.out / f"costs-{number}.json").read_bytes(), type=Measurements)
         if settings.engines:
             return costs_of(settings, measured)
-        engine = EngineConfig(
-            kv_blocks=settings.kv_blocks,
-            max_model_len=settings.max_model_len,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-        )
-        return FleetCosts(engine, load_profile(settings.profile).slowed(1 / settings.speedup), *measured.frontend_s)
+        profile = load_profile(settings.profile).slowed(1 / settings.speedup)
+        return FleetCosts(engine_config(settings, measured), profile, *measured.frontend_s)
 
     # ---- what is stored ----
 

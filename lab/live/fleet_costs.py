@@ -94,13 +94,17 @@ def together(measured: Sequence[Measurements]) -> Measurements:
     return whole
 
 
-def costs_of(settings: MeasureSettings, measured: Measurements) -> FleetCosts:
-    """Return the costs that were measured. Raises FitError if the measurements do not determine them."""
+def engine_config(settings: MeasureSettings, measured: Measurements) -> EngineConfig:
+    """Return the configuration of the measured engines in a simulation, whose blocks have the size of the router's keys."""
     engine = measured.engine
-    config = EngineConfig(
+    return EngineConfig(
         kv_blocks=engine["kv_blocks"] * engine["block_size"] // KEY_TOKENS,
         max_model_len=engine["max_model_len"],
         max_num_batched_tokens=engine.get("max_num_batched_tokens", settings.max_num_batched_tokens),
     )
+
+
+def costs_of(settings: MeasureSettings, measured: Measurements) -> FleetCosts:
+    """Return the costs that were measured. Raises FitError if the measurements do not determine them."""
     profile = fit([*measured.prefills, *measured.decodes]).with_streaming_cost(measured.streamed_decodes)
-    return FleetCosts(config, profile, *measured.frontend_s)
+    return FleetCosts(engine_config(settings, measured), profile, *measured.frontend_s)
