@@ -125,13 +125,13 @@ def start_plane(
     engines: Sequence[str],
     flags: Sequence[str],
     environment: Mapping[str, str] | None = None,
-    wanted: tuple[int, int, int] = (8080, 50051, 9102),
+    wanted: tuple[int, int, int] = (0, 0, 0),
 ) -> PlaneAddresses:
     """Start router, agent and gateway in front of `engines` with `flags` of `pointsman up`; return when the gateway's tokens are
     exact for all of them.
 
-    `wanted`: ports of gateway, router and console; where one is taken, the next free one is used. The agent's state is kept in
-    `folder`. Raises LocalFleetError.
+    `wanted`: ports of gateway, router and console; where one is taken, the next free one is used, and 0 is any free port. The
+    agent's state is kept in `folder`. Raises LocalFleetError.
     """
     addresses = PlaneAddresses(*(f"127.0.0.1:{free_port(port)}" for port in wanted))
     given = [flag for url in engines for flag in ("--engine", url)]
@@ -153,7 +153,10 @@ def running_plane(
 
 
 def free_port(wanted: int) -> int:
-    """Return the first free port from `wanted` on. Raises LocalFleetError if 200 ports are taken."""
+    """Return the first free port from `wanted` on, any free port if it is 0. Raises LocalFleetError if 200 ports are taken."""
+    if not wanted:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            return int(probe.getsockname()[1])
     for port in range(wanted, min(wanted + 200, 65536)):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
