@@ -142,8 +142,8 @@ def compare_means(runs: Sequence[StoredRun]) -> list[MeanComparison]:
         for metric in METRICS:
             live, simulated = (_values(by_kind[kind], rate, policy, metric) for kind in (LIVE, SIMULATED))
             if common := sorted(live.keys() & simulated.keys()):
-                means = [fmean(values[seed] for seed in common) for values in (live, simulated)]
-                found.append(MeanComparison(rate, policy, metric, *means, len(common)))
+                live_mean, simulated_mean = (fmean(values[seed] for seed in common) for values in (live, simulated))
+                found.append(MeanComparison(rate, policy, metric, live_mean, simulated_mean, len(common)))
     return found
 
 
