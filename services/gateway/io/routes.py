@@ -155,6 +155,7 @@ class Gateway:
             replace(timeouts, first_byte_s=settings.response_timeout_s),
             self._breakdown,
             settings.expose_placement,
+            settings.mark_session_ends,
         )
         self._unplaced_proxy = UnplacedProxy(self._upstream, self.pools, self.router, settings.first_byte_timeout_s)
         routes = [

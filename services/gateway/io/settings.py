@@ -73,6 +73,11 @@ class GatewaySettings(BaseSettings):
         True,
         description="send decision and instance in answers' headers, and answer dry runs; instance ids are addresses",
     )
+    mark_session_ends: bool = Field(
+        False,
+        description="tell engines which request is the last of its session, for the connector package's cache policy of vLLM's "
+        "CPU offloading tier",
+    )
     client_cache_salt: bool = Field(False, description="let clients set cache_salt")
     token_cache_mb: int = Field(
         128, ge=0, description="maximum size of the cache of texts' tokens and block keys, in MiB"

@@ -49,7 +49,7 @@ class OffloadRunner:
                 "cpu_bytes_to_use": asked["cpu_chunks"] * CPUOffloadingSpec.BLOCK_SIZE_ALIGNMENT,
                 "blocks_per_chunk": self.length,
                 "self_describing_kv_events": asked["self_describing"],
-            }
+            } | asked.get("settings", {})
         config = VllmConfig(
             model_config=_model(model),
             cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
@@ -90,7 +90,8 @@ class OffloadRunner:
         if action["kind"] == "reset":
             assert scheduler.reset_prefix_cache(reset_connector=action["connector"])
         else:
-            params = SamplingParams(max_tokens=1, ignore_eos=True)
+            sent = {"kv_transfer_params": action["params"]} if "params" in action else None
+            params = SamplingParams(max_tokens=1, ignore_eos=True, extra_args=sent)
             request = Request(
                 f"r{len(self.requests)}",
                 action["prompt"],

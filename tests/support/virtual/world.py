@@ -96,6 +96,7 @@ class GatewayNode:
             whole_timeouts=DEADLINES,
             breakdown=LineLog(None),
             expose_placement=True,
+            mark_session_ends=False,
         )
         await client.start()
 

@@ -17,6 +17,11 @@ import msgspec
 from pointsman.gateway.core.api import ApiCall, Endpoint, with_fields
 
 MOONCAKE, NIXL = "MOONCAKE", "NIXL"
+# Name in kv_transfer_params by which an engine with the connector package's cache policy knows the last request of a session
+# (pointsman_connector.ended_first). Other connectors ignore it.
+SESSION_END = "pointsman_session_end"
+# The APIs whose requests have kv_transfer_params in vLLM.
+_WITH_PARAMS = (Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.MESSAGES)
 RELEASE_MODEL = "pointsman-kv-release"
 # Number of just prefilled tokens that may be missing from the cache without an eviction, since engines keep only whole blocks.
 SLACK_TOKENS = 256
@@ -122,6 +127,12 @@ def slice_request(call: ApiCall, ids: Sequence[int]) -> tuple[str, bytes]:
 def with_params(payload: bytes, transfer: KvTransferParams) -> bytes:
     """Return a request's JSON object with `kv_transfer_params` added; all other bytes are unchanged."""
     return with_fields(payload, {"kv_transfer_params": dict(transfer.params)})
+
+
+def with_session_end(endpoint: Endpoint, payload: bytes) -> bytes:
+    """Return the body of a session's last request, without transfer parameters, marked as such; unchanged if the API has no field
+    for the mark."""
+    return with_fields(payload, {"kv_transfer_params": {SESSION_END: True}}) if endpoint in _WITH_PARAMS else payload
 
 
 def nixl_fetch(answer: bytes) -> KvTransferParams:

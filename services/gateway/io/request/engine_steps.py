@@ -20,7 +20,12 @@ from pointsman.gateway.core.request.request_events import (
     StepAssigned,
     UpstreamFailed,
 )
-from pointsman.gateway.core.request.transfer_params import TransferError, earlier_slices_evicted, slice_request
+from pointsman.gateway.core.request.transfer_params import (
+    TransferError,
+    earlier_slices_evicted,
+    slice_request,
+    with_session_end,
+)
 from pointsman.gateway.core.streaming.sse import SseFilter
 from pointsman.gateway.core.streaming.usage_and_end import StreamEnd, usage_of
 from pointsman.gateway.io.engines.engine_client import (
@@ -126,9 +131,10 @@ class EngineSteps:
         attempt.sent_at = time.monotonic()
         self.whole_response = None
         try:
-            payload = await self._remote_prefill.payload(
-                step, self._context.payload_at(step.target.instance_id), early=early
-            )
+            payload = self._context.payload_at(step.target.instance_id)
+            if self._context.ends_session and self._shared.mark_session_ends and step.kv_source is None:
+                payload = with_session_end(call.endpoint, payload)
+            payload = await self._remote_prefill.payload(step, payload, early=early)
             with self._remote_prefill.fetching(step):
                 headers_up = self._context.headers_of(step)
                 answer = self._upstream = await upstream.post(step.target, call.endpoint.value, payload, headers_up)

@@ -28,4 +28,5 @@ class SharedContext:
     whole_timeouts: RequestTimeouts  # for answers that are not streamed
     breakdown: LineLog[AttemptBreakdown]
     expose_placement: bool
+    mark_session_ends: bool
     round_robin: int = 0  # counter that rotates among equally loaded instances in placements without a router
