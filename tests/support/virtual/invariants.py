@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from pointsman.router.core.requests.place_or_hold import ENDS_PAUSE_S, TRIES_ON_TICK
@@ -164,10 +165,19 @@ async def check_at_rest(world: Any, models: tuple[str, ...]) -> None:
             raise InvariantViolation(f"{model} is owned by {names or 'nobody'}")
         _equal(world.redis.hash(f"pointsman:{{default:{model}}}:open"), {}, f"reservations kept of {model}")
         pool = owners[0].store._pools[model]
+        _check_ended(world, owners[0], model)
         _equal((pool.reading, pool.unwritten), (None, None), f"what {names[0]} has not read or written of {model}")
     for router in world.live_routers():
         _check_router(world, router)
     await _check_circuits(world)
+
+
+def _check_ended(world: Any, owner: Any, model: str) -> None:
+    """Check that no session has an owner: all have ended, in the owner's memory and in Redis."""
+    known = {session.partition("/")[2] for session in world.redis.hash(f"pointsman:{{default:{model}}}:affinity")}
+    known |= {session.partition("/")[2] for pool, session, *_ in owner.state.affinity.newest(-inf) if pool == model}
+    known = {session for session in known if session.startswith(("s", "last-"))}
+    _equal(known - world.lost_ends, set(), f"sessions of {model} that have ended, and have an owner")
 
 
 async def _read_and_written(world: Any) -> None:

@@ -106,6 +106,7 @@ async def story(world: World, result: Run, trouble: Trouble) -> None:
     await check_owned(world, MODELS)
     await load
     tell("the last answer")
+    world.end_sessions()
     await asyncio.sleep(REST_S)
     result.answers = dict(sorted(world.answers.items()))
     if world.violations:

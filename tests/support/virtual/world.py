@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from zlib import crc32
 
 import msgspec
 
@@ -23,6 +24,7 @@ from pointsman.gateway.core.rate_limits import Admission
 from pointsman.gateway.core.request.prepare import set_keys
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.request_events import RequestTimeouts
+from pointsman.gateway.core.session_ends import SessionEnds
 from pointsman.gateway.core.tokens.token_cache import TokenCache
 from pointsman.gateway.io.engines.remote_prefill import EngineIdCache, KvReleases
 from pointsman.gateway.io.request.request_runner import RequestRunner
@@ -52,6 +54,8 @@ DEADLINES = RequestTimeouts(placement_s=10.0, prefill_s=6.0, first_byte_s=6.0, t
 # Maximum duration of a request, s: three attempts, each with a placement, the slices of a prompt and the answer.
 ANSWERED_WITHIN_S = 150.0
 POLICIES = ("unified", "foresight", "lmetric", "round_robin", "elastic")
+# Begin of the names of sessions that have one request, which is their last.
+LAST = "last-"
 # Statuses of an answer that was broken off, and of one that its client did not wait for.
 BROKEN_OFF, NONE = 1, 0
 
@@ -66,6 +70,7 @@ class GatewayNode:
         self.client: RouterClient | None = None
         self._shared: SharedContext | None = None
         self._states: dict[str, PoolState] = {}
+        self._last: set[str] = set()  # sessions of one request, which is not answered yet
 
     def start(self) -> None:
         """Start a new process."""
@@ -108,7 +113,14 @@ class GatewayNode:
     def kill(self) -> None:
         """Kill the process; clients that wait for an answer see their connections break."""
         self.client = None
+        # What a gateway has not told yet dies with it: these sessions keep their owners until their time to live ends.
+        self._world.lost_ends |= self._unconfirmed()
         self._world.network.kill(self.node)
+
+    def _unconfirmed(self) -> set[str]:
+        """Return the sessions whose last requests are not answered, or whose ends no owner has confirmed."""
+        ends = self._shared.router._session_ends if self._shared is not None else SessionEnds()
+        return self._last | {session for _, session in ends._ends}
 
     def _take_pools(self, pools: Sequence[placement_pb2.Pool]) -> None:
         self._states = {pool.model: PoolState(pool) for pool in pools}
@@ -122,8 +134,12 @@ class GatewayNode:
         rng = self._world.rng
         self._sent += 1
         model, tokens, session = self._world.prompt()
+        if is_last := _is_last(f"{self.name}-{self._sent}"):
+            session = session if not session or self._sent % 2 else f"{LAST}{self.name}-{self._sent}"
         work = self.node.spawn(
-            self._answer(f"{self.name}-{self._sent}", model, tokens, session, rng.randint(1, 40), needs_within_s)
+            self._answer(
+                f"{self.name}-{self._sent}", model, tokens, session, rng.randint(1, 40), needs_within_s, is_last=is_last
+            )
         )
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -136,7 +152,15 @@ class GatewayNode:
         return 0 if work.cancelled() else work.result()
 
     async def _answer(
-        self, request_id: str, model: str, tokens: list[int], session: str, output: int, needs_within_s: float
+        self,
+        request_id: str,
+        model: str,
+        tokens: list[int],
+        session: str,
+        output: int,
+        needs_within_s: float,
+        *,
+        is_last: bool,
     ) -> int:
         shared = self._shared
         if shared is None or model not in self._states:
@@ -171,7 +195,9 @@ class GatewayNode:
             admission=Admission(),
             trace=None,
             first_token_by=received_at + needs_within_s if needs_within_s else None,
+            ends_session=is_last and bool(session),
         )
+        self._last |= {session} if session.startswith(LAST) else set()
         request = Request("POST", "/v1/completions", "", Headers(), writer, Holding(MemoryBudget(1 << 30)))
         try:
             answer = await RequestRunner(shared, context, request).run()
@@ -179,6 +205,8 @@ class GatewayNode:
             if error.status == 504 and not needs_within_s:
                 raise InvariantViolation(f"{request_id} was refused as too late: {error.message}") from None
             return error.status
+        finally:
+            self._last.discard(session)
         return answer.status if answer is not None else _streamed(request_id, writer, output)
 
 
@@ -231,6 +259,8 @@ class World:
             loop, declared, pools=len(MODELS), engines=engines, as_it_is=capacity_blocks != CAPACITY_BLOCKS
         )
         self.answers: Counter[int] = Counter()
+        self.lost_ends: set[str] = set()
+        """Sessions of one request whose end died with its gateway."""
         self.chores: list[asyncio.Task[None]] = []
         self._texts = [[rng.randrange(1_000) for _ in range(320)] for _ in range(6)]
 
@@ -276,6 +306,13 @@ class World:
         tokens = self._texts[at][:length] + ([self.rng.randrange(1_000) for _ in range(40)] if own else [])
         return MODELS[at % 2], tokens, "" if own else f"s{at}"
 
+    def end_sessions(self) -> None:
+        """End the sessions that all clients share, by one of the gateways."""
+        client = self.gateways["g0"].client or self.gateways["g1"].client
+        assert client is not None
+        for at in range(len(self._texts)):
+            client.end_session("a", f"s{at}")
+
     async def load(self, until: float) -> None:
         """Send clients' requests until `until`; return when all are answered. Some clients leave early, some have deadlines."""
         loop = asyncio.get_running_loop()
@@ -288,6 +325,11 @@ class World:
             asking.add(asyncio.create_task(gateway.ask(leaves, needs)))
         for task in asking:
             self.answers[await task] += 1
+
+
+def _is_last(request_id: str) -> bool:
+    """Return whether a request is the last of its session: one of two. Not drawn, so that the draws of a seed stay."""
+    return crc32(request_id.encode()) % 2 == 0
 
 
 def _streamed(request_id: str, writer: ResponseWriter, output: int) -> int:
