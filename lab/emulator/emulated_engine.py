@@ -49,6 +49,7 @@ class EmulateSettings(BaseSettings):
     tokenizer: Path = Field(TOKENIZER_DIR, description="folder with tokenizer.json and tokenizer_config.json")
     block_size: int = Field(16, description="tokens per KV block, a multiple of 16")
     kv_blocks: int = Field(20_000, ge=1, description="number of usable KV blocks; vLLM's num_gpu_blocks is one more")
+    host_tier: float = Field(0.0, ge=0, description="size of the host tier, as a multiple of kv_blocks; 0: none")
     max_model_len: int = Field(131_072, ge=2, description="maximum tokens of prompt and answer together")
     max_num_batched_tokens: int = Field(8_192, ge=1, description="maximum tokens per step")
     max_num_seqs: int = Field(256, ge=1, description="maximum number of running requests")
@@ -73,6 +74,7 @@ class EmulateSettings(BaseSettings):
         return EngineConfig(
             block_size=self.block_size,
             kv_blocks=self.kv_blocks,
+            host_blocks=int(self.host_tier * self.kv_blocks),
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 from pointsman.lab.emulator.openai_api import ApiError
 from pointsman.lab.emulator.vllm_metrics import EngineMetrics
@@ -97,7 +98,7 @@ class EngineLoop:
         """Submit a request; `fetch` gets the KV of its remote tokens. Raises ValueError if the model rejects it. Every stream
         must be closed."""
         now = time.monotonic()
-        self._model.submit(request, now)
+        self._model.submit(request, now * self._speedup)
         stream = self._streams[request.request_id] = Stream(request, now, fetch)
         self._unscheduled.add(request.request_id)
         self._wake.set()
@@ -110,7 +111,7 @@ class EngineLoop:
             return
         self._unscheduled.discard(request_id)
         # The model may have finished the request in a step that has not ended. For the client it is still an abort.
-        self._model.abort(request_id, time.monotonic())
+        self._model.abort(request_id, time.monotonic() * self._speedup)
         self._metrics.finished["abort"] += 1
 
     @property
@@ -142,15 +143,15 @@ class EngineLoop:
         end = yielded = time.monotonic()
         while True:
             if not self._model.has_work:
-                self._wake.clear()
-                await self._wake.wait()
+                await self._idle()
                 end = yielded = time.monotonic()
             if not self._computes.is_set():
                 await self._computes.wait()
                 end = yielded = time.monotonic()
                 continue
             started = max(end, time.monotonic() - LATEST_S)
-            result = self._model.step(started)
+            # The model's time runs faster than the clock by the speed-up.
+            result = self._model.step(started * self._speedup)
             for awaited in result.awaited:
                 task = asyncio.create_task(self._fetch(self._streams[awaited.request_id], awaited))
                 self._fetching.add(task)
@@ -169,15 +170,24 @@ class EngineLoop:
             self._model.finish_step()
             self._deliver(result, time.monotonic())
 
+    async def _idle(self) -> None:
+        """Wait until a request arrives or receives its KV, or a transfer of the host tier has ended."""
+        self._wake.clear()
+        ends_at = self._model.next_transfer_end
+        seconds = None if ends_at is None else ends_at / self._speedup - time.monotonic()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+
     async def _fetch(self, stream: Stream, awaited: WaitingForRemoteKv) -> None:
         assert stream.fetch is not None, "remote tokens that nobody fetches"
         try:
             await stream.fetch(awaited.tokens)
         except ApiError as error:
             # As in vLLM with kv_load_failure_policy "fail".
-            self._model.abort(awaited.request_id, time.monotonic())
+            self._model.abort(awaited.request_id, time.monotonic() * self._speedup)
             stream.fail(error)
-        self._model.receive(awaited.request_id, time.monotonic())
+        self._model.receive(awaited.request_id, time.monotonic() * self._speedup)
         self._wake.set()
 
     def _deliver(self, result: StepResult, now: float) -> None:
@@ -197,7 +207,8 @@ class EngineLoop:
                 stream = self._streams.get(event.request_id)
                 if stream is None:
                     continue
-                stream.cached_tokens = event.cached_tokens + event.remote_tokens
+                loaded = event.remote_tokens + event.host_tokens + event.storage_tokens
+                stream.cached_tokens = event.cached_tokens + loaded
                 stream.first_at = now
                 observe["time_to_first_token_seconds"].observe(now - stream.submitted_at)
                 observe["request_queue_time_seconds"].observe(stream.scheduled_at - stream.submitted_at)

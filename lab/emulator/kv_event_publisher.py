@@ -17,6 +17,7 @@ import zmq.asyncio
 
 from pointsman.lab.engine.block_cache import AllCleared, BlocksRemoved
 from pointsman.lab.engine.block_cache import BlocksStored as Stored
+from pointsman.lab.engine.host_tier import OffloadedRemoved, OffloadedStored
 
 # Sequence number that ends a replay.
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
@@ -91,9 +92,31 @@ def to_wire(events: Sequence[object], block_size: int) -> list[WireEvent]:
         elif isinstance(event, BlocksRemoved):
             # vLLM reports each eviction in its own event.
             wire += [BlockRemoved(block_hashes=[value], medium="GPU", group_idx=0) for value in event.hashes]
+        elif isinstance(event, OffloadedStored):
+            wire += _offloaded(event, block_size)
+        elif isinstance(event, OffloadedRemoved):
+            wire.append(BlockRemoved(block_hashes=list(event.hashes), medium=event.medium, group_idx=0))
         elif isinstance(event, AllCleared):
             wire.append(AllBlocksCleared())
     return wire
+
+
+def _offloaded(event: OffloadedStored, block_size: int) -> list[WireEvent]:
+    """Return one event for each block, as OffloadingConnector reports them with self_describing_kv_events: without extra keys."""
+    return [
+        BlockStored(
+            block_hashes=[value],
+            parent_block_hash=parent,
+            token_ids=list(event.token_ids[index * block_size : (index + 1) * block_size]),
+            block_size=block_size,
+            lora_id=None,
+            medium=event.medium,
+            lora_name=None,
+            group_idx=0,
+            kv_cache_spec_kind="full_attention",
+        )
+        for index, (value, parent) in enumerate(zip(event.hashes, event.parents, strict=True))
+    ]
 
 
 class KVEventPublisher:

@@ -60,7 +60,8 @@ class Suspension:
             raise web.HTTPBadRequest(reason=f"the emulated engine has the modes {', '.join(_MODES)}")
         self._loop.suspend(abort=mode == "abort")
         if clear:
-            self._model.reset_prefix_cache()
+            # As in vLLM the host tier is cleared, too.
+            self._model.reset_prefix_cache(offloaded=True)
 
     async def _sleep(self, request: web.Request) -> web.Response:
         level = int(request.query.get("level", "1"))
@@ -90,7 +91,8 @@ class Suspension:
         return web.json_response({"is_paused": self._loop.suspended})
 
     async def _reset(self, request: web.Request) -> web.Response:
-        return web.json_response({"success": self._model.reset_prefix_cache()})
+        offloaded = request.query.get("reset_external", "false").lower() == "true"
+        return web.json_response({"success": self._model.reset_prefix_cache(offloaded=offloaded)})
 
     def _count(self, operation: str) -> None:
         self._completed[operation] = self._completed.get(operation, 0) + 1

@@ -57,6 +57,12 @@ class Profile:
     transfer_s: float = 0.010
     transfer_token_s: float = 1.5e-5
     layerwise_tail_s: float = 0.058
+    # Time of a transfer between the engine's own cache and host memory, and between host memory and shared storage. These are
+    # assumed, not measured: 96 KiB of KV per token at 25 GB/s (PCIe 4 x16, or 40 % of PCIe 5 x16), and at 5 GB/s per instance.
+    host_s: float = 0.002
+    host_token_s: float = 4.0e-6
+    storage_s: float = 0.010
+    storage_token_s: float = 2.0e-5
 
     def chunk_s(self, tokens: int, computed: int) -> float:
         """Return the seconds for `tokens` tokens of one sequence after `computed` ones; one token is a decode step."""

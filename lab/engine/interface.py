@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from pointsman.lab.engine.block_cache import AllCleared, BlocksRemoved, BlocksStored
+from pointsman.lab.engine.host_tier import OffloadedRemoved, OffloadedStored
 from pointsman.lab.engine.prompt_content import NamedPrompt
 
 
@@ -18,10 +19,12 @@ class EngineConfig:
     """The engine's settings, named as vLLM's flags are. The engine generates tokens of `vocabulary`; `seed` changes its answers.
 
     `kv_blocks` is the number of blocks that can hold KV; vLLM's num_gpu_blocks counts one more, which it never fills.
+    `host_blocks` is the number of blocks that fit into host memory (0: there is no host tier).
     """
 
     block_size: int = 16
     kv_blocks: int = 20_000
+    host_blocks: int = 0
     max_model_len: int = 131_072
     max_num_batched_tokens: int = 8_192
     max_num_seqs: int = 256
@@ -47,6 +50,8 @@ class EngineConfig:
             )
         if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len) < 1:
             raise ValueError("max_num_batched_tokens, max_num_seqs and max_model_len must be at least 1")
+        if self.host_blocks < 0:
+            raise ValueError(f"host_blocks {self.host_blocks} is negative")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark {self.watermark} is not in 0 to below 1")
         if not len(self.vocabulary):
@@ -82,11 +87,14 @@ class WaitingForRemoteKv(msgspec.Struct, frozen=True, gc=False):
 
 
 class FirstToken(msgspec.Struct, frozen=True, gc=False):
-    """The prompt is computed; `cached_tokens` of it came from the local cache and `remote_tokens` from another instance."""
+    """The prompt is computed; `cached_tokens` of it came from the local cache, `remote_tokens` from another instance,
+    `host_tokens` from host memory and `storage_tokens` from shared storage."""
 
     request_id: str
     cached_tokens: int
     remote_tokens: int
+    host_tokens: int = 0
+    storage_tokens: int = 0
 
 
 class TokenGenerated(msgspec.Struct, frozen=True, gc=False):
@@ -110,7 +118,8 @@ class Preempted(msgspec.Struct, frozen=True, gc=False):
     request_id: str
 
 
-Event = FirstToken | TokenGenerated | Finished | Preempted | BlocksStored | BlocksRemoved | AllCleared
+BlockEvent = BlocksStored | BlocksRemoved | AllCleared | OffloadedStored | OffloadedRemoved
+Event = FirstToken | TokenGenerated | Finished | Preempted | BlockEvent
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):

@@ -3,8 +3,8 @@
 The emulated engine and the simulator share it. It schedules as vllm/v1/core/sched/scheduler.py (0.32, not asynchronous) does.
 Running requests are first, in order. When blocks run out, the request that was admitted last, or the least urgent one, is
 preempted and later recomputed. Then waiting requests are admitted while tokens, sequences and blocks last, each only if its whole
-prompt fits. Requests whose KV another instance has delivered are admitted first. tests/engine/test_scheduler.py compares model
-and vLLM step by step. The cost of a step comes from a Profile.
+prompt fits. Requests whose KV another instance has delivered, or host memory, are admitted first. tests/engine/test_scheduler.py
+and test_host_tier.py compare model and vLLM step by step. The cost of a step comes from a Profile.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pointsman.lab.engine.interface import (
     TokenGenerated,
     WaitingForRemoteKv,
 )
+from pointsman.lab.engine.offloading import Loaded, Offloading
 from pointsman.lab.engine.prompt_content import NamedContent, NamedPrompt, TokenContent
 from pointsman.lab.engine.request_queue import ArrivalQueue, EngineSequence, PriorityQueue, Queue
 
@@ -35,10 +36,16 @@ from pointsman.lab.engine.request_queue import ArrivalQueue, EngineSequence, Pri
 class EngineModel:
     """One engine. Only submit, abort, receive, reset_prefix_cache, step, finish_step and finish_decode_steps change its state."""
 
-    def __init__(self, config: EngineConfig | None = None, profile: Profile | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig | None = None, profile: Profile | None = None, storage: set[int] | None = None
+    ) -> None:
+        """`storage` has the blocks in storage that the engine shares with others; only an engine with a host tier uses it."""
         self.config = config or EngineConfig()
         self.profile = profile or Profile()
         self.cache = BlockCache(self.config.kv_blocks, self.config.block_size)
+        self.offloading: Offloading | None = None
+        if self.config.host_blocks:
+            self.offloading = Offloading(self.config.host_blocks, self.config.block_size, self.profile, storage)
         self.counters = Counters()
         by_priority = self.config.scheduling_policy == "priority"
         self._by_priority = by_priority
@@ -57,11 +64,21 @@ class EngineModel:
         self._sequences: OrderedDict[str, EngineSequence] = OrderedDict()
         self._pending: list[Event] = []
         self._finishing: list[EngineSequence] = []
+        # Until when the current step waits for copies of preempted requests' blocks.
+        self._waits_until = 0.0
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything. A cleared cache is no work: vLLM, too, reports it with the next request's step."""
-        return bool(self._sequences) and not self._nothing_schedulable
+        if self._sequences and not self._nothing_schedulable:
+            return True
+        return self.offloading is not None and self.offloading.has_ended_requests
+
+    @property
+    def next_transfer_end(self) -> float | None:
+        """Time (s) from which a step has work, or a decode step may be followed by one of another kind, because a transfer of the
+        host tier has ended. None without one. The end of a step completes the transfers that have ended by then, too."""
+        return None if self.offloading is None else self.offloading.next_end(loads_only=bool(self._running))
 
     @property
     def num_running(self) -> int:
@@ -129,6 +146,8 @@ class EngineModel:
             if sequence in queue:
                 queue.remove(sequence)
                 break
+        if self.offloading is not None:
+            self.offloading.ended(sequence, sequence.computed)
         if sequence.waits_for_remote_kv:
             self._aborted_loading[request_id] = sequence
         else:
@@ -148,11 +167,13 @@ class EngineModel:
         self._nothing_schedulable = False
         return True
 
-    def reset_prefix_cache(self) -> bool:
-        """Remove all cached blocks; the next step reports it, as in vLLM. Return False, without a change, while a request holds
-        blocks."""
+    def reset_prefix_cache(self, *, offloaded: bool = False) -> bool:
+        """Remove all cached blocks, and if `offloaded` those of the host tier; the next step reports it, as in vLLM. Return
+        False, without a change, while a request holds blocks."""
         if not self.cache.clear():
             return False
+        if offloaded and self.offloading is not None:
+            self.offloading.reset()
         self._pending.append(AllCleared())
         return True
 
@@ -165,24 +186,43 @@ class EngineModel:
             if self._sequences.get(sequence.request.request_id) is sequence:
                 del self._sequences[sequence.request.request_id]
                 self._running.remove(sequence)
+                if self.offloading is not None:
+                    self.offloading.ended(sequence, sequence.computed)
                 self._release(sequence)
         self._finishing.clear()
 
     def step(self, now: float) -> StepResult:
         """Run one step that starts at `now` (s). Without work it takes no time; its events are only those that were pending."""
-        del now  # Costs do not depend on it. With it, callers in a discrete-event loop are easier to read.
         self.finish_step()
         events: list[Event] = self._pending
         self._pending = []
-        if not self._sequences:
-            return StepResult(0.0, events, {})
+        self._complete_transfers(now)
         awaited: list[WaitingForRemoteKv] = []
         preemptions = self.counters.num_preemptions
-        scheduled = self._schedule(events, awaited)
-        if not scheduled:
+        scheduled = self._schedule(events, awaited, now) if self._sequences else {}
+        duration = self._duration(scheduled, now)
+        if self.offloading is not None:
+            computed = [(sequence, sequence.computed + count) for sequence, count in scheduled.items()]
+            self.offloading.scheduled(computed, now)
+            self.offloading.step_ended(now + duration)
+        for sequence, count in scheduled.items():
+            sequence.computed += count
+            if sequence.computed == sequence.length:
+                self._sample(sequence, events)
+        if not scheduled and self._sequences:
             # After a preemption the next step can admit requests again.
             self._nothing_schedulable = self.counters.num_preemptions == preemptions
-            return StepResult(0.0, events, {}, tuple(awaited))
+        self._complete_transfers(now + duration)
+        if self.offloading is not None:
+            # As in vLLM, after those of the engine's own cache.
+            events += self.offloading.take_events()
+        told = {item.request.request_id: count for item, count in scheduled.items()}
+        return StepResult(duration, events, told, tuple(awaited))
+
+    def _duration(self, scheduled: dict[EngineSequence, int], now: float) -> float:
+        """Return the seconds of a step at `now`, before its tokens count as computed. Mutates."""
+        if not scheduled:
+            return 0.0
         profile = self.profile
         duration = profile.step_s
         if self._was_idle:
@@ -190,12 +230,16 @@ class EngineModel:
             duration += profile.wake_s
         for sequence, count in scheduled.items():
             duration += profile.chunk_s(count, sequence.computed)
-        for sequence, count in scheduled.items():
-            sequence.computed += count
-            if sequence.computed == sequence.length:
-                self._sample(sequence, events)
-        told = {item.request.request_id: count for item, count in scheduled.items()}
-        return StepResult(duration, events, told, tuple(awaited))
+        return duration + max(self._waits_until - now, 0.0)
+
+    def _complete_transfers(self, now: float) -> None:
+        offloading = self.offloading
+        if offloading is None or (end := offloading.next_end(loads_only=False)) is None or end > now:
+            return
+        for request_id in offloading.complete(now):
+            self.receive(request_id, now)
+        # A request may have waited for any of them.
+        self._nothing_schedulable = False
 
     # ---- many steps at once ----
 
@@ -207,12 +251,16 @@ class EngineModel:
         running, config, profile = self._running, self.config, self.profile
         if not running or self._pending or len(running) > config.max_num_batched_tokens:
             return None
+        if (offloading := self.offloading) is not None and (
+            offloading.has_ended_requests or (self._waiting and offloading.in_transfer)
+        ):
+            return None
         for one in running:
             if not one.decodes or type(one.content) is not NamedContent:
                 return None
         if self._waiting_with_blocks and not all(one.waits_for_remote_kv for one in self._waiting_with_blocks):
             return None
-        if self._waiting and len(running) < config.max_num_seqs and self._room_for(self._waiting[0]) is not None:
+        if self._waiting and len(running) < config.max_num_seqs and self._first_fits():
             return None
         steps = min([one.end - one.length for one in running])
         while (blocks := self._blocks_for(steps)) > self.cache.free:
@@ -222,9 +270,11 @@ class EngineModel:
         first_s = profile.step_s + sum([profile.chunk_s(1, one.computed) for one in running])
         return DecodeSteps(steps, self.cache.empty < blocks, first_s, profile.decode_kv_token_s * len(running))
 
-    def finish_decode_steps(self, steps: int) -> list[Event]:
-        """Execute the first `steps` of the steps that decode_only_steps() has just returned; return their events. Mutates."""
+    def finish_decode_steps(self, steps: int, now: float) -> list[Event]:
+        """Execute the first `steps` of the steps that decode_only_steps() has just returned, which end at `now` (s); return their
+        events. Mutates."""
         events: list[Event] = []
+        self._complete_transfers(now)
         block_size = self.config.block_size
         for one in self._running:
             one.length += steps
@@ -235,6 +285,10 @@ class EngineModel:
             if one.length >= one.end:
                 self._finish(one, "length", events)
         self.counters.generation_tokens += steps * len(self._running)
+        if self.offloading is not None:
+            self.offloading.scheduled([(one, one.computed) for one in self._running], now)
+            self.offloading.step_ended(now)
+            events += self.offloading.take_events()
         return events
 
     def kv_usage_after(self, steps: int) -> float:
@@ -246,7 +300,9 @@ class EngineModel:
         needed = [-(-(one.computed + steps) // block_size) - one.held.blocks for one in self._running]
         return sum([blocks for blocks in needed if blocks > 0])
 
-    def _schedule(self, events: list[Event], awaited: list[WaitingForRemoteKv]) -> dict[EngineSequence, int]:
+    def _schedule(
+        self, events: list[Event], awaited: list[WaitingForRemoteKv], now: float
+    ) -> dict[EngineSequence, int]:
         config, cache, running = self.config, self.cache, self._running
         block_size, chunk_limit, budget = config.block_size, self._chunk_limit(), config.max_num_batched_tokens
         scheduled: dict[EngineSequence, int] = {}
@@ -258,7 +314,7 @@ class EngineModel:
             missing = -(-(sequence.computed + count) // block_size) - sequence.held.blocks
             while missing > cache.free:
                 preempted = True
-                victim = self._preempt(events)
+                victim = self._preempt(events, now)
                 if victim in scheduled:
                     # Return the tokens of the budget that this step had assigned to it.
                     budget += scheduled.pop(victim)
@@ -271,7 +327,7 @@ class EngineModel:
             position += 1
         # Preempted requests are at the head of the queue: admitting in the same step would only return their blocks to them.
         if not preempted and (self._waiting or self._waiting_with_blocks):
-            self._admit(scheduled, budget, chunk_limit, events, awaited)
+            self._admit(scheduled, budget, chunk_limit, events, awaited, now)
         return scheduled
 
     def _chunk_limit(self) -> int:
@@ -289,10 +345,12 @@ class EngineModel:
         chunk_limit: int,
         events: list[Event],
         awaited: list[WaitingForRemoteKv],
+        now: float,
     ) -> None:
         """Admit waiting sequences, those that hold blocks first. A sequence that does not fit blocks all behind it."""
         block_size, running = self.config.block_size, self._running
         passed_over: list[EngineSequence] = []
+        deferred: list[EngineSequence] = []
         while budget > 0 and len(running) < self.config.max_num_seqs:
             queue = self._waiting_with_blocks or self._waiting
             if not queue:
@@ -308,19 +366,28 @@ class EngineModel:
                 if -(-sequence.length // block_size) - sequence.held.blocks + self._headroom() > self.cache.free:
                     break
             else:
-                hit = self._room_for(sequence)
-                if hit is None:
-                    break
+                hit, idle = self._cached_blocks(sequence)
                 missing_tokens = self._missing_remote(sequence, hit * block_size)
+                loadable = 0
+                if not missing_tokens and self.offloading is not None:
+                    found = self.offloading.lookup(sequence, hit)
+                    if found is None:
+                        deferred.append(queue.take())
+                        continue
+                    loadable, missing_tokens = found, found * block_size
+                if not self._fits(sequence, hit, idle):
+                    break
                 if missing_tokens and not self._room_to_load(sequence, hit, missing_tokens):
                     break
-                self._allocate_cached_blocks(sequence, hit, missing_tokens)
+                loaded = self.offloading.load(sequence, hit, loadable, now) if self.offloading and loadable else None
+                self._allocate_cached_blocks(sequence, hit, missing_tokens, loaded)
                 if missing_tokens:
                     blocks = -(-sequence.computed // block_size) - hit
                     if removed := self.cache.allocate(sequence.held, blocks):
                         events.append(removed)
                     sequence.waits_for_remote_kv = True
-                    awaited.append(WaitingForRemoteKv(sequence.request.request_id, missing_tokens))
+                    if loaded is None:
+                        awaited.append(WaitingForRemoteKv(sequence.request.request_id, missing_tokens))
                     passed_over.append(queue.take())
                     continue
             count = min(sequence.length - sequence.computed, chunk_limit, budget)
@@ -330,19 +397,29 @@ class EngineModel:
             budget -= count
         for sequence in reversed(passed_over):
             self._waiting_with_blocks.put_back(sequence)
+        for sequence in reversed(deferred):
+            self._waiting.put_back(sequence)
 
-    def _allocate_cached_blocks(self, sequence: EngineSequence, hit: int, missing_tokens: int) -> None:
-        """Assign a sequence its cached blocks, and count as vLLM does: the lookup of a preempted sequence is not counted."""
+    def _allocate_cached_blocks(
+        self, sequence: EngineSequence, hit: int, missing_tokens: int, loaded: Loaded | None
+    ) -> None:
+        """Assign a sequence its cached blocks, and count as vLLM does: the lookup of a preempted sequence is not counted. The
+        missing tokens are `loaded` from the tiers below, or come from another instance."""
         cached = hit * self.config.block_size
         sequence.held = self.cache.hold(sequence.content.hashes(0, hit), hit)
         sequence.computed = cached + missing_tokens
         if sequence.cached is not None:
             return
-        sequence.cached, sequence.remote = cached, missing_tokens
+        sequence.cached = cached
+        if loaded is None:
+            sequence.remote = missing_tokens
+        else:
+            sequence.from_host = loaded.host * self.config.block_size
+            sequence.from_storage = loaded.storage * self.config.block_size
         counters = self.counters
         counters.prefix_cache_queries += sequence.length
         counters.prefix_cache_hits += cached
-        if sequence.request.remote_tokens:
+        if sequence.request.remote_tokens or self.offloading is not None:
             counters.external_prefix_cache_queries += sequence.length - cached
             counters.external_prefix_cache_hits += missing_tokens
 
@@ -366,14 +443,20 @@ class EngineModel:
         """Return the number of blocks that admitting one more request must leave free."""
         return self._watermark if self._running else 0
 
-    def _room_for(self, sequence: EngineSequence) -> int | None:
-        """Return the number of cached blocks of a waiting sequence if its whole prompt fits; else None."""
-        length, block_size, cache = sequence.length, self.config.block_size, self.cache
+    def _first_fits(self) -> bool:
+        first = self._waiting[0]
+        return self._fits(first, *self._cached_blocks(first))
+
+    def _cached_blocks(self, sequence: EngineSequence) -> tuple[int, int]:
+        """Return the number of cached blocks of a waiting sequence, and how many of these no request holds."""
         # The last token is always computed, for its logits, so a hit ends before it.
-        limit = (length - 1) // block_size
-        hit, idle = cache.find(sequence.content.hashes(0, limit), limit)
-        missing = -(-length // block_size) - hit + self._headroom()
-        return hit if missing + idle <= cache.free else None
+        limit = (sequence.length - 1) // self.config.block_size
+        return self.cache.find(sequence.content.hashes(0, limit), limit)
+
+    def _fits(self, sequence: EngineSequence, hit: int, idle: int) -> bool:
+        """Return whether the whole prompt of a waiting sequence fits, of which `hit` blocks are cached and `idle` not held."""
+        missing = -(-sequence.length // self.config.block_size) - hit + self._headroom()
+        return missing + idle <= self.cache.free
 
     def _grow(self, sequence: EngineSequence, missing: int, count: int, events: list[Event]) -> None:
         if missing > 0 and (removed := self.cache.allocate(sequence.held, missing)):
@@ -391,13 +474,15 @@ class EngineModel:
         request = sequence.request
         events.append(BlocksStored(hashes, parent, tokens, request.session_id, request.cache_salt, already_cached))
 
-    def _preempt(self, events: list[Event]) -> EngineSequence:
+    def _preempt(self, events: list[Event], now: float) -> EngineSequence:
         """Preempt the last running sequence, or the least urgent one: free its blocks and queue it again."""
         if self._by_priority:
             victim = max(self._running, key=attrgetter("rank"))
             self._running.remove(victim)
         else:
             victim = self._running.pop()
+        if self.offloading is not None:
+            self._waits_until = max(self._waits_until, self.offloading.preempted(victim, now))
         self._release(victim)
         self._waiting.put_back(victim)
         self.counters.num_preemptions += 1
@@ -413,7 +498,8 @@ class EngineModel:
         index = sequence.length - sequence.prompt_length
         if index == 0:
             self._count_prompt(sequence)
-            events.append(FirstToken(request.request_id, sequence.cached or 0, sequence.remote))
+            loaded = sequence.from_host, sequence.from_storage
+            events.append(FirstToken(request.request_id, sequence.cached or 0, sequence.remote, *loaded))
         stops = sequence.natural_end is not None and sequence.length + 1 >= sequence.natural_end
         if isinstance(content, TokenContent):
             given = request.answer[index] if index < len(request.answer) else None
@@ -429,8 +515,9 @@ class EngineModel:
         self._finishing.append(sequence)
 
     def _count_prompt(self, sequence: EngineSequence) -> None:
-        counters, length, cached = self.counters, sequence.prompt_length, sequence.cached or 0
-        counters.prompt_tokens += length
+        counters, cached = self.counters, sequence.cached or 0
+        external = sequence.remote + sequence.from_host + sequence.from_storage
+        counters.prompt_tokens += sequence.prompt_length
         counters.local_cache_hit += cached
-        counters.external_kv_transfer += sequence.remote
-        counters.local_compute += length - cached - sequence.remote
+        counters.external_kv_transfer += external
+        counters.local_compute += sequence.prompt_length - cached - external

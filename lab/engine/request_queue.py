@@ -17,7 +17,7 @@ class EngineSequence:
     """A request in the engine model. `length` is its number of tokens so far, including `prompt_length` prompt tokens. The KV of
     the first `computed` tokens is in the cache.
 
-    `waits_for_remote_kv`: it holds blocks for KV that another instance has not delivered yet.
+    `waits_for_remote_kv`: it holds blocks for KV that another instance, or a tier below, has not delivered yet.
     """
 
     request: EngineRequest
@@ -31,7 +31,10 @@ class EngineSequence:
     computed: int = 0
     # Cached tokens of the prompt when it was first admitted; None before.
     cached: int | None = None
+    # Prompt tokens that came then from another instance, from host memory and from storage.
     remote: int = 0
+    from_host: int = 0
+    from_storage: int = 0
     waits_for_remote_kv: bool = False
 
     @property

@@ -67,6 +67,13 @@ class RunSettings(BaseSettings):
         None, description="cost profile of an engine, a JSON file; default: the built-in profile"
     )
     kv_blocks: int = Field(20_000, ge=1, description="KV blocks of 16 tokens per instance")
+    host_tier: float = Field(
+        0.0, ge=0, description="size of each instance's host tier, as a multiple of kv_blocks; 0: none"
+    )
+    shared_storage: bool = Field(
+        False, description="host tiers copy their blocks to storage that all instances of a model share"
+    )
+    tiers_reported: bool = Field(True, description="agents report the blocks in host tiers and storage")
     max_model_len: int = Field(200_000, ge=2, description="maximum tokens of prompt and answer together")
     max_num_batched_tokens: int = Field(8_192, ge=1, description="maximum tokens per engine step")
     long_prefill_token_threshold: int = Field(
@@ -156,6 +163,7 @@ def cell_of(
     """
     engine = EngineConfig(
         kv_blocks=settings.kv_blocks,
+        host_blocks=int(settings.host_tier * settings.kv_blocks),
         max_model_len=settings.max_model_len,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
@@ -184,6 +192,8 @@ def cell_of(
         takeover_s=settings.takeover_s,
         owner_back_after_s=settings.owner_back_after_s,
         hand_over_at_s=settings.hand_over_at_s,
+        shared_storage=settings.shared_storage,
+        tiers_reported=settings.tiers_reported,
         router=router,
         engine=engine,
         profile=load_profile(settings.profile) if settings.profile else Profile(),

@@ -22,9 +22,11 @@ STEADY = (0.05, 0.95)
 def measure(records: Sequence[RequestRecord], busy_s: Mapping[str, float]) -> Measures:
     """Return the measures of all requests, of each route class and of each rule that placed requests; over complete answers only.
 
-    Metrics of each group: `{ttft,tpot,e2e}_{p50,p90,p99,mean}_s`, `requests` and `hit_ratio` (cached / prompt tokens). For all
-    requests also: `failed`, `offloads` (share of answers with mode OFFLOAD), `throughput` (answers per s while the middle 90 % of
-    them ended) and `imbalance` (largest of `busy_s`, each instance's seconds in steps, over their mean: 1 is even).
+    Metrics of each group: `{ttft,tpot,e2e}_{p50,p90,p99,mean}_s`, `requests` and `hit_ratio` (cached / prompt tokens), and if
+    blocks were loaded from tiers below also `host_hit_ratio` and `storage_hit_ratio`, which are parts of `hit_ratio`. For all
+    requests also: `session_{mean,p90}_s` (from a session's first request to its last answer, over sessions whose requests were
+    all answered), `failed`, `offloads` (share of answers with mode OFFLOAD), `throughput` (answers per s while the middle 90 %
+    of them ended) and `imbalance` (largest of `busy_s`, each instance's seconds in steps, over their mean: 1 is even).
     """
     good = [record for record in records if record.ok]
     groups: dict[str, list[RequestRecord]] = {ALL: good}
@@ -33,6 +35,7 @@ def measure(records: Sequence[RequestRecord], busy_s: Mapping[str, float]) -> Me
         groups.setdefault(f"by {record.rule}", []).append(record)
     measures = {name: _latencies(groups[name]) for name in (ALL, *sorted(groups.keys() - {ALL}))}
     whole = measures[ALL]
+    whole |= _session_times(records)
     whole["failed"] = float(len(records) - len(good))
     if good:
         whole["offloads"] = sum(record.mode == "OFFLOAD" for record in good) / len(good)
@@ -44,6 +47,18 @@ def measure(records: Sequence[RequestRecord], busy_s: Mapping[str, float]) -> Me
     if total := sum(busy_s.values()):
         whole["imbalance"] = max(busy_s.values()) * len(busy_s) / total
     return measures
+
+
+def _session_times(records: Sequence[RequestRecord]) -> dict[str, float]:
+    sessions: dict[str, list[RequestRecord]] = {}
+    for record in records:
+        sessions.setdefault(record.session, []).append(record)
+    times = [
+        max(turn.t_send + turn.e2e_s for turn in turns) - min(turn.t_send for turn in turns)
+        for turns in sessions.values()
+        if all(turn.ok for turn in turns)
+    ]
+    return {"session_mean_s": float(np.mean(times)), "session_p90_s": float(np.percentile(times, 90))} if times else {}
 
 
 def class_of(record: RequestRecord) -> str:
@@ -59,6 +74,9 @@ def _latencies(records: Sequence[RequestRecord]) -> dict[str, float]:
     prompt = sum(record.prompt_tokens or 0 for record in records)
     if prompt:
         found["hit_ratio"] = sum(record.cached_tokens or 0 for record in records) / prompt
+        for tier in ("host", "storage"):
+            if loaded := sum(getattr(record, f"{tier}_tokens") for record in records):
+                found[f"{tier}_hit_ratio"] = loaded / prompt
     for name in LATENCIES:
         values = [value for record in records if (value := getattr(record, f"{name}_s")) is not None]
         if values:

@@ -18,7 +18,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     route_class: str = ""
     reason: str = ""
     rule: str = ""
-    # Cached tokens that the decision predicted; `cached_tokens` are those that the engine found when it began.
+    # Cached tokens that the decision predicted. `cached_tokens` are those that the engine found when it began, of which
+    # `host_tokens` were in host memory and `storage_tokens` in storage; only simulations know these two.
     predicted_cached_tokens: int | None = None
     # HTTP status, 0 without a response; `error` is empty for a complete answer.
     status: int = 0
@@ -30,6 +31,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     e2e_s: float = 0.0
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    host_tokens: int = 0
+    storage_tokens: int = 0
     output_tokens: int | None = None
 
     @property

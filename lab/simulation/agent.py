@@ -2,7 +2,8 @@
 
 Unlike the real agent it does not count blocks by vLLM's events (CachedBlocks). An engine model's blocks have the routers' keys
 as hashes, and its events say which copy of a block is the first and which the last. A simulation with CachedBlocks took
-some 30 % longer than one without streams; with streams alone it takes some 10 % longer.
+some 30 % longer than one without streams; with streams alone it takes some 10 % longer. As in the real agent, a block in storage
+is a key of the instance that has stored it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from pointsman.agent.core import cached_blocks, key_stream
 from pointsman.agent.core.cached_blocks import Tier
 from pointsman.agent.core.key_stream import KeyStream
 from pointsman.common.core.block_keys import digest_of
-from pointsman.lab.engine.block_cache import BlockCache, BlocksRemoved, BlocksStored
+from pointsman.lab.engine.block_cache import BlocksRemoved, BlocksStored
+from pointsman.lab.engine.host_tier import HOST, STORAGE, OffloadedRemoved, OffloadedStored
 from pointsman.lab.engine.interface import Event, Preempted
+from pointsman.lab.engine.model import EngineModel
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances import report_sync
 
@@ -28,16 +31,21 @@ CONSISTENCY_CHECK_INTERVAL_S = 5.0
 # Number of changes that are kept. Every change is sent at once, so no stream needs an old one.
 _KEPT_DELTAS = 8
 
+_MEDIUM_OF = {Tier.HOST: HOST, Tier.STORAGE: STORAGE}
+
 # (router, event, now): sends an event to that router.
 ReportTo = Callable[[str, ev.Event, float], None]
 
 
 class ModelKeys:
-    """The keys of `cache` and their newest changes, as an agent has them: a step's events take effect at the step's end."""
+    """The keys of `model` and their newest changes, as an agent has them: a step's events take effect at the step's end."""
 
-    def __init__(self, cache: BlockCache) -> None:
+    def __init__(self, model: EngineModel, *, tiers_reported: bool) -> None:
         self.latest_seq = 0
-        self._cache = cache
+        self._cache = model.cache
+        # Keys in the tiers below, by tier.
+        tiers = _MEDIUM_OF if tiers_reported and model.offloading is not None else ()
+        self._offloaded: dict[Tier, set[int]] = {tier: set() for tier in tiers}
         self._deltas: deque[cached_blocks.Delta] = deque(maxlen=_KEPT_DELTAS)
         # Events of the current step.
         self._unheard: Sequence[Event] = ()
@@ -51,17 +59,21 @@ class ModelKeys:
     def key_count(self) -> int:
         """Number of keys."""
         came, went = _changes(self._unheard)
-        return len(self._cache) - sum(map(len, came)) + sum(map(len, went))
+        offloaded = sum(map(len, self._offloaded.values()))
+        return len(self._cache) - sum(map(len, came)) + sum(map(len, went)) + offloaded
 
     @property
     def digest(self) -> int:
         """Digest of all keys; computed at each access."""
-        return digest_of(Tier.DEVICE, self.keys(Tier.DEVICE))
+        digest = digest_of(Tier.DEVICE, self.keys(Tier.DEVICE))
+        for tier, keys in self._offloaded.items():
+            digest ^= digest_of(tier, keys)
+        return digest
 
     def keys(self, tier: Tier) -> Collection[int]:
-        """Return the keys in `tier`. Only the engine's own cache, Tier.DEVICE, is modelled."""
+        """Return the keys in `tier`."""
         if tier is not Tier.DEVICE:
-            return ()
+            return self._offloaded.get(tier, ())
         keys = set(self._cache.cached_hashes())
         for event in reversed(self._unheard):
             if isinstance(event, BlocksStored):
@@ -81,6 +93,19 @@ class ModelKeys:
     def apply(self, events: Sequence[Event]) -> bool:
         """Apply the events of a step that has ended; return whether any keys changed. Mutates."""
         self._unheard = ()
+        changed = self._apply_to_device(events)
+        for tier, keys in self._offloaded.items():
+            added, removed = _offloaded_changes(events, _MEDIUM_OF[tier])
+            # A block that was evicted from the host tier and computed again is stored in storage again.
+            added = tuple([key for key in added if key not in keys])
+            keys.difference_update(removed)
+            keys.update(added)
+            if added or removed:
+                self._push(tier, added, removed)
+                changed = True
+        return changed
+
+    def _apply_to_device(self, events: Sequence[Event]) -> bool:
         came, went = _changes(events)
         if not any(came) and not any(went):
             return False
@@ -91,17 +116,30 @@ class ModelKeys:
             added, removed = tuple((more - less).elements()), tuple((less - more).elements())
             if not added and not removed:
                 return False
-        self.latest_seq += 1
-        self._deltas.append(cached_blocks.Delta(self.latest_seq, Tier.DEVICE, added, removed))
+        self._push(Tier.DEVICE, added, removed)
         return True
+
+    def _push(self, tier: Tier, added: tuple[int, ...], removed: tuple[int, ...]) -> None:
+        self.latest_seq += 1
+        self._deltas.append(cached_blocks.Delta(self.latest_seq, tier, added, removed))
 
 
 class SimulatedAgent:
     """Reports the keys of the instance `name` to all routers, over a stream to each that has welcomed `stream_id`. With `checks`
-    it also sends consistency checks, so that a lost report is detected."""
+    it also sends consistency checks, so that a lost report is detected. With `tiers_reported` it also reports the keys of the
+    tiers below the engine's own cache."""
 
-    def __init__(self, name: str, stream_id: int, cache: BlockCache, report_to: ReportTo, *, checks: bool) -> None:
-        self.keys = ModelKeys(cache)
+    def __init__(
+        self,
+        name: str,
+        stream_id: int,
+        model: EngineModel,
+        report_to: ReportTo,
+        *,
+        checks: bool,
+        tiers_reported: bool = True,
+    ) -> None:
+        self.keys = ModelKeys(model, tiers_reported=tiers_reported)
         self._name = name
         self._stream_id = stream_id
         self._report_to = report_to
@@ -155,6 +193,21 @@ def _changes(events: Sequence[Event]) -> tuple[list[tuple[int, ...]], list[tuple
     """Return the keys that were added and those that were removed, as one tuple per event."""
     came = [_new_hashes(event) for event in events if isinstance(event, BlocksStored)]
     return came, [_evicted_hashes(event) for event in events if isinstance(event, BlocksRemoved)]
+
+
+def _offloaded_changes(events: Sequence[Event], medium: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the keys that were added to a tier below and those that were removed, after all events in their order."""
+    added: dict[int, None] = {}
+    removed: dict[int, None] = {}
+    for event in events:
+        if isinstance(event, OffloadedStored | OffloadedRemoved) and event.medium == medium:
+            came, gone = (added, removed) if isinstance(event, OffloadedStored) else (removed, added)
+            for key in event.hashes:
+                if key in gone:
+                    del gone[key]
+                else:
+                    came[key] = None
+    return tuple(added), tuple(removed)
 
 
 def _new_hashes(stored: BlocksStored) -> tuple[int, ...]:

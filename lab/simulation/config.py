@@ -66,6 +66,9 @@ class SimulationConfig:
 
     With `exact_prefixes` False no engine reports KV events. The last `producers` instances only prefill for others.
 
+    With `shared_storage` the host tiers of a pool's instances copy their blocks to one storage, from which all of them can load.
+    Without `tiers_reported` agents report only the keys of engines' own caches, so that routers do not know of the tiers below.
+
     A gateway that has waited `ownerless_timeout_s` for a pool's owner places the request itself. `timeouts` has its other
     timeouts.
     """
@@ -102,6 +105,8 @@ class SimulationConfig:
     hand_over_at_s: float | None = None
     hand_over_takes_s: float = 0.25
     ownerless_timeout_s: float = DEFAULT_OWNER_TIMEOUT_S
+    shared_storage: bool = False
+    tiers_reported: bool = True
     timeouts: RequestTimeouts = field(default_factory=RequestTimeouts)
     router: StateSettings = field(default_factory=StateSettings)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -110,6 +115,10 @@ class SimulationConfig:
     def __post_init__(self) -> None:
         if self.engine.block_size != KEY_TOKENS:
             raise SimulationError(f"block_size: only engines with block_size {KEY_TOKENS} are simulated")
+        if self.shared_storage and not self.engine.host_blocks:
+            raise SimulationError(
+                "shared_storage: blocks reach storage through a host tier, and engine.host_blocks is 0"
+            )
         if self.names and len(set(self.names)) != self.instances:
             raise SimulationError(f"names: {len(set(self.names))} different names for {self.instances} instances")
         if self.timing not in TIMINGS:

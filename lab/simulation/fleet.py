@@ -38,6 +38,8 @@ class SimulatedFleet:
         self._on_engine_event = on_engine_event
         self.instances: dict[str, SimulatedInstance] = {}
         self.pool_of: dict[str, str] = {}
+        # The blocks in the storage that a pool's instances share, by pool.
+        self._storage: dict[str, set[int] | None] = {pool: set() if config.shared_storage else None for pool in pools}
         # All instances so far, by the number of their agent's stream, from 1: a router may still answer one that was removed.
         self._by_stream: list[SimulatedInstance] = []
         self._incarnations: Counter[str] = Counter()
@@ -50,7 +52,7 @@ class SimulatedFleet:
         """Add an instance with an empty cache, under a name that is not in use; return its agent's hello. Mutates."""
         assert name not in self.instances, name
         stream_id = len(self._by_stream) + 1
-        model = EngineModel(self._config.engine, self._config.profile)
+        model = EngineModel(self._config.engine, self._config.profile, self._storage[pool])
         instance = SimulatedInstance(
             name,
             stream_id,
@@ -60,6 +62,7 @@ class SimulatedFleet:
             self._report_to,
             self._on_engine_event,
             checks=self._config.report_loss > 0,
+            tiers_reported=self._config.tiers_reported,
         )
         self._by_stream.append(instance)
         self._incarnations[name] += 1

@@ -354,11 +354,12 @@ class SimulatedGateway:
         elif isinstance(event, FirstToken):
             if step.prefill_tokens:
                 running.prefilled = step.prefill_tokens
-                computed = step.prefill_tokens - event.cached_tokens
-                running.prefill_s = self._config.profile.chunk_s(computed, event.cached_tokens)
+                cached = event.cached_tokens + event.host_tokens + event.storage_tokens
+                running.prefill_s = self._config.profile.chunk_s(step.prefill_tokens - cached, cached)
             else:
                 record.ttft_s = now - record.t_send
-                record.cached_tokens = event.cached_tokens
+                record.cached_tokens = event.cached_tokens + event.host_tokens + event.storage_tokens
+                record.host_tokens, record.storage_tokens = event.host_tokens, event.storage_tokens
                 self._handle(running, ge.ResponseStarted(), now)
         else:
             running.upstream = "", ""

@@ -50,12 +50,13 @@ class SimulatedInstance:
         on_engine_event: OnEngineEvent,
         *,
         checks: bool,
+        tiers_reported: bool = True,
     ) -> None:
-        """With `checks` the agent sends consistency checks."""
+        """With `checks` the agent sends consistency checks, with `tiers_reported` also the keys of tiers below."""
         self.name = name
         self.stream_id = stream_id
         self.model = model
-        self.agent = SimulatedAgent(name, stream_id, model.cache, report_to, checks=checks)
+        self.agent = SimulatedAgent(name, stream_id, model, report_to, checks=checks, tiers_reported=tiers_reported)
         # Time spent in steps, s.
         self.busy_s = 0.0
         self._event_queue = event_queue
@@ -67,6 +68,8 @@ class SimulatedInstance:
         self._decode: DecodeSteps | None = None
         self._decode_started_at = 0.0
         self._decode_number = 0
+        # Time at which the next transfer of the host tier ends, if that is scheduled.
+        self._wakes_at: float | None = None
         # Requests to abort at the end of the current step.
         self._aborted: set[str] = set()
 
@@ -134,6 +137,7 @@ class SimulatedInstance:
         if (decode := self.model.decode_only_steps()) is not None:
             self._decode_started_at = now
             self._schedule_decode_end(decode.steps_by(EVICTING_S) if decode.evicts else decode.steps, decode)
+            self._await_transfer()
             return
         result = self.model.step(now)
         for awaited in result.awaited:
@@ -155,7 +159,7 @@ class SimulatedInstance:
             return
         self._decode = None
         self.busy_s += now - self._decode_started_at
-        self._stepped(self.model.finish_decode_steps(decode.steps), now)
+        self._stepped(self.model.finish_decode_steps(decode.steps, now), now)
 
     def _stepped(self, events: Sequence[Event], now: float) -> None:
         self.model.finish_step()
@@ -167,5 +171,21 @@ class SimulatedInstance:
         if self._aborted:
             self._abort(now)
         # A request that arrived at the same time may have started the next step already.
-        if self.model.has_work and not self._busy:
+        if self._busy:
+            return
+        if self.model.has_work:
             self._step(now)
+        else:
+            self._await_transfer()
+
+    def _await_transfer(self) -> None:
+        """Schedule the end of the transfer of the host tier that a request may wait for, or that an idle engine reports."""
+        ends_at = self.model.next_transfer_end
+        if ends_at is not None and ends_at != self._wakes_at:
+            self._wakes_at = ends_at
+            self._event_queue.schedule(ends_at, self._transfer_ended)
+
+    def _transfer_ended(self, now: float) -> None:
+        if now == self._wakes_at:
+            self._wakes_at = None
+            self._on_arrival(now)

@@ -64,8 +64,10 @@ class Simulator:
         self._ended: list[RequestRecord] = []
         self._event_queue = EventQueue()
         # A multiple of the capacity of all caches: no cache still holds a block that has not been used for that long.
-        held = max(config.instances, max_instances) * config.engine.kv_blocks * KEY_TOKENS
-        self._prompts = PromptBlocks(NAMED_CACHES * held, prompts_include_answers=config.prompts_include_answers)
+        # Shared storage keeps every block.
+        held = max(config.instances, max_instances) * (config.engine.kv_blocks + config.engine.host_blocks) * KEY_TOKENS
+        limit = None if config.shared_storage else NAMED_CACHES * held
+        self._prompts = PromptBlocks(limit, prompts_include_answers=config.prompts_include_answers)
         self._pools = [MODEL] if config.pools == 1 else [f"{MODEL}-{number}" for number in range(config.pools)]
         policy = make_policy(config.policy, config.policy_settings) if isinstance(config.policy, str) else config.policy
         names = ["sim"] if config.routers == 1 else [f"sim-{number}" for number in range(config.routers)]

@@ -42,7 +42,8 @@ def play(model: EngineModel, asked: list[tuple[float, EngineRequest]], *, leaps:
             now, events = now + result.duration_s, result.events
         else:
             steps = decode.steps_by(waiting[0][0] - now) if waiting else decode.steps
-            now, events = now + decode.seconds(steps), model.finish_decode_steps(steps)
+            now += decode.seconds(steps)
+            events = model.finish_decode_steps(steps, now)
         model.finish_step()
         model.cache.check()
         turns += 1
@@ -88,7 +89,7 @@ def test_a_lone_answer_is_one_leap() -> None:
     assert decode.seconds(3) == pytest.approx(1.05 + 1.051 + 1.052)
     assert [decode.steps_by(at) for at in (0.0, 1.0, 1.06, 2.2, 1e9)] == [1, 1, 2, 3, 99]
     assert model.kv_usage_after(99) == pytest.approx(9 / 24)
-    events = model.finish_decode_steps(99)
+    events = model.finish_decode_steps(99, 1e3)
     model.finish_step()
     assert [event for event in events if isinstance(event, Finished)] == [Finished("r1", "length")]
     assert not model.has_work

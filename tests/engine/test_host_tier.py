@@ -1,0 +1,210 @@
+"""The lab's host tier stores, loads and evicts the blocks that vLLM's own OffloadingConnector does: both are given the same
+arrivals and transfer times, step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pointsman.lab.engine.block_cache import BlocksRemoved, BlocksStored
+from pointsman.lab.engine.cost_profile import Profile
+from pointsman.lab.engine.host_tier import OffloadedRemoved, OffloadedStored
+from pointsman.lab.engine.interface import EngineConfig, EngineRequest, FirstToken, Preempted, TokenGenerated
+from pointsman.lab.engine.model import EngineModel
+from tests.support.engines.vllm_questions import Vllm
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+PLAY = "import vllm_host_tier; answer = vllm_host_tier.play(**asked)"
+LENGTH = 192
+# A step takes 1 s.
+PLAIN = {
+    "step_s": 1.0,
+    "prefill_token_s": 0.0,
+    "prefill_pair_s": 0.0,
+    "decode_sequence_s": 0.0,
+    "decode_kv_token_s": 0.0,
+}
+
+
+class Player:
+    """Runs a script on the engine model, and adds the answers to the script's requests."""
+
+    def __init__(self, script: dict[str, Any]) -> None:
+        config = dict(script["config"])
+        times = {name: config.pop(name) for name in ("host_s", "host_token_s")}
+        self.model = EngineModel(EngineConfig(max_model_len=LENGTH, **config), Profile(**PLAIN, **times))
+        self.requests = script["requests"]
+        self.names: dict[int, str] = {}
+        self.now = 0.0
+        for asked in self.requests.values():
+            asked["answer"] = []
+
+    def play(self, actions: list[list[Any]]) -> list[dict[str, Any]]:
+        told = []
+        for number, (action, name) in enumerate(actions):
+            if action == "submit":
+                asked = self.requests[name]
+                request = EngineRequest(
+                    name, asked["prompt"], asked["max_tokens"], ignore_eos=True, priority=asked["priority"]
+                )
+                self.model.submit(request, float(number))
+            elif action == "abort":
+                self.model.abort(name, self.now)
+            elif action == "wait":
+                self.now += name
+            else:
+                told.append(self.step())
+        for asked in self.requests.values():
+            asked["answer"] += [0] * (asked["max_tokens"] - len(asked["answer"]))
+        return told
+
+    def step(self) -> dict[str, Any]:
+        model = self.model
+        loading = self.loading()
+        ended = model.next_transfer_end
+        has_work = model.has_work or (ended is not None and ended <= self.now)
+        result = model.step(self.now)
+        assert has_work or not result.scheduled, "a model without work schedules nothing"
+        self.now += result.duration_s
+        for event in result.events:
+            if isinstance(event, TokenGenerated):
+                self.requests[event.request_id]["answer"].append(event.token_id)
+        firsts = [event for event in result.events if isinstance(event, FirstToken)]
+        own, host = self.events(result.events)
+        assert model.offloading is not None
+        told = {
+            "seconds": result.duration_s,
+            "scheduled": [[*pair] for pair in result.scheduled.items()],
+            "preempted": [event.request_id for event in result.events if isinstance(event, Preempted)],
+            "events": own,
+            "host events": host,
+            "awaited": sorted(self.loading() - loading),
+            "prefills": {event.request_id: [event.cached_tokens, event.host_tokens] for event in firsts},
+            "running": model.num_running,
+            "waiting": model.num_waiting,
+            "free": model.cache.free,
+            "host": [[self.names[block], users] for block, users in model.offloading.host._blocks.items()],
+        }
+        model.finish_step()
+        model.cache.check()
+        model.offloading.host.check()
+        return told
+
+    def loading(self) -> set[str]:
+        assert self.model.offloading is not None
+        return {one.request_id for one in self.model.offloading._loads} & self.model._sequences.keys()
+
+    def events(self, events: list[Any]) -> tuple[list[list[str]], list[list[str]]]:
+        size, own, host = self.model.config.block_size, [], []
+        for event in events:
+            if isinstance(event, BlocksStored | OffloadedStored):
+                chain = isinstance(event, BlocksStored)
+                text = self.names.get(event.parent, "") if chain and event.parent is not None else ""
+                for index, value in enumerate(event.hashes):
+                    if not chain:
+                        parent = event.parents[index]
+                        text = self.names[parent] if parent is not None else ""
+                    text += "".join(f"{token} " for token in event.token_ids[index * size : (index + 1) * size])
+                    self.names[value] = text
+                    (own if chain else host).append(["stored", text])
+            elif isinstance(event, BlocksRemoved | OffloadedRemoved):
+                told = own if isinstance(event, BlocksRemoved) else host
+                told += [["removed", self.names[value]] for value in event.hashes]
+        return own, sorted(host)
+
+
+CONFIGS = st.fixed_dictionaries(
+    {
+        "block_size": st.sampled_from([16, 32]),
+        "kv_blocks": st.integers(12, 20),
+        "host_blocks": st.integers(3, 40),
+        "max_num_batched_tokens": st.integers(8, 96),
+        "max_num_seqs": st.integers(1, 6),
+        "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
+        # No sums of these are whole seconds.
+        "host_s": st.sampled_from([0.0137, 0.371, 1.613]),
+        "host_token_s": st.sampled_from([0.00071, 0.0113]),
+    }
+)
+REQUESTS = st.lists(
+    st.fixed_dictionaries(
+        {
+            # A few common beginnings, so that prompts share prefixes of various lengths.
+            "prompt": st.builds(
+                lambda shared, cut, own, length: ([shared] * cut + [own] * LENGTH)[:length],
+                st.integers(1, 2),
+                st.sampled_from([0, 16, 40, 64, 96]),
+                st.integers(3, 5),
+                st.integers(2, 150) | st.sampled_from([32, 64, 96]),
+            ),
+            "max_tokens": st.integers(1, 40),
+            "priority": st.integers(-1, 2),
+        }
+    ),
+    min_size=2,
+    max_size=14,
+)
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> dict[str, Any]:
+    """Arrivals, steps, waits and aborts, and in the end steps enough for most."""
+    requests = {f"r{number}": one for number, one in enumerate(draw(REQUESTS))}
+    actions: list[list[Any]] = []
+    submitted: list[str] = []
+    for name in requests:
+        actions.append(["submit", name])
+        submitted.append(name)
+        for _ in range(draw(st.integers(0, 3))):
+            action = draw(st.sampled_from(["steps"] * 5 + ["step", "step", "wait", "abort"]))
+            if action == "steps":
+                actions += [["step", None]] * draw(st.integers(2, 30)) + [["wait", 1.27], ["step", None]]
+            elif action == "wait":
+                actions.append(["wait", draw(st.sampled_from([0.31, 2.77]))])
+            else:
+                actions.append([action, draw(st.sampled_from(submitted)) if action == "abort" else None])
+    for _ in range(draw(st.integers(0, 3))):
+        actions += [["step", None]] * draw(st.integers(1, 20)) + [["wait", 1.51]]
+    return {"config": draw(CONFIGS), "requests": requests, "actions": actions}
+
+
+def compare(vllm: Vllm, model: Path, script: dict[str, Any]) -> list[dict[str, Any]]:
+    """Assert that the model does in every step what vLLM does; return vLLM's steps."""
+    ours = Player(script).play(script["actions"])
+    theirs = vllm.ask(PLAY, {"model": str(model), "script": script})
+    for number, (expected, got) in enumerate(zip(theirs, ours, strict=True)):
+        assert got == expected | {"seconds": pytest.approx(expected["seconds"])}, f"step {number}"
+    return theirs
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(script=scripts())
+def test_every_step_is_vllms(vllm: Vllm, model_folder: Path, script: dict[str, Any]) -> None:
+    compare(vllm, model_folder, script)
+
+
+def test_evicted_blocks_are_loaded_as_vllm_loads_them(vllm: Vllm, model_folder: Path) -> None:
+    prompts = [[letter] * 150 for letter in range(1, 5)]
+    requests = {f"r{number}": {"prompt": prompts[number % 4], "max_tokens": 8, "priority": 0} for number in range(12)}
+    actions: list[list[Any]] = []
+    for name in requests:
+        actions += [["submit", name], *([["step", None]] * 9), ["wait", 1.27], *([["step", None]] * 9)]
+    config = {
+        "block_size": 16,
+        "kv_blocks": 14,
+        "host_blocks": 40,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 2,
+        "scheduling_policy": "fcfs",
+        "host_s": 0.371,
+        "host_token_s": 0.0007,
+    }
+    steps = compare(vllm, model_folder, {"config": config, "requests": requests, "actions": actions})
+    loaded = {name: counts[1] for step in steps for name, counts in step["prefills"].items()}
+    assert [loaded[f"r{number}"] for number in range(12)] == [0] * 4 + [144] * 8
+    assert sum(len(step["host events"]) for step in steps) == 36
