@@ -22,6 +22,8 @@ STEP_COSTS = (
     "decode_kv_token_s",
     "wake_s",
 )
+# The costs of transfers to and from the tiers below an engine's own cache.
+TIER_COSTS = ("host_s", "host_token_s", "storage_s", "storage_token_s")
 # Engine settings that can be learned from outside.
 ENGINE_FIELDS = ("block_size", "kv_blocks", "max_model_len", "max_num_batched_tokens")
 

@@ -6,13 +6,14 @@ A load is a rate of session starts; the trace's times within a session are uncha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from pointsman.lab.engine.cost_profile import Profile
+from pointsman.lab.engine.cost_profile import TIER_COSTS, Profile
 from pointsman.lab.engine.interface import EngineConfig
 from pointsman.lab.experiments.latency_bounds import BOUNDS, FLOOR
 from pointsman.lab.experiments.simulate_command import SYNTHETIC_SESSIONS, SyntheticSessions
@@ -81,7 +82,8 @@ class Setup:
     """A source of requests and the fleet that they go to.
 
     `name`: name of the source in a trial's key. `rate` and `kv`: factors on the load's rate and KV blocks. `sessions`: number of
-    the source's first sessions to use (0: all). `trials`: maximum trials of each cell (0: unlimited).
+    the source's first sessions to use (0: all). `trials`: maximum trials of each cell (0: unlimited). `host_tier`: size of each
+    host tier as a multiple of the KV blocks, and `storage`: whether the host tiers share storage; `reported`: agents report both.
     """
 
     source: TraceSource
@@ -92,6 +94,9 @@ class Setup:
     step_tokens: int = 8_192
     kv: float = 1.0
     trials: int = 0
+    host_tier: float = 0.0
+    storage: bool = False
+    reported: bool = True
 
 
 def _sensitivity_case(
@@ -133,6 +138,19 @@ SENSITIVITY_CASES: Mapping[str, Setup] = {
 # The floor is the only bound here: the loss by limited caches is a question of the main study.
 SENSITIVITY_POLICIES = (FLOOR, BASE, OURS, "lpwl", "preble")
 
+# Tiers below the engines' own caches, on the first trace at full load. The cells without any are the main study's.
+TIER_LOAD, TIER_POLICIES = "full", (BASE, OURS)
+NOT_REPORTED = ", not reported"
+TIER_CASES: Mapping[str, Mapping[str, float | bool]] = {
+    f"{name}{suffix}": {**tiers, "reported": not suffix}
+    for name, tiers in {
+        "host tier 2 x": {"host_tier": 2.0},
+        "host tier 8 x": {"host_tier": 8.0},
+        "host tier 2 x, shared storage": {"host_tier": 2.0, "storage": True},
+    }.items()
+    for suffix in ("", NOT_REPORTED)
+}
+
 
 @dataclass(frozen=True)
 class PlannedCell:
@@ -151,10 +169,12 @@ class PlannedCell:
         """Order of running, lowest first.
 
         0: bounds, BASE and OURS, except under overload. 1: other policies on the recorded agentic trace at the main loads without
-        a threshold. 2: the rest of the main study. 3: SENSITIVITY_CASES.
+        a threshold. 2: the rest of the main study, and TIER_CASES. 3: SENSITIVITY_CASES.
         """
         if self.trace in SENSITIVITY_CASES:
             return 3
+        if self.trace in TIER_CASES:
+            return 2
         own = self.policy in (*BOUNDS, BASE, OURS) and self.load != OVERLOADED
         return 0 if own else 1 if self.trace == REAL and self.load in MAIN and not self.threshold else 2
 
@@ -163,6 +183,8 @@ class PlannedCell:
         """JSON of everything that a trial depends on, except its seed."""
         asked = self.cell.simulation
         workload = self.cell.workload
+        # Without a host tier a trial does not depend on what there is below it.
+        no_tiers = () if asked.engine.host_blocks else ("host_blocks", *TIER_COSTS)
         told = {
             "source": self.source,
             "arrivals": asdict(workload.arrivals),
@@ -170,9 +192,11 @@ class PlannedCell:
             "policy": asked.policy,
             # All settings, including defaults: a changed default makes another policy.
             "settings": {} if asked.policy in BOUNDS else dict(self._settings()),
-            "engine": {**asdict(asked.engine), "vocabulary": ""},
-            "profile": asked.profile.nonzero,
+            "engine": _without(asdict(asked.engine) | {"vocabulary": ""}, no_tiers),
+            "profile": _without(asked.profile.nonzero, no_tiers),
         }
+        if asked.engine.host_blocks:
+            told["tiers"] = {"storage": asked.shared_storage, "reported": asked.tiers_reported}
         return msgspec.json.encode(told, order="sorted").decode()
 
     def _settings(self) -> Mapping[str, object]:
@@ -188,10 +212,17 @@ def plan_cells(traces: Path, trials: int, *, quick: bool) -> list[PlannedCell]:
     setups[GENERATED] = Setup(SyntheticSessions(SYNTHETIC_SESSIONS, AGENTIC), GENERATED)
     main = [name for name in (REAL, GENERATED, CHAT) if name in setups]
     setups |= SENSITIVITY_CASES
+    setups |= {name: replace(setups[main[0]], **tiers) for name, tiers in TIER_CASES.items()}
     return [
         _cell(trace, setups[trace], load, threshold, policy, trials, quick)
         for trace, load, threshold, policy in _places(main, quick)
     ]
+
+
+def tier_cells(cells: Sequence[PlannedCell]) -> list[PlannedCell]:
+    """Return those of plan_cells() that the section on tiers needs: first its policies without tiers below, then TIER_CASES."""
+    none = [one for one in cells if (one.trace, one.load, one.threshold) == (cells[0].trace, TIER_LOAD, 0)]
+    return [one for one in none if one.policy in TIER_POLICIES] + [one for one in cells if one.trace in TIER_CASES]
 
 
 def _places(traces: Sequence[str], quick: bool) -> Iterator[tuple[str, str, int, str]]:
@@ -209,9 +240,15 @@ def _places(traces: Sequence[str], quick: bool) -> Iterator[tuple[str, str, int,
         yield from ((CHAT, OVERLOADED, 0, name) for name in (*BOUNDS, BASE, OURS))
     for trace, (load, threshold), name in product([one for one in traces if one != CHAT], other, contenders):
         yield trace, load, threshold, name
+    cases = list(TIER_CASES)[: 1 if quick else None]
+    yield from ((case, TIER_LOAD, 0, name) for case, name in product(cases, TIER_POLICIES))
     if not quick:
         yield from ((traces[0], load, 0, name) for load, name in product(("full", "saturated"), ABLATIONS))
         yield from product(SENSITIVITY_CASES, MAIN, (0, THRESHOLD), SENSITIVITY_POLICIES)
+
+
+def _without(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
 
 
 def _cell(trace: str, setup: Setup, load: str, threshold: int, name: str, trials: int, quick: bool) -> PlannedCell:
@@ -231,10 +268,13 @@ def _cell(trace: str, setup: Setup, load: str, threshold: int, name: str, trials
             engine=EngineConfig(
                 max_model_len=200_000,
                 kv_blocks=int(asked.kv_blocks * setup.kv),
+                host_blocks=int(asked.kv_blocks * setup.kv * setup.host_tier),
                 max_num_batched_tokens=setup.step_tokens,
                 long_prefill_token_threshold=threshold,
             ),
             profile=Profile().slowed(asked.slow),
+            shared_storage=setup.storage,
+            tiers_reported=setup.reported,
         ),
     )
     return PlannedCell(trace, load, threshold, name, cell, setup.name, min(trials, setup.trials or trials))

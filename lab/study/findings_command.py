@@ -19,9 +19,11 @@ from pointsman.lab.experiments.trials import Trial, run_cells
 from pointsman.lab.live.model_accuracy import LiveComparison, from_json
 from pointsman.lab.report.bundle import git_commit
 from pointsman.lab.report.terminal import make_console, make_progress
-from pointsman.lab.study.findings_cells import LOADS, PlannedCell, plan_cells
+from pointsman.lab.study.findings_cells import LOADS, PlannedCell, plan_cells, tier_cells
+from pointsman.lab.study.findings_figures import StoredTrial, cells_of
 from pointsman.lab.study.findings_opening import plots, with_opening
-from pointsman.lab.study.findings_page import StoredTrial, render
+from pointsman.lab.study.findings_page import render
+from pointsman.lab.study.findings_tiers import tier_section, with_tiers
 
 # The folder is beside the repository on the machines where the project is developed.
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
@@ -42,6 +44,10 @@ class FindingsSettings(BaseSettings):
     opening_only: bool = Field(
         False, description="run and read no trials; write the opening and the plots from the document's own tables"
     )
+    tiers_only: bool = Field(
+        False,
+        description="run the trials with host memory and shared storage, and write their section of the document alone",
+    )
     processes: int = Field(0, ge=0, description="number of processes; 0: one for each core")
     results: Path = Field(Path("runs/findings.jsonl"), description="file of the trials; trials in it are not run again")
     calibration: Path = Field(
@@ -59,6 +65,8 @@ def run(settings: FindingsSettings) -> None:
         typer.echo(f"{settings.out}: wrote the opening and the plots from the document's tables")
         return
     cells = plan_cells(settings.traces, settings.trials, quick=settings.quick)
+    if settings.tiers_only:
+        cells = tier_cells(cells)
     stored = read_trials(settings.results)
     seeds = range(settings.first_seed, settings.first_seed + settings.trials)
     if not settings.render_only:
@@ -80,7 +88,10 @@ def run(settings: FindingsSettings) -> None:
         msgspec.structs.replace(one, trace=cell.trace, load=cell.load, threshold=cell.threshold, policy=cell.policy)
         for cell, one in sorted(found, key=lambda pair: place[pair[0].key])
     ]
-    _write(settings.out, render(told, LOADS, missing, settings.quick, _calibrated(settings.calibration)))
+    if settings.tiers_only:
+        settings.out.write_text(with_tiers(settings.out.read_text(), tier_section(cells_of(told), cells[0].trace)))
+    else:
+        _write(settings.out, render(told, LOADS, missing, settings.quick, _calibrated(settings.calibration)))
     typer.echo(f"{settings.out}: written from {len(found)} trials; {missing} planned trials are missing")
 
 

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
-import msgspec
 
 from pointsman.lab.engine.interface import EngineConfig
 from pointsman.lab.experiments.latency_bounds import BOUNDS, FLOOR
-from pointsman.lab.experiments.paired_statistics import CONFIDENCE, Estimate, difference_by_seed
+from pointsman.lab.experiments.paired_statistics import CONFIDENCE
 from pointsman.lab.live.model_accuracy import GOAL, LiveComparison, largest_error, table
-from pointsman.lab.report.measures import ALL, Measures
 from pointsman.lab.study.findings_cells import (
     ABLATIONS,
     BASE,
@@ -29,117 +27,34 @@ from pointsman.lab.study.findings_cells import (
     PLACEMENT_S,
     SENSITIVITY_CASES,
     SLOW,
+    TIER_CASES,
     TOKENISE_TOKEN_S,
     VARIANTS,
     Load,
 )
+from pointsman.lab.study.findings_figures import (
+    TTFT,
+    Cell,
+    StoredTrial,
+    TableKey,
+    cells_of,
+    difference_text,
+    each,
+    fixed,
+    percent,
+    to,
+)
+from pointsman.lab.study.findings_tiers import tier_section
 from pointsman.router.core.policy.registry import make_policy
 
 DATA = Path(__file__).parents[1] / "data"
 TEMPLATE, SIDE_RUNS = DATA / "findings.md.jinja", DATA / "findings_side_runs.toml"
-TTFT, TTFT99, E2E90, E2E99, TPOT = "ttft_p90_s", "ttft_p99_s", "e2e_p90_s", "e2e_p99_s", "tpot_p90_s"
+TTFT99, E2E90, E2E99, TPOT = "ttft_p99_s", "e2e_p90_s", "e2e_p99_s", "tpot_p90_s"
 PEERS = ("dynamo_kv", "sglang_cache_aware", "llmd_default", "aibrix_prefix", "preble")
 # Goals of OURS: shares of the gap in TTFT p90 to close without and with a threshold, and the largest TPOT p90 as a multiple of
 # BASE's.
 GOAL_CLOSED, GOAL_CLOSED_FLAG, GOAL_TPOT = 0.75, 0.5, 1.8
 LOWEST, CLOSED = "lowest", "closed"
-
-
-class StoredTrial(msgspec.Struct, frozen=True):
-    """A trial of the study. `cell` is PlannedCell.key: everything that the trial depends on, except its seed."""
-
-    trace: str
-    load: str
-    threshold: int
-    policy: str
-    seed: int
-    cell: str
-    commit: str
-    measures: Measures
-
-
-@dataclass(frozen=True)
-class TableKey:
-    """Trace, load and threshold of a table's trials."""
-
-    trace: str
-    load: str
-    threshold: int
-
-    @property
-    def name(self) -> str:
-        """Load and threshold as text, without the trace."""
-        return self.load + (f", threshold {self.threshold}" if self.threshold else "")
-
-    def __str__(self) -> str:
-        return f"{self.trace}, {self.name}"
-
-
-class Cell(dict[str, dict[int, Mapping[str, float]]]):
-    """The trials of one TableKey: policy -> seed -> metric -> value, over all requests."""
-
-    def by_seed(self, policy: str, metric: str) -> dict[int, float]:
-        """Return a metric's values by seed."""
-        return {seed: found[metric] for seed, found in self.get(policy, {}).items() if metric in found}
-
-    def mean(self, policy: str, metric: str) -> float | None:
-        """Return a metric's mean over all seeds; None without values."""
-        values = self.by_seed(policy, metric).values()
-        return statistics.fmean(values) if values else None
-
-    def difference(self, policy: str, metric: str, base: str = BASE) -> Estimate | None:
-        """Return the paired difference to `base`; None for `base` itself, and without common seeds."""
-        if policy == base:
-            return None
-        return difference_by_seed(self.by_seed(policy, metric), self.by_seed(base, metric))
-
-    def ratio(self, policy: str, metric: str, base: str = BASE) -> float | None:
-        """Return the ratio of the means over the seeds that both policies have run; None if the mean of `base` is 0 or
-        missing."""
-        ours, theirs = self.by_seed(policy, metric), self.by_seed(base, metric)
-        common = ours.keys() & theirs.keys()
-        below = sum(theirs[seed] for seed in common)
-        return sum(ours[seed] for seed in common) / below if below else None
-
-    def closed(self, policy: str) -> float | None:
-        """Return the share of the gap in TTFT p90 from `BASE` to the floor that a policy closes; None without a gap or a
-        value."""
-        found, base, floor = (self.mean(name, TTFT) for name in (policy, BASE, FLOOR))
-        if found is None or base is None or floor is None or base <= floor:
-            return None
-        return (base - found) / (base - floor)
-
-    def relative(self, metric: str) -> str:
-        """Format the difference of `OURS` to `BASE` as a share of `BASE`; "=" for no difference, "-" without values."""
-        difference, base = self.difference(OURS, metric), self.mean(BASE, metric)
-        if difference is None or not base:
-            return "-"
-        return "=" if difference.verdict == "no difference" else f"{difference.mean / base:+.0%}"
-
-    @property
-    def policies(self) -> list[str]:
-        """All policies except the ablations of `OURS`: bounds first, then by TTFT p90."""
-        names = [name for name in self if name not in ABLATIONS]
-        return sorted(names, key=lambda name: (name not in BOUNDS, self.mean(name, TTFT) or 0.0))
-
-    @property
-    def other_policies(self) -> list[str]:
-        """All policies except `OURS`, its ablations and the bounds."""
-        return [name for name in self if name not in (OURS, *BOUNDS, *ABLATIONS)]
-
-    def best_other_policy(self) -> tuple[str, float]:
-        """Return the other policy with the lowest TTFT p90, and the ratio of that to `OURS` on common draws."""
-        ratios = {name: self.ratio(name, TTFT, OURS) or float("inf") for name in self.other_policies}
-        best = min(ratios, key=ratios.__getitem__)
-        return best, ratios[best]
-
-    def on_common_draws(self, *policies: str) -> Cell:
-        """Return the trials under the seeds that all `policies` have run, because a ratio of means must be over the same
-        draws."""
-        common = set.intersection(*(set(self.get(name, {})) for name in policies))
-        return Cell(
-            {name: {seed: one for seed, one in seeds.items() if seed in common} for name, seeds in self.items()}
-        )
 
 
 @dataclass(frozen=True)
@@ -155,7 +70,7 @@ class Claims:
             difference, ratio = cell.difference(policy, metric), cell.ratio(policy, metric)
             if difference is None or ratio is None:
                 return ""
-            return f"{ratio - 1:+.0%}{_difference(difference)} s, {difference.verdict}"
+            return f"{ratio - 1:+.0%}{difference_text(difference)} s, {difference.verdict}"
 
         return self._by_load(say)
 
@@ -194,7 +109,7 @@ class Claims:
         def say(cell: Cell) -> str:
             ratios = {name: cell.ratio(name, TTFT) or float("inf") for name in policies if name in cell}
             best = min(ratios, key=ratios.__getitem__, default="")
-            return f"`{best}`{_difference(cell.difference(best, TTFT))} s" if best else ""
+            return f"`{best}`{difference_text(cell.difference(best, TTFT))} s" if best else ""
 
         return self._by_load(say)
 
@@ -235,17 +150,15 @@ def render(
 ) -> str:
     """Return the document. `missing`: number of planned trials that are not in `results`. `calibrated`: a calibration's
     comparisons."""
-    everywhere: dict[TableKey, Cell] = {}
-    for one in results:
-        cell = everywhere.setdefault(TableKey(one.trace, one.load, one.threshold), Cell())
-        cell.setdefault(one.policy, {})[one.seed] = one.measures[ALL]
-    cells = {place: cell for place, cell in everywhere.items() if place.trace not in SENSITIVITY_CASES}
+    everywhere = cells_of(results)
+    apart = SENSITIVITY_CASES.keys() | TIER_CASES.keys()
+    cells = {place: cell for place, cell in everywhere.items() if place.trace not in apart}
     traces = list(dict.fromkeys(place.trace for place in cells))
     whole = {place: cell for place, cell in cells.items() if not place.threshold}
     first = {place.load: cell for place, cell in whole.items() if place.trace == traces[0]}
     ablations = list(dict.fromkeys(name for cell in first.values() for name in cell if name in ABLATIONS))
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"fixed": _fixed, "difference": _difference, "percent": _percent, "to": _to, "each": _each}
+    environment.filters |= {"fixed": fixed, "difference": difference_text, "percent": percent, "to": to, "each": each}
     text = environment.from_string(TEMPLATE.read_text()).render(
         bounds=BOUNDS,
         peers=PEERS,
@@ -276,6 +189,7 @@ def render(
         ablations=ablations,
         ablated={load: cell for load, cell in first.items() if any(name in cell for name in ablations)},
         elsewhere=_sensitivity(everywhere),
+        tiers=tier_section(everywhere, traces[0]),
         calibration=table(calibrated) if calibrated else "",
         calibration_error=largest_error(calibrated),
     )
@@ -338,36 +252,3 @@ def _sensitivity(everywhere: Mapping[TableKey, Cell]) -> dict[str, object] | Non
         "lost": [f"{place} (`{name}` {ratio - 1:+.0%})" for place, (name, ratio) in best.items() if ratio <= 1.0],
         "extremes": extremes,
     }
-
-
-# ---- how figures are written ----
-
-
-def _fixed(value: float | None, digits: int = 2, scale: float = 1.0) -> str:
-    return "-" if value is None else f"{value * scale:,.{digits}f}"
-
-
-def _difference(difference: Estimate | None, digits: int = 2, scale: float = 1.0) -> str:
-    """Format a difference in brackets, to follow a mean: `=` for no difference; empty for None."""
-    if difference is None:
-        return ""
-    sign = f"{difference.mean * scale:+.{digits}f}"
-    if difference.half_width is None:
-        return f" ({sign})"
-    if not difference.differs:
-        return " (=)"
-    return f" ({sign} ± {difference.half_width * scale:.{digits}f})"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
-
-
-def _to(values: Sequence[float]) -> str:
-    """Format the first and the last value as a range; as one value if they are equal."""
-    return " to ".join(dict.fromkeys(f"{value:,}" for value in (values[0], values[-1])))
-
-
-def _each(values: Sequence[float]) -> str:
-    *most, last = (f"{value:,}" for value in values)
-    return f"{', '.join(most)} and {last}"

@@ -1,5 +1,5 @@
-"""The lab's host tier stores, loads and evicts the blocks that vLLM's own OffloadingConnector does: both are given the same
-arrivals and transfer times, step by step."""
+"""The lab's host tier and storage store, load and evict the blocks that vLLM's own OffloadingConnector does, with one tier and
+with TieringOffloadingManager: both are given the same arrivals and transfer times, step by step."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from pointsman.lab.engine.cost_profile import Profile
 from pointsman.lab.engine.host_tier import OffloadedRemoved, OffloadedStored
 from pointsman.lab.engine.interface import EngineConfig, EngineRequest, FirstToken, Preempted, TokenGenerated
 from pointsman.lab.engine.model import EngineModel
+from pointsman.lab.engine.offloading import Loaded
+from pointsman.lab.engine.request_queue import EngineSequence
 from tests.support.engines.vllm_questions import Vllm
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -36,13 +38,25 @@ class Player:
 
     def __init__(self, script: dict[str, Any]) -> None:
         config = dict(script["config"])
-        times = {name: config.pop(name) for name in ("host_s", "host_token_s")}
-        self.model = EngineModel(EngineConfig(max_model_len=LENGTH, **config), Profile(**PLAIN, **times))
+        times = {name: config.pop(name) for name in ("host_s", "host_token_s", "storage_s", "storage_token_s")}
+        self.storage: set[int] | None = set() if script["storage"] else None
+        profile = Profile(**PLAIN, **times)
+        self.model = EngineModel(EngineConfig(max_model_len=LENGTH, **config), profile, self.storage)
         self.requests = script["requests"]
         self.names: dict[int, str] = {}
         self.now = 0.0
         for asked in self.requests.values():
             asked["answer"] = []
+        # The requests that the current step begins to load for. Their loads may have ended at its end.
+        self.awaited: list[str] = []
+        assert (offloading := self.model.offloading) is not None
+        load = offloading.load
+
+        def recorded(sequence: EngineSequence, *args: Any) -> Loaded:
+            self.awaited.append(sequence.request.request_id)
+            return load(sequence, *args)
+
+        offloading.load = recorded  # type: ignore[method-assign]
 
     def play(self, actions: list[list[Any]]) -> list[dict[str, Any]]:
         told = []
@@ -65,7 +79,7 @@ class Player:
 
     def step(self) -> dict[str, Any]:
         model = self.model
-        loading = self.loading()
+        self.awaited.clear()
         ended = model.next_transfer_end
         has_work = model.has_work or (ended is not None and ended <= self.now)
         result = model.step(self.now)
@@ -83,21 +97,20 @@ class Player:
             "preempted": [event.request_id for event in result.events if isinstance(event, Preempted)],
             "events": own,
             "host events": host,
-            "awaited": sorted(self.loading() - loading),
-            "prefills": {event.request_id: [event.cached_tokens, event.host_tokens] for event in firsts},
+            "awaited": sorted(self.awaited),
+            "prefills": {
+                event.request_id: [event.cached_tokens, event.host_tokens + event.storage_tokens] for event in firsts
+            },
             "running": model.num_running,
             "waiting": model.num_waiting,
             "free": model.cache.free,
             "host": [[self.names[block], users] for block, users in model.offloading.host._blocks.items()],
+            "storage": sorted(self.names[block] for block in self.storage or ()),
         }
         model.finish_step()
         model.cache.check()
         model.offloading.host.check()
         return told
-
-    def loading(self) -> set[str]:
-        assert self.model.offloading is not None
-        return {one.request_id for one in self.model.offloading._loads} & self.model._sequences.keys()
 
     def events(self, events: list[Any]) -> tuple[list[list[str]], list[list[str]]]:
         size, own, host = self.model.config.block_size, [], []
@@ -111,10 +124,11 @@ class Player:
                         text = self.names[parent] if parent is not None else ""
                     text += "".join(f"{token} " for token in event.token_ids[index * size : (index + 1) * size])
                     self.names[value] = text
-                    (own if chain else host).append(["stored", text])
-            elif isinstance(event, BlocksRemoved | OffloadedRemoved):
-                told = own if isinstance(event, BlocksRemoved) else host
-                told += [["removed", self.names[value]] for value in event.hashes]
+                    own.append(["stored", text]) if chain else host.append(["stored", text, event.medium])
+            elif isinstance(event, BlocksRemoved):
+                own += [["removed", self.names[value]] for value in event.hashes]
+            elif isinstance(event, OffloadedRemoved):
+                host += [["removed", self.names[value], event.medium] for value in event.hashes]
         return own, sorted(host)
 
 
@@ -129,6 +143,8 @@ CONFIGS = st.fixed_dictionaries(
         # No sums of these are whole seconds.
         "host_s": st.sampled_from([0.0137, 0.371, 1.613]),
         "host_token_s": st.sampled_from([0.00071, 0.0113]),
+        "storage_s": st.sampled_from([0.0171, 0.779, 3.119]),
+        "storage_token_s": st.sampled_from([0.00037, 0.0077]),
     }
 )
 REQUESTS = st.lists(
@@ -170,7 +186,7 @@ def scripts(draw: st.DrawFn) -> dict[str, Any]:
                 actions.append([action, draw(st.sampled_from(submitted)) if action == "abort" else None])
     for _ in range(draw(st.integers(0, 3))):
         actions += [["step", None]] * draw(st.integers(1, 20)) + [["wait", 1.51]]
-    return {"config": draw(CONFIGS), "requests": requests, "actions": actions}
+    return {"config": draw(CONFIGS), "storage": draw(st.booleans()), "requests": requests, "actions": actions}
 
 
 def compare(vllm: Vllm, model: Path, script: dict[str, Any]) -> list[dict[str, Any]]:
@@ -203,8 +219,16 @@ def test_evicted_blocks_are_loaded_as_vllm_loads_them(vllm: Vllm, model_folder: 
         "scheduling_policy": "fcfs",
         "host_s": 0.371,
         "host_token_s": 0.0007,
+        "storage_s": 0.779,
+        "storage_token_s": 0.0007,
     }
-    steps = compare(vllm, model_folder, {"config": config, "requests": requests, "actions": actions})
+    script = {"config": config, "storage": False, "requests": requests, "actions": actions}
+    steps = compare(vllm, model_folder, script)
     loaded = {name: counts[1] for step in steps for name, counts in step["prefills"].items()}
     assert [loaded[f"r{number}"] for number in range(12)] == [0] * 4 + [144] * 8
     assert sum(len(step["host events"]) for step in steps) == 36
+    # With less host memory the blocks come back from storage.
+    steps = compare(vllm, model_folder, script | {"storage": True, "config": config | {"host_blocks": 12}})
+    loaded = {name: counts[1] for step in steps for name, counts in step["prefills"].items()}
+    assert [loaded[f"r{number}"] for number in range(12)] == [0] * 4 + [144] * 8
+    assert len(steps[-1]["storage"]) == 36

@@ -1,8 +1,9 @@
 """vLLM's own scheduler with its OffloadingConnector, without an engine: runs scripts of arrivals, steps and waits in virtual
-time, and tells what every step scheduled, and what the host tier has.
+time, and tells what every step scheduled, and what the host tier and storage have.
 
 A module for inside_vllm.py; tests/engine/test_host_tier.py has the shape of scripts and answers. The worker is a fake: a step
-takes 1 s if it schedules anything. Transfers of one direction run one after the other, and take the script's times.
+takes 1 s if it schedules anything. Transfers of one direction run one after the other, and take the script's times. Storage is
+a set of blocks beside vLLM's TieringOffloadingManager.
 """
 
 from __future__ import annotations
@@ -26,8 +27,16 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.kv_offload.base import get_offload_block_hash
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    RequestOffloadingContext,
+    get_offload_block_hash,
+)
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -36,12 +45,76 @@ from vllm.v1.structured_output import StructuredOutputManager
 class Direction(list[tuple[float, int, str]]):
     """Transfers that run one after the other: (end, job, request)."""
 
-    free_at = 0.0
+    def __init__(self, settings: dict[str, Any], tier: str) -> None:
+        self.free_at = 0.0
+        self.latency_s = settings[f"{tier}_s"]
+        self.block_s = settings[f"{tier}_token_s"] * settings["block_size"]
 
-    def begin(self, job: int, request: str, blocks: int, settings: dict[str, Any], now: float) -> None:
-        block_s = settings["host_token_s"] * settings["block_size"]
-        self.free_at = max(now, self.free_at) + settings["host_s"] + block_s * blocks
+    def begin(self, job: int, request: str, blocks: int, now: float) -> None:
+        self.free_at = max(now, self.free_at) + self.latency_s + self.block_s * blocks
         self.append((self.free_at, job, request))
+
+    def ended(self, now: float) -> list[tuple[float, int, str]]:
+        """Remove and return the transfers that have ended by `now`."""
+        ended = [one for one in self if one[0] <= now]
+        self[:] = [one for one in self if one[0] > now]
+        return ended
+
+
+class Region:
+    """The host memory of a CPUPrimaryTierOffloadingManager, which nobody reads or writes."""
+
+    def __init__(self, chunks: int) -> None:
+        self.view = memoryview(bytearray(chunks)).cast("B", (chunks, 1))
+
+    def create_kv_memoryview(self) -> memoryview:
+        return self.view
+
+
+class Storage(SecondaryTierManager):
+    """As FileSystemTierManager: a block that is there is not written again, and no block is ever evicted. It knows at once
+    whether it has a block, which that class asks a thread."""
+
+    medium = Medium.STORAGE
+
+    def __init__(self, runner: Runner, view: memoryview) -> None:
+        super().__init__(None, view, "storage")
+        self.runner, self.keys, self.jobs = runner, set(), {}
+        self.writes, self.reads = (Direction(runner.settings, "storage") for _ in range(2))
+        self.events: list[OffloadingEvent] = []
+
+    def lookup(self, key: Any, req_context: Any) -> LookupResult:
+        return LookupResult.HIT if key in self.keys else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        new = len([key for key in job_metadata.keys if key not in self.keys])
+        self.jobs[job_metadata.job_id] = job_metadata
+        self.writes.begin(job_metadata.job_id, job_metadata.req_context.req_id, new, self.runner.now)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self.jobs[job_metadata.job_id] = job_metadata
+        keys = len(job_metadata.keys)
+        self.reads.begin(job_metadata.job_id, job_metadata.req_context.req_id, keys, self.runner.now)
+
+    def get_finished_jobs(self) -> list[JobResult]:
+        done = []
+        for _, job, _ in (*self.reads.ended(self.runner.now), *self.writes.ended(self.runner.now)):
+            one = self.jobs.pop(job)
+            if not one.is_promotion:
+                self.keys.update(one.keys)
+                self.events.append(OffloadingEvent(keys=list(one.keys), medium=self.medium, removed=False))
+            done.append(JobResult(job_id=job, success=True))
+        return done
+
+    def take_events(self) -> list[OffloadingEvent]:
+        events, self.events = self.events, []
+        return events
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def drain_jobs(self) -> None:
+        raise NotImplementedError
 
 
 class Runner:
@@ -65,10 +138,17 @@ class Runner:
             log_stats=True,
         )
         self.connector = scheduler.connector.connector_scheduler
-        assert self.connector.manager._num_chunks == self.settings["host_blocks"]
+        self.host = self.connector.manager
+        assert self.host._num_chunks == self.settings["host_blocks"]
         self.hasher = get_request_block_hasher(block_size, sha256)
         self.now, self.names, self.preempted, self.ended, self.batches = 0.0, {}, [], [], []
-        self.stores, self.loads = Direction(), Direction()
+        self.stores, self.loads = (Direction(self.settings, "host") for _ in range(2))
+        self.tiers = None
+        if script["storage"]:
+            region = Region(self.settings["host_blocks"])
+            self.host = CPUPrimaryTierOffloadingManager(self.settings["host_blocks"], region, enable_events=True)
+            self.storage = Storage(self, region.view)
+            self.connector.manager = self.tiers = TieringOffloadingManager(self.host, [self.storage])
         scheduler.kv_event_publisher.publish = self.batches.append
         self._record()
 
@@ -126,6 +206,7 @@ class Runner:
         self.batches.clear()
         # An idle engine steps on while there are transfers, and has heard of those that ended since the last step.
         scheduler._update_from_kv_xfer_finished(self._done(now))
+        self._storage_done()
         before = {name: one.status for name, one in scheduler.requests.items()}
         output = scheduler.schedule()
         loading = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -134,13 +215,13 @@ class Runner:
         ]
         meta, jobs = output.kv_connector_metadata, self.connector._jobs
         for job, load in meta.load_jobs.items():
-            self.loads.begin(job, load.req_id, len(jobs[job].keys), self.settings, now)
+            self.loads.begin(job, load.req_id, len(jobs[job].keys), now)
         # Blocks of ended requests that are allocated again are waited for, too: the model has no physical blocks.
         waits = [end for end, _, name in self.stores if name in self.preempted]
         duration = 1.0 + max([0.0, *(end - now for end in waits)]) if output.num_scheduled_tokens else 0.0
         self.now += duration
         for job, store in meta.store_jobs.items():
-            self.stores.begin(job, store.req_id, len(jobs[job].keys), self.settings, self.now)
+            self.stores.begin(job, store.req_id, len(jobs[job].keys), self.now)
         ids, sampled, prefills = list(output.num_scheduled_tokens), [], {}
         for name in ids:
             request = scheduler.requests[name]
@@ -152,9 +233,10 @@ class Runner:
         running, waiting = scheduler.get_request_counts()
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         positions = {name: at for at, name in enumerate(ids)}
-        scheduler.update_from_output(
-            output, ModelRunnerOutput(ids, positions, sampled, kv_connector_output=self._done(self.now))
-        )
+        done = self._done(self.now)
+        # vLLM hears of these in the next step.
+        self._storage_done()
+        scheduler.update_from_output(output, ModelRunnerOutput(ids, positions, sampled, kv_connector_output=done))
         own, host = self._events()
         return {
             "seconds": duration,
@@ -168,40 +250,47 @@ class Runner:
             "waiting": waiting,
             "free": free,
             "host": self._host(),
+            "storage": sorted(self._name(key) for key in self.storage.keys) if self.tiers else [],
         }
 
     def _done(self, now: float) -> KVConnectorOutput:
         """What the worker tells of the transfers that have ended by `now`."""
-        done = [one for one in (*self.stores, *self.loads) if one[0] <= now]
-        received = {name for end, _, name in self.loads if end <= now}
-        for direction in (self.stores, self.loads):
-            direction[:] = [one for one in direction if one[0] > now]
-        meta = OffloadingWorkerMetadata(completed_jobs={job: 1 for _, job, _ in done})
-        return KVConnectorOutput(finished_recving=received, kv_connector_worker_meta=meta)
+        stored, loaded = self.stores.ended(now), self.loads.ended(now)
+        meta = OffloadingWorkerMetadata(completed_jobs={job: 1 for _, job, _ in (*stored, *loaded)})
+        return KVConnectorOutput(finished_recving={name for _, _, name in loaded}, kv_connector_worker_meta=meta)
+
+    def _storage_done(self) -> None:
+        if self.tiers is not None:
+            self.tiers._process_finished_jobs()
+
+    def _name(self, key: Any) -> str:
+        return self.names[maybe_convert_block_hash(get_offload_block_hash(key))]
 
     def _events(self) -> tuple[list[list[str]], list[list[str]]]:
-        """[kind, block] of the engine's own cache and of the host tier, each block named by all tokens up to its end. An event
-        of the host tier names its blocks in no order."""
+        """[kind, block] of the engine's own cache and [kind, block, medium] of the tiers below, each block named by all tokens up
+        to its end. An event of a tier below names its blocks in no order."""
         own, host = [], []
         for event in [event for batch in self.batches for event in batch.events]:
-            told = own if event.medium == "GPU" else host
+            told, medium = (own, []) if event.medium == "GPU" else (host, [event.medium])
             if type(event).__name__ == "BlockStored":
                 size, text = event.block_size, self.names.get(event.parent_block_hash, "")
                 for index, value in enumerate(event.block_hashes):
+                    if not size:
+                        # A block that came from storage is told without its tokens if it was not looked up again yet.
+                        told.append(["stored", self.names[value], *medium])
+                        continue
                     text += "".join(f"{token} " for token in event.token_ids[index * size : (index + 1) * size])
                     self.names[value] = text
-                    told.append(["stored", text])
+                    told.append(["stored", text, *medium])
             else:
-                told += [["removed", self.names[value]] for value in event.block_hashes]
+                told += [["removed", self.names[value], *medium] for value in event.block_hashes]
         return own, sorted(host)
 
     def _host(self) -> list[list[Any]]:
         """The host tier's blocks, least recently used first: [block, transfers that read it, or -1]."""
-        policy = self.connector.manager._policy
-        return [
-            [self.names[maybe_convert_block_hash(get_offload_block_hash(key))], policy.chunks[key].ref_cnt]
-            for key in sorted(policy.chunks, key=policy._ranks.__getitem__)
-        ]
+        policy = self.host._policy
+        ordered = sorted(policy.chunks, key=policy._ranks.__getitem__)
+        return [[self._name(key), policy.chunks[key].ref_cnt] for key in ordered]
 
 
 def _config(model: str, host_blocks: int) -> VllmConfig:

@@ -11,9 +11,11 @@ import pytest
 import typer
 
 from pointsman.lab.live.model_accuracy import LiveComparison, to_json
+from pointsman.lab.study import findings_tiers
 from pointsman.lab.study.findings_cells import LOADS, plan_cells
 from pointsman.lab.study.findings_command import FindingsSettings, read_trials, run
-from pointsman.lab.study.findings_page import TEMPLATE, StoredTrial, render
+from pointsman.lab.study.findings_figures import StoredTrial
+from pointsman.lab.study.findings_page import TEMPLATE, render
 from pointsman.router.core.policy.registry import POLICIES
 
 
@@ -34,7 +36,7 @@ def test_a_quick_run_makes_the_document_and_is_not_run_twice(tmp_path: Path, mon
     asked = settings(tmp_path)
     run(asked)
     kept = read_trials(asked.results)
-    assert len(kept) == len(plan_cells(asked.traces, asked.trials, quick=True)) == 20
+    assert len(kept) == len(plan_cells(asked.traces, asked.trials, quick=True)) == 22
     text = asked.out.read_text()
     assert "A quick run" in text
     assert "## generated: saturated" in text
@@ -89,7 +91,8 @@ def test_the_whole_study_has_every_policy_at_three_loads_and_foresight_everywher
 
 def test_no_figure_is_written_into_the_template() -> None:
     """Checks its text and the strings of its expressions. 0 is allowed: the score of an idle instance, and no difference."""
-    text = re.sub(r"\{#.*?#\}", "", TEMPLATE.read_text(), flags=re.DOTALL)
+    templates = TEMPLATE.read_text() + findings_tiers.TEMPLATE.read_text()
+    text = re.sub(r"\{#.*?#\}", "", templates, flags=re.DOTALL)
     prose = re.sub(r"\{[%{].*?[%}]\}", lambda tag: " ".join(re.findall(r'"(.*?)"', tag[0])), text, flags=re.DOTALL)
     names = r"0|E2E|p50|p90|p99|lmetric1|(ttft|tpot|e2e)_p\d\d_s"
     assert [word for word in re.findall(r"\w*\d(?:[.,]?\w)*", prose) if not re.fullmatch(names, word)] == []
