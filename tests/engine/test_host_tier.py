@@ -49,7 +49,8 @@ class Player:
             asked["answer"] = []
         # The requests that the current step begins to load for. Their loads may have ended at its end.
         self.awaited: list[str] = []
-        assert (offloading := self.model.offloading) is not None
+        offloading = self.model.offloading
+        assert offloading is not None
         load = offloading.load
 
         def recorded(sequence: EngineSequence, *args: Any) -> Loaded:

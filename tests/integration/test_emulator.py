@@ -19,6 +19,9 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
+from pointsman.agent.core.cached_blocks import CachedBlocks, Tier
+from pointsman.agent.core.kv_events import decode_batch
+from pointsman.common.core.block_keys import prompt_keys
 from pointsman.lab.emulator.emulated_engine import EmulatedEngine, EmulateSettings, start
 from pointsman.lab.emulator.http_routes import EngineApp
 from pointsman.lab.emulator.scripted_answers import Piece
@@ -284,6 +287,31 @@ async def test_eviction_and_reset_are_told(emulate: Starter, http: aiohttp.Clien
     assert {event["type"] for event in events} == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
     assert known == set(engine.model.cache.cached_hashes())
     assert len(known) == 4
+
+
+async def test_blocks_in_host_memory_are_told_as_vllm_tells_them(emulate: Starter, http: aiohttp.ClientSession) -> None:
+    engine = await emulate(kv_blocks=64, max_model_len=1_000, host_tier=2)
+    prompts = [[token] * 600 for token in (300, 400, 500)]
+    cached = []
+    for prompt in (*prompts, prompts[0]):
+        _, answer = await post(http, f"{engine.url}/v1/completions", {"prompt": prompt, "max_tokens": 1})
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    # Two prompts of 37 full blocks do not fit into the engine's own cache, so the first one comes from host memory.
+    assert cached == [0, 0, 0, 592]
+    assert engine.model.counters.external_prefix_cache_hits == 592
+    # An idle engine notices the end of its transfers, too.
+    offloading = engine.model.offloading
+    assert offloading is not None
+    await settled(lambda: not offloading.in_transfer)
+    blocks = CachedBlocks(MODEL, capacity_blocks=64)
+    for _, batch in await replay(engine.replay_endpoint, 0):
+        blocks.apply(decode_batch(msgspec.msgpack.encode(batch)).events)
+        blocks.check()
+    assert (blocks.counts.orphans, blocks.counts.malformed, blocks.counts.unknown_removed) == (0, 0, 0)
+    assert blocks.keys(Tier.HOST) == {key for prompt in prompts for key in prompt_keys(prompt, MODEL)}
+    assert blocks.keys(Tier.DEVICE) >= set(prompt_keys(prompts[0], MODEL))
+    assert (await post(http, f"{engine.url}/sleep", {}))[0] == 200
+    assert offloading.host.hashes() == []
 
 
 @pytest.mark.parametrize("streamed", [True, False])

@@ -11,6 +11,7 @@ import pytest
 import typer
 from msgspec import structs
 
+from pointsman.agent.core.cached_blocks import Tier
 from pointsman.lab.engine.cost_profile import Profile, ProfileError, load_profile
 from pointsman.lab.engine.interface import EngineConfig
 from pointsman.lab.engine.prompt_content import NamedPrompt
@@ -326,7 +327,34 @@ def test_lost_reports_are_made_good_by_snapshots(delay_s: float) -> None:
     assert sum(record.cached_tokens or 0 for record in records) > 0
 
 
-@pytest.mark.parametrize("wrong", [{"report_loss": 1.0}, {"report_delay_s": -1.0}])
+@pytest.mark.parametrize("shared_storage", [False, True])
+def test_what_is_below_an_engines_cache_is_loaded_and_reported(shared_storage: bool) -> None:
+    engine = EngineConfig(kv_blocks=6_250, host_blocks=9_000, max_model_len=100_000)
+    asked: dict[str, Any] = {"instances": 2, "engine": engine, "shared_storage": shared_storage}
+    requests = generate(25, 300.0, seed=5)
+    simulator = Simulator(requests, SimulationConfig(**asked, report_loss=0.2))
+    records = [record for record in simulator.run() if record.ok]
+    assert all(record.host_tokens + record.storage_tokens <= (record.cached_tokens or 0) for record in records)
+    assert sum(record.host_tokens for record in records) > 0
+    assert (sum(record.storage_tokens for record in records) > 0) == shared_storage
+    stored = set()
+    for instance in simulator._fleet.instances.values():
+        # The last transfers have ended by then.
+        while instance.model.next_transfer_end is not None:
+            simulator._event_queue.run_next()
+        keys, offloading = instance.agent.keys, instance.model.offloading
+        assert offloading is not None
+        assert keys.keys(Tier.HOST) == set(offloading.host.hashes())
+        assert keys.key_count == sum(len(keys.keys(tier)) for tier in Tier)
+        stored |= set(keys.keys(Tier.STORAGE))
+        assert stored <= (offloading._storage or set())
+    assert stored == (offloading._storage or set())
+    unknown = Simulator(requests, SimulationConfig(**asked, tiers_reported=False))
+    assert sum(record.host_tokens for record in unknown.run()) > 0
+    assert all(not one.agent.keys.keys(Tier.HOST) for one in unknown._fleet.instances.values())
+
+
+@pytest.mark.parametrize("wrong", [{"report_loss": 1.0}, {"report_delay_s": -1.0}, {"shared_storage": True}])
 def test_impossible_links_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SimulationError, match=next(iter(wrong))):
         Simulator([ask("a", 1, 0.0, [], 10)], SimulationConfig(**wrong))
