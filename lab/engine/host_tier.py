@@ -37,11 +37,12 @@ class OffloadedRemoved(msgspec.Struct, frozen=True, gc=False):
 
 class Offer(msgspec.Struct, frozen=True, gc=False):
     """What became of offered blocks: those to `write`, those that are `ready` already, and those `evicted` to make room. Blocks
-    that another transfer writes are in none of them."""
+    that another transfer writes are in none of them. Not `accepted`: there is no room for those to write, and nothing changed."""
 
     write: tuple[int, ...]
     ready: tuple[int, ...]
-    evicted: tuple[int, ...]
+    evicted: tuple[int, ...] = ()
+    accepted: bool = True
 
 
 class HostTier:
@@ -77,9 +78,9 @@ class HostTier:
         """Return all blocks that can be read, the least recently used one first."""
         return [block for block, users in self._blocks.items() if users != _WRITING]
 
-    def offer(self, blocks: Sequence[int]) -> Offer | None:
-        """Offer blocks to store. Those to write get their place now, and written() ends that. Return None, without a change, if
-        not enough blocks can be evicted. Offered blocks are not evicted. Mutates."""
+    def offer(self, blocks: Sequence[int]) -> Offer:
+        """Offer blocks to store. Those to write get their place now, and written() ends that, unless not enough blocks can be
+        evicted. Offered blocks are not evicted. Mutates."""
         cached = self._blocks
         write = tuple([block for block in blocks if block not in cached])
         ready = tuple([block for block in blocks if cached.get(block, _WRITING) != _WRITING])
@@ -88,7 +89,7 @@ class HostTier:
         if missing > 0:
             found = self._least_recently_used(missing, protected=blocks) if missing <= self._evictable else None
             if found is None:
-                return None
+                return Offer(write, ready, accepted=False)
             evicted = found
             for block in evicted:
                 del cached[block]

@@ -218,11 +218,14 @@ class Offloading:
 
     def _request(self, sequence: EngineSequence, progress: _Progress, block: int, position: int) -> bool:
         """Request a block from storage; return whether it is there and host memory has room for it."""
-        if self._storage is None or block not in self._storage or (offer := self.host.offer((block,))) is None:
+        if self._storage is None or block not in self._storage:
+            return False
+        offer = self.host.offer((block,))
+        progress.used[position] = block
+        if not offer.accepted:
             return False
         if offer.evicted:
             self.events.append(OffloadedRemoved(HOST, offer.evicted))
-        progress.used[position] = block
         progress.from_storage.add(block)
         self._new_reads.setdefault(sequence, {})[position] = block
         return True
@@ -233,15 +236,15 @@ class Offloading:
             return
         blocks = sequence.content.hashes(start, stop)
         offer = self.host.offer(blocks)
-        if offer is None:
-            # As in vLLM these blocks are offered again, with those of the next step.
-            return
-        progress.next_block = stop
         used = dict(zip(range(start, stop), blocks, strict=True))
         if len(offer.write) + len(offer.ready) < len(blocks):
             known = {*offer.write, *offer.ready}
             used = {position: block for position, block in used.items() if block in known}
         progress.used.update(used)
+        if not offer.accepted:
+            # As in vLLM these blocks count as used, and are offered again with those of the next step.
+            return
+        progress.next_block = stop
         if offer.evicted:
             self.events.append(OffloadedRemoved(HOST, offer.evicted))
         if offer.write:

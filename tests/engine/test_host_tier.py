@@ -199,7 +199,7 @@ def compare(vllm: Vllm, model: Path, script: dict[str, Any]) -> list[dict[str, A
     return theirs
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(script=scripts())
 def test_every_step_is_vllms(vllm: Vllm, model_folder: Path, script: dict[str, Any]) -> None:
     compare(vllm, model_folder, script)

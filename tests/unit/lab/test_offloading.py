@@ -42,9 +42,9 @@ class EvictsTheLeastRecentlyUsed(RuleBasedStateMachine):
         write = [one for one in blocks if one not in self.order]
         missing = max(len(self.order) + len(write) - 12, 0)
         evictable = [one for one in self.order if self.idle(one) and one not in blocks]
-        expected = None
+        ready = tuple(one for one in blocks if one in self.order and one not in self.writing)
+        expected = Offer(tuple(write), ready, accepted=False)
         if missing <= len(evictable):
-            ready = tuple(one for one in blocks if one in self.order and one not in self.writing)
             expected = Offer(tuple(write), ready, tuple(evictable[:missing]))
             self.order = [one for one in self.order if one not in evictable[:missing]] + write
             self.writing.update(write)
