@@ -78,12 +78,21 @@ ABLATIONS: Mapping[str, tuple[str, Mapping[str, object]]] = {
 
 
 @dataclass(frozen=True)
+class Tiers:
+    """Tiers below an engine's own cache. `host_tier`: size of each host tier as a multiple of the KV blocks (0: none). `storage`:
+    whether the host tiers share storage. `reported`: whether agents report both."""
+
+    host_tier: float = 0.0
+    storage: bool = False
+    reported: bool = True
+
+
+@dataclass(frozen=True)
 class Setup:
     """A source of requests and the fleet that they go to.
 
     `name`: name of the source in a trial's key. `rate` and `kv`: factors on the load's rate and KV blocks. `sessions`: number of
-    the source's first sessions to use (0: all). `trials`: maximum trials of each cell (0: unlimited). `host_tier`: size of each
-    host tier as a multiple of the KV blocks, and `storage`: whether the host tiers share storage; `reported`: agents report both.
+    the source's first sessions to use (0: all). `trials`: maximum trials of each cell (0: unlimited).
     """
 
     source: TraceSource
@@ -94,9 +103,7 @@ class Setup:
     step_tokens: int = 8_192
     kv: float = 1.0
     trials: int = 0
-    host_tier: float = 0.0
-    storage: bool = False
-    reported: bool = True
+    tiers: Tiers = Tiers()
 
 
 def _sensitivity_case(
@@ -141,12 +148,12 @@ SENSITIVITY_POLICIES = (FLOOR, BASE, OURS, "lpwl", "preble")
 # Tiers below the engines' own caches, on the first trace at full load. The cells without any are the main study's.
 TIER_LOAD, TIER_POLICIES = "full", (BASE, OURS)
 NOT_REPORTED = ", not reported"
-TIER_CASES: Mapping[str, Mapping[str, float | bool]] = {
-    f"{name}{suffix}": {**tiers, "reported": not suffix}
+TIER_CASES: Mapping[str, Tiers] = {
+    f"{name}{suffix}": replace(tiers, reported=not suffix)
     for name, tiers in {
-        "host tier 2 x": {"host_tier": 2.0},
-        "host tier 8 x": {"host_tier": 8.0},
-        "host tier 2 x, shared storage": {"host_tier": 2.0, "storage": True},
+        "host tier 2 x": Tiers(2.0),
+        "host tier 8 x": Tiers(8.0),
+        "host tier 2 x, shared storage": Tiers(2.0, storage=True),
     }.items()
     for suffix in ("", NOT_REPORTED)
 }
@@ -212,7 +219,7 @@ def plan_cells(traces: Path, trials: int, *, quick: bool) -> list[PlannedCell]:
     setups[GENERATED] = Setup(SyntheticSessions(SYNTHETIC_SESSIONS, AGENTIC), GENERATED)
     main = [name for name in (REAL, GENERATED, CHAT) if name in setups]
     setups |= SENSITIVITY_CASES
-    setups |= {name: replace(setups[main[0]], **tiers) for name, tiers in TIER_CASES.items()}
+    setups |= {name: replace(setups[main[0]], tiers=tiers) for name, tiers in TIER_CASES.items()}
     return [
         _cell(trace, setups[trace], load, threshold, policy, trials, quick)
         for trace, load, threshold, policy in _places(main, quick)
@@ -268,13 +275,13 @@ def _cell(trace: str, setup: Setup, load: str, threshold: int, name: str, trials
             engine=EngineConfig(
                 max_model_len=200_000,
                 kv_blocks=int(asked.kv_blocks * setup.kv),
-                host_blocks=int(asked.kv_blocks * setup.kv * setup.host_tier),
+                host_blocks=int(asked.kv_blocks * setup.kv * setup.tiers.host_tier),
                 max_num_batched_tokens=setup.step_tokens,
                 long_prefill_token_threshold=threshold,
             ),
             profile=Profile().slowed(asked.slow),
-            shared_storage=setup.storage,
-            tiers_reported=setup.reported,
+            shared_storage=setup.tiers.storage,
+            tiers_reported=setup.tiers.reported,
         ),
     )
     return PlannedCell(trace, load, threshold, name, cell, setup.name, min(trials, setup.trials or trials))

@@ -83,11 +83,11 @@ def _credit(cases: Mapping[str, Cell]) -> list[tuple[str, list[tuple[str, Estima
         compared = []
         for name, told in cases.items():
             if (untold := cases.get(name + NOT_REPORTED)) is not None and policy in told and policy in untold:
-                differences = [
+                ttft, session = (
                     difference_by_seed(told.by_seed(policy, metric), untold.by_seed(policy, metric))
                     for metric in (TTFT, SESSION)
-                ]
-                compared.append((name, *differences))
+                )
+                compared.append((name, ttft, session))
         if compared:
             found.append((policy, compared))
     return found
