@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -9,8 +10,10 @@ import time
 import uuid
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
@@ -32,6 +35,7 @@ MAX_BODY_BYTES = 64 << 20
 # Source: vLLM's AuthenticationMiddleware, GUARDED_PREFIX.
 GUARDED = ("/v1", "/v2", "/inference", "/cohere")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+T = TypeVar("T")
 
 
 class Api(Enum):
@@ -81,11 +85,13 @@ class EngineApp:
         self._suspension = suspension
         self._api_key = api_key
         self._script = script
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
         self._texts = dict(zip(tokenizer.word_ids, tokenizer.words, strict=True))
 
     def make(self) -> web.Application:
         """Return the application."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors, self._authenticate])
+        app.on_cleanup.append(self._stop_tokenizing)
         app.add_routes(
             [
                 web.post("/v1/chat/completions", self._chat),
@@ -93,6 +99,8 @@ class EngineApp:
                 web.post("/v1/messages", self._messages),
                 web.post("/v1/messages/count_tokens", self._count_tokens),
                 web.post("/v1/responses", self._responses),
+                web.post("/v1/chat/completions/render", self._render_chat),
+                web.post("/v1/completions/render", self._render_completion),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
                 web.get("/version", self._version),
@@ -133,14 +141,7 @@ class EngineApp:
             body = anthropic_api.as_chat(asked)
         elif kind is Api.RESPONSES:
             body = responses_api.as_chat(asked)
-        params = api.parse_generation_params(
-            body,
-            request.headers.get("X-Session-ID", ""),
-            chat=kind is not Api.COMPLETION,
-            served=self._name,
-            tokenizer=self._tokenizer,
-            max_model_len=self._model.config.max_model_len,
-        )
+        params = await self._params(body, request, chat=kind is not Api.COMPLETION)
         transfer = params.kv_transfer or {}
         remote, fetch = 0, None
         if transfer.get("do_remote_prefill"):
@@ -170,6 +171,27 @@ class EngineApp:
             return await self._whole(kind, asked, params, stream, reader, prepared)
         finally:
             self._loop.close(stream)
+
+    async def _params(self, body: dict[str, Any], request: web.Request, *, chat: bool) -> GenerationParams:
+        return await self._in_tokenizing_thread(
+            partial(
+                api.parse_generation_params,
+                body,
+                request.headers.get("X-Session-ID", ""),
+                chat=chat,
+                served=self._name,
+                tokenizer=self._tokenizer,
+                max_model_len=self._model.config.max_model_len,
+            )
+        )
+
+    async def _in_tokenizing_thread(self, call: Callable[[], T]) -> T:
+        """Run what encodes a text, in order of arrival. As in vLLM, a long prompt delays other prompts, and no step."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, call)
+
+    async def _stop_tokenizing(self, app: web.Application) -> None:
+        del app
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     def _prepared(self, body: dict[str, Any], params: GenerationParams) -> ScriptedAnswer | None:
         """Return the prepared answer, or None for random words."""
@@ -268,9 +290,9 @@ class EngineApp:
         body = api.parse_json(await request.read())
         api.check_model(body, self._name)
         if "messages" in body:
-            tokens = api.chat_tokens(body, self._tokenizer)
+            tokens = await self._in_tokenizing_thread(partial(api.chat_tokens, body, self._tokenizer))
         elif isinstance(body.get("prompt"), str):
-            tokens = self._tokenizer.encode(body["prompt"])
+            tokens = await self._in_tokenizing_thread(partial(self._tokenizer.encode, body["prompt"]))
         else:
             raise ApiError(400, "prompt must be a text, or messages a list", "prompt")
         limit = self._model.config.max_model_len
@@ -279,7 +301,16 @@ class EngineApp:
     async def _count_tokens(self, request: web.Request) -> web.Response:
         body = anthropic_api.as_chat(api.parse_json(await request.read()))
         api.check_model(body, self._name)
-        return web.json_response(anthropic_api.token_count(len(api.chat_tokens(body, self._tokenizer))))
+        tokens = await self._in_tokenizing_thread(partial(api.chat_tokens, body, self._tokenizer))
+        return web.json_response(anthropic_api.token_count(len(tokens)))
+
+    async def _render_chat(self, request: web.Request) -> web.Response:
+        params = await self._params(api.parse_json(await request.read()), request, chat=True)
+        return web.json_response(api.rendered(params, uuid.uuid4().hex))
+
+    async def _render_completion(self, request: web.Request) -> web.Response:
+        params = await self._params(api.parse_json(await request.read()), request, chat=False)
+        return web.json_response([api.rendered(params, uuid.uuid4().hex)])
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         body = api.parse_json(await request.read())

@@ -206,6 +206,22 @@ def parse_generation_params(
     )
 
 
+def rendered(params: GenerationParams, request_id: str) -> dict[str, Any]:
+    """Return what `/render` answers for a prompt: the fields of vLLM's GenerateRequest that the request determines."""
+    sampling = {"max_tokens": params.max_tokens, "ignore_eos": params.ignore_eos}
+    return {
+        "request_id": request_id,
+        "token_ids": params.prompt,
+        "features": None,
+        "sampling_params": sampling,
+        "model": params.model,
+        "stream": params.stream,
+        "cache_salt": params.cache_salt or None,
+        "priority": params.priority,
+        "kv_transfer_params": params.kv_transfer,
+    }
+
+
 def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, Any]:
     """Return vLLM's UsageInfo with --enable-prompt-tokens-details."""
     return {

@@ -13,6 +13,8 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from pointsman.lab.workload.encoded_segments import EncodedSegments
+
 DATA_DIR = Path(__file__).parents[1] / "data"
 TOKENIZER_DIR = DATA_DIR / "tokenizer"
 
@@ -32,6 +34,7 @@ class ChatTokenizer:
     def __init__(self, folder: Path = TOKENIZER_DIR) -> None:
         self.folder = folder
         self._tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._segments = EncodedSegments(self._tokenizer)
         config = json.loads((folder / "tokenizer_config.json").read_text())
         # The same environment as that of transformers.apply_chat_template, so that a template gives the same text.
         environment = ImmutableSandboxedEnvironment(
@@ -46,8 +49,7 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`. Special tokens that are written out in the text are recognised."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._segments.encode(text)
 
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
         """Return the token ids of `text`, and for each id the number of characters of `text` up to its end."""

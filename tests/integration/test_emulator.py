@@ -188,6 +188,20 @@ async def test_tokenize_agrees_with_what_is_counted(emulate: Starter, http: aioh
     assert await post(http, f"{engine.url}/detokenize", {"tokens": plain["tokens"]}) == (200, {"prompt": text})
 
 
+async def test_render_answers_the_tokens_that_are_then_computed(emulate: Starter, http: aiohttp.ClientSession) -> None:
+    engine = await emulate()
+    body = chat("a question of several words") | {"max_tokens": 1}
+    status, rendered = await post(http, f"{engine.url}/v1/chat/completions/render", body)
+    _, tokens = await post(http, f"{engine.url}/tokenize", body)
+    assert (status, rendered["token_ids"], rendered["features"]) == (200, tokens["tokens"], None)
+    text = {"model": body["model"], "prompt": "a text"}
+    _, [completion] = await post(http, f"{engine.url}/v1/completions/render", text)
+    _, plain = await post(http, f"{engine.url}/tokenize", text)
+    assert completion["token_ids"] == plain["tokens"]
+    assert not engine.model.has_work
+    assert (await post(http, f"{engine.url}/v1/chat/completions/render", body | {"model": "other"}))[0] == 404
+
+
 async def test_metrics_have_vllms_names_and_labels(emulate: Starter, http: aiohttp.ClientSession) -> None:
     engine = await emulate(kv_blocks=10_000)
     for _ in range(2):

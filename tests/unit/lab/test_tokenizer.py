@@ -9,19 +9,22 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from pointsman.lab.workload.build_tokenizer import make
 from pointsman.lab.workload.chat_maker import ChatMaker
+from pointsman.lab.workload.encoded_segments import EncodedSegments
 from pointsman.lab.workload.tokenizer import TOKENIZER_DIR, ChatError, ChatTokenizer, words_of
 from pointsman.lab.workload.trace_files import load_trace
 from pointsman.lab.workload.traces import TINY_TRACE, TraceRequest, shared_prefix
 
 TOKENIZER = ChatTokenizer()
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 @given(st.text())
 def test_any_text_comes_back(text: str) -> None:
-    if any(special in text for special in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")):
+    if any(special in text for special in SPECIALS):
         return
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
@@ -30,6 +33,18 @@ def test_any_text_comes_back(text: str) -> None:
 def test_words_are_one_token_each_wherever_they_stand(numbers: list[int]) -> None:
     text = "".join(TOKENIZER.words[number] for number in numbers)
     assert TOKENIZER.encode(text) == [TOKENIZER.word_ids[number] for number in numbers]
+
+
+@given(
+    st.lists(st.sampled_from([*SPECIALS, " word", "\n", "é世", " ", "<|im", "end|>"]), max_size=12), st.integers(0, 8)
+)
+def test_pieces_at_special_tokens_have_the_tokens_of_the_whole(parts: list[str], capacity: int) -> None:
+    text = "".join(parts)
+    whole = Tokenizer.from_file(str(TOKENIZER_DIR / "tokenizer.json"))
+    segments = EncodedSegments(whole, capacity)
+    wanted = whole.encode(text, add_special_tokens=False).ids
+    assert [segments.encode(text) for _ in range(2)] == [wanted, wanted]
+    assert segments.remembered <= capacity
 
 
 def test_the_shipped_tokenizer_is_what_its_script_makes(tmp_path: Path) -> None:
