@@ -11,7 +11,6 @@ import aiohttp
 import msgspec
 
 from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.workload.chat_maker import ChatMaker
 from pointsman.lab.workload.traces import TraceRequest
 
 OnResult = Callable[[RequestRecord], None]
@@ -37,6 +36,16 @@ class ReplayTarget(Protocol):
         """Maximum sessions in flight."""
 
 
+class Chats(Protocol):
+    """Texts and lengths of the requests that a TraceSender sends; ChatMaker is one."""
+
+    def messages(self, request: TraceRequest) -> object:
+        """Return a request's messages, or their JSON (msgspec.Raw)."""
+
+    def tokens(self, trace_tokens: int) -> int:
+        """Return the number of tokens that stands for a length of the trace."""
+
+
 class TraceSender:
     """Sends the sessions of a trace, and records each request's result in `records`, in the order in which requests ended."""
 
@@ -45,7 +54,7 @@ class TraceSender:
         target: ReplayTarget,
         http: aiohttp.ClientSession,
         model: str,
-        chats: ChatMaker,
+        chats: Chats,
         on_result: OnResult | None,
     ) -> None:
         self.records: list[RequestRecord] = []

@@ -3,56 +3,21 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pointsman.lab.workload.synthetic_trace import SMALL, generate
-from pointsman.lab.workload.tokenizer import TOKENIZER_DIR
 from pointsman.lab.workload.trace_files import load_trace
-from pointsman.lab.workload.traces import TraceRequest, by_session
+from tests.support.aiperf import AIPERF, TOKENIZER, deltas, hub_cache
 from tests.support.processes.emulated_fleet import emulated_fleet
 from tests.support.processes.process import Process
-from tests.support.repository import REPOSITORY
 from tests.support.waiting import until
 
-AIPERF = REPOSITORY / ".venv-aiperf/bin/aiperf"
 PLAY_S = 300.0
 SESSIONS = 24
-# aiperf's name for the tokenizer. It loads none from a plain folder, only from a folder that looks like a download.
-TOKENIZER = "local/tok"
-
-
-def deltas(requests: Sequence[TraceRequest]) -> list[dict[str, Any]]:
-    """Convert a trace to aiperf's mooncake_trace: later turns have only what is new after the previous answer."""
-    lines: list[dict[str, Any]] = []
-    for session, turns in by_session(requests).items():
-        line: dict[str, Any] = {"timestamp": turns[0].timestamp_ms}
-        before = 0
-        for turn in turns:
-            line |= {"session_id": session, "input_length": turn.input_length - before}
-            lines.append(line | {"output_length": turn.output_length})
-            before = turn.input_length + turn.output_length
-            line = {"delay": 50}
-        first = lines[-len(turns)]
-        # Whole blocks are shared as in the trace; a partial last block belongs to the session alone.
-        rest = [10**6 + len(lines)] * bool(turns[0].input_length % turns[0].block_size)
-        first["hash_ids"] = [*turns[0].whole_blocks, *rest]
-    return lines
-
-
-def hub_cache(folder: Path) -> Path:
-    """Copy the lab's tokenizer to where a download of it would be; returns the cache's folder."""
-    model = folder / "hub" / f"models--{TOKENIZER.replace('/', '--')}"
-    (model / "refs").mkdir(parents=True)
-    (model / "refs" / "main").write_text("0")
-    shutil.copytree(TOKENIZER_DIR, model / "snapshots" / "0")
-    return folder
 
 
 @pytest.mark.timeout(900)

@@ -1,0 +1,86 @@
+"""The measures of one trial. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pointsman.lab.report.request_record import RequestRecord
+from pointsman.lab.report.run_summary import percentiles
+
+
+class Measures(msgspec.Struct, kw_only=True):
+    """What one trial measured. Times in s; None where no answer has the measure.
+
+    `session_s`: from a session's first request to its last answer, percentiles over sessions whose requests were all answered.
+    `hit_ratio`: prompt tokens that the engines found cached, by the engines' own counters. `cpu_ms`: CPU time of each of the
+    router's processes per request. `beside_cpu_ms`: that of programs which only connect the router to the engines. `idle`: share
+    of the machine's cores that was idle; the lower, the more the programs disturbed each other.
+    """
+
+    requests: int
+    failed: int
+    errors: dict[str, int]
+    sessions: int
+    span_s: float
+    ttft_s: dict[str, float] | None
+    tpot_s: dict[str, float] | None
+    e2e_s: dict[str, float] | None
+    session_s: dict[str, float] | None
+    output_tokens: int
+    hit_ratio: float | None
+    cpu_ms: dict[str, float]
+    beside_cpu_ms: float
+    engines_cpu_s: float
+    rss_mb: float
+    idle: float
+
+    @property
+    def router_cpu_ms(self) -> float:
+        """CPU time of all of the router's processes per request, ms."""
+        return sum(self.cpu_ms.values())
+
+
+def measure(records: Sequence[RequestRecord], counted: Mapping[str, Any], span_s: float) -> Measures:
+    """Return the measures of a trial. `counted` is what Meter.read() returned."""
+    good = [record for record in records if record.ok]
+    by_session: dict[str, list[RequestRecord]] = defaultdict(list)
+    for record in records:
+        by_session[record.session].append(record)
+    whole = [of for of in by_session.values() if all(record.ok for record in of)]
+    errors: dict[str, int] = defaultdict(int)
+    for record in records:
+        if not record.ok:
+            errors[str(record.status) if record.status not in (0, 200) else record.error.partition(":")[0]] += 1
+    per_request = 1e3 / max(len(records), 1)
+    return Measures(
+        requests=len(records),
+        failed=len(records) - len(good),
+        errors=dict(errors),
+        sessions=len(by_session),
+        span_s=span_s,
+        ttft_s=percentiles([one.ttft_s for one in good if one.ttft_s is not None]),
+        tpot_s=percentiles([value for one in good if (value := one.tpot_s) is not None]),
+        e2e_s=percentiles([one.e2e_s for one in good]),
+        session_s=percentiles([_length_s(of) for of in whole]),
+        output_tokens=sum(one.output_tokens or 0 for one in good),
+        hit_ratio=counted["cached"] / counted["asked"] if counted["asked"] else None,
+        cpu_ms={name: value * per_request for name, value in counted["cpu_s"].items()},
+        beside_cpu_ms=counted["beside_cpu_s"] * per_request,
+        engines_cpu_s=counted["engines_cpu_s"],
+        rss_mb=counted["rss_mb"],
+        idle=counted["idle"],
+    )
+
+
+def _length_s(records: Sequence[RequestRecord]) -> float:
+    return max(one.t_send + one.e2e_s for one in records) - min(one.t_send for one in records)
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Return the geometric mean of positive values."""
+    return float(np.exp(np.mean(np.log(values))))

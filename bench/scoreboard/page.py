@@ -1,0 +1,207 @@
+"""docs/scoreboard.md, written from stored trials: what was run, who wins, and every figure with its ratio to Pointsman's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from bench.scoreboard.board import EMULATED, OWN_CLIENT, Cell, Results, StoredTrial
+from bench.scoreboard.comparison import (
+    CPU,
+    E2E,
+    HEADLINES,
+    HITS,
+    SESSION,
+    TPOT,
+    TTFT,
+    Column,
+    Comparison,
+    Entry,
+    Verdict,
+)
+from bench.scoreboard.contenders import ABSENT, POINTSMAN
+from bench.scoreboard.plots import cpu_plot, ttft_plot
+
+_OPENING = """# Scoreboard
+
+Pointsman and other routers' own programs in front of the same engines, with the same requests. `make scoreboard` runs all of it
+again and writes this page. A ratio is to `{reference}` in the same rounds; in brackets is its 95 % interval over {rounds} paired
+rounds (Student's, on the logarithm). An interval that contains 1 is no difference beyond chance. All programs run with their
+defaults.
+
+Run on {date} at commit `{commit}`, on {machine}.
+
+![TTFT p90 of each router](scoreboard_ttft.svg)
+
+![CPU time of each router per request](scoreboard_cpu.svg)
+"""
+
+
+def write_page(results: Results, out: Path) -> None:
+    """Write the page to `out`, and its plots beside it."""
+    cells, facts = results.plan()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(render(cells, results.trials, facts))
+    comparisons = _comparisons(cells, results.trials)
+    out.with_name("scoreboard_ttft.svg").write_text(ttft_plot(comparisons))
+    out.with_name("scoreboard_cpu.svg").write_text(cpu_plot(comparisons))
+
+
+def render(cells: Sequence[Cell], trials: Sequence[StoredTrial], facts: dict[str, object]) -> str:
+    """Return the page. `facts`: commit, machine, rounds and date of the run."""
+    comparisons = _comparisons(cells, trials)
+    references = dict.fromkeys(one.reference for one in comparisons if one.reference)
+    told = {"commit": "", "machine": "", "rounds": 0, "date": ""} | facts
+    parts = [
+        _OPENING.format(**{**told, "reference": " or ".join(references) or "nothing"}),
+        "## Who wins\n",
+        _winners(comparisons),
+        "## What was run\n",
+        _traffic(comparisons, trials),
+        _programs(trials),
+        *(_cell(one) for one in comparisons),
+    ]
+    return "\n".join(parts)
+
+
+def _comparisons(cells: Sequence[Cell], trials: Iterable[StoredTrial]) -> list[Comparison]:
+    kept = list(trials)
+    return [Comparison(cell, kept) for cell in cells if any(one.cell == cell.name for one in kept)]
+
+
+def _winners(comparisons: Sequence[Comparison]) -> str:
+    """Return the first table: for each cell and measure the winner, and what the best of the others has in Pointsman's terms."""
+    lines = [
+        "The winner of each measure. In brackets: the best other router's figure divided by that of Pointsman's best policy.",
+        "Where Pointsman is behind, the field says **behind**; `=` is no difference beyond chance.",
+        "",
+        f"| traffic | {' | '.join(column.name for column in HEADLINES)} |",
+        f"|---|{'---|' * len(HEADLINES)}",
+    ]
+    for one in comparisons:
+        fields = [_winner(one.verdict(column), column) for column in HEADLINES]
+        lines.append(f"| {one.cell.title} | {' | '.join(fields)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _winner(verdict: Verdict | None, column: Column) -> str:
+    if verdict is None:
+        return "-"
+    ratio = verdict.entry.ratio
+    told = "" if ratio is None else f" ({verdict.rival} x{ratio:.2f}{'' if verdict.entry.sure else ', ='})"
+    ahead = verdict.winner.startswith(POINTSMAN)
+    return f"{verdict.winner}{told}" if ahead else f"**behind**: {verdict.winner}{told}"
+
+
+def _traffic(comparisons: Sequence[Comparison], trials: Iterable[StoredTrial]) -> str:
+    sources = {one.cell: one.source for one in trials if one.source}
+    lines = [
+        "| traffic | requests of sessions | source | engines | sent by | rounds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in comparisons:
+        cell = one.cell
+        first = next((measures for of in one.trials.values() for measures in of.values()), None)
+        if cell.engines == EMULATED:
+            engines = f"{cell.count} emulated, {cell.speedup:g} times as fast as the modelled one"
+        else:
+            engines = f"{cell.count} vLLM servers on CPU, a small random model"
+        client = "the replay client" if cell.client == OWN_CLIENT else cell.client
+        count = f"{first.requests} of {first.sessions}" if first else "-"
+        lines.append(
+            f"| {cell.title} | {count} | {sources.get(cell.name, '-')} | {engines} | {client} | {one.rounds} |"
+        )
+    return "\n".join(lines) + "\n\n" + _NOTES
+
+
+_NOTES = """\
+Latencies are those that the client saw, in seconds of the clock, also where engines are faster than the modelled one:
+a router's own time then weighs more than it would in front of the modelled engine. A session is timed from its first
+request to its last answer, pauses included. The hit ratio is the engines' own count of cached prompt tokens. A
+router's CPU time is that of all its processes while the requests ran; Dynamo's workers only connect its front end to
+the engines here, and are counted apart. The emulated engines answer `/render`, which vllm-router asks for each
+prompt; vLLM does with `--enable-scale-out`. Clients send `X-Session-ID`. One request of a word goes first to each
+router, and the caches of the engines are empty otherwise.
+"""
+
+
+def _programs(trials: Iterable[StoredTrial]) -> str:
+    kept = list(trials)
+    versions = {one.contender: one.version for one in kept}
+    problems = {one.contender: one.problem for one in kept if one.problem}
+    measured = {one.contender for one in kept if one.measures is not None}
+    lines = ["| router | version | runs |", "|---|---|---|"]
+    for name in sorted(versions, key=lambda name: (not name.startswith(POINTSMAN), name)):
+        ran = "yes" if name in measured else "no"
+        note = f"{ran}: {problems[name]}" if name in problems else ran
+        lines.append(f"| {name} | {versions[name] or '-'} | {_plain(note)} |")
+    lines += [f"| {name} | - | no: {_plain(why)} |" for name, why in ABSENT.items()]
+    commands = {one.contender: one.command for one in kept if one.command}
+    shown = [f"{name}:\n{command}\n" for name, command in sorted(commands.items())]
+    return "\n".join([*lines, "", "Their commands:", "", "```text", "\n".join(shown).rstrip(), "```", ""])
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.replace("|", "/").split())
+
+
+def _cell(one: Comparison) -> str:
+    parts = [f"## {one.cell.title[:1].upper()}{one.cell.title[1:]}\n"]
+    if one.reference:
+        parts.append(f"Ratios are to `{one.reference}`.\n")
+    parts += [_table(one, TTFT), _table(one, [*TPOT, *E2E]), _rest(one)]
+    idle = [measures.idle for of in one.trials.values() for measures in of.values()]
+    if idle:
+        parts.append(f"The machine's cores were idle {min(idle):.0%} to {max(idle):.0%} of the time.\n")
+    return "\n".join(parts)
+
+
+def _table(one: Comparison, columns: Sequence[Column]) -> str:
+    lines = [
+        f"| router | {' | '.join(f'{column.name}, {column.unit}' for column in columns)} |",
+        f"|---|{'---|' * len(columns)}",
+    ]
+    for name in one.ranked():
+        fields = [field(one.entry(name, column, one.reference), column, name == one.reference) for column in columns]
+        lines.append(f"| {name} | {' | '.join(fields)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _rest(one: Comparison) -> str:
+    columns = (SESSION, HITS, CPU)
+    names = " | ".join(f"{column.name}, {column.unit}" for column in columns)
+    lines = [f"| router | {names} | CPU by process, ms | memory, MB | failed |", f"|---|{'---|' * 6}"]
+    for name in one.ranked():
+        fields = [field(one.entry(name, column, one.reference), column, name == one.reference) for column in columns]
+        rounds = list(one.trials[name].values())
+        parts = dict.fromkeys(part for measures in rounds for part in measures.cpu_ms)
+        cpu = [f"{part} {sum(one.cpu_ms.get(part, 0.0) for one in rounds) / len(rounds):.2f}" for part in parts]
+        if beside := sum(measures.beside_cpu_ms for measures in rounds) / len(rounds):
+            cpu.append(f"(adapters {beside:.2f})")
+        memory = max(measures.rss_mb for measures in rounds)
+        lines.append(f"| {name} | {' | '.join(fields)} | {', '.join(cpu)} | {memory:.0f} | {_failed(rounds)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _failed(rounds: Sequence[object]) -> str:
+    failed = sum(getattr(measures, "failed", 0) for measures in rounds)
+    asked = sum(getattr(measures, "requests", 0) for measures in rounds)
+    kinds: dict[str, int] = {}
+    for measures in rounds:
+        for kind, count in getattr(measures, "errors", {}).items():
+            kinds[kind] = kinds.get(kind, 0) + count
+    return f"{failed} of {asked}" + (
+        f" ({', '.join(f'{kind} {count}' for kind, count in kinds.items())})" if kinds else ""
+    )
+
+
+def field(entry: Entry, column: Column, is_reference: bool) -> str:
+    """Return a table's field: the figure, and its ratio with the interval."""
+    if entry.mean is None:
+        return "-"
+    text = f"{entry.mean:,.{column.digits}f}"
+    if is_reference or entry.ratio is None:
+        return text
+    if entry.high == float("inf"):
+        return f"{text} (x{entry.ratio:.2f})"
+    return f"{text} (x{entry.ratio:.2f}, {entry.low:.2f} to {entry.high:.2f})"

@@ -1,0 +1,151 @@
+"""One trial of the scoreboard: a router in front of the engines, a draw of sessions sent to it, and what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.scoreboard.contenders import Contender, Part, Surroundings, part_label
+from bench.scoreboard.environments import NotRunnable
+from bench.scoreboard.fleet import Fleet
+from bench.scoreboard.measures import Measures, measure
+from bench.scoreboard.process_cpu import MachineTime, cpu_s, descendants, resident_mb
+from pointsman.lab.report.request_record import RequestRecord
+from tests.support.processes.process import Process, ProcessFailure, free_port
+
+# Sends a trial's requests to a base URL, and returns their records.
+Send = Callable[[str], list[RequestRecord]]
+
+READY_S = 120.0
+# Number of free ports that a router is given.
+PORTS = 4
+
+
+@dataclass
+class RunningRouter:
+    """A router that answers. `parts` are its programs and their processes."""
+
+    url: str
+    parts: Sequence[tuple[Part, Process]]
+
+    def processes(self, *, counted: bool = True) -> dict[str, list[int]]:
+        """Return the processes by the name under which they are counted: the router's, or those that are not."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for part, process in self.parts:
+            if part.counted is counted:
+                for pid in descendants(process.pid):
+                    with contextlib.suppress(OSError):
+                        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                        found[part_label(part, words)].append(pid)
+        return dict(found)
+
+
+@contextlib.contextmanager
+def running_router(contender: Contender, fleet: Fleet, folder: Path) -> Iterator[RunningRouter]:
+    """Run a router in front of `fleet` until the end of the block. Raises NotRunnable if it does not answer in READY_S."""
+    ports = [free_port() for _ in range(PORTS)]
+    around = Surroundings(
+        fleet.engines, ports, folder, fleet.model, fleet.tokenizer, fleet.block_size, fleet.kv_blocks, fleet.context
+    )
+    parts = [
+        (part, Process(f"{part.name}-{number}", part.argv, folder / f"{part.name}-{number}.log", part.env))
+        for number, part in enumerate(contender.parts(around))
+    ]
+    url = f"http://127.0.0.1:{ports[0]}"
+    try:
+        for _, process in parts:
+            process.start()
+        try:
+            parts[-1][1].wait_ready(lambda: _answers(url, fleet, contender.is_pointsman), within_s=READY_S)
+        except ProcessFailure as error:
+            raise NotRunnable(_reason(error)) from error
+        yield RunningRouter(url, parts)
+    finally:
+        for _, process in reversed(parts):
+            with contextlib.suppress(AssertionError):
+                process.stop(within_s=45)
+
+
+def _answers(url: str, fleet: Fleet, reports_instances: bool) -> bool:
+    """Whether a router knows its engines, as far as it tells, and answers a chat of some words."""
+    try:
+        if reports_instances:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+                told = json.loads(response.read())
+            if told.get("status") != "ok" or f'"instances":{len(fleet.engines)},' not in json.dumps(told).replace(
+                " ", ""
+            ):
+                return False
+        chat = {"model": fleet.model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+        request = urllib.request.Request(
+            f"{url}/v1/chat/completions", json.dumps(chat).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return bool(response.status == 200)
+    except (OSError, ValueError):
+        return False
+
+
+def _reason(error: Exception) -> str:
+    """Return the last line that says anything, for the page."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("---")]
+    return f"it did not answer within {READY_S:.0f} s: {lines[-1][:200] if lines else 'no message'}"
+
+
+@dataclass
+class Meter:
+    """CPU time of a router's processes and the engines' own counts over the time between start() and read()."""
+
+    router: RunningRouter
+    fleet: Fleet
+    _pids: Mapping[str, list[int]] = field(default_factory=dict)
+    _beside: Mapping[str, list[int]] = field(default_factory=dict)
+    _before: Mapping[str, float] = field(default_factory=dict)
+    _counts: tuple[float, float] = (0.0, 0.0)
+    _machine: MachineTime = field(default_factory=MachineTime.now)
+    _engines_s: float = 0.0
+
+    def start(self) -> None:
+        """Begin to count."""
+        self._pids, self._beside = self.router.processes(), self.router.processes(counted=False)
+        self._counts = self.fleet.cached_and_asked()
+        self._before = self._cpu()
+        self._engines_s = cpu_s(self.fleet.pids)
+        self._machine = MachineTime.now()
+
+    def read(self) -> dict[str, object]:
+        """Return what was counted: `cpu_s` by part, `beside_cpu_s`, `engines_cpu_s`, `rss_mb`, `cached` and `asked` tokens, and
+        the machine's `idle` share."""
+        idle = MachineTime.now().idle_share_since(self._machine)
+        spent = {name: value - self._before[name] for name, value in self._cpu().items()}
+        hits, queries = self.fleet.cached_and_asked()
+        return {
+            "cpu_s": {name: value for name, value in spent.items() if name in self._pids},
+            "beside_cpu_s": sum(value for name, value in spent.items() if name in self._beside),
+            "engines_cpu_s": cpu_s(self.fleet.pids) - self._engines_s,
+            "rss_mb": resident_mb(pid for pids in self._pids.values() for pid in pids),
+            "cached": hits - self._counts[0],
+            "asked": queries - self._counts[1],
+            "idle": idle,
+        }
+
+    def _cpu(self) -> dict[str, float]:
+        return {name: cpu_s(pids) for name, pids in {**self._beside, **self._pids}.items()}
+
+
+def run_trial(contender: Contender, fleet: Fleet, folder: Path, send: Send) -> Measures:
+    """Have `send` send requests through a router in front of `fleet`, whose caches are empty; return the trial's measures. Raises
+    NotRunnable if the router does not answer."""
+    with running_router(contender, fleet, folder) as router:
+        meter = Meter(router, fleet)
+        meter.start()
+        began = time.monotonic()
+        records = send(router.url)
+        counted = meter.read()
+    return measure(records, counted, time.monotonic() - began)
