@@ -29,7 +29,7 @@ def environment(name: str) -> Path:
     uv = Path(sys.executable).with_name("uv")
     commands = [
         [sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)],
-        [str(uv), "pip", "install", "--quiet", "--compile-bytecode", "--python", str(folder / "bin" / "python"),
+        [str(uv), "pip", "install", "--quiet", "--python", str(folder / "bin" / "python"),
          "--no-deps", "--require-hashes", "-r", str(lock)],
     ]  # fmt: skip
     for command in commands:

@@ -1,0 +1,40 @@
+"""One trial of the scoreboard with real processes: nginx and Pointsman in front of emulated engines."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from bench.scoreboard.__main__ import BoardRun
+from bench.scoreboard.board import Cell, Results
+from bench.scoreboard.contenders import contenders
+from bench.scoreboard.page import write_page
+from bench.scoreboard.traffic import Load
+
+TINY = Cell("tiny", "tiny", Load("tiny", 1.0, 3), count=2, speedup=20.0)
+
+
+def test_a_tiny_board_runs_and_is_not_run_again(tmp_path: Path) -> None:
+    results = Results(tmp_path / "board.jsonl")
+    results.save_plan([TINY], {"rounds": 1})
+    among = [one for one in contenders() if one.name in ("nginx least_conn", "pointsman unified")]
+    said: list[str] = []
+    BoardRun(results, among, 1, time.monotonic() + 600, said.append).run([TINY])
+    assert len(said) == 2, said
+    stored = Results(tmp_path / "board.jsonl")
+    found = {one.contender: one.measures for one in stored.trials}
+    own, nginx = found["pointsman unified"], found["nginx least_conn"]
+    assert own is not None
+    assert nginx is not None
+    assert (own.failed, nginx.failed) == (0, 0), (own.errors, nginx.errors)
+    assert own.requests == nginx.requests > 3
+    assert own.output_tokens == nginx.output_tokens > 0
+    # Each service's processes are found, and took CPU time.
+    assert {"gateway", "router", "agent"} <= own.cpu_ms.keys()
+    assert all(own.cpu_ms[name] > 0 for name in ("gateway", "router", "agent"))
+    assert own.hit_ratio is not None
+    assert own.hit_ratio > 0
+    BoardRun(stored, among, 1, time.monotonic() + 600, said.append).run([TINY])
+    assert len(said) == 2
+    write_page(stored, tmp_path / "scoreboard.md")
+    assert "| nginx least_conn |" in (tmp_path / "scoreboard.md").read_text()
