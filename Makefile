@@ -17,7 +17,7 @@ TORCH_PIP_ARGS ?=
 BIN := .venv/bin
 .DELETE_ON_ERROR:
 
-.PHONY: help demo bench test test-fast test-next check format protos lock clean images
+.PHONY: help demo bench scoreboard test test-fast test-next check format protos lock clean images
 .PHONY: env env-engine env-engine-next env-aiperf env-agents
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -72,6 +72,9 @@ test-fast: env env-aiperf env-agents  ## the tests that need no real vLLM
 
 bench: env  ## all benchmarks (needs Debian's nginx): a table, and bench/results.jsonl
 	$(BIN)/python -m bench
+
+scoreboard: env env-engine env-aiperf  ## other routers' programs beside Pointsman, <= 150 minutes: docs/scoreboard.md (needs nginx)
+	$(BIN)/python -m bench.scoreboard
 
 check: env  ## style, types, layers, protos, deployment files, versions
 	$(BIN)/ruff check .

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import venv
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import grpc.aio
 
+from bench.scoreboard.environments import environment
 from pointsman.agent.v1 import agent_pb2
 from pointsman.common.io.channel import open_channel
 from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
@@ -30,7 +30,6 @@ from tests.support.waiting import until
 
 MODEL = "m"  # also the model of Report's instances
 READY_WITHIN_S = 60.0
-VLLM_ROUTER = "vllm-router==0.1.17"
 
 
 def cpu_s(*pids: int) -> float:
@@ -229,14 +228,8 @@ async def nginx(engines: list[ServerProcess]) -> AsyncIterator[ServerProcess]:
 
 @contextlib.asynccontextmanager
 async def vllm_router(engines: list[ServerProcess]) -> AsyncIterator[ServerProcess]:
-    """Run the Rust vllm-router with round robin, installed on first use in a virtual environment under .state. Raises
-    CalledProcessError if it cannot be installed."""
-    folder = Path(".state") / "vllm-router"
-    executable = folder / "bin" / "vllm-router"
-    if not executable.exists():
-        venv.create(folder, with_pip=True)
-        install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", VLLM_ROUTER]
-        await asyncio.to_thread(lambda: subprocess.run(install, check=True, stderr=subprocess.DEVNULL))
+    """Run the Rust vllm-router with round robin, installed on first use. Raises NotRunnable if it cannot be installed."""
+    executable = await asyncio.to_thread(environment, "vllm-router") / "vllm-router"
     port = free_port()
     urls = [f"http://127.0.0.1:{one.port}" for one in engines]
     flags = ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin", "--log-level", "error"]

