@@ -45,6 +45,8 @@ E2E = _latency("E2E", "e2e_s")
 SESSION = Column("session mean", "s", _point("session_s", "mean"), 1.0, 1)
 HITS = Column("hit ratio", "%", lambda measures: measures.hit_ratio, 100.0, 1, higher=True)
 CPU = Column("router CPU/request", "ms", lambda measures: measures.router_cpu_ms, 1.0, 2)
+# A router that failed a larger share of its requests cannot win: only answers have latencies.
+FAILED_SHARE = 0.01
 # The measures of the first table: who wins in each cell.
 HEADLINES = (TTFT[0], TTFT[1], TPOT[1], E2E[1], SESSION, HITS, CPU)
 
@@ -110,6 +112,11 @@ class Comparison:
 
         return sorted(self.trials, key=key)
 
+    def failed_share(self, name: str) -> float:
+        """Return the share of a router's requests that failed, 0 to 1."""
+        rounds = self.trials[name].values()
+        return sum(one.failed for one in rounds) / max(sum(one.requests for one in rounds), 1)
+
     def entry(self, name: str, column: Column, reference: str) -> Entry:
         """Return a router's measure, and its ratio to `reference` ("": none) over the rounds that both have."""
         own = _values(self.trials.get(name, {}), column)
@@ -123,8 +130,12 @@ class Comparison:
         return Entry(mean, *_ratio([first / second for first, second in pairs]))
 
     def verdict(self, column: Column) -> Verdict | None:
-        """Return who wins; None where only Pointsman or only others were measured."""
-        order = [name for name in self.ranked(column) if self.entry(name, column, "").mean is not None]
+        """Return who wins among those that answered nearly all; None where only Pointsman or only others did."""
+        order = [
+            name
+            for name in self.ranked(column)
+            if self.entry(name, column, "").mean is not None and self.failed_share(name) <= FAILED_SHARE
+        ]
         own = next((name for name in order if name.startswith(POINTSMAN)), "")
         rival = next((name for name in order if not name.startswith(POINTSMAN)), "")
         if not own or not rival:

@@ -20,7 +20,7 @@ from tests.support.repository import REPOSITORY
 START_S = 120.0
 EMULATED_MODEL = "pointsman-emulated"
 # The fleet of docs/findings.md, half as large: contexts up to 200,000 tokens, KV cache for 500,000.
-EMULATED = {"kv_blocks": 31_250, "max_model_len": 200_000, "max_num_batched_tokens": 8_192, "log_level": "warning"}
+EMULATED = {"kv_blocks": 31_250, "max_model_len": 200_000, "max_num_batched_tokens": 8_192}
 # Real engines on CPU: KV cache for 24,000 tokens, some seven sessions.
 VLLM_KV_TOKENS, VLLM_CONTEXT, VLLM_BLOCK = 24_576, 4_096, 32
 
@@ -62,7 +62,7 @@ class Fleet:
 def emulated_fleet(folder: Path, engines: int, speedup: float) -> Iterator[Fleet]:
     """Run emulated engines with empty caches; none is left after the block."""
     ports = [free_port() for _ in range(engines)]
-    flags = EMULATED | {"speedup": speedup}
+    flags = EMULATED | {"speedup": speedup, "log_level": "warning"}
     parts = [
         pointsman_process(f"engine-{port}", folder, "emulate", *flag_words(flags | {"port": port}), cwd=REPOSITORY)
         for port in ports
@@ -74,7 +74,7 @@ def emulated_fleet(folder: Path, engines: int, speedup: float) -> Iterator[Fleet
             part.wait_ready(lambda log=part.log: "emulated engine" in log.read_text(), within_s=START_S)  # type: ignore[misc]
         yield Fleet(
             [_address(f"http://127.0.0.1:{port}") for port in ports], EMULATED_MODEL, TOKENIZER_DIR, ChatTokenizer().words,
-            16, int(EMULATED["kv_blocks"]), int(EMULATED["max_model_len"]), [part.pid for part in parts],
+            16, EMULATED["kv_blocks"], EMULATED["max_model_len"], [part.pid for part in parts],
         )  # fmt: skip
     finally:
         for part in parts:

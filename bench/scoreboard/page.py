@@ -72,8 +72,9 @@ def _comparisons(cells: Sequence[Cell], trials: Iterable[StoredTrial]) -> list[C
 def _winners(comparisons: Sequence[Comparison]) -> str:
     """Return the first table: for each cell and measure the winner, and what the best of the others has in Pointsman's terms."""
     lines = [
-        "The winner of each measure. In brackets: the best other router's figure divided by that of Pointsman's best policy.",
-        "Where Pointsman is behind, the field says **behind**; `=` is no difference beyond chance.",
+        "For each measure Pointsman's best policy and the best other router, with the other's figure divided by Pointsman's.",
+        "**behind**: the other router is better; ahead: Pointsman is; even: no difference beyond chance. A router that failed",
+        "more than 1 % of its requests is left out here.",
         "",
         f"| traffic | {' | '.join(column.name for column in HEADLINES)} |",
         f"|---|{'---|' * len(HEADLINES)}",
@@ -88,9 +89,10 @@ def _winner(verdict: Verdict | None, column: Column) -> str:
     if verdict is None:
         return "-"
     ratio = verdict.entry.ratio
-    told = "" if ratio is None else f" ({verdict.rival} x{ratio:.2f}{'' if verdict.entry.sure else ', ='})"
-    ahead = verdict.winner.startswith(POINTSMAN)
-    return f"{verdict.winner}{told}" if ahead else f"**behind**: {verdict.winner}{told}"
+    word = "ahead" if verdict.winner == verdict.own else "**behind**"
+    word = word if verdict.entry.sure else "even"
+    told = "" if ratio is None else f" x{ratio:.2f}"
+    return f"{word}: {verdict.own.removeprefix(POINTSMAN).strip()}, {verdict.rival}{told}"
 
 
 def _traffic(comparisons: Sequence[Comparison], trials: Iterable[StoredTrial]) -> str:

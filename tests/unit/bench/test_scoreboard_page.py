@@ -85,15 +85,30 @@ def test_each_figure_stands_beside_its_ratio_in_the_same_rounds(tmp_path: Path) 
 def test_a_loss_is_shown_as_one() -> None:
     trials = rounds("pointsman unified", 3.0, 3.1, 3.2) + rounds("nginx least_conn", 1.0, 1.1, 1.0)
     winners = row(render([CELL], trials, FACTS), "## Who wins", CELL.title)
-    assert winners[1].startswith("**behind**: nginx least_conn (nginx least_conn x0.3")
-    # Equal in every round: neither is ahead beyond chance, and CPU time is lost.
-    assert winners[2] == "pointsman unified (nginx least_conn x1.00)" or "x1.00" in winners[2]
-    assert winners[6].startswith("**behind**: nginx least_conn")
+    assert winners[1] == "**behind**: unified, nginx least_conn x0.33"
+    # Equal in every round.
+    assert winners[2] == "even: unified, nginx least_conn x1.00"
+    assert winners[6] == "**behind**: unified, nginx least_conn x0.50"
+
+
+def test_a_lead_is_shown_as_one() -> None:
+    trials = rounds("pointsman unified", 1.0, 1.1, 1.0) + rounds("nginx least_conn", 3.0, 3.1, 3.2)
+    trials += rounds("pointsman foresight", 0.5, 0.6, 0.5)
+    winners = row(render([CELL], trials, FACTS), "## Who wins", CELL.title)
+    assert re.fullmatch(r"ahead: foresight, nginx least_conn x5\.\d\d", winners[1])
+
+
+def test_a_router_that_fails_requests_cannot_win() -> None:
+    quick = [trial("nginx least_conn", number, 0.1, failed=2) for number in (1, 2, 3)]
+    trials = rounds("pointsman unified", 1.0, 1.1, 1.0) + rounds("smg cache_aware", 3.0, 3.1, 3.2) + quick
+    assert row(render([CELL], trials, FACTS), "## Who wins", CELL.title)[1].startswith(
+        "ahead: unified, smg cache_aware"
+    )
 
 
 def test_a_difference_that_may_be_chance_is_marked() -> None:
     trials = rounds("pointsman unified", 1.0, 3.0, 2.0) + rounds("smg cache_aware", 2.0, 2.0, 2.5)
-    assert row(render([CELL], trials, FACTS), "## Who wins", CELL.title)[1].endswith(", =)")
+    assert row(render([CELL], trials, FACTS), "## Who wins", CELL.title)[1].startswith("even: ")
 
 
 def test_a_router_that_does_not_run_is_named_with_the_reason() -> None:
