@@ -17,8 +17,16 @@ from tests.support.repository import REPOSITORY
 
 # Tokens of an engine's KV cache: fewer than the sessions under way have at the higher load.
 KV_CAPACITY_TOKENS = 8_192
-# Lengths and times of the trace, and loads, for the speed of a small model on one core.
-FLAGS = ("--token-scale", "0.08", "--time-scale", "0.5", "--rates", "0.5 1.5", "--profile-seconds", "20")
+# Lengths, times and loads, for the speed of a small model on one core. Flags take precedence.
+DEFAULTS = {
+    "POINTSMAN_AGREE_TOKEN_SCALE": "0.08",
+    "POINTSMAN_AGREE_TIME_SCALE": "0.25",
+    "POINTSMAN_AGREE_RATES": "0.5 3",
+    "POINTSMAN_AGREE_SESSIONS": "20",
+    "POINTSMAN_AGREE_SPAN_S": "22",
+    "POINTSMAN_AGREE_PROFILE_SECONDS": "15",
+    "POINTSMAN_AGREE_PROFILE_REPEATS": "1",
+}
 
 
 def main() -> None:
@@ -35,8 +43,8 @@ def main() -> None:
     ]
     with running_engines(specs, model, folder) as engines:
         flags = [part for engine in engines for part in ("--engines", engine.url)]
-        flags += ["--tokenizer", str(model), "--out", str(folder), *FLAGS, *sys.argv[2:]]
-        subprocess.run(pointsman_command("agree", *flags), cwd=REPOSITORY, check=True)
+        flags += ["--tokenizer", str(model), "--out", str(folder), *sys.argv[2:]]
+        subprocess.run(pointsman_command("agree", *flags), cwd=REPOSITORY, env=DEFAULTS | os.environ, check=True)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,8 @@ class _Comparison:
     def run(self) -> None:
         settings = self._settings
         seeds = range(settings.first_seed, settings.first_seed + settings.rounds)
-        planned = list(rounds(settings.policies, settings.rates, seeds))
+        policies, rates = dict.fromkeys(settings.policies), dict.fromkeys(settings.rates)
+        planned = list(rounds(list(policies), list(rates), seeds))
         missing = [[case for case in cases if self._stored(case, LIVE) is None] for cases in planned]
         if any(missing):
             with self._engines() as engines:
