@@ -1,7 +1,7 @@
 """`pointsman agree`: serves the same draws of sessions under several policies live and simulated, and compares the differences.
 
-It starts a fleet on this machine: emulated engines, or the given engines, which must be idle and alike, and for each run its own
-control plane, so that the router has learned as little as a simulated one. Each run is stored when it ends. A command that was
+It starts a fleet on this machine: emulated engines, or the given engines, which must be idle and alike, and a control plane, with
+a new router for each run, which has learned as little as a simulated one. Each run is stored when it ends. A command that was
 interrupted, or that is given more policies or rounds, makes the missing runs. A run is simulated with the costs that were
 measured right before and after its round; the step costs of emulated engines are known.
 """
@@ -12,7 +12,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -36,7 +36,7 @@ from pointsman.lab.live.fleet_costs import (
     together,
     with_overhead,
 )
-from pointsman.lab.live.local_fleet import ChildProcesses, LocalFleetError, PlaneAddresses, running_plane, start_engines
+from pointsman.lab.live.local_fleet import ChildProcesses, LocalFleetError, LocalPlane, start_engines
 from pointsman.lab.live.paired_runs import Draws, Scale, run_live, simulate
 from pointsman.lab.live.profile_command import SHORTEST, Measurements
 from pointsman.lab.live.replay_command import ReplayError
@@ -135,42 +135,40 @@ class _Comparison:
         planned = list(rounds(list(policies), list(rates), seeds))
         missing = [[case for case in cases if self._stored(case, LIVE) is None] for cases in planned]
         if any(missing):
-            with self._engines() as engines:
-                with self._plane(settings.out / "measuring", settings.policies[0], engines) as plane:
-                    before = self._measure(engines, plane.url)
+            with self._engines() as engines, LocalPlane(settings.out / "plane", engines) as plane:
+                plane.new_router(["--policy", settings.policies[0]])
+                before = self._measure(engines, plane.url)
                 for cases in missing:
                     if cases:
-                        before = self._round(cases, engines, before)
+                        before = self._round(cases, plane, engines, before)
         for case in [case for cases in planned for case in cases]:
             self._simulate(case)
         self._write_page()
 
-    def _round(self, cases: Sequence[Case], engines: Sequence[str], before: Measurements) -> Measurements:
+    def _round(
+        self, cases: Sequence[Case], plane: LocalPlane, engines: Sequence[str], before: Measurements
+    ) -> Measurements:
         """Make the live runs of a round and simulate them; return the measurements after it."""
         number = 1 + max((run.costs for run in self._runs), default=0)
         self._save_costs(number, before)
-        after = before
         for case in cases:
-            after = self._live(case, number, engines, before, last=case is cases[-1])
+            self._live(case, number, plane)
+        after = self._measure(engines, plane.url, before)
         self._save_costs(number, together([before, after]))
         for case in cases:
             self._simulate(case)
         self._write_page()
         return after
 
-    def _live(
-        self, case: Case, costs: int, engines: Sequence[str], before: Measurements, *, last: bool
-    ) -> Measurements:
-        """Run a case live and store it; after the last case of a round, measure the fleet. Return the newest measurements."""
+    def _live(self, case: Case, costs: int, plane: LocalPlane) -> None:
         settings = self._settings
-        folder = settings.out / case.name
         requests = settings.draws.draw(case.seed, case.rate, case.number)
-        with self._plane(folder / "plane", case.policy, engines) as plane:
-            sending = run_live(requests, folder, plane.url, plane.router, settings.tokenizer, settings.scale)
-            records, delay_s = asyncio.run(sending)
-            self._store(StoredRun(LIVE, case.policy, case.rate, case.seed, run_measures(records), costs, delay_s))
-            # The control plane is there and idle, and its start takes longer than a measurement.
-            return self._measure(engines, plane.url, before) if last else before
+        plane.new_router(["--policy", case.policy])
+        sending = run_live(
+            requests, settings.out / case.name, plane.url, plane.router, settings.tokenizer, settings.scale
+        )
+        records, delay_s = asyncio.run(sending)
+        self._store(StoredRun(LIVE, case.policy, case.rate, case.seed, run_measures(records), costs, delay_s))
 
     def _simulate(self, case: Case) -> None:
         """Simulate a case that has run live and is not simulated yet."""
@@ -204,9 +202,6 @@ class _Comparison:
         }
         with ChildProcesses(settings.out) as processes:
             yield start_engines(processes, settings.emulated, [str(part) for flag in flags.items() for part in flag])
-
-    def _plane(self, folder: Path, policy: str, engines: Sequence[str]) -> AbstractContextManager[PlaneAddresses]:
-        return running_plane(folder, engines, ["--policy", policy])
 
     def _measure(self, engines: Sequence[str], url: str, before: Measurements | None = None) -> Measurements:
         """Measure the engines and the request overhead; of emulated engines, whose costs are known, the overhead alone."""

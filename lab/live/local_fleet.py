@@ -10,10 +10,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -21,7 +22,6 @@ import msgspec
 START_S = 180.0
 # Time that a child has to end after SIGTERM before it is killed, s.
 STOP_S = 40.0
-CONTROL_PLANE = "control-plane"
 
 
 class LocalFleetError(RuntimeError):
@@ -41,19 +41,23 @@ class ChildProcesses:
 
     def __exit__(self, *_: object) -> None:
         # The control plane ends first, so that its open streams still have their engines.
-        plane = [process for name, process in self._running.items() if name == CONTROL_PLANE]
-        engines = [process for name, process in self._running.items() if name != CONTROL_PLANE]
-        for group in (plane, engines):
-            for process in group:
-                process.terminate()
-            for process in group:
-                try:
-                    process.wait(STOP_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-                if process.stdout:
-                    process.stdout.close()
+        plane = [name for name in self._running if not name.startswith("engine")]
+        for names in (plane, [name for name in self._running if name not in plane]):
+            self.stop(*names)
+
+    def stop(self, *names: str) -> None:
+        """End these children; kill those that do not end within STOP_S."""
+        ended = [self._running.pop(name) for name in names]
+        for process in ended:
+            process.terminate()
+        for process in ended:
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout:
+                process.stdout.close()
 
     def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         """Start `pointsman ARGUMENTS`; its stderr goes to NAME.log. `environment` is added to this process's."""
@@ -124,32 +128,64 @@ def start_plane(
     folder: Path,
     engines: Sequence[str],
     flags: Sequence[str],
-    environment: Mapping[str, str] | None = None,
-    wanted: tuple[int, int, int] = (0, 0, 0),
+    wanted: tuple[int, int, int],
 ) -> PlaneAddresses:
     """Start router, agent and gateway in front of `engines` with `flags` of `pointsman up`; return when the gateway's tokens are
     exact for all of them.
 
-    `wanted`: ports of gateway, router and console; where one is taken, the next free one is used, and 0 is any free port. The
-    agent's state is kept in `folder`. Raises LocalFleetError.
+    `wanted`: ports of gateway, router and console; where one is taken, the next free one is used. The agent's state is kept in
+    `folder`. Raises LocalFleetError.
     """
     addresses = PlaneAddresses(*(f"127.0.0.1:{free_port(port)}" for port in wanted))
     given = [flag for url in engines for flag in ("--engine", url)]
     given += ["--listen", addresses.listen, "--router-listen", addresses.router, "--console", addresses.console]
     given += ["--router-metrics", "", "--agent-metrics", "", "--state-dir", str(folder / "agent"), *flags]
-    processes.start(CONTROL_PLANE, ["up", *given], environment)
+    processes.start("control-plane", ["up", *given])
     _wait_healthy(f"{addresses.url}/health", len(engines), processes)
     return addresses
 
 
-@contextmanager
-def running_plane(
-    folder: Path, engines: Sequence[str], flags: Sequence[str], environment: Mapping[str, str] | None = None
-) -> Iterator[PlaneAddresses]:
-    """Run a control plane inside the block, as start_plane() does; `folder` is made. Raises LocalFleetError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with ChildProcesses(folder) as processes:
-        yield start_plane(processes, folder, engines, flags, environment)
+class LocalPlane:
+    """A control plane whose router can be replaced, inside its `with` block; agent and gateway keep running then.
+
+    A new router has learned nothing, like that of a new control plane, and only one process starts for it.
+    """
+
+    def __init__(self, folder: Path, engines: Sequence[str]) -> None:
+        """`folder` gets logs and the agent's state."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._processes = ChildProcesses(folder)
+        self._engines = len(engines)
+        self._has_router = False
+        listen, self.router = (f"127.0.0.1:{free_port(0)}" for _ in range(2))
+        self.url = f"http://{listen}"
+        quiet = ["--log-level", "warning"]
+        agent = [flag for url in engines for flag in ("--engines", url)]
+        agent += ["--routers", self.router, "--metrics-listen", "", "--state-dir", str(folder / "agent"), *quiet]
+        self._services = {
+            "agent": ["agent", *agent],
+            "gateway": ["gateway", "--listen", listen, "--routers", self.router, *quiet],
+        }
+
+    def __enter__(self) -> LocalPlane:
+        self._processes.__enter__()
+        for name, arguments in self._services.items():
+            self._processes.start(name, arguments)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._processes.__exit__(*error)
+
+    def new_router(self, flags: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        """Replace the router by one with these flags of `pointsman router`; return when the gateway's tokens are exact for all
+        engines. Raises LocalFleetError."""
+        if self._has_router:
+            self._processes.stop("router")
+            _wait_for(f"{self.url}/health", self._processes, lambda told: not told["router_connected"])
+        given = ["router", "--listen", self.router, "--metrics-listen", "", "--log-level", "warning", *flags]
+        self._processes.start("router", given, environment)
+        self._has_router = True
+        _wait_healthy(f"{self.url}/health", self._engines, self._processes)
 
 
 def free_port(wanted: int) -> int:
@@ -169,8 +205,17 @@ def free_port(wanted: int) -> int:
 
 
 def _wait_healthy(url: str, engines: int, processes: ChildProcesses) -> None:
-    """Wait until the gateway is ready and has `engines` instances, all with exact tokens. Raises LocalFleetError with its last
-    answer after START_S."""
+    """Wait until the gateway is ready and has `engines` instances, all with exact tokens. Raises as _wait_for()."""
+    _wait_for(
+        url,
+        processes,
+        lambda told: told["status"] == "ok" and sum(one["instances"] for one in told["models"].values()) == engines,
+    )
+
+
+def _wait_for(url: str, processes: ChildProcesses, reached: Callable[[dict[str, Any]], bool]) -> None:
+    """Wait until the gateway's health has `reached` a state. Raises LocalFleetError with its last answer after START_S, or if a
+    child ends."""
     until = time.monotonic() + START_S
     last = "no answer"
     while time.monotonic() < until:
@@ -178,12 +223,12 @@ def _wait_healthy(url: str, engines: int, processes: ChildProcesses) -> None:
         try:
             with urllib.request.urlopen(url, timeout=2) as response:
                 last = response.read(4_000).decode(errors="replace")
-            told = msgspec.json.decode(last)
-            if told["status"] == "ok" and sum(one["instances"] for one in told["models"].values()) == engines:
-                return
         except urllib.error.HTTPError as answer:
             last = answer.read(4_000).decode(errors="replace")
         except OSError as error:
             last = str(error)
+        with suppress(msgspec.DecodeError):
+            if reached(msgspec.json.decode(last)):
+                return
         time.sleep(0.2)
     raise LocalFleetError(f"the gateway is not ready after {START_S:.0f} s: {last}")

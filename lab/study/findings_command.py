@@ -15,6 +15,7 @@ import typer
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from pointsman.common.io.settings import Pairs
 from pointsman.lab.experiments.trials import Trial, run_cells
 from pointsman.lab.live.model_accuracy import LiveComparison, from_json
 from pointsman.lab.report.bundle import git_commit
@@ -54,6 +55,10 @@ class FindingsSettings(BaseSettings):
         Path("runs/calibration/calibration.json"),
         description="results of `pointsman calibrate`; without the file the document has no such section",
     )
+    agreements: Pairs = Field(
+        ["emulated=runs/agreement/agreement.md", "real=runs/agreement-real/agreement.md"],
+        description="ENGINES=FILE, a page of `pointsman agree` on emulated or real engines; missing files are left out",
+    )
     out: Path = Field(Path("docs/findings.md"), description="file of the document")
 
 
@@ -91,7 +96,8 @@ def run(settings: FindingsSettings) -> None:
     if settings.tiers_only:
         settings.out.write_text(with_tiers(settings.out.read_text(), tier_section(cells_of(told), cells[0].trace)))
     else:
-        _write(settings.out, render(told, LOADS, missing, settings.quick, _calibrated(settings.calibration)))
+        calibrated, agreements = _calibrated(settings.calibration), _agreements(settings.agreements)
+        _write(settings.out, render(told, LOADS, missing, settings.quick, calibrated, agreements))
     typer.echo(f"{settings.out}: written from {len(found)} trials; {missing} planned trials are missing")
 
 
@@ -104,6 +110,11 @@ def _write(out: Path, document: str) -> None:
 
 def _calibrated(file: Path) -> list[tuple[str, list[LiveComparison]]]:
     return from_json(msgspec.json.decode(file.read_bytes())["loads"]) if file.exists() else []
+
+
+def _agreements(named: Sequence[str]) -> dict[str, str]:
+    files = {engines: Path(file) for engines, _, file in (pair.partition("=") for pair in named)}
+    return {engines: file.read_text() for engines, file in files.items() if file.exists()}
 
 
 def _run_missing(

@@ -147,9 +147,10 @@ def render(
     missing: int,
     quick: bool,
     calibrated: Sequence[tuple[str, Sequence[LiveComparison]]] = (),
+    agreements: Mapping[str, str] | None = None,
 ) -> str:
     """Return the document. `missing`: number of planned trials that are not in `results`. `calibrated`: a calibration's
-    comparisons."""
+    comparisons. `agreements`: pages of `pointsman agree`, by kind of engines."""
     everywhere = cells_of(results)
     apart = SENSITIVITY_CASES.keys() | TIER_CASES.keys()
     cells = {place: cell for place, cell in everywhere.items() if place.trace not in apart}
@@ -192,6 +193,7 @@ def render(
         tiers=tier_section(everywhere, traces[0]),
         calibration=table(calibrated) if calibrated else "",
         calibration_error=largest_error(calibrated),
+        agreements=agreements or {},
     )
     while "\n\n\n" in text:
         text = text.replace("\n\n\n", "\n\n")

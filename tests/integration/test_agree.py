@@ -14,7 +14,7 @@ from pointsman.lab.live.agreement import StoredRun
 from pointsman.lab.report.bundle import read_bundle
 from pointsman.lab.report.request_record import RequestRecord
 
-# Two engines and a control plane start four times.
+# Ten processes start.
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -65,7 +65,7 @@ def test_every_policy_runs_live_and_simulated_and_a_stored_run_is_not_made_again
     assert "runs with other settings: token_scale" in capsys.readouterr().err
 
 
-def test_a_control_plane_that_does_not_start_ends_it_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_router_that_does_not_start_ends_it_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit, match="2"):
         run(settings(tmp_path, policies=["no-such-policy"]))
-    assert "control-plane ended with status" in capsys.readouterr().err
+    assert "router ended with status" in capsys.readouterr().err

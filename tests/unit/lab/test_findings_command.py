@@ -27,6 +27,7 @@ def settings(tmp_path: Path, **changes: object) -> FindingsSettings:
         "processes": 1,
         "results": tmp_path / "trials.jsonl",
         "calibration": tmp_path / "calibration.json",
+        "agreements": [f"emulated={tmp_path}/none.md", f"real={tmp_path}/agreement.md"],
         "out": tmp_path / "docs" / "findings.md",
     }
     return FindingsSettings(**(values | changes))  # type: ignore[arg-type]
@@ -70,6 +71,11 @@ def test_a_quick_run_makes_the_document_and_is_not_run_twice(tmp_path: Path, mon
     more = asked.out.read_text().removeprefix(text)
     assert "| 1 requests/s | TTFT p50 | 200 ms | 150 ms | -25.0% |" in more
     assert "The greatest error is 25%; the goal is 15%." in more
+    (tmp_path / "agreement.md").write_text("| 1 | unified | TTFT mean |\n")
+    run(settings(tmp_path, render_only=True))
+    more = asked.out.read_text().removeprefix(text)
+    assert "### On real engines\n| 1 | unified | TTFT mean |" in more
+    assert "emulated engines\n" not in more
 
 
 def test_without_trials_there_is_no_document(tmp_path: Path) -> None:
