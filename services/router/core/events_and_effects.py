@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from pointsman.router.core.admission.admission_rule import AdmissionRecord
 from pointsman.router.core.instances.instance_orders import InstanceOrder
 from pointsman.router.core.instances.report_sync import KeyMessage
 from pointsman.router.core.load.reservations import Reservation
@@ -321,6 +322,8 @@ class Refused(msgspec.Struct, frozen=True, gc=False):
 
     `not_serving`: the only cause is that another replica owns the `pool`, or that this replica has just started. `asked_model`:
     if not empty, the refusal (INVALID_ARGUMENT) is only for the call that named this model, since another request has the id.
+    `place`: the place in the queue of parked requests that it had, from 1; 0 if it was not parked. `admission`: what the refusal
+    of a parked request was decided on.
     """
 
     request_id: str
@@ -331,6 +334,18 @@ class Refused(msgspec.Struct, frozen=True, gc=False):
     not_serving: bool = False
     pool: str = ""
     asked_model: str = ""
+    place: int = 0
+    admission: AdmissionRecord | None = None
+
+
+class Parked(msgspec.Struct, frozen=True, gc=False):
+    """A request waits until its session is let in, for at most `bound_s` from now. `place`: its place in the queue, from 1."""
+
+    request_id: str
+    gateway_id: str
+    pool: str
+    place: int
+    bound_s: float
 
 
 class DecisionMade(msgspec.Struct, frozen=True, gc=False):
@@ -423,6 +438,7 @@ Effect = (
     | RefuseReport
     | Placed
     | Refused
+    | Parked
     | DecisionMade
     | DecisionNoted
     | DecisionClosed

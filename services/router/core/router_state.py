@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from msgspec.structs import replace
 
 from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.admission.session_admission import AdmissionSettings, SessionAdmission
 from pointsman.router.core.agent_reports import Reports
 from pointsman.router.core.analysis.decision_replay import redecide
 from pointsman.router.core.instances.circuit_breaker import Circuit, CircuitSettings
@@ -34,6 +36,7 @@ from pointsman.router.core.requests.decider import AllSaturated, Decider
 from pointsman.router.core.requests.gateway_events import GatewayEvents
 from pointsman.router.core.requests.hold_queue import HoldQueue, QueueSettings
 from pointsman.router.core.requests.open_requests import OpenRequests
+from pointsman.router.core.requests.parking import PARKED, Parking
 from pointsman.router.core.requests.place_or_hold import HeldRequests
 from pointsman.router.core.requests.placed_requests import Plans
 from pointsman.router.core.requests.retry_after import RetryAfter
@@ -73,6 +76,7 @@ class StateSettings:
     max_keys: int = 8_000_000
     limits: SaturationLimits = field(default_factory=SaturationLimits)
     queue: QueueSettings = field(default_factory=QueueSettings)
+    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     startup_wait_s: float = 0.0
     circuit: CircuitSettings = field(default_factory=CircuitSettings)
 
@@ -116,8 +120,17 @@ class RouterState:
             settings.limits,
             settings.stale_report_s,
         )
+        self.admission = SessionAdmission(
+            settings.admission, self.instances, self.index, self.prefill_observer, self.affinity
+        )
         self.requests = OpenRequests(
-            HoldQueue(settings.queue), self.reservations, self.instances, self.prefix_knowledge, self.prefill_observer
+            HoldQueue(settings.queue),
+            HoldQueue(PARKED),
+            self.admission,
+            self.reservations,
+            self.instances,
+            self.prefix_knowledge,
+            self.prefill_observer,
         )
         # The seed is part of every decision's id, because a decision's randomness must follow from its id.
         id_prefix = f"{router_id}.{seed}" if seed else router_id
@@ -145,6 +158,9 @@ class RouterState:
             retry_after,
             settings.retry_after_s,
         )
+        self.parking = Parking(
+            self.requests, self.admission, self.held_requests, self.instances, settings.retry_after_s
+        )
         self._reports = Reports(
             self.instances,
             self.index,
@@ -153,6 +169,7 @@ class RouterState:
             self.reservations,
             self.requests,
             self._plans,
+            self.admission,
             stale_report_s=settings.stale_report_s,
             lost_instance_s=settings.lost_instance_s,
         )
@@ -162,6 +179,7 @@ class RouterState:
         self._gateways = GatewayEvents(
             self.requests,
             self.held_requests,
+            self.parking,
             self._plans,
             self.instances,
             self.prefix_knowledge,
@@ -186,8 +204,12 @@ class RouterState:
     @property
     def retry_at(self) -> float | None:
         """When to send RetryDue, in s; None: not needed. Events that free something for held requests are handled together, some
-        ms later. May change with each event."""
-        return self.held_requests.retry_at
+        ms later; parked requests are refused at their bounds. May change with each event."""
+        at = self.parking.retry_at
+        held_at = self.held_requests.retry_at
+        if held_at is not None and held_at < at:
+            return held_at
+        return at if at < inf else None
 
     @property
     def unfinished(self) -> bool:
@@ -215,6 +237,8 @@ class RouterState:
         if not self._work and len(self.held_requests.queue):
             self.prefix_knowledge.expire(now)
             effects += self.held_requests.retry_all(now)
+        if not self._work and len(self.parking.queue):
+            effects += self.parking.let_in(self.parking.queue.pools(), now)
         return effects
 
     def _handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
@@ -222,9 +246,20 @@ class RouterState:
         if len(self.held_requests.queue) and not self._work and not isinstance(event, EVENTS_WITHOUT_RETRY):
             self.prefix_knowledge.expire(now)
             effects = [*effects, *self._try_held(event, effects, now)]
+        if len(self.parking.queue) and not self._work and not isinstance(event, EVENTS_WITHOUT_RETRY):
+            effects = [*effects, *self._let_in(event, effects, now)]
         if not len(self.held_requests.queue):
             self.reservations.eased.clear()
         return effects
+
+    def _let_in(self, event: ev.Event, effects: Sequence[ev.Effect], now: float) -> list[ev.Effect]:
+        """Let in the parked requests for which the event may have made room, after the held ones, which are under way."""
+        if isinstance(event, ev.Tick):
+            return [*self.parking.let_in(self.parking.queue.pools(), now), *self.parking.refuse_expired(now)]
+        if any(isinstance(effect, ev.FleetChanged) for effect in effects):
+            return self.parking.let_in(self.parking.queue.pools(), now)
+        freed = {effect.pool: None for effect in effects if isinstance(effect, ev.Released)}
+        return self.parking.let_in(freed, now)
 
     def _try_held(self, event: ev.Event, effects: Sequence[ev.Effect], now: float) -> list[ev.Effect]:
         """Retry the held requests for which the event may have freed something."""
@@ -292,7 +327,7 @@ class RouterState:
                 return []
             case ev.RetryDue():
                 self.prefix_knowledge.expire(now)
-                return self.held_requests.retry_due(now)
+                return [*self.held_requests.retry_due(now), *self.parking.retry_due(now)]
             case ev.Tick():
                 return self._tick(now)
 
@@ -329,6 +364,8 @@ class RouterState:
         self.reservations.check_invariants()
         self.affinity.check_invariants()
         self.held_requests.queue.check_invariants()
+        self.parking.queue.check_invariants()
+        self.admission.check_invariants()
         self.requests.check_invariants()
         self.migrations.check_invariants()
         self.views.check_invariants()
@@ -349,9 +386,11 @@ class RouterState:
     # ---- operators, the store and time ----
 
     def _pool_taken(self, event: ev.PoolTaken, now: float) -> Steps:
-        waited = self.held_requests.drop_pool(event.pool, f"{event.pool!r} was owned by another router for a moment")
+        why = f"{event.pool!r} was owned by another router for a moment"
+        waited = [*self.held_requests.drop_pool(event.pool, why), *self.parking.drop_pool(event.pool, why)]
         self.owned.take(event.pool)
         self._sessions.pool_taken(event.pool, now)
+        self.admission.forget_pool(event.pool)
         self._close_circuits(event.pool)
         self.prefill_observer.take_over(event.pool, event.mean_work)
         if not self.instances.members(event.pool, event.pool):
@@ -394,10 +433,11 @@ class RouterState:
         self.owned.lose(pool)
         self._sessions.pool_lost(pool)
         why = f"this router does not own {pool!r} any more"
-        return [*self.held_requests.drop_pool(pool, why), ev.FleetChanged()]
+        return [*self.held_requests.drop_pool(pool, why), *self.parking.drop_pool(pool, why), ev.FleetChanged()]
 
     def _pool_lost(self, pool: str, now: float) -> Steps:
         self._close_circuits(pool)
+        self.admission.forget_pool(pool)
         yield [ev.FleetChanged()]
         yield from self._forget_requests(pool, now)
 
@@ -433,17 +473,24 @@ class RouterState:
             self.instances.forget_snapshot(instance_id)
         self.prefix_knowledge.expire(now)
         self.held_requests.expire(now)
+        self.parking.expire(now)
+        self.admission.tick(self.parking.queue.pools(), now)
         return effects + self._forget_gone_pools(now)
 
     def _forget_gone_pools(self, now: float) -> list[ev.Effect]:
         self._gone_pools.left(self.instances.pools_left(), now)
         due = self._gone_pools.due(
             lambda pool: bool(self.instances.members(pool, pool)),
-            lambda pool: bool(self.reservations.of_pool(pool) or self.held_requests.queue.count(pool)),
+            lambda pool: bool(
+                self.reservations.of_pool(pool)
+                or self.held_requests.queue.count(pool)
+                or self.parking.queue.count(pool)
+            ),
             now,
         )
         for pool in due:
             self.prefill_observer.forget_pool(pool)
             self.views.forget_pool(pool)
+            self.admission.forget_pool(pool)
             self._decider.forget_pool(pool)
         return [ev.PoolForgotten(pool) for pool in due]

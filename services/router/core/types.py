@@ -7,6 +7,7 @@ from enum import StrEnum
 
 import msgspec
 
+from pointsman.router.core.admission.admission_rule import AdmissionRecord
 from pointsman.router.core.prefill_curve import NO_PREFILLS, PrefillCurve, PrefillSums, PrefillWork
 from pointsman.router.core.priority import Priority
 
@@ -197,6 +198,10 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     longer its gateway waits, s. `sliceable_tokens`: length of the longest prefix of its prompt that its gateway can have computed
     alone. `single_instance`: the instance that answers must also prefill. `priority`: the class of its client's key. `weight`:
     its tenant's share of the class. `ttft_deadline_s`: how soon its client needs the first token, s.
+
+    For session admission. `continues`: its last message answers the model (a tool result), so the session is under way. `parent`:
+    the session that started this one and waits for it; empty: none. `parkable`: its gateway waits longer when the request is
+    parked. `parked_s`: how long earlier owners of the pool parked it, s. `admitted`: its admission, if one was decided.
     """
 
     request_id: str
@@ -214,6 +219,11 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     priority: Priority = Priority.STANDARD
     weight: float = 1.0
     ttft_deadline_s: float | None = None
+    continues: bool = False
+    parent: str = ""
+    parkable: bool = False
+    parked_s: float = 0.0
+    admitted: AdmissionRecord | None = None
 
     @property
     def session(self) -> str:

@@ -37,7 +37,8 @@ Line = tuple[str, str]
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
     """A request that waits. `level`: its class (0: lowest). `cost`: in tokens. `weight`: that of its tenant. `rank`: its place
-    within its tenant, least first. Requests with the same `line` wait for the same."""
+    within its tenant, least first. Requests with the same `line` wait for the same. `starts_at`: the served work / weight with
+    which its tenant begins to wait (None: that of the tenants that wait already)."""
 
     request_id: str
     tenant: str
@@ -47,6 +48,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     since: float
     cost: float
     weight: float
+    starts_at: float | None = None
 
 
 # (rank, since, request id, entry). Request ids are unique, so entries are never compared.
@@ -104,6 +106,8 @@ class _Class:
         if tenant is None:
             self._numbers += 1
             served = max(self._ahead.pop(entry.tenant, 0.0), self._clock)
+            if entry.starts_at is not None:
+                served = entry.starts_at
             tenant = self.tenants[entry.tenant] = _Tenant(entry.tenant, self._numbers, served)
         else:
             _discard(self.ends, tenant.end)

@@ -17,6 +17,7 @@ from pointsman.router.core.load.reservations import Reservation
 from pointsman.router.core.ownership import OwnedPools
 from pointsman.router.core.policy_views import Views
 from pointsman.router.core.requests.open_requests import OpenRequests
+from pointsman.router.core.requests.parking import Parking
 from pointsman.router.core.requests.place_or_hold import HeldRequests
 from pointsman.router.core.requests.placed_requests import MAX_STEPS, Plans, placed_effect
 from pointsman.router.core.requests.refusals import not_serving
@@ -33,6 +34,7 @@ class GatewayEvents:
 
     requests: OpenRequests
     held_requests: HeldRequests
+    parking: Parking
     plans: Plans
     instances: InstanceRegistry
     prefix_knowledge: PrefixKnowledge
@@ -49,6 +51,7 @@ class GatewayEvents:
         announced = {stream.request.request_id: stream for stream in hello.open_streams}
         between = frozenset(held.request.request_id for held in self.held_requests.queue if held.previous_id)
         self.held_requests.drop_gateway(hello.gateway_id, keep=hello.waiting | between.intersection(announced))
+        self.parking.drop_gateway(hello.gateway_id, keep=hello.waiting)
         if self.startup_gate.expect(
             {*hello.known, *(one.instance_id for one in hello.open_streams)}, self.instances, now
         ):
@@ -78,6 +81,7 @@ class GatewayEvents:
         """Apply the end of a gateway's stream: lease its reservations and drop its held requests. Mutates."""
         self.requests.lease(gateway_id, now + self.gateway_lease_s)
         self.held_requests.drop_gateway(gateway_id)
+        self.parking.drop_gateway(gateway_id)
 
     def is_anothers(self, request_id: str, gateway_id: str) -> bool:
         """Return whether a request belongs to another gateway whose stream is open. Gateway ids are unique, and requests do not
@@ -126,6 +130,7 @@ class GatewayEvents:
             cached_tokens=stream.request.input_tokens - new_tokens,
         )
         self.requests.announce(reservation, now)
+        self.requests.count_announced(stream.request, pool, now)
         return [ev.Reserved(reservation)]
 
     # ---- placements ----
@@ -155,7 +160,7 @@ class GatewayEvents:
             # A caller of the unary form reports no steps, so it gets a plan of one SERVE.
             request = replace(request, single_instance=True, sliceable_tokens=0)
         self.prefix_knowledge.expire(now)
-        return [*ended, *self.held_requests.place(request, event.gateway_id, now)]
+        return [*ended, *self.parking.place(request, event.gateway_id, now)]
 
     def _not_serving(self, request: PlacementRequest, now: float) -> ev.Refused | None:
         if (refused := self.not_owned(request)) is not None:

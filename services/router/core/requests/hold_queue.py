@@ -27,7 +27,8 @@ class QueueSettings:
     `timeout_s`: maximum time that a request is held. `expiry`: whether a request that the policy still holds then is placed by
     the default policy, or refused. `ageing_tokens_per_s`: number of new tokens that a second of waiting outweighs. `fair`:
     whether the tenants of a class are served by weight and cost; otherwise tenants do not matter. `lower_class_share`: the share
-    of the work of higher classes that a waiting class is owed, and the share of the places that each class keeps.
+    of the work of higher classes that a waiting class is owed, and the share of the places that each class keeps. `keys`:
+    maximum number of block keys of all held prompts together.
     """
 
     size: int = 256
@@ -37,6 +38,7 @@ class QueueSettings:
     fair: bool = True
     expiry: Literal["place", "refuse"] = "place"
     lower_class_share: float = 0.1
+    keys: int = 1 << 62
 
 
 class HeldRequest(msgspec.Struct, frozen=True, gc=False):
@@ -47,6 +49,9 @@ class HeldRequest(msgspec.Struct, frozen=True, gc=False):
     `previous_id`: the decision on the part of its plan that is done; empty while it waits for its first step. `first_token_by`:
     when its client needs the first token. `start_by`: when it must be placed for that (inf: no limit). `waits_for`: the instance
     that must first have less to do, by the policy; empty: any instance.
+
+    `parked`: it waits for the admission of its session, before anything else (parking.py). `asked_at`: when its client asked for
+    it last, if it is parked. `tenant_load`: the weighted size of its tenant's sessions for the tenant's weight, then.
     """
 
     request: PlacementRequest
@@ -62,6 +67,9 @@ class HeldRequest(msgspec.Struct, frozen=True, gc=False):
     first_token_by: float = inf
     start_by: float = inf
     waits_for: str = ""
+    parked: bool = False
+    asked_at: float = 0.0
+    tenant_load: float | None = None
 
     @property
     def line(self) -> Line:
@@ -93,6 +101,7 @@ class HoldQueue:
         self._orders: dict[str, PoolOrder] = {}
         # (ends_at, request id), earliest end first.
         self._ends: list[tuple[float, str]] = []
+        self._keys = 0
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -154,6 +163,9 @@ class HoldQueue:
             return f"{size} requests wait already" if size else "no queue"
         if self._has_its_share(held):
             return "this tenant has its share of the queue already"
+        if self._keys + len(held.request.keys) > self.settings.keys:
+            return "the prompts that wait take all memory that they may"
+        self._keys += len(held.request.keys)
         self._by_id[held.request.request_id] = held
         self._count(held, 1)
         insort(self._ends, (held.ends_at, held.request.request_id))
@@ -197,6 +209,11 @@ class HoldQueue:
         """Return the lines in which requests of `pool` wait."""
         return self._orders[pool].lines() if pool in self._orders else set()
 
+    @property
+    def next_end(self) -> float:
+        """When the first of the waiting requests must be answered at the latest; inf if none waits."""
+        return self._ends[0][0] if self._ends else inf
+
     def expired(self, now: float, most: int) -> list[HeldRequest]:
         """Return at most `most` requests whose end has passed, earliest end first."""
         return [self._by_id[request_id] for ends_at, request_id in self._ends[:most] if ends_at <= now]
@@ -214,6 +231,7 @@ class HoldQueue:
         assert self._for_room == Counter((held.pool, held.request.model) for held in self if held.for_room)
         assert self._of_tenant == Counter((held.pool, held.request.tenant, held.request.priority) for held in self)
         assert sum(map(len, self._orders.values())) == len(self)
+        assert self._keys == sum(len(held.request.keys) for held in self) <= self.settings.keys
         assert self._ends == sorted((held.ends_at, held.request.request_id) for held in self)
         for pool, order in self._orders.items():
             order.check_invariants()
@@ -238,6 +256,7 @@ class HoldQueue:
     def _forget(self, held: HeldRequest) -> None:
         request = held.request
         del self._by_id[request.request_id], self._entries[request.request_id]
+        self._keys -= len(request.keys)
         self._forget_end(held)
         self._count(held, -1)
         of_tenant = held.pool, request.tenant, request.priority
@@ -273,4 +292,5 @@ class HoldQueue:
             since=since,
             cost=float(held.new_tokens + REQUEST_TOKENS),
             weight=request.weight if self.settings.fair else 1.0,
+            starts_at=held.tenant_load,
         )

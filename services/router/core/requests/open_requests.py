@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.admission.session_admission import SessionAdmission
 from pointsman.router.core.instances.instance_registry import InstanceRegistry
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.learning.prefill_progress import OpenPrompt
@@ -30,7 +31,7 @@ from pointsman.router.core.requests.request_state import (
     RequestState,
     Stage,
 )
-from pointsman.router.core.types import NO_BACKLOG, Decision, FleetView, Phase
+from pointsman.router.core.types import NO_BACKLOG, Decision, FleetView, Phase, PlacementRequest
 
 _NOTHING_SEEN = FleetView(())
 # Maximum number of ended requests that are kept, to recognise them if they are sent again.
@@ -40,17 +41,22 @@ FORGET_AT_ONCE = 4
 
 
 class OpenRequests:
-    """Requests by id. `queue` has the held requests in their order; code that answers one must report the outcome here."""
+    """Requests by id. `queue` has the held requests in their order, and `parked` those that wait for the admission of their
+    sessions; code that answers one must report the outcome here. `admission` counts the sessions of placed requests."""
 
     def __init__(
         self,
         queue: HoldQueue,
+        parked: HoldQueue,
+        admission: SessionAdmission,
         reservations: Reservations,
         instances: InstanceRegistry,
         prefix_knowledge: PrefixKnowledge,
         prefill_observer: PrefillObserver,
     ) -> None:
         self.queue = queue
+        self.parked = parked
+        self._admission = admission
         self._reservations = reservations
         self._instances = instances
         self._prefix_knowledge = prefix_knowledge
@@ -95,10 +101,10 @@ class OpenRequests:
     # ---- waiting ----
 
     def hold(self, held: HeldRequest, now: float) -> str:
-        """Hold a request; return "", or why it may not wait. Mutates."""
+        """Hold or park a request; return "", or why it may not wait. Mutates."""
         state = self._known(held.request.request_id)
         state.require(HOLD)
-        if why_not := self.queue.offer(held):
+        if why_not := self._queue_of(held).offer(held):
             return why_not
         state.happened(HOLD, now, held.reason)
         state.held = held
@@ -107,13 +113,13 @@ class OpenRequests:
 
     def change_hold(self, held: HeldRequest) -> None:
         """Replace the waiting request with the same id, pool and tenant. Mutates."""
-        self.queue.update(held)
+        self._queue_of(held).update(held)
         self._open[held.request.request_id].held = held
 
     def make_room(self, held: HeldRequest) -> HeldRequest | None:
         """Remove the request that must give up its place to `held` from the queue, and return it; None if there is room, or no
         such request. Mutates."""
-        if (displaced := self.queue.make_room(held)) is not None:
+        if (displaced := self._queue_of(held).make_room(held)) is not None:
             self.leave_queue(displaced.request.request_id)
         return displaced
 
@@ -121,13 +127,40 @@ class OpenRequests:
         """Remove a request that was placed from the queue, and charge its tenant with a prefill of `new_tokens`. Mutates."""
         self.queue.answered(request_id, new_tokens)
 
+    def let_in(self, request_id: str) -> None:
+        """Remove a parked request whose session is admitted, and charge its tenant with the session's size. It is to be placed
+        next. Mutates."""
+        held = self.parked.get(request_id)
+        assert held is not None
+        self.parked.answered(request_id, held.new_tokens)
+        state = self._open.pop(request_id)
+        state.held = None
+
     def leave_queue(self, request_id: str) -> None:
-        """Remove a request from the queue, if it waits: it is answered, or nobody waits for an answer any more. Mutates."""
-        self.queue.remove(request_id)
+        """Remove a request from its queue, if it waits: it is answered, or nobody waits for an answer any more. Mutates."""
+        if self.queue.remove(request_id) is None and len(self.parked):
+            self.parked.remove(request_id)
         if (state := self._open.get(request_id)) is not None:
             state.held = None
             if state.reservation is None:
                 del self._open[request_id]
+
+    def _queue_of(self, held: HeldRequest) -> HoldQueue:
+        return self.parked if held.parked else self.queue
+
+    # ---- sessions ----
+
+    def count(self, decision: Decision, keys: Sequence[int], now: float) -> None:
+        """Have the session of a placed request counted, once for each request. Mutates."""
+        state = self._open[decision.request.request_id]
+        if not state.counted:
+            state.counted = self._admission.opened(decision, keys, now)
+
+    def count_announced(self, request: PlacementRequest, pool: str, now: float) -> None:
+        """Have the session of an announced request counted, once for each request. Mutates."""
+        state = self._open[request.request_id]
+        if not state.counted:
+            state.counted = self._admission.announced(request, pool, now)
 
     # ---- placed ----
 
@@ -230,6 +263,7 @@ class OpenRequests:
         judged = self._prefix_knowledge.finished(state.prompt, finished, state.decision, now)
         state.happened(END, now, finished.outcome)
         decision = state.decision
+        self._count_end(state, now, finished)
         self.forget(state, now)
         if finished.outcome != "CANCELLED" and decision is not None:
             # The plan does not continue, so its view is not needed.
@@ -244,6 +278,7 @@ class OpenRequests:
         if state.held is not None:
             self.leave_queue(state.request_id)
         if state.reservation is not None:
+            self._count_end(state, now)
             self._leave(state.reservation, now)
             self._reservations.release(state.request_id)
         if state.prompt is not None:
@@ -268,13 +303,16 @@ class OpenRequests:
             assert name not in self._ended, told
             assert state.stage not in (Stage.NEW, Stage.ENDED), told
             assert self._reservations.get(name) is state.reservation, told
-            assert self.queue.get(name) is state.held, told
+            waits = self.parked.get(name) or self.queue.get(name)
+            assert waits is state.held, told
             assert (state.prompt is None) is (state.reservation is None), told
             if state.reservation is not None and state.prompt is not None:
                 assert state.prompt.instance_id == state.reservation.instance_id, told
                 assert not (state.held and state.reservation.pending_tokens), f"a hold reserves nothing: {told}"
         assert len(self._reservations) == sum(state.reservation is not None for state in self)
-        assert len(self.queue) == sum(state.held is not None for state in self)
+        assert len(self.queue) + len(self.parked) == sum(state.held is not None for state in self)
+        assert all(held.parked for held in self.parked)
+        assert not any(held.parked for held in self.queue)
         assert all(state.stage is Stage.ENDED for state in self._ended.values())
         assert len(self._ended) <= MAX_ENDED
         self._prefix_knowledge.check_invariants({name: state.prompt for name, state in self._open.items()})
@@ -283,6 +321,15 @@ class OpenRequests:
                 on_trial = self._reservations.get(trial)
                 assert on_trial is not None, record.circuit
                 assert on_trial.instance_id == record.info.instance_id, record.circuit
+
+    def _count_end(self, state: RequestState, now: float, finished: ev.Finished | None = None) -> None:
+        if not state.counted or state.reservation is None:
+            return
+        output = (finished.output_tokens or 0) if finished is not None else 0
+        reason = finished.finish_reason if finished is not None else ""
+        tokens, pool = state.reservation.input_tokens, state.reservation.pool
+        self._admission.closed(pool, state.counted, tokens, output, reason, now)
+        state.counted = ""
 
     def _known(self, request_id: str) -> RequestState:
         return self.get(request_id) or RequestState(request_id)

@@ -84,6 +84,7 @@ class Plans:
             if mean_work := self._prefill_observer.count_request(decision.pool, first.new_tokens, first.cached_tokens):
                 effects.append(ev.MeanWorkSet(mean_work, decision.pool))
         effects += self._reserve(decision, index, gateway_id, lease_until, request.keys, now)
+        self._requests.count(decision, request.keys, now)
         session = request.session
         # Most sessions have one request only, and their owner need not be stored: the store gets the sessions that come back.
         asked_at = now - decision.held_s

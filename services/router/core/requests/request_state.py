@@ -56,7 +56,8 @@ class RequestState(msgspec.Struct, gc=False):
 
     `held`: the request waits for its first step or, if it has a reservation, for the rest of its plan. `reservation`: that of its
     current step, the same object as in Reservations. `prompt`: the progress of this step. `decision`: the last decision, with all
-    steps of the plan so far; after the end it marks the id as used.
+    steps of the plan so far; after the end it marks the id as used. `counted`: the name under which session admission counts its
+    session; empty if it does not.
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class RequestState(msgspec.Struct, gc=False):
     reservation: Reservation | None = None
     prompt: OpenPrompt | None = None
     decision: Decision | None = None
+    counted: str = ""
     # Time, name and detail of each transition, one after another in one flat tuple, so that a story is a single object.
     story: tuple[float | str, ...] = ()
 

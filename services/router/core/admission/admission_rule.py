@@ -1,0 +1,78 @@
+"""Decides whether a request may begin: it is admitted, parked or refused. A pure function of what the router sees. Pure."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+# Share of an instance's KV up to which a session is small, and is never parked.
+SMALL_SHARE = 0.01
+
+
+class AdmissionOutcome(StrEnum):
+    """ADMIT: the request is placed now. PARK: it waits until its session fits. REFUSE: it has waited as long as it may."""
+
+    ADMIT = "ADMIT"
+    PARK = "PARK"
+    REFUSE = "REFUSE"
+
+
+class AdmissionView(msgspec.Struct, frozen=True, gc=False):
+    """All that an admission is decided on; recorded with the decision. Sizes in tokens of KV.
+
+    `size`: what the request's session would add. `weighted`: sum of the sizes of the sessions under way, each times its chance to
+    need its KV soon. `capacity`: what the pool's caches are to hold (0: unknown). `largest`: KV of its largest instance. `armed`:
+    whether the caches evict what is needed again. `under_way`: why the request continues work under way (empty: it is new).
+    `before`: number of parked requests that go first. `waited_s`, `bound_s`: how long it was parked, and may be.
+    """
+
+    size: int
+    weighted: float
+    capacity: float
+    largest: int
+    armed: bool
+    under_way: str = ""
+    before: int = 0
+    waited_s: float = 0.0
+    bound_s: float = 0.0
+
+
+class AdmissionVerdict(msgspec.Struct, frozen=True, gc=False):
+    """The outcome and its reason in one word."""
+
+    outcome: AdmissionOutcome
+    reason: str
+
+
+class AdmissionRecord(msgspec.Struct, frozen=True, gc=False):
+    """An admission as a placement's decision records it; deciding again on `view` has the same verdict."""
+
+    view: AdmissionView
+    verdict: AdmissionVerdict
+
+
+def decide_admission(view: AdmissionView) -> AdmissionVerdict:
+    """Return the verdict on a request. The first rule that applies:
+
+    capacity_unknown  ADMIT   the KV of an instance is unknown, so nothing can be compared
+    under_way's word  ADMIT   the request continues work under way, which holds KV and must not wait
+    not_armed         ADMIT   the caches keep what is needed again
+    small             ADMIT   size <= SMALL_SHARE x largest
+    fits              ADMIT   nobody goes first, and weighted + size <= capacity (or nothing is under way)
+    bound             REFUSE  waited_s >= bound_s
+    full              PARK    otherwise
+    """
+    if view.capacity <= 0:
+        return AdmissionVerdict(AdmissionOutcome.ADMIT, "capacity_unknown")
+    if view.under_way:
+        return AdmissionVerdict(AdmissionOutcome.ADMIT, view.under_way)
+    if not view.armed:
+        return AdmissionVerdict(AdmissionOutcome.ADMIT, "not_armed")
+    if view.size <= SMALL_SHARE * view.largest:
+        return AdmissionVerdict(AdmissionOutcome.ADMIT, "small")
+    if not view.before and (view.weighted + view.size <= view.capacity or view.weighted <= 0):
+        return AdmissionVerdict(AdmissionOutcome.ADMIT, "fits")
+    if view.waited_s >= view.bound_s:
+        return AdmissionVerdict(AdmissionOutcome.REFUSE, "bound")
+    return AdmissionVerdict(AdmissionOutcome.PARK, "full")

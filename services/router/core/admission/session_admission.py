@@ -1,0 +1,222 @@
+"""Session admission of all pools: counts sessions under way, watches the caches, and describes each request's admission. Pure.
+
+A pool is armed while its caches evict what sessions under way need again, and that costs a noticeable part of the time of its
+instances. An armed pool stays so until the sessions fit well and nobody is parked. A pool that is not armed admits everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pointsman.common.core.block_keys import KEY_TOKENS
+from pointsman.router.core.admission.admission_rule import AdmissionView
+from pointsman.router.core.admission.recomputation import WINDOW_S, Recomputation
+from pointsman.router.core.admission.session_ledger import SessionLedger
+from pointsman.router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
+from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
+from pointsman.router.core.load.affinity import Affinity
+from pointsman.router.core.prefix.exact_index import PrefixIndex
+from pointsman.router.core.priority import Priority
+from pointsman.router.core.types import Decision, InstanceState, PlacementRequest
+
+# Share of the KV of a pool's instances that the sessions may take. The rest is for shared copies, and for what grows.
+CAPACITY_SHARE = 0.9
+# A pool is armed from this share of recomputed tokens in its prefill of the last minute, if recomputing also takes at least
+# ARM_TIME_SHARE of the time of its instances. Below DISARM_SHARE of its capacity it is disarmed.
+ARM_SHARE, ARM_TIME_SHARE, DISARM_SHARE = 0.05, 0.05, 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionSettings:
+    """Settings of session admission. `on`: whether sessions are admitted at all. The others: how long a new session of each class
+    is parked at most before it is refused, s."""
+
+    on: bool = False
+    interactive_s: float = 30.0
+    standard_s: float = 120.0
+    batch_s: float = 600.0
+
+    def bound_s(self, priority: Priority) -> float:
+        """Return how long a request of this class may be parked, s."""
+        if priority is Priority.INTERACTIVE:
+            return self.interactive_s
+        return self.batch_s if priority is Priority.BATCH else self.standard_s
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a pool's caches hold. `tokens`: CAPACITY_SHARE of the KV of the instances that may answer; 0 if unknown, for `reason`.
+    `largest`: KV of the largest one. `ids`: the instances. `hardware`: that of most of them."""
+
+    tokens: float = 0.0
+    largest: int = 0
+    ids: tuple[str, ...] = ()
+    hardware: str = ""
+    reason: str = "no instance of the pool is ready"
+
+
+def capacity_of(instances: Iterable[InstanceRecord]) -> Capacity:
+    """Return the capacity of a pool with these instances."""
+    serving = [one.info for one in instances if one.state is InstanceState.READY and not one.produces_only]
+    if not serving:
+        return Capacity()
+    ids = tuple(one.instance_id for one in serving)
+    kinds = [one.hardware for one in serving]
+    hardware = max(sorted(set(kinds)), key=kinds.count)
+    sizes = [one.kv_capacity_tokens for one in serving]
+    if not all(sizes):
+        unknown = next(one.instance_id for one in serving if not one.kv_capacity_tokens)
+        return Capacity(0.0, 0, ids, hardware, f"the KV capacity of {unknown} is unknown")
+    return Capacity(CAPACITY_SHARE * sum(sizes), max(sizes), ids, hardware, "")
+
+
+@dataclass(slots=True)
+class PoolAdmission:
+    """The state of one pool."""
+
+    ledger: SessionLedger = field(default_factory=SessionLedger)
+    recomputation: Recomputation = field(default_factory=Recomputation)
+    capacity: Capacity = field(default_factory=Capacity)
+    armed: bool = False
+    prefill_rate: float = 1.0
+
+
+class SessionAdmission:
+    """The admission of a RouterState's sessions. While it is off, nothing is counted."""
+
+    def __init__(
+        self,
+        settings: AdmissionSettings,
+        instances: InstanceRegistry,
+        index: PrefixIndex,
+        prefill_observer: PrefillObserver,
+        affinity: Affinity,
+    ) -> None:
+        self.settings = settings
+        self.pools: dict[str, PoolAdmission] = {}
+        self._instances = instances
+        self._index = index
+        self._prefill_observer = prefill_observer
+        self._affinity = affinity
+
+    def view(
+        self, request: PlacementRequest, pool: str, before: int, waited_s: float, bound_s: float, now: float
+    ) -> AdmissionView | None:
+        """Return what the admission of a request is decided on; None if its pool admits everything now. Mutates what is kept of
+        prefixes."""
+        state = self.pools.get(pool)
+        if state is None or not state.armed:
+            return None
+        under_way = "tool_result" if request.continues else ""
+        if not under_way and request.parent and request.parent in state.ledger.sessions:
+            under_way = "parent"
+        if not under_way and request.session:
+            under_way = state.ledger.continued(request.session, request.tenant, request.keys)
+            if not under_way and request.session not in state.ledger.sessions:
+                under_way = "session" if self._affinity.owner(pool, request.session, now) else ""
+        size = 0 if under_way else max(request.input_tokens - self._shared(request.keys, state.capacity.ids), 0)
+        return AdmissionView(
+            size=size,
+            weighted=state.ledger.weighted(),
+            capacity=state.capacity.tokens,
+            largest=state.capacity.largest,
+            armed=True,
+            under_way=under_way,
+            before=before,
+            waited_s=waited_s,
+            bound_s=bound_s,
+        )
+
+    def _update(self, pool: str, state: PoolAdmission, now: float, *, parked: bool) -> None:
+        """Bring a pool up to date: its idle sessions, its capacity, and whether it is armed. `parked`: whether requests of the
+        pool are parked."""
+        state.ledger.advance(now)
+        state.capacity = capacity_of(self._instances.members(pool, pool))
+        state.ledger.hosted_by(max(len(state.capacity.ids), 1))
+        curve = self._prefill_observer.curve(pool, state.capacity.hardware)
+        state.prefill_rate = 1.0 / max(curve.token_s, 1e-9)
+        computed, again = state.recomputation.tokens(now)
+        thrashes = again >= ARM_SHARE * computed > 0 and again >= ARM_TIME_SHARE * state.prefill_rate * WINDOW_S * len(
+            state.capacity.ids
+        )
+        if not state.armed:
+            state.armed = thrashes and state.capacity.tokens > 0
+            return
+        fits = state.ledger.weighted() < DISARM_SHARE * state.capacity.tokens
+        state.armed = state.capacity.tokens > 0 and (parked or thrashes or not fits)
+
+    def tick(self, parked: Collection[str], now: float) -> None:
+        """Bring all pools up to date; called with every tick. `parked`: the pools in which requests are parked. Mutates."""
+        for pool, state in self.pools.items():
+            self._update(pool, state, now, parked=pool in parked)
+
+    # ---- sessions ----
+
+    def opened(self, decision: Decision, keys: Sequence[int], now: float) -> str:
+        """Count a request that was placed; return its session's name in the ledger, which `closed` needs. Mutates."""
+        if not self.settings.on:
+            return ""
+        request, view = decision.request, decision.view
+        state = self._state(decision.pool)
+        name = request.session or request.request_id
+        first = view.find(decision.result.steps[0].instance_id) if decision.result.steps else None
+        new = first.new_tokens if first is not None else 0
+        known, again = name in state.ledger.sessions, 0
+        cached = 0
+        if keys:
+            prefix = state.ledger.known_prefix(name, keys) if known else 0
+            if prefix or not known:
+                cached = max((one.cached_tokens for one in view.candidates), default=0)
+            again = min(max(prefix - cached, 0), new)
+        state.recomputation.add(new, again, now)
+        state.ledger.opened(name, request.tenant, request.input_tokens, keys, 0 if known else cached, now)
+        return name
+
+    def announced(self, request: PlacementRequest, pool: str, now: float) -> str:
+        """Count a request that its gateway runs, as `opened`; its keys are not known. Mutates."""
+        if not self.settings.on:
+            return ""
+        name = request.session or request.request_id
+        self._state(pool).ledger.opened(name, request.tenant, request.input_tokens, (), 0, now)
+        return name
+
+    def closed(
+        self, pool: str, name: str, prompt_tokens: int, output_tokens: int, finish_reason: str, now: float
+    ) -> None:
+        """Count the end of a request. Mutates."""
+        if (state := self.pools.get(pool)) is not None:
+            # A request without a session has the name of the request, and nothing follows it.
+            lasts = "/" in name
+            state.ledger.closed(name, prompt_tokens, output_tokens, finish_reason, now, lasts=lasts)
+
+    def keys_removed(self, pool: str, keys: Collection[int], now: float) -> None:
+        """Record that one instance has removed these keys. Mutates."""
+        if (state := self.pools.get(pool)) is not None and (found := state.ledger.middles(keys)):
+            state.ledger.evicted([key for key in found if not self._index.held(key)], now)
+
+    def was_parked(self, pool: str, now: float) -> None:
+        """Record that an earlier owner of the pool had parked a request: it is armed. Mutates."""
+        state = self._state(pool)
+        self._update(pool, state, now, parked=True)
+        state.armed = state.capacity.tokens > 0
+
+    def forget_pool(self, pool: str) -> None:
+        """Drop all that is known of a pool. Mutates."""
+        self.pools.pop(pool, None)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a pool's ledger is inconsistent."""
+        for state in self.pools.values():
+            state.ledger.check_invariants()
+
+    def _state(self, pool: str) -> PoolAdmission:
+        if (state := self.pools.get(pool)) is None:
+            state = self.pools[pool] = PoolAdmission()
+        return state
+
+    def _shared(self, keys: Sequence[int], ids: Sequence[str]) -> int:
+        """Return how many leading tokens of a prompt some instance has."""
+        if not keys:
+            return 0
+        return next(self._index.runs(keys, self._index.mask(ids)), (0, 0))[0] * KEY_TOKENS

@@ -1,0 +1,359 @@
+"""Counts the KV of the sessions of one pool that are under way: how much each has, and how likely it needs it again soon. Pure.
+
+    weighted size = sum over sessions of weight x size, plus the copies of shared prefixes
+
+A session's size is the tokens of its last prompt and answer (of all open prompts, while several are open), less the tokens that
+it shared with other sessions at its first request. Its weight is 1 while a request is open, else the chance that it returns
+within KEEP_S (return_chances.py), and 0 once most of its blocks are evicted. A shared prefix counts once for each session that
+has it, but for at most one copy on each instance.
+
+Idle sessions are listed by kind of answer and bin of idle time, with the sum of each list. So the weighted size costs
+O(kinds x bins), and a session's change O(1), whatever the number of sessions. Times in s on one clock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+
+import msgspec
+
+from pointsman.common.core.block_keys import KEY_TOKENS
+from pointsman.router.core.admission.return_chances import (
+    BINS,
+    EDGES_S,
+    KINDS,
+    AnswerKind,
+    ReturnChances,
+    answer_kind,
+    bin_of,
+)
+
+# Maximum number of sessions of a pool that are counted. Beyond it those that are idle for longest are forgotten.
+MAX_SESSIONS = 200_000
+# Number of open requests of one session from which another one does not continue the session: a name must not stand for any
+# number of conversations.
+MOST_OPEN = 8
+# Values of CountedSession.bin for a session with an open request, and for one whose blocks are mostly evicted.
+OPEN, EVICTED = -1, -2
+# Follower of a tail that no request has continued yet, and of one that belongs to several conversations.
+_NONE_YET, _SEVERAL = -1, -2
+
+
+class CountedSession(msgspec.Struct, gc=False):
+    """One session. Only SessionLedger changes it.
+
+    `tokens`: its last prompt and answer. `open`, `open_tokens`: its open requests and their prompts. `since`: when its last
+    answer ended. `shared`: tokens that it has in common with other sessions, up to the key `group`. `tail`, `middle`: the last
+    key of its last prompt, and the one in the middle of what is not shared, at these places. `counted`: its part of its tenant's
+    sum.
+    """
+
+    name: str
+    tenant: str
+    tokens: int = 0
+    open: int = 0
+    open_tokens: int = 0
+    since: float = 0.0
+    kind: AnswerKind = AnswerKind.FIRST_OTHER
+    turns: int = 0
+    bin: int = OPEN
+    shared: int = 0
+    group: int = 0
+    tail: int = 0
+    tail_at: int = -1
+    middle: int = 0
+    middle_at: int = -1
+    counted: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Tokens of KV that only this session has."""
+        return max((self.open_tokens if self.open else self.tokens) - self.shared, 0)
+
+
+class SessionLedger:
+    """The sessions of one pool by name. `max_sessions`: maximum number of them, those with open requests apart."""
+
+    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
+        self.chances = ReturnChances()
+        self.sessions: dict[str, CountedSession] = {}
+        self._max = max_sessions
+        self._instances = 1
+        self._open_sum = self._shared_sum = 0
+        self._sums = [[0] * BINS for _ in KINDS]
+        # By kind and bin, in the order in which they became idle; and the evicted ones, in the order of their eviction.
+        self._idle: list[list[OrderedDict[str, None]]] = [[OrderedDict() for _ in range(BINS)] for _ in KINDS]
+        self._evicted: OrderedDict[str, float] = OrderedDict()
+        # Key at the end of a shared prefix -> (sessions that have it, its tokens).
+        self._groups: dict[int, tuple[int, int]] = {}
+        self._tenants: dict[str, float] = {}
+        # Middle key -> session. Tail key -> (session, the key that followed it in the request that continued it).
+        self._middles: dict[int, str] = {}
+        self._tails: dict[int, tuple[str, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self.sessions)
+
+    def hosted_by(self, instances: int) -> None:
+        """Set how many instances may hold a copy of a shared prefix. Mutates; O(shared prefixes) if the number changes."""
+        if instances != self._instances:
+            self._instances = instances
+            self._shared_sum = sum(self._copies(*group) for group in self._groups.values())
+
+    def weighted(self) -> float:
+        """Return the weighted size in tokens, as of the last `advance`. O(kinds x bins)."""
+        total = float(self._open_sum + self._shared_sum)
+        for kind, sums in zip(KINDS, self._sums, strict=True):
+            if any(sums):
+                total += sum(chance * size for chance, size in zip(self.chances.chances(kind), sums, strict=True))
+        return total
+
+    def of_tenant(self, tenant: str) -> float:
+        """Return the weighted size of a tenant's sessions, each by its weight when its bin last changed."""
+        return self._tenants.get(tenant, 0.0)
+
+    def continued(self, name: str, tenant: str, keys: Sequence[int]) -> str:
+        """Return why a request continues a session under way, as one word; empty if it does not. O(keys) at most. Notes which
+        prompt continued which, so that a prefix that several conversations share is recognised. Mutates."""
+        session = self.sessions.get(name)
+        if session is not None and (session.open < MOST_OPEN or _has(keys, session.tail_at, session.tail)):
+            return "session"
+        if self._tails.keys().isdisjoint(keys):
+            return ""
+        follower = _NONE_YET
+        for key in reversed(keys):
+            found = self._tails.get(key)
+            if found is not None:
+                other, known = found
+                session = self.sessions[other]
+                if session.tenant != tenant or known not in (_NONE_YET, follower):
+                    self._tails[key] = other, _SEVERAL if session.tenant == tenant else known
+                    return ""
+                if (session.tail_at + 1) * KEY_TOKENS <= session.shared:
+                    return ""
+                if follower != _NONE_YET:
+                    self._tails[key] = other, follower
+                return "prefix"
+            follower = key
+        return ""
+
+    def known_prefix(self, name: str, keys: Sequence[int]) -> int:
+        """Return how many leading tokens of a prompt are those of its session's last prompt, as far as two keys show; 0 for a
+        new session."""
+        session = self.sessions.get(name)
+        if session is None:
+            return 0
+        for at, key in ((session.tail_at, session.tail), (session.middle_at, session.middle)):
+            if _has(keys, at, key):
+                return (at + 1) * KEY_TOKENS
+        return 0
+
+    def opened(
+        self, name: str, tenant: str, prompt_tokens: int, keys: Sequence[int], cached: int, now: float
+    ) -> CountedSession:
+        """Count a placed request. `cached`: tokens of its prompt that some instance has; in a session's first prompt they are
+        shared with other sessions. Mutates; O(1)."""
+        session = self.sessions.get(name)
+        if session is None:
+            if len(self.sessions) >= self._max:
+                self._forget_oldest(now)
+            session = self.sessions[name] = CountedSession(name, tenant)
+            self._join(session, keys, min(cached, prompt_tokens))
+        else:
+            if not session.open:
+                self._unlist(session, now, returned=True)
+            else:
+                self._open_sum -= session.size
+            if session.group and keys and not _has(keys, session.shared // KEY_TOKENS - 1, session.group):
+                self._leave(session)
+        session.open += 1
+        session.open_tokens += prompt_tokens
+        session.tokens = prompt_tokens
+        session.bin = OPEN
+        if keys:
+            self._mark(session, keys)
+        self._open_sum += session.size
+        self._count(session, float(session.size))
+        return session
+
+    def closed(
+        self, name: str, prompt_tokens: int, output_tokens: int, finish_reason: str, now: float, *, lasts: bool = True
+    ) -> None:
+        """Count the end of a request that `opened` counted with these prompt tokens. `lasts`: whether its session may have
+        another one. Mutates; O(1)."""
+        if (session := self.sessions.get(name)) is None or not session.open:
+            return
+        self._open_sum -= session.size
+        session.open -= 1
+        session.open_tokens = max(session.open_tokens - prompt_tokens, 0)
+        session.tokens = prompt_tokens + output_tokens
+        session.turns += 1
+        if session.open:
+            self._open_sum += session.size
+            return
+        session.open_tokens = 0
+        if not lasts:
+            self._drop(session)
+            return
+        session.since, session.kind, session.bin = now, answer_kind(finish_reason, session.turns), 0
+        self._list(session)
+
+    def over(self, name: str, now: float) -> None:
+        """Forget a session without an open request, because its client says that it is over. Mutates."""
+        session = self.sessions.get(name)
+        if session is not None and not session.open:
+            self._unlist(session, now, returned=False)
+            self._drop(session)
+
+    def evicted(self, keys: Iterable[int], now: float) -> None:
+        """Record that no instance has these keys any more: the sessions of which they are the middle weigh nothing until they
+        return. Mutates."""
+        for key in keys:
+            session = self.sessions.get(self._middles.get(key, ""))
+            if session is not None and session.bin >= 0:
+                self._unlist(session, now, returned=False)
+                session.bin = EVICTED
+                self._evicted[session.name] = session.since
+                self._count(session, 0.0)
+
+    def middles(self, keys: Collection[int]) -> set[int]:
+        """Return those of `keys` that are the middle of a session."""
+        return self._middles.keys() & keys if self._middles else set()
+
+    def advance(self, now: float) -> None:
+        """Move idle sessions to the bins of their idle times, and forget those that are idle for longer than the last bin.
+        Mutates; O(kinds x bins + moves)."""
+        for kind, bins in zip(KINDS, self._idle, strict=True):
+            for bin_, idle in enumerate(bins):
+                while idle:
+                    session = self.sessions[next(iter(idle))]
+                    if now - session.since < EDGES_S[bin_ + 1]:
+                        break
+                    del idle[session.name]
+                    self._sums[kind][bin_] -= session.size
+                    self.chances.passed(kind, bin_)
+                    if bin_ + 1 == BINS:
+                        self._drop(session)
+                    else:
+                        session.bin = bin_ + 1
+                        self._list(session)
+        while self._evicted and now - next(iter(self._evicted.values())) >= EDGES_S[-1]:
+            self._drop(self.sessions[next(iter(self._evicted))])
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a sum or a list contradicts the sessions."""
+        assert sum(not one.open for one in self.sessions.values()) <= self._max
+        assert self._shared_sum == sum(self._copies(*group) for group in self._groups.values())
+        assert self._open_sum == sum(one.size for one in self.sessions.values() if one.open)
+        for kind in KINDS:
+            for bin_ in range(BINS):
+                inside = [one for one in self.sessions.values() if not one.open and (one.kind, one.bin) == (kind, bin_)]
+                assert self._idle[kind][bin_].keys() == {one.name for one in inside}
+                assert self._sums[kind][bin_] == sum(one.size for one in inside)
+        assert self._evicted.keys() == {one.name for one in self.sessions.values() if one.bin == EVICTED}
+        assert all((one.bin == OPEN) is bool(one.open) for one in self.sessions.values())
+        groups: dict[int, int] = {}
+        for one in self.sessions.values():
+            if one.group:
+                groups[one.group] = groups.get(one.group, 0) + 1
+        assert groups == {key: members for key, (members, _) in self._groups.items()}
+        assert all(self.sessions[name].middle == key for key, name in self._middles.items())
+        assert all(self.sessions[name].tail == key for key, (name, _) in self._tails.items())
+        for tenant, total in self._tenants.items():
+            own = sum(one.counted for one in self.sessions.values() if one.tenant == tenant)
+            assert abs(total - own) <= 1e-6 * (1.0 + abs(total)), tenant
+
+    # ---- shared prefixes and marks ----
+
+    def _join(self, session: CountedSession, keys: Sequence[int], cached: int) -> None:
+        count = min(cached // KEY_TOKENS, len(keys))
+        if not count:
+            return
+        session.group, session.shared = keys[count - 1], count * KEY_TOKENS
+        members, tokens = self._groups.get(session.group, (0, session.shared))
+        self._groups[session.group] = members + 1, tokens
+        self._shared_sum += self._copies(members + 1, tokens) - self._copies(members, tokens)
+
+    def _leave(self, session: CountedSession) -> None:
+        if session.group:
+            members, tokens = self._groups.pop(session.group)
+            self._shared_sum += self._copies(members - 1, tokens) - self._copies(members, tokens)
+            if members > 1:
+                self._groups[session.group] = members - 1, tokens
+            session.group = session.shared = 0
+
+    def _copies(self, members: int, tokens: int) -> int:
+        return tokens * min(members, self._instances)
+
+    def _mark(self, session: CountedSession, keys: Sequence[int]) -> None:
+        self._unmark(session)
+        last, first = len(keys) - 1, session.shared // KEY_TOKENS
+        session.tail, session.tail_at = keys[last], last
+        session.middle_at = min((first + last) // 2, last)
+        session.middle = keys[session.middle_at]
+        self._middles[session.middle] = session.name
+        other = self._tails.get(session.tail)
+        self._tails[session.tail] = session.name, _NONE_YET if other is None else _SEVERAL
+
+    def _unmark(self, session: CountedSession) -> None:
+        if self._middles.get(session.middle) == session.name:
+            del self._middles[session.middle]
+        if self._tails.get(session.tail, ("", 0))[0] == session.name:
+            del self._tails[session.tail]
+
+    # ---- lists and sums ----
+
+    def _list(self, session: CountedSession) -> None:
+        self._idle[session.kind][session.bin][session.name] = None
+        self._sums[session.kind][session.bin] += session.size
+        self._count(session, self.chances.chance(session.kind, session.bin) * session.size)
+
+    def _unlist(self, session: CountedSession, now: float, *, returned: bool) -> None:
+        """Take an idle session out of its list, because it returned at `now` or is no longer watched from then on."""
+        if session.bin == EVICTED:
+            del self._evicted[session.name]
+            return
+        del self._idle[session.kind][session.bin][session.name]
+        self._sums[session.kind][session.bin] -= session.size
+        idle_s = now - session.since
+        if returned:
+            reached = min(bin_of(idle_s), BINS - 1)
+            for passed in range(session.bin, reached):
+                self.chances.passed(session.kind, passed)
+            self.chances.returned(session.kind, reached, idle_s)
+        else:
+            self.chances.lost_sight(session.kind, session.bin, min(idle_s, EDGES_S[session.bin + 1]))
+
+    def _count(self, session: CountedSession, tokens: float) -> None:
+        total = self._tenants.get(session.tenant, 0.0) + tokens - session.counted
+        session.counted = tokens
+        if total > 1e-6:
+            self._tenants[session.tenant] = total
+        else:
+            self._tenants.pop(session.tenant, None)
+
+    def _drop(self, session: CountedSession) -> None:
+        """Forget a session that is in no list of idle ones any more."""
+        self._count(session, 0.0)
+        self._leave(session)
+        self._unmark(session)
+        self._evicted.pop(session.name, None)
+        del self.sessions[session.name]
+
+    def _forget_oldest(self, now: float) -> None:
+        """Forget an evicted session, or one that is idle in the longest bin; none if all have open requests."""
+        if self._evicted:
+            self._drop(self.sessions[next(iter(self._evicted))])
+            return
+        for bin_ in reversed(range(BINS)):
+            for kind in KINDS:
+                if idle := self._idle[kind][bin_]:
+                    session = self.sessions[next(iter(idle))]
+                    self._unlist(session, now, returned=False)
+                    self._drop(session)
+                    return
+
+
+def _has(keys: Sequence[int], at: int, key: int) -> bool:
+    return 0 <= at < len(keys) and keys[at] == key
