@@ -23,6 +23,7 @@ from pointsman.lab.simulation.config import SimulationConfig, SimulationError
 from pointsman.lab.workload.session_starts import Arrivals, Starts
 from pointsman.lab.workload.synthetic_trace import SHAPES, SessionShape, generate
 from pointsman.lab.workload.traces import TINY_TRACE, TraceRequest
+from pointsman.router.core.admission.session_admission import AdmissionSettings
 from pointsman.router.core.instances.saturation import SaturationLimits
 from pointsman.router.core.requests.hold_queue import QueueSettings
 from pointsman.router.core.router_state import StateSettings
@@ -91,6 +92,10 @@ class RunSettings(BaseSettings):
     queue_size: int = Field(_ROUTER.queue.size, ge=0, description="maximum requests held per model; 0: none")
     queue_timeout_s: float = Field(
         _ROUTER.queue.timeout_s, gt=0, description="maximum time that a request is held, in s"
+    )
+    admission: bool = Field(False, description="admit new sessions only while the caches have room for them")
+    admission_bound_s: float = Field(
+        _ROUTER.admission.standard_s, gt=0, description="maximum time that a new session is parked, in s"
     )
     retries: int = Field(10, ge=0, description="maximum retries of a request that was refused with Retry-After")
     layerwise: bool = Field(False, description="push KV layer by layer while it is computed")
@@ -171,6 +176,7 @@ def cell_of(
     router = StateSettings(
         limits=SaturationLimits(settings.max_requests_per_instance, settings.max_kv_usage),
         queue=QueueSettings(size=settings.queue_size, timeout_s=settings.queue_timeout_s),
+        admission=AdmissionSettings(settings.admission, standard_s=settings.admission_bound_s),
     )
     simulation = SimulationConfig(
         instances=settings.instances,

@@ -204,18 +204,23 @@ class SimulatedGateway:
                 self.resent_requests += 1
                 self._ask(running, now)
 
-    def hear(self, effect: ev.Placed | ev.Refused, now: float) -> None:
+    def hear(self, effect: ev.Placed | ev.Refused | ev.Parked, now: float) -> None:
         """Receive a router's answer, after its delay. Mutates."""
         # A request that has ended was reported to its router before: the router has released its placement.
         if (running := self.requests.get(effect.request_id)) is not None:
             answered = partial(self._answered, running, running.questions, effect)
             self._event_queue.schedule(now + self._network_delay_s(running), answered)
 
-    def _answered(self, running: SimulatedRequest, question: int, effect: ev.Placed | ev.Refused, now: float) -> None:
+    def _answered(
+        self, running: SimulatedRequest, question: int, effect: ev.Placed | ev.Refused | ev.Parked, now: float
+    ) -> None:
         waits = running.asks_first_step or running.asks_next_step
         if question != running.questions or not waits:
             return
-        if isinstance(effect, ev.Placed):
+        if isinstance(effect, ev.Parked):
+            running.parked = True
+            self._handle(running, ge.RequestParked(effect.request_id, effect.bound_s), now)
+        elif isinstance(effect, ev.Placed):
             note_decision(running.record, effect.decision)
             self._handle(running, assigned(effect), now)
         elif not effect.not_serving:
@@ -249,10 +254,11 @@ class SimulatedGateway:
             self._await_owner(running, now)
             return
         running.questions += 1
-        age_s = now - running.asked_at
-        placement = structs.replace(
-            running.placement, age_s=age_s, deadline_s=self._config.timeouts.placement_s - age_s
-        )
+        age_s, parked_s = now - running.asked_at, 0.0
+        if running.parked:
+            age_s, parked_s = 0.0, age_s
+        deadline_s = self._config.timeouts.placement_s - age_s
+        placement = structs.replace(running.placement, age_s=age_s, parked_s=parked_s, deadline_s=deadline_s)
         self._routers.deliver(owner, ev.PlaceRequested(placement, GATEWAY), now)
 
     def _ask_again(self, running: SimulatedRequest, question: int, now: float) -> None:

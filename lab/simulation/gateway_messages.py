@@ -43,7 +43,7 @@ def assigned(placed: ev.Placed) -> ge.StepAssigned:
 def refused(refusal: ev.Refused) -> ge.PlacementRefused:
     """Convert a router's refusal to the gateway's type."""
     code = _CODES.get(refusal.code, ge.UNAVAILABLE)
-    return ge.PlacementRefused(refusal.request_id, code, refusal.message, refusal.retry_after_s)
+    return ge.PlacementRefused(refusal.request_id, code, refusal.message, refusal.retry_after_s, refusal.place)
 
 
 def finished(record: RequestRecord, effect: ge.ReportFinished) -> ev.Finished:

@@ -31,6 +31,8 @@ class SimulatedRequest:
     refusals: int = 0
     # Time of the current attempt's first placement request to a router, s; None before it.
     asked_at: float | None = None
+    # Whether a router has parked the current attempt.
+    parked: bool = False
     # Number of requests to routers. A router's answer to any but the last one is void.
     questions: int = 0
     # The open upstream request: instance and the engine's request id; ("", "") for none.
@@ -55,12 +57,14 @@ class SimulatedRequest:
         self.state_machine = RequestStateMachine(self._id, timeouts)
         self.placement = structs.replace(self.placement, request_id=self._id, exclude=self.turn.exclude)
         self.asked_at = self.tick_at = self.failure = None
+        self.parked = False
         return self.state_machine
 
     def begin_attempt(self, attempt_id: str, exclude: tuple[str, ...]) -> None:
         """Start another attempt, or the same one again. Mutates."""
         if attempt_id != self.placement.request_id:
             self.asked_at = self.tick_at = None
+            self.parked = False
         self.placement = structs.replace(self.placement, request_id=attempt_id, exclude=(*self.turn.exclude, *exclude))
 
     @property

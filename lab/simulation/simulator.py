@@ -196,6 +196,7 @@ class Simulator:
             max_output_tokens=request.output_length,
             exclude=turn.exclude,
             sliceable_tokens=prompt.length,
+            parkable=True,
         )
         record = RequestRecord(session=request.session, turn=request.turn, t_send=now)
         running = SimulatedRequest(turn, record, prompt, placement)
@@ -248,7 +249,7 @@ class Simulator:
 
     def _on_effect(self, router: str, effect: ev.Effect, now: float) -> None:
         """Carry out a router's effect on a request or an instance."""
-        if isinstance(effect, ev.Placed | ev.Refused):
+        if isinstance(effect, ev.Placed | ev.Refused | ev.Parked):
             self._gateway.hear(effect, now)
         elif isinstance(effect, ev.Welcome):
             self._fleet.of_stream(effect.stream_id).agent.welcomed(router, effect, now)

@@ -72,12 +72,22 @@ class StepAssigned:
 
 @dataclass(frozen=True)
 class PlacementRefused:
-    """The placement was refused; the router holds no reservation. `code` as in Refusal (4, 5, 8, 14)."""
+    """The placement was refused; the router holds no reservation. `code` as in Refusal (4, 5, 8, 14). `place`: the place among
+    parked requests that it had; 0 for none."""
 
     attempt_id: str
     code: int
     message: str
     retry_after_s: float | None = None
+    place: int = 0
+
+
+@dataclass(frozen=True)
+class RequestParked:
+    """The router lets the request wait until the caches have room for its session, for at most `bound_s` from now."""
+
+    attempt_id: str
+    bound_s: float
 
 
 @dataclass(frozen=True)
@@ -147,6 +157,7 @@ class Tick:
 Event = (
     StepAssigned
     | PlacementRefused
+    | RequestParked
     | RouterLost
     | PrefillEnded
     | PullEnded
@@ -260,11 +271,13 @@ class ReportServedAlone:
 
 @dataclass(frozen=True)
 class FailRequest:
-    """Answer the client with an error. `code` as in Refusal, or INTERNAL if instances failed, or PLACEMENT_TIMEOUT."""
+    """Answer the client with an error. `code` as in Refusal, or INTERNAL if instances failed, or PLACEMENT_TIMEOUT. `place` as in
+    PlacementRefused."""
 
     code: int
     message: str
     retry_after_s: float | None = None
+    place: int = 0
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from pointsman.gateway.core.request.request_events import (
     ReportFirstToken,
     ReportServedAlone,
     ReportStepDone,
+    RequestParked,
     RequestTimeouts,
     ResponseEnded,
     ResponseRejected,
@@ -119,6 +120,10 @@ class RequestStateMachine:
                 return self._step_assigned(event, now)
             case PlacementRefused():
                 return self._placement_refused(event)
+            case RequestParked():
+                if self.phase is Phase.PLACING and event.attempt_id == self.attempt_id:
+                    self._deadline = now + event.bound_s + self._timeouts.placement_s
+                return []
             case RouterLost():
                 return self._router_lost(event, now)
             case PrefillEnded():
@@ -215,7 +220,7 @@ class RequestStateMachine:
             refused = replace(refused, code=UNAVAILABLE, message="No instance is ready for this model.")
         if self._exclude and refused.code == UNAVAILABLE:
             return [*abort, FailRequest(INTERNAL, "The instance failed and no other is ready.", refused.retry_after_s)]
-        return [*abort, FailRequest(refused.code, refused.message, refused.retry_after_s)]
+        return [*abort, FailRequest(refused.code, refused.message, refused.retry_after_s, refused.place)]
 
     def _router_lost(self, lost: RouterLost, now: float) -> list[Effect]:
         if lost.attempt_id != self.attempt_id:
