@@ -1073,6 +1073,7 @@ class Decision(_message.Message):
     WEIGHT_FIELD_NUMBER: _builtins.int
     TAKEN_POLICY_FIELD_NUMBER: _builtins.int
     TAKEN_POLICY_REASON_FIELD_NUMBER: _builtins.int
+    ADMISSION_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.str
     """Id of the decision."""
     request_id: _builtins.str
@@ -1161,6 +1162,12 @@ class Decision(_message.Message):
     def figures(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Further figures that the policy compared, by name. The unit is at the end of the name (gain_s)."""
 
+    @_builtins.property
+    def admission(self) -> Global___Admission:
+        """How the request's session was admitted. Absent if nothing was decided: session admission is off, or the caches keep what is
+        needed again.
+        """
+
     def __init__(
         self,
         *,
@@ -1196,16 +1203,71 @@ class Decision(_message.Message):
         weight: _builtins.int = ...,
         taken_policy: _builtins.str = ...,
         taken_policy_reason: _builtins.str = ...,
+        admission: Global___Admission | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "decide_time", b"decide_time", "finished", b"finished", "held", b"held", "margin", b"margin", "policy", b"policy", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "admission", b"admission", "decide_time", b"decide_time", "finished", b"finished", "held", b"held", "margin", b"margin", "policy", b"policy", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "decide_time", b"decide_time", "decision_id", b"decision_id", "degraded", b"degraded", "figures", b"figures", "finished", b"finished", "held", b"held", "input_tokens", b"input_tokens", "inputs_digest", b"inputs_digest", "key_count", b"key_count", "margin", b"margin", "mode", b"mode", "model", b"model", "next_owner", b"next_owner", "notes", b"notes", "other_instances", b"other_instances", "outcome", b"outcome", "policy", b"policy", "priority", b"priority", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "runner_up", b"runner_up", "session_id", b"session_id", "session_owner", b"session_owner", "steps", b"steps", "taken_policy", b"taken_policy", "taken_policy_reason", b"taken_policy_reason", "tenant", b"tenant", "time", b"time", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "admission", b"admission", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "decide_time", b"decide_time", "decision_id", b"decision_id", "degraded", b"degraded", "figures", b"figures", "finished", b"finished", "held", b"held", "input_tokens", b"input_tokens", "inputs_digest", b"inputs_digest", "key_count", b"key_count", "margin", b"margin", "mode", b"mode", "model", b"model", "next_owner", b"next_owner", "notes", b"notes", "other_instances", b"other_instances", "outcome", b"outcome", "policy", b"policy", "priority", b"priority", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "runner_up", b"runner_up", "session_id", b"session_id", "session_owner", b"session_owner", "steps", b"steps", "taken_policy", b"taken_policy", "taken_policy_reason", b"taken_policy_reason", "tenant", b"tenant", "time", b"time", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__margin: _TypeAlias = _typing.Literal["margin"]  # noqa: Y015
     _WhichOneofArgType__margin: _TypeAlias = _typing.Literal["_margin", b"_margin"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__margin) -> _WhichOneofReturnType__margin | None: ...
 
 Global___Decision: _TypeAlias = Decision  # noqa: Y015
+
+@_typing.final
+class Admission(_message.Message):
+    """The admission of a session, with all that it was decided on. Sizes are in tokens of KV."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    WEIGHTED_FIELD_NUMBER: _builtins.int
+    CAPACITY_FIELD_NUMBER: _builtins.int
+    LARGEST_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    WAITED_FIELD_NUMBER: _builtins.int
+    BOUND_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Reason, as one word: fits, small, session, prefix, parent, tool_result, capacity_unknown, bound, full."""
+    size: _builtins.int
+    """What the session adds."""
+    weighted: _builtins.float
+    """Sum of the sizes of the sessions under way, each times its chance to need its KV soon."""
+    capacity: _builtins.float
+    """What the pool's caches are to hold. 0 if unknown."""
+    largest: _builtins.int
+    """KV of the largest instance."""
+    before: _builtins.int
+    """Number of parked requests that went first."""
+    @_builtins.property
+    def waited(self) -> _duration_pb2.Duration:
+        """How long the request was parked."""
+
+    @_builtins.property
+    def bound(self) -> _duration_pb2.Duration:
+        """How long it could be parked at most."""
+
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        size: _builtins.int = ...,
+        weighted: _builtins.float = ...,
+        capacity: _builtins.float = ...,
+        largest: _builtins.int = ...,
+        before: _builtins.int = ...,
+        waited: _duration_pb2.Duration | None = ...,
+        bound: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "waited", b"waited"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "bound", b"bound", "capacity", b"capacity", "largest", b"largest", "reason", b"reason", "size", b"size", "waited", b"waited", "weighted", b"weighted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Admission: _TypeAlias = Admission  # noqa: Y015
 
 @_typing.final
 class DecisionFilter(_message.Message):
@@ -2289,12 +2351,16 @@ class PoolStatus(_message.Message):
     INSTANCES_FIELD_NUMBER: _builtins.int
     HELD_REQUESTS_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    PARKED_REQUESTS_FIELD_NUMBER: _builtins.int
+    ADMISSION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the pool."""
     instances: _builtins.int
     """Number of instances in the pool, in any state."""
     held_requests: _builtins.int
     """Number of the pool's requests that this replica holds."""
+    parked_requests: _builtins.int
+    """Number of the pool's requests that this replica has parked."""
     @_builtins.property
     def owner(self) -> _placement_pb2.Owner:
         """The replica that places the pool's requests. Absent if nobody owns the pool."""
@@ -2302,6 +2368,10 @@ class PoolStatus(_message.Message):
     @_builtins.property
     def policy(self) -> Global___PoolPolicy:
         """The policy for the pool's next decisions. Absent if another replica owns the pool, since only the owner decides."""
+
+    @_builtins.property
+    def admission(self) -> Global___AdmissionStatus:
+        """Session admission of the pool. Absent if it is off, or if another replica owns the pool."""
 
     def __init__(
         self,
@@ -2311,10 +2381,12 @@ class PoolStatus(_message.Message):
         instances: _builtins.int = ...,
         held_requests: _builtins.int = ...,
         policy: Global___PoolPolicy | None = ...,
+        parked_requests: _builtins.int = ...,
+        admission: Global___AdmissionStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "policy", b"policy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "owner", b"owner", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_requests", b"held_requests", "instances", b"instances", "model", b"model", "owner", b"owner", "policy", b"policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "held_requests", b"held_requests", "instances", b"instances", "model", b"model", "owner", b"owner", "parked_requests", b"parked_requests", "policy", b"policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2363,6 +2435,48 @@ class PoolPolicy(_message.Message):
 Global___PoolPolicy: _TypeAlias = PoolPolicy  # noqa: Y015
 
 @_typing.final
+class AdmissionStatus(_message.Message):
+    """Session admission of one pool. Sizes are in tokens of KV."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARMED_FIELD_NUMBER: _builtins.int
+    OFF_REASON_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    WEIGHTED_FIELD_NUMBER: _builtins.int
+    CAPACITY_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_SHARE_FIELD_NUMBER: _builtins.int
+    armed: _builtins.bool
+    """Whether new sessions are parked when they do not fit, because the caches evict what sessions under way need again."""
+    off_reason: _builtins.str
+    """Why admission cannot work. Empty if it can."""
+    sessions: _builtins.int
+    """Number of sessions that are counted."""
+    weighted: _builtins.float
+    """Sum of their sizes, each times its chance to need its KV soon."""
+    capacity: _builtins.float
+    """What the pool's caches are to hold. 0 if unknown."""
+    recomputed_share: _builtins.float
+    """Share of the last minute's prefill that computed again what the caches had evicted."""
+    def __init__(
+        self,
+        *,
+        armed: _builtins.bool = ...,
+        off_reason: _builtins.str = ...,
+        sessions: _builtins.int = ...,
+        weighted: _builtins.float = ...,
+        capacity: _builtins.float = ...,
+        recomputed_share: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["armed", b"armed", "capacity", b"capacity", "off_reason", b"off_reason", "recomputed_share", b"recomputed_share", "sessions", b"sessions", "weighted", b"weighted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdmissionStatus: _TypeAlias = AdmissionStatus  # noqa: Y015
+
+@_typing.final
 class RouterStatus(_message.Message):
     """The health of one replica."""
 
@@ -2382,6 +2496,7 @@ class RouterStatus(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    PARKED_REQUESTS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """Id of the replica."""
     ready: _builtins.bool
@@ -2406,6 +2521,8 @@ class RouterStatus(_message.Message):
     """Number of decisions in the replica's log."""
     version: _builtins.str
     """Version of Pointsman that the replica runs."""
+    parked_requests: _builtins.int
+    """Number of requests that the replica has parked."""
     @_builtins.property
     def uptime(self) -> _duration_pb2.Duration:
         """Time since the start of the replica's process."""
@@ -2431,10 +2548,11 @@ class RouterStatus(_message.Message):
         keys: _builtins.int = ...,
         decisions: _builtins.int = ...,
         version: _builtins.str = ...,
+        parked_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["store_answer_age", b"store_answer_age", "uptime", b"uptime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_streams", b"agent_streams", "decisions", b"decisions", "degraded", b"degraded", "gateways", b"gateways", "held_requests", b"held_requests", "keys", b"keys", "open_requests", b"open_requests", "ready", b"ready", "router_id", b"router_id", "sessions", b"sessions", "store", b"store", "store_answer_age", b"store_answer_age", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_streams", b"agent_streams", "decisions", b"decisions", "degraded", b"degraded", "gateways", b"gateways", "held_requests", b"held_requests", "keys", b"keys", "open_requests", b"open_requests", "parked_requests", b"parked_requests", "ready", b"ready", "router_id", b"router_id", "sessions", b"sessions", "store", b"store", "store_answer_age", b"store_answer_age", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -292,6 +292,7 @@ class SessionResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     FLEET_UPDATE_FIELD_NUMBER: _builtins.int
     SESSION_ENDED_FIELD_NUMBER: _builtins.int
+    PARKED_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___GatewayWelcome:
@@ -322,6 +323,10 @@ class SessionResponse(_message.Message):
         """Answers an end_session."""
 
     @_builtins.property
+    def parked(self) -> Global___Parked:
+        """Reports that a request waits until the caches have room for its session. A placement or a refusal follows."""
+
+    @_builtins.property
     def batch(self) -> Global___SessionResponseBatch:
         """Several messages in one. None of them is a batch."""
 
@@ -335,13 +340,14 @@ class SessionResponse(_message.Message):
         usage: Global___UsageAnswer | None = ...,
         fleet_update: Global___FleetUpdate | None = ...,
         session_ended: Global___SessionEnded | None = ...,
+        parked: Global___Parked | None = ...,
         batch: Global___SessionResponseBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "fleet_update", b"fleet_update", "kind", b"kind", "placement", b"placement", "refusal", b"refusal", "session_ended", b"session_ended", "usage", b"usage", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "fleet_update", b"fleet_update", "kind", b"kind", "parked", b"parked", "placement", b"placement", "refusal", b"refusal", "session_ended", b"session_ended", "usage", b"usage", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "fleet_update", b"fleet_update", "kind", b"kind", "placement", b"placement", "refusal", b"refusal", "session_ended", b"session_ended", "usage", b"usage", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "fleet_update", b"fleet_update", "kind", b"kind", "parked", b"parked", "placement", b"placement", "refusal", b"refusal", "session_ended", b"session_ended", "usage", b"usage", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "placement", "refusal", "fleet", "usage", "fleet_update", "session_ended", "batch"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "placement", "refusal", "fleet", "usage", "fleet_update", "session_ended", "parked", "batch"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -532,6 +538,10 @@ class PlacementRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     TTFT_DEADLINE_FIELD_NUMBER: _builtins.int
+    CONTINUES_SESSION_FIELD_NUMBER: _builtins.int
+    PARENT_SESSION_ID_FIELD_NUMBER: _builtins.int
+    PARKABLE_FIELD_NUMBER: _builtins.int
+    PARKED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request, unique. Required. While the request is open, a placement request with the same id and model is answered
     with the same placement; with another model it is refused with INVALID_ARGUMENT. After the request has ended, other than as
@@ -566,6 +576,18 @@ class PlacementRequest(_message.Message):
     """Weight of the tenant among the tenants of its priority class, 1 to 1,000: while requests of all of them are held, a tenant of
     weight 2 is served twice the work of one of weight 1. 0 counts as 1, and more than 1,000 as 1,000.
     """
+    continues_session: _builtins.bool
+    """Whether the prompt ends with what the model asked for (a tool's result). Such a request continues a session under way, and is
+    never parked.
+    """
+    parent_session_id: _builtins.str
+    """Id of the session, of the same tenant, that started this one and waits for it. If that session is under way, this request is
+    not parked. Empty if there is none.
+    """
+    parkable: _builtins.bool
+    """Whether the gateway waits longer than deadline when the request is parked (SessionResponse.parked). A request without it is
+    parked for at most half of deadline.
+    """
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Keys of the prompt's full 16-token blocks, in order, computed as GatewayWelcome.key_scheme describes. Empty if the tokenizer
@@ -593,6 +615,10 @@ class PlacementRequest(_message.Message):
         DEADLINE_EXCEEDED. Absent: no limit.
         """
 
+    @_builtins.property
+    def parked(self) -> _duration_pb2.Duration:
+        """How long the request was parked by earlier owners of the pool. Absent: it was not."""
+
     def __init__(
         self,
         *,
@@ -612,10 +638,14 @@ class PlacementRequest(_message.Message):
         priority: Global___Priority.ValueType = ...,
         weight: _builtins.int = ...,
         ttft_deadline: _duration_pb2.Duration | None = ...,
+        continues_session: _builtins.bool = ...,
+        parent_session_id: _builtins.str = ...,
+        parkable: _builtins.bool = ...,
+        parked: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "deadline", b"deadline", "ttft_deadline", b"ttft_deadline"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "deadline", b"deadline", "parked", b"parked", "ttft_deadline", b"ttft_deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "max_output_tokens", b"max_output_tokens", "model", b"model", "priority", b"priority", "request_id", b"request_id", "session_id", b"session_id", "single_instance", b"single_instance", "sliceable_tokens", b"sliceable_tokens", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_deadline", b"ttft_deadline", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "continues_session", b"continues_session", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "max_output_tokens", b"max_output_tokens", "model", b"model", "parent_session_id", b"parent_session_id", "parkable", b"parkable", "parked", b"parked", "priority", b"priority", "request_id", b"request_id", "session_id", b"session_id", "single_instance", b"single_instance", "sliceable_tokens", b"sliceable_tokens", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_deadline", b"ttft_deadline", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -771,6 +801,7 @@ class Refusal(_message.Message):
     RETRY_AFTER_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     NOT_SERVING_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     code: _builtins.int
@@ -789,6 +820,8 @@ class Refusal(_message.Message):
     """Whether neither the request nor the fleet is the cause: another replica owns the pool, the owner is changing, or the router
     has just started and does not know the fleet yet. Ask the owner, or this router again after retry_after.
     """
+    place: _builtins.int
+    """Place that the request had among the parked ones when it was refused, from 1. 0 if it was not parked."""
     @_builtins.property
     def retry_after(self) -> _duration_pb2.Duration:
         """Time to wait before a retry. Absent if a retry would not help."""
@@ -806,14 +839,50 @@ class Refusal(_message.Message):
         retry_after: _duration_pb2.Duration | None = ...,
         owner: Global___Owner | None = ...,
         not_serving: _builtins.bool = ...,
+        place: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "retry_after", b"retry_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "not_serving", b"not_serving", "owner", b"owner", "request_id", b"request_id", "retry_after", b"retry_after"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "not_serving", b"not_serving", "owner", b"owner", "place", b"place", "request_id", b"request_id", "retry_after", b"retry_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
+
+@_typing.final
+class Parked(_message.Message):
+    """Reports that a request is parked: its session is new, and the caches have no room for it. Nothing is reserved. The request is
+    answered within the bound, when the session is let in or the bound has passed. It is parked only at this router: if the stream
+    ends, or the pool gets another owner, the gateway sends it again with PlacementRequest.parked.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    BOUND_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of the request."""
+    place: _builtins.int
+    """Place of the request among those that are parked, from 1; at most this many are let in up to it."""
+    @_builtins.property
+    def bound(self) -> _duration_pb2.Duration:
+        """Maximum time until the request is let in or refused, from now."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        bound: _duration_pb2.Duration | None = ...,
+        place: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "place", b"place", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Parked: _TypeAlias = Parked  # noqa: Y015
 
 @_typing.final
 class Owner(_message.Message):
