@@ -309,6 +309,13 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
         + (f" (weight {decision.weight})" if decision.weight > 1 else "")
         + (f" ({', '.join(decision.notes)})" if decision.notes else "")
     )
+    if decision.HasField("admission"):
+        one = decision.admission
+        console.print(
+            f"admission {one.reason}: {one.size:,} tokens beside {one.weighted:,.0f} under way, of {one.capacity:,.0f}"
+            + (f", parked {one.waited.ToMilliseconds() / 1e3:,.1f} s" if one.waited.ToNanoseconds() else ""),
+            markup=False,
+        )
     console.print(f"policy {decision.policy.name} {_settings(decision.policy)}")
     if decision.taken_policy:
         console.print(f"took {decision.taken_policy} ({explained(decision.taken_policy_reason)})", highlight=False)

@@ -11,9 +11,9 @@ from google.protobuf import duration_pb2, json_format
 from pointsman.cli.all_routers import of_its_router, what_if_newest
 from pointsman.cli.router_call import DEFAULT_ROUTER, call, fail
 from pointsman.common.core.enum_words import word
-from pointsman.router.core.analysis.decision_replay import differences, inputs_digest, redecide
+from pointsman.router.core.analysis.decision_replay import admission_differences, differences, inputs_digest, redecide
 from pointsman.router.core.policy.base import SettingError
-from pointsman.router.io.telemetry.decision_log import DecidedLine, MalformedLine, read_log
+from pointsman.router.io.telemetry.decision_log import DecidedLine, MalformedLine, RefusedLine, read_log
 from pointsman.router.v1 import fleet_pb2
 
 # Timeout of a call, s.
@@ -32,6 +32,13 @@ def verify(
     decided = different = 0
     try:
         for number, line in read_log(file):
+            if isinstance(line, RefusedLine):
+                decided += 1
+                found = admission_differences(line.admission)
+                different += bool(found)
+                for difference in found if different <= SHOWN else ():
+                    typer.echo(f"{file}, line {number}, {line.request_id}: {difference}")
+                continue
             if not isinstance(line, DecidedLine):
                 continue
             decided += 1

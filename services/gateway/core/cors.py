@@ -14,6 +14,7 @@ EXPOSED = (
     "X-Pointsman-Instance",
     "X-Pointsman-Decision",
     "X-Pointsman-Degraded",
+    "X-Pointsman-Queue-Place",
     *(f"x-ratelimit-{kind}-{of}" for of in ("requests", "tokens") for kind in ("limit", "remaining", "reset")),
     "request-id",
     *(f"anthropic-ratelimit-{of}-{kind}" for of in ("requests", "tokens") for kind in ("limit", "remaining", "reset")),

@@ -18,6 +18,7 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman.common.io.batch_queue import BatchQueue
 from pointsman.common.io.line_file import LostLines
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.admission.session_admission import AdmissionSettings
 from pointsman.router.core.gateway_claims import GatewayClaims
 from pointsman.router.core.history.fleet_history import FleetHistory
 from pointsman.router.core.instances.circuit_breaker import CircuitSettings
@@ -145,6 +146,12 @@ class Router:
                     fair=settings.queue_fair,
                     lower_class_share=settings.queue_lower_class_share,
                     expiry=settings.hold_expiry,
+                ),
+                admission=AdmissionSettings(
+                    settings.session_admission,
+                    settings.admission_interactive_s,
+                    settings.admission_standard_s,
+                    settings.admission_batch_s,
                 ),
                 circuit=CircuitSettings(
                     settings.circuit_failures, settings.circuit_first_open_s, settings.circuit_max_open_s
@@ -292,7 +299,7 @@ class Router:
         effects = self.state.handle(event, now)
         elapsed = time.perf_counter() - started
         kept: list[StoreEffect] = []
-        answers: list[ev.Placed | ev.Refused] = []
+        answers: list[ev.Placed | ev.Refused | ev.Parked] = []
         ends: list[ev.SessionEndApplied] = []
         fleet_changed = ignored = False
         for effect in effects:
@@ -317,6 +324,9 @@ class Router:
                         self.history.ended(logged.decision, finished, now)
                 case ev.Refused():
                     self.telemetry.refused(effect.code)
+                    if effect.admission is not None:
+                        self.telemetry.parking_ended(effect.admission, effect.pool)
+                        self.decisions.admission_refused(effect, time.time())
                     self.history.refused(effect, now)
                     answers.append(effect)
                 case ev.Welcome() | ev.Pace() | ev.Resync() | ev.RefuseReport():
@@ -339,6 +349,9 @@ class Router:
                     fleet_changed = True
                 case ev.PoolForgotten(pool):
                     self.store.give_up(pool)
+                case ev.Parked():
+                    self.telemetry.parked(effect.pool)
+                    answers.append(effect)
                 case ev.Placed():
                     answers.append(effect)
         if isinstance(ended := event.told if isinstance(event, ev.GatewayTold) else event, ev.Finished) and not ignored:
@@ -454,9 +467,13 @@ class Router:
             if not callers:
                 self._callers.pop(request.request_id, None)
 
-    def _answer(self, effect: ev.Placed | ev.Refused) -> None:
+    def _answer(self, effect: ev.Placed | ev.Refused | ev.Parked) -> None:
         """Send a refusal at once, and a placement once the store has it. So a new owner of the pool knows every placement that
         was ever sent."""
+        if isinstance(effect, ev.Parked):
+            if effect.gateway_id:
+                self._tell_gateway(effect)
+            return
         if isinstance(effect, ev.Refused):
             self._deliver(effect)
             return
@@ -492,13 +509,15 @@ class Router:
         if effect.gateway_id:
             self._tell_gateway(effect)
 
-    def _tell_gateway(self, effect: ev.Placed | ev.Refused) -> None:
+    def _tell_gateway(self, effect: ev.Placed | ev.Refused | ev.Parked) -> None:
         if (stream := self.gateways.get(effect.gateway_id)) is None:
             log.warning("dropped an answer to a gateway without a stream", request_id=effect.request_id)
         elif isinstance(effect, ev.Placed):
             # The placement may be on an instance that was not sent to the gateway yet.
             self._tell_fleet()
             stream.send(placement=gateway_messages.placement_to_wire(self.state, effect))
+        elif isinstance(effect, ev.Parked):
+            stream.send(parked=gateway_messages.parked_to_wire(effect))
         else:
             stream.send(refusal=gateway_messages.refusal_to_wire(effect, self.owner_elsewhere(effect)))
 

@@ -110,6 +110,21 @@ class RouterSettings(BaseSettings):
         _STATE.queue.expiry,
         description="what to do with a request that the policy held until the timeout: place by the default policy, or refuse",
     )
+    session_admission: bool = Field(
+        _STATE.admission.on,
+        description="park new sessions while the caches evict what sessions under way need again, and have no room for more",
+    )
+    admission_interactive_s: float = Field(
+        _STATE.admission.interactive_s,
+        gt=0,
+        description="maximum time that a new session of the class interactive is parked, in seconds",
+    )
+    admission_standard_s: float = Field(
+        _STATE.admission.standard_s, gt=0, description="the same for the class standard, in seconds"
+    )
+    admission_batch_s: float = Field(
+        _STATE.admission.batch_s, gt=0, description="the same for the class batch, in seconds"
+    )
     circuit_failures: int = Field(
         _STATE.circuit.failures,
         ge=0,

@@ -18,9 +18,9 @@ COST = DEFAULT_CURVE.cost_s
 
 
 def backlog(state_: RouterState, now: float = 0.0) -> dict[str, dict[str, float]]:
-    told = PoolBacklogs(state_.instances, state_.reservations, state_.prefill_observer, state_.held_requests.queue).at(
-        now
-    )
+    told = PoolBacklogs(
+        state_.instances, state_.reservations, state_.prefill_observer, state_.held_requests.queue, state_.parking.queue
+    ).at(now)
     return {pool: dict(classes) for pool, classes in told.items()}
 
 

@@ -42,6 +42,8 @@ _BEGINS_WITH_ERROR = re.compile(rb'\s*(?:event: ?error|data: ?\{\s*"(?:error"|ob
 _ABORTED = re.compile(rb'"finish_reason":\s?"abort"')
 _TRACE = "Traceback (most recent call last)"
 _REPORTED = "The engine reported an error."
+# Header of a 429 for the place, from 1, that the request had among the new sessions that waited.
+QUEUE_PLACE_HEADER = "X-Pointsman-Queue-Place"
 STREAM_FAILED = "The instance failed while it answered."
 
 
@@ -57,6 +59,7 @@ class ApiRequestError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
+        queue_place: int = 0,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -65,6 +68,7 @@ class ApiRequestError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.queue_place = queue_place
 
     def body(self, error_format: ErrorFormat = ErrorFormat.OPENAI) -> bytes:
         """Return the JSON body of the response."""
@@ -73,8 +77,14 @@ class ApiRequestError(Exception):
         return _openai(self.message, self.type, self.param, self.code)
 
     def headers(self) -> dict[str, str]:
-        """Return Retry-After in whole seconds, at least 1; empty if a retry cannot help."""
-        return {} if self.retry_after_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+        """Return Retry-After in whole seconds, at least 1, unless a retry cannot help; and the request's place among those that
+        were parked, if it was."""
+        fields = {}
+        if self.retry_after_s is not None:
+            fields["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        if self.queue_place:
+            fields[QUEUE_PLACE_HEADER] = str(self.queue_place)
+        return fields
 
 
 def error_event(

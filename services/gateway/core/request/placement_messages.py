@@ -16,7 +16,7 @@ def event_of(attempt_id: str, step: placement_pb2.Placement | placement_pb2.Refu
     """Return the event for a router's answer about an attempt."""
     if isinstance(step, placement_pb2.Refusal):
         wait = _seconds(step.retry_after) if step.HasField("retry_after") else None
-        return PlacementRefused(attempt_id, step.code, step.message, wait)
+        return PlacementRefused(attempt_id, step.code, step.message, wait, step.place)
     given = step.step
     prefill = given.prefix_tokens if given.kind == placement_pb2.STEP_KIND_PREFILL else 0
     return StepAssigned(

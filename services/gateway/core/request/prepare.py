@@ -34,6 +34,8 @@ TTFT_TIMEOUT_HEADER = "X-Pointsman-TTFT-Timeout"
 MAX_TTFT_TIMEOUT_S = 3_600.0
 # Header by which a client names a request the last one of its session: "1".
 SESSION_END_HEADER = "X-Pointsman-Session-End"
+# Header for the session that started the request's session and waits for it.
+PARENT_HEADER = "X-Pointsman-Parent-Session"
 _DECIMAL = re.compile(r"\d{1,9}(?:\.\d{1,9})?", re.ASCII)
 _KEYS_FIELD = placement_pb2.PlacementRequest.KEYS_FIELD_NUMBER
 
@@ -123,7 +125,11 @@ class RequestPreparer:
             traceparent=traceparent if len(traceparent) <= MAX_TRACEPARENT else "",
             priority=incoming.priority,
             weight=incoming.weight,
+            continues_session=bool(call.previous_response_id) or _answers_model(call),
+            parkable=True,
         )
+        if parent := headers.get(PARENT_HEADER):
+            placement.parent_session_id = bounded_id(parent)
         timeout_s = ttft_timeout_s(headers)
         if timeout_s is not None:
             left = max(incoming.received_at + timeout_s - now, 0.0)
@@ -154,6 +160,20 @@ class RequestPreparer:
             first_token_by=None if timeout_s is None else incoming.received_at + timeout_s,
             ends_session=bool(session) and ends_session(headers),
         )
+
+
+def _answers_model(call: ApiCall) -> bool:
+    """Return whether the prompt has a tool's result after the model's last message."""
+    messages = (call.chat or {}).get("messages")
+    if not isinstance(messages, list):
+        return False
+    for message in reversed(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role in ("tool", "function"):
+            return True
+        if role == "assistant":
+            return False
+    return False
 
 
 def ttft_timeout_s(headers: Headers) -> float | None:

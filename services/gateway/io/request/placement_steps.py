@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import structlog
 
@@ -33,15 +34,16 @@ class PlacementSteps:
         self._context = context
         self._requests: dict[str, placement_pb2.PlacementRequest] = {}
 
-    async def ask_router(self, effect: AskRouter) -> Event:
-        """Ask the router for an attempt's first step."""
+    async def ask_router(self, effect: AskRouter, on_parked: Callable[[float], None]) -> Event:
+        """Ask the router for an attempt's first step. `on_parked` is called with the maximum further wait, s, if the router parks
+        the request."""
         if effect.exclude:
             self._shared.telemetry.retries.inc()
         began = time.monotonic()
         try:
             request = self._request_for(effect.attempt_id, effect.exclude)
             step = await self._shared.router.first_step(
-                request, self._shared.timeouts.placement_s, self._context.first_token_by
+                request, self._shared.timeouts.placement_s, self._context.first_token_by, on_parked
             )
         except NoRouter:
             return RouterLost(effect.attempt_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import structlog
@@ -46,6 +47,7 @@ class RequestRunner:
         self._attempt = Attempt()
         self._failure: ev.FailRequest | None = None
         self._stream_broken = False
+        self._limit: asyncio.Timeout | None = None  # of the operation that is awaited alone
 
     async def run(self) -> Response | None:
         """Run the request and return its answer. Raises ApiRequestError, and CancelledError when the client disconnects."""
@@ -108,7 +110,7 @@ class RequestRunner:
             match effect:
                 case ev.AskRouter():
                     self._attempt.begin_placement(effect.attempt_id, time.monotonic())
-                    self._start(placement.ask_router(effect))
+                    self._start(placement.ask_router(effect, partial(self._parked, effect.attempt_id)))
                 case ev.PlaceLocally():
                     self._attempt.begin_placement(effect.attempt_id, time.monotonic())
                     self._start(placement.place_locally(effect))
@@ -170,7 +172,7 @@ class RequestRunner:
         assert self._state_machine.deadline is not None
         left = max(0.0, self._state_machine.deadline - time.monotonic())
         if not self._tasks and len(self._pending) == 1:
-            return await _within(left, self._pending.pop())
+            return await self._alone(left, self._pending.pop())
         self._tasks |= {asyncio.create_task(operation) for operation in self._pending}
         self._pending.clear()
         done, _ = await asyncio.wait(self._tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -179,6 +181,26 @@ class RequestRunner:
         ended = done.pop()
         self._tasks.remove(ended)
         return ended.result()
+
+    async def _alone(self, limit_s: float, operation: Coroutine[Any, Any, ev.Event]) -> ev.Event:
+        limit = self._limit = asyncio.timeout(limit_s)
+        try:
+            async with limit:
+                return await operation
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return ev.Tick()
+        finally:
+            self._limit = None
+
+    def _parked(self, attempt_id: str, bound_s: float) -> None:
+        """Wait for at most `bound_s` longer, because the router has parked the request."""
+        self._handle(ev.RequestParked(attempt_id, bound_s))
+        deadline = self._state_machine.deadline
+        if self._limit is not None and deadline is not None:
+            left = max(0.0, deadline - time.monotonic())
+            self._limit.reschedule(asyncio.get_running_loop().time() + left)
 
     async def _relay_response(self) -> ev.Event:
         self._context.drop_prompt()
@@ -255,19 +277,13 @@ class RequestRunner:
         return headers
 
 
-async def _within(limit_s: float, operation: Coroutine[Any, Any, ev.Event]) -> ev.Event:
-    limit = asyncio.timeout(limit_s)
-    try:
-        async with limit:
-            return await operation
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        return ev.Tick()
-
-
 def _as_api_error(failure: ev.FailRequest) -> ApiRequestError:
     answer = answer_to(failure)
     return ApiRequestError(
-        answer.status, failure.message, type_=answer.type, code=answer.code, retry_after_s=answer.retry_after_s
+        answer.status,
+        failure.message,
+        type_=answer.type,
+        code=answer.code,
+        retry_after_s=answer.retry_after_s,
+        queue_place=failure.place,
     )

@@ -45,11 +45,15 @@ class _Request:
 
     While `answer` is not done the request waits at `session` (None: it waits for an owner, since `without_owner_since` in
     monotonic s). `instance_id` is set when the request is placed; a router that connects later receives it in a hello.
-    `retry_timer` is set while the request waits for the next submission.
+    `retry_timer` is set while the request waits for the next submission. `timeout_s`: maximum wait for an answer, without the
+    time for which the request is `parked`; `on_parked` is called with the maximum of that time, s.
     """
 
     request: placement_pb2.PlacementRequest
     deadline: float
+    timeout_s: float = 0.0
+    parked: bool = False
+    on_parked: Callable[[float], None] | None = None
     session: RouterSession | None = None
     answer: asyncio.Future[PlacementReply] | None = None
     instance_id: str = ""
@@ -155,16 +159,28 @@ class RouterClient:
         await asyncio.gather(*(session.close(FLUSH_TIMEOUT_S) for session in self._sessions.values()), *self._ended)
 
     async def first_step(
-        self, request: placement_pb2.PlacementRequest, timeout_s: float, first_token_by: float | None = None
+        self,
+        request: placement_pb2.PlacementRequest,
+        timeout_s: float,
+        first_token_by: float | None = None,
+        on_parked: Callable[[float], None] | None = None,
     ) -> PlacementReply:
-        """Submit `request` and return its first step or its refusal.
+        """Submit `request` and return its first step or its refusal. If the router parks it, `on_parked` is called with the
+        maximum time of that, s, and the wait is as much longer.
 
         If the router dies or loses the pool, the request is submitted to the new owner with its age and the remaining parts of
         `timeout_s` and of the time to `first_token_by` (monotonic s; None: no deadline). Raises NoRouter if no owner answers
         within the grace period.
         """
         answer = asyncio.get_running_loop().create_future()
-        one = _Request(request, time.monotonic() + timeout_s, answer=answer, first_token_by=first_token_by)
+        one = _Request(
+            request,
+            time.monotonic() + timeout_s,
+            timeout_s,
+            on_parked=on_parked,
+            answer=answer,
+            first_token_by=first_token_by,
+        )
         self._requests[request.request_id] = one
         self._submit(one)
         return await self._answered(one)
@@ -312,6 +328,9 @@ class RouterClient:
             one.request.ttft_deadline.FromNanoseconds(int(max(one.first_token_by - now, 0.0) * 1e9))
         if one.asked_at is None:
             one.asked_at = now
+        elif one.parked:
+            # The bound of a parked request counts from its first submission. Its time in the queue of held requests has not begun.
+            one.request.parked.FromNanoseconds(int((now - one.asked_at) * 1e9))
         else:
             one.request.age.FromNanoseconds(int((now - one.asked_at) * 1e9))
         one.session.send(placement_pb2.SessionRequest(place=one.request))
@@ -415,6 +434,8 @@ class RouterClient:
                 self._deliver(session, message.placement.request_id, message.placement)
             case "refusal":
                 self._deliver(session, message.refusal.request_id, message.refusal)
+            case "parked":
+                self._wait_parked(session, message.parked)
             case "usage":
                 self.on_usage(session, message.usage)
             case "session_ended":
@@ -447,6 +468,17 @@ class RouterClient:
                 self._wait_for_owner(one)
             return
         one.answer.set_result(step)
+
+    def _wait_parked(self, session: RouterSession, parked: placement_pb2.Parked) -> None:
+        """Wait longer for the answer to a request that its router has parked."""
+        one = self._requests.get(parked.request_id)
+        if one is None or one.session is not session or not one.asking:
+            return
+        bound_s = parked.bound.seconds + parked.bound.nanos / 1e9
+        one.parked, one.without_owner_since = True, None
+        one.deadline = time.monotonic() + bound_s + one.timeout_s
+        if one.on_parked is not None:
+            one.on_parked(bound_s)
 
     def _fleet_changed(self) -> None:
         """Apply a change of the fleet or of the owners of its pools: dial, announce, and route requests again."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.router.core.admission.admission_rule import AdmissionView
@@ -69,6 +70,18 @@ def capacity_of(instances: Iterable[InstanceRecord]) -> Capacity:
         unknown = next(one.instance_id for one in serving if not one.kv_capacity_tokens)
         return Capacity(0.0, 0, ids, hardware, f"the KV capacity of {unknown} is unknown")
     return Capacity(CAPACITY_SHARE * sum(sizes), max(sizes), ids, hardware, "")
+
+
+class AdmissionStatus(NamedTuple):
+    """Session admission of one pool, for operators. `off_reason`: why it cannot work; empty if it can. Sizes in tokens.
+    `recomputed_share`: share of the last minute's prefill that was computed before, and evicted."""
+
+    armed: bool
+    off_reason: str
+    sessions: int
+    weighted: float
+    capacity: float
+    recomputed_share: float
 
 
 @dataclass(slots=True)
@@ -150,6 +163,21 @@ class SessionAdmission:
         """Bring all pools up to date; called with every tick. `parked`: the pools in which requests are parked. Mutates."""
         for pool, state in self.pools.items():
             self._update(pool, state, now, parked=pool in parked)
+
+    def status(self, pool: str, now: float) -> AdmissionStatus:
+        """Return the admission of a pool at `now`. Mutates nothing but sums over time."""
+        state = self.pools.get(pool)
+        if state is None:
+            capacity = capacity_of(self._instances.members(pool, pool))
+            return AdmissionStatus(False, capacity.reason, 0, 0.0, capacity.tokens, 0.0)
+        return AdmissionStatus(
+            state.armed,
+            state.capacity.reason,
+            len(state.ledger),
+            state.ledger.weighted(),
+            state.capacity.tokens,
+            state.recomputation.share(now),
+        )
 
     # ---- sessions ----
 

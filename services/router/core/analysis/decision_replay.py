@@ -10,6 +10,7 @@ import msgspec
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
+from pointsman.router.core.admission.admission_rule import AdmissionRecord, decide_admission
 from pointsman.router.core.policy.base import Policy, decide
 from pointsman.router.core.policy.decision_rng import rng_of
 from pointsman.router.core.policy.registry import make_policy
@@ -61,10 +62,18 @@ def redecide(decision: Decision, policy: Policy | None = None) -> Decision:
     return replace(again, key_count=decision.key_count)
 
 
+def admission_differences(record: AdmissionRecord | None) -> list[str]:
+    """Return the difference of an admission and the one that is made again on its view, as `differences` does."""
+    if record is None or (again := decide_admission(record.view)) == record.verdict:
+        return []
+    was = record.verdict
+    return [f"admission: {was.outcome} ({was.reason}) -> {again.outcome} ({again.reason})"]
+
+
 def differences(was: Decision, again: Decision) -> list[str]:
     """Return the differences of two outcomes of a decision, as "field: was -> again" lines; empty if they are equal bit for
-    bit."""
-    return [
+    bit. The admission of its session is made again, too."""
+    return admission_differences(was.request.admitted) + [
         f"{name}: {getattr(was, name)!r} -> {getattr(again, name)!r}"
         for name in COMPARED
         if getattr(was, name) != getattr(again, name)

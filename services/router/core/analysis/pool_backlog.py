@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from pointsman.router.core.instances.instance_registry import InstanceRegistry, PoolInfo
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
@@ -51,22 +52,25 @@ class PoolBacklogs:
         reservations: Reservations,
         prefill_observer: PrefillObserver,
         queue: HoldQueue,
+        parked: HoldQueue,
     ) -> None:
         self._instances = instances
         self._reservations = reservations
         self._prefill_observer = prefill_observer
         self._queue = queue
+        self._parked = parked
 
     def at(self, now: float) -> dict[str, Mapping[str, float]]:
         """Return pool -> route class -> seconds until a new request of that class would begin its prefill if the work were spread
-        evenly, at `now` (s on the router's clock). O(placeable instances + held requests + prompts placed in part).
+        evenly, at `now` (s on the router's clock). O(placeable instances + held and parked requests + prompts placed in part).
 
         backlog(class) = (placed + held(class)) / max(instances, 1)
         placed      seconds of prefill, by the learned curve of pool and hardware, that are left of the prompts placed on the
                     pool's placeable instances; of an instance's first prompt, the time since it last progressed counts as done,
                     up to MAX_DONE_SHARE of its cost
-        held(class) seconds of prefill of the requests in the router's queue, and of those parts of sliced prompts that are not
-                    placed yet, of `class` or a lighter one; by the mean of the curves over the instances
+        held(class) seconds of prefill of the requests in the router's queue, of parked sessions' first prompts, and of those
+                    parts of sliced prompts that are not placed yet, of `class` or a lighter one; by the mean of the curves over
+                    the instances
         instances   the placeable instances that gateways are told of (PoolInfo.instances)
 
         Engines compute prompts in order of arrival, so a new request waits for all that is placed, whatever its class.
@@ -102,7 +106,7 @@ class PoolBacklogs:
     def _held(self) -> dict[str, dict[str, _Waiting]]:
         """Return pool -> class -> the prefills still to be placed."""
         waiting: dict[str, dict[str, _Waiting]] = {}
-        for held in self._queue:
+        for held in chain(self._queue, self._parked):
             _add(waiting.setdefault(held.pool, {}), held.new_tokens, held.request.input_tokens)
         for one in self._reservations.partial_prefills():
             # Between two slices the request is in the queue, and is counted above.

@@ -73,6 +73,10 @@ def placement_request(wire: placement_pb2.PlacementRequest) -> PlacementRequest:
         priority=_OF_PRIORITIES.get(wire.priority, Priority.STANDARD),
         weight=float(min(max(wire.weight, 1), _MAX_WEIGHT)),
         ttft_deadline_s=seconds(wire.ttft_deadline) if wire.HasField("ttft_deadline") else None,
+        continues=wire.continues_session,
+        parent=f"{wire.tenant}/{wire.parent_session_id}" if wire.parent_session_id else "",
+        parkable=wire.parkable,
+        parked_s=max(seconds(wire.parked), 0.0) if wire.HasField("parked") else 0.0,
     )
 
 
@@ -250,7 +254,13 @@ def refusal_to_wire(refused: ev.Refused, owner: Owner | None) -> placement_pb2.R
         retry_after=None if retry is None else duration(retry),
         owner=owner_to_wire(owner),
         not_serving=refused.not_serving,
+        place=refused.place,
     )
+
+
+def parked_to_wire(parked: ev.Parked) -> placement_pb2.Parked:
+    """Convert the report that a request is parked."""
+    return placement_pb2.Parked(request_id=parked.request_id, bound=duration(parked.bound_s), place=parked.place)
 
 
 def owner_to_wire(owner: Owner | None) -> placement_pb2.Owner | None:

@@ -10,6 +10,7 @@ import msgspec
 from google.protobuf import struct_pb2
 
 from pointsman.common.core.enum_words import values
+from pointsman.router.core.admission.admission_rule import AdmissionRecord
 from pointsman.router.core.analysis.decision_replay import inputs_digest
 from pointsman.router.core.analysis.outcome_stats import OutcomeGroup, quantile
 from pointsman.router.core.analysis.policy_comparison import PolicyComparison, ttft_change_s
@@ -236,6 +237,35 @@ def _candidate(candidate: Candidate, age_s: float | None, score: float | None) -
     )
 
 
+def _admission(record: AdmissionRecord) -> fleet_pb2.Admission:
+    view = record.view
+    return fleet_pb2.Admission(
+        reason=record.verdict.reason,
+        size=view.size,
+        weighted=view.weighted,
+        capacity=view.capacity,
+        largest=view.largest,
+        before=view.before,
+        waited=duration(view.waited_s),
+        bound=duration(view.bound_s),
+    )
+
+
+def admission_status(state: RouterState, pool: str, now: float) -> fleet_pb2.AdmissionStatus | None:
+    """Return the session admission of a pool at `now` (s on the state's clock); None if it is off, or not this replica's."""
+    if not state.settings.admission.on or not state.owned.owns(pool):
+        return None
+    status = state.admission.status(pool, now)
+    return fleet_pb2.AdmissionStatus(
+        armed=status.armed,
+        off_reason=status.off_reason,
+        sessions=status.sessions,
+        weighted=status.weighted,
+        capacity=status.capacity,
+        recomputed_share=status.recomputed_share,
+    )
+
+
 def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: bool = True) -> fleet_pb2.Decision:
     """Convert a logged decision, with or without its candidates and the digest of its inputs. The digest is computed over the
     candidates, so both cost time for each of them."""
@@ -278,6 +308,8 @@ def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: 
         wire.candidates.extend(
             _candidate(one, view.report_age_s(one), result.scores.get(one.instance_id)) for one in view.candidates
         )
+    if request.admitted is not None:
+        wire.admission.CopyFrom(_admission(request.admitted))
     if logged.finished is not None:
         wire.finished.CopyFrom(gateway_messages.finished_to_wire(logged.finished))
     return wire

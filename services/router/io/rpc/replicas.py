@@ -42,6 +42,8 @@ def replicas_to_wire(router: Router) -> fleet_pb2.ListReplicasResponse:
             instances=len(state.instances.members(pool.model, pool.model)),
             held_requests=state.held_requests.queue.count(pool.model),
             policy=operator_messages.pool_policy_to_wire(*state.pool_policy(pool.model, now)) if owned else None,
+            parked_requests=state.parking.queue.count(pool.model),
+            admission=operator_messages.admission_status(state, pool.model, now),
         )
     return answer
 
@@ -64,4 +66,5 @@ def _router_status(router: Router) -> fleet_pb2.RouterStatus:
         sessions=len(state.affinity),
         keys=len(state.index),
         decisions=len(router.decisions),
+        parked_requests=len(state.parking.queue),
     )

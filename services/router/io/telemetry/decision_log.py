@@ -14,8 +14,9 @@ import msgspec
 from msgspec.structs import replace
 
 from pointsman.common.io.line_file import LineWriter
+from pointsman.router.core.admission.admission_rule import AdmissionRecord
 from pointsman.router.core.analysis.decision_replay import inputs_digest
-from pointsman.router.core.events_and_effects import Finished
+from pointsman.router.core.events_and_effects import Finished, Refused
 from pointsman.router.core.types import Decision
 
 OPEN = "OPEN"
@@ -110,7 +111,16 @@ class NotedLine(msgspec.Struct, frozen=True, tag_field="event", tag="noted"):
     note: str
 
 
-Line = DecidedLine | NotedLine | ClosedLine
+class RefusedLine(msgspec.Struct, frozen=True, tag_field="event", tag="refused"):
+    """A line of the file: a new session that was parked and then refused, with all that the refusal was decided on."""
+
+    unix_s: float
+    request_id: str
+    pool: str
+    admission: AdmissionRecord
+
+
+Line = DecidedLine | NotedLine | ClosedLine | RefusedLine
 
 
 class MalformedLine(ValueError):
@@ -169,7 +179,7 @@ class DecisionWatch:
 
 class DecisionLog:
     """The decisions of one router: bounded memory, an append-only file, and live watchers. The file gets a line when a decision
-    is made, for each note on it, and when its request ends.
+    is made, for each note on it, when its request ends, and when a parked session is refused.
 
     Memory holds at most `size` decisions and about `max_bytes`, whichever is reached first. A large fleet's decisions are larger.
     """
@@ -225,6 +235,11 @@ class DecisionLog:
             self._by_id[decision_id] = logged = replace(logged, decision=decision)
             self._publish(logged)
 
+    def admission_refused(self, refused: Refused, unix_s: float) -> None:
+        """Write the refusal of a parked session to the file."""
+        if refused.admission is not None:
+            self._write(RefusedLine(unix_s, refused.request_id, refused.pool, refused.admission))
+
     def closed(self, decision_id: str, finished: Finished, unix_s: float) -> None:
         """Record how a decision's request ended, also for the decisions on the earlier parts of its plan. If memory no longer
         holds the decision, the end is only written to the file."""
@@ -270,7 +285,7 @@ class DecisionLog:
         for watch in self._watchers:
             watch.put(logged)
 
-    def _write(self, line: NotedLine | ClosedLine) -> None:
+    def _write(self, line: NotedLine | ClosedLine | RefusedLine) -> None:
         if self._file is not None:
             self._file.append(partial(msgspec.json.encode, line), _LINE_BYTES)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pointsman.common.io.metric_children import MetricChildren
+from pointsman.router.core.admission.admission_rule import AdmissionRecord
 from pointsman.router.core.events_and_effects import UNKNOWN, Finished
 from pointsman.router.core.instances.instance_registry import InstanceRegistry
 from pointsman.router.core.priority import Priority
@@ -44,6 +45,26 @@ class EventMetrics:
                 "Hold time of requests that were held before their placement, by priority class",
                 ["priority"],
                 buckets=(0.01, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60),
+                registry=of,
+            )
+        )
+        self._parked = MetricChildren(
+            Counter(f"{name}sessions_parked", "New sessions that were parked", ["model"], registry=of)
+        )
+        self._admissions = MetricChildren(
+            Counter(
+                f"{name}admissions",
+                "Admissions decided while a pool's caches evict what is needed again, by outcome and reason",
+                ["model", "outcome", "reason"],
+                registry=of,
+            )
+        )
+        self._parked_s = MetricChildren(
+            Histogram(
+                f"{name}parked_seconds",
+                "Time for which new sessions were parked, by outcome",
+                ["outcome"],
+                buckets=(0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600),
                 registry=of,
             )
         )
@@ -112,6 +133,19 @@ class EventMetrics:
         self._decide.observe(seconds)
         if decision.held_s:
             self._held[decision.request.priority,].observe(decision.held_s)
+        if (admitted := decision.request.admitted) is not None and not decision.previous_id:
+            self.parking_ended(admitted, decision.pool)
+
+    def parked(self, pool: str) -> None:
+        """Count a new session that is parked."""
+        self._parked[pool,].inc()
+
+    def parking_ended(self, record: AdmissionRecord, pool: str) -> None:
+        """Count an admission or a refusal, and the time for which the session was parked."""
+        outcome = record.verdict.outcome
+        self._admissions[pool, outcome, record.verdict.reason].inc()
+        if record.view.waited_s:
+            self._parked_s[outcome,].observe(record.view.waited_s)
 
     def keep_instances(self, instances: InstanceRegistry) -> None:
         """Remove the series of instances that are no longer known, since pod names change over the years. O(series)."""

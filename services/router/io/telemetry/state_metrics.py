@@ -30,7 +30,7 @@ class StateCollector(Collector):
         self._ready = ready
         self._clock = clock
         self._backlogs = PoolBacklogs(
-            state.instances, state.reservations, state.prefill_observer, state.held_requests.queue
+            state.instances, state.reservations, state.prefill_observer, state.held_requests.queue, state.parking.queue
         )
 
     def describe(self) -> list[Metric]:
@@ -88,9 +88,38 @@ class StateCollector(Collector):
             for one in InstanceState:
                 instances.add_metric([model, one], counts[model, one])
         yield from (owned, held, instances)
+        if state.settings.admission.on:
+            yield from self._admission()
         yield self._backlog()
         yield self._curve_samples()
         yield self._pool_policies()
+
+    def _admission(self) -> Iterator[Metric]:
+        """Yield the session admission of the pools that this replica owns."""
+        state, now = self._state, self._clock()
+        parked = GaugeMetricFamily(
+            f"{NAME}parked_requests", "New sessions that are parked, by priority class", labels=["model", "priority"]
+        )
+        told = [
+            GaugeMetricFamily(NAME + name, documentation, labels=["model"])
+            for name, documentation in (
+                ("admission_armed", "1 while new sessions are parked if they do not fit"),
+                ("session_tokens", "KV of the sessions under way, each times its chance to be needed soon, in tokens"),
+                ("session_capacity_tokens", "KV that the pool's caches are to hold, in tokens; 0 if unknown"),
+                ("recomputed_share", "Share of the last minute's prefill that was computed before and evicted"),
+            )
+        ]
+        for pool in state.instances.pools():
+            model = pool.model
+            if not state.owned.owns(model):
+                continue
+            for priority in Priority:
+                parked.add_metric([model, priority], state.parking.queue.count(model, priority))
+            status = state.admission.status(model, now)
+            figures = (float(status.armed), status.weighted, status.capacity, status.recomputed_share)
+            for family, figure in zip(told, figures, strict=True):
+                family.add_metric([model], figure)
+        yield from (parked, *told)
 
     def _backlog(self) -> Metric:
         """Return the backlog of the pools that this replica owns. An idle pool has 0, so that an autoscaler finds a value."""

@@ -62,6 +62,7 @@ export function replicasView(app) {
       { id: "policy", title: "Policy", pill: true, hint: "The policy that decides for the pool; under auto, the one that it takes", value: (p) => p.policy?.name ?? "–", tone: () => "none", note: (p) => (p.policy ? takenText(p.policy) : "Only its owner knows this") },
       here("open", "Open", "req", "Requests placed and not finished", (p) => sum(p, (one) => one.numRequests)),
       here("held", "Held", "req", "Requests that wait for a placement", (p) => num(p.heldRequests)),
+      here("parked", "Parked", "req", "New sessions that wait until the caches have room for them", (p) => num(p.parkedRequests)),
       here("pending", "To prefill", "tok", "Prompt tokens placed and not computed yet", (p) => sum(p, (one) => one.pendingPrefillTokens)),
       here("sessions", "Sessions", "", "Sessions with an owner", (p) => sum(p, (one) => one.sessions)),
       { id: "epoch", title: "Epoch", num: true, hint: "Grows with each change of the owner", value: (p) => p.owner?.epoch, text: (p) => (p.owner ? count(p.owner.epoch) : "none") },
@@ -124,6 +125,7 @@ function health(router) {
       ["Agents' streams", `${count(router.agentStreams)}, one for each instance`],
       ["Open requests", count(router.openRequests)],
       ["Held requests", count(router.heldRequests)],
+      ["Parked requests", count(router.parkedRequests)],
     ]),
     part("What it knows", [
       ["Sessions", count(router.sessions)],

@@ -86,6 +86,8 @@ function asked(decision) {
     ["Known by", num(decision.keyCount) ? `${count(decision.keyCount)} block keys` : "length only, no prefix knowledge"],
     ["Priority", priorityOf(decision)],
     ["Held before", seconds(decision.held) ? span(seconds(decision.held)) : ""],
+    ["Parked before", seconds(decision.admission?.waited) ? span(seconds(decision.admission.waited)) : ""],
+    ["Admission", decision.admission ? `${decision.admission.reason}: ${count(decision.admission.size ?? 0)} tok beside ${count(decision.admission.weighted ?? 0)}, of ${count(decision.admission.capacity ?? 0)}` : ""],
   ]));
 }
 
