@@ -310,10 +310,10 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
         + (f" ({', '.join(decision.notes)})" if decision.notes else "")
     )
     if decision.HasField("admission"):
-        one = decision.admission
+        admission = decision.admission
         console.print(
-            f"admission {one.reason}: {one.size:,} tokens beside {one.weighted:,.0f} under way, of {one.capacity:,.0f}"
-            + (f", parked {one.waited.ToMilliseconds() / 1e3:,.1f} s" if one.waited.ToNanoseconds() else ""),
+            f"admission {admission.reason}: {admission.size:,} tokens beside {admission.weighted:,.0f} under way, of {admission.capacity:,.0f}"
+            + (f", parked {admission.waited.ToMilliseconds() / 1e3:,.1f} s" if admission.waited.ToNanoseconds() else ""),
             markup=False,
         )
     console.print(f"policy {decision.policy.name} {_settings(decision.policy)}")

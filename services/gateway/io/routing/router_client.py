@@ -329,7 +329,7 @@ class RouterClient:
         if one.asked_at is None:
             one.asked_at = now
         elif one.parked:
-            # The bound of a parked request counts from its first submission. Its time in the queue of held requests has not begun.
+            # Its bound counts from the first submission. Its time in the queue of held requests has not begun.
             one.request.parked.FromNanoseconds(int((now - one.asked_at) * 1e9))
         else:
             one.request.age.FromNanoseconds(int((now - one.asked_at) * 1e9))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.router.core.admission.admission_rule import AdmissionView
-from pointsman.router.core.admission.recomputation import WINDOW_S, Recomputation
+from pointsman.router.core.admission.recomputation import Recomputation
 from pointsman.router.core.admission.session_ledger import SessionLedger
 from pointsman.router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
@@ -23,9 +23,9 @@ from pointsman.router.core.types import Decision, InstanceState, PlacementReques
 
 # Share of the KV of a pool's instances that the sessions may take. The rest is for shared copies, and for what grows.
 CAPACITY_SHARE = 0.9
-# A pool is armed from this share of recomputed tokens in its prefill of the last minute, if recomputing also takes at least
-# ARM_TIME_SHARE of the time of its instances. Below DISARM_SHARE of its capacity it is disarmed.
-ARM_SHARE, ARM_TIME_SHARE, DISARM_SHARE = 0.05, 0.05, 0.8
+# A pool is armed from this share of recomputed tokens in its prefill of the last minute. Below it, and below DISARM_SHARE of its
+# capacity, it is disarmed.
+ARM_SHARE, DISARM_SHARE = 0.05, 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +150,7 @@ class SessionAdmission:
         curve = self._prefill_observer.curve(pool, state.capacity.hardware)
         state.prefill_rate = 1.0 / max(curve.token_s, 1e-9)
         computed, again = state.recomputation.tokens(now)
-        thrashes = again >= ARM_SHARE * computed > 0 and again >= ARM_TIME_SHARE * state.prefill_rate * WINDOW_S * len(
-            state.capacity.ids
-        )
+        thrashes = computed > 0 and again >= ARM_SHARE * computed
         if not state.armed:
             state.armed = thrashes and state.capacity.tokens > 0
             return

@@ -36,6 +36,7 @@ MAX_SESSIONS = 200_000
 MOST_OPEN = 8
 # Values of CountedSession.bin for a session with an open request, and for one whose blocks are mostly evicted.
 OPEN, EVICTED = -1, -2
+EVICT_ON = 1.0
 # Follower of a tail that no request has continued yet, and of one that belongs to several conversations.
 _NONE_YET, _SEVERAL = -1, -2
 
@@ -165,7 +166,7 @@ class SessionLedger:
                 self._unlist(session, now, returned=True)
             else:
                 self._open_sum -= session.size
-            if session.group and keys and not _has(keys, session.shared // KEY_TOKENS - 1, session.group):
+            if session.shared and keys and not _has(keys, session.shared // KEY_TOKENS - 1, session.group):
                 self._leave(session)
         session.open += 1
         session.open_tokens += prompt_tokens
@@ -211,7 +212,7 @@ class SessionLedger:
         return. Mutates."""
         for key in keys:
             session = self.sessions.get(self._middles.get(key, ""))
-            if session is not None and session.bin >= 0:
+            if EVICT_ON and session is not None and session.bin >= 0:
                 self._unlist(session, now, returned=False)
                 session.bin = EVICTED
                 self._evicted[session.name] = session.since
@@ -255,7 +256,7 @@ class SessionLedger:
         assert all((one.bin == OPEN) is bool(one.open) for one in self.sessions.values())
         groups: dict[int, int] = {}
         for one in self.sessions.values():
-            if one.group:
+            if one.shared:
                 groups[one.group] = groups.get(one.group, 0) + 1
         assert groups == {key: members for key, (members, _) in self._groups.items()}
         assert all(self.sessions[name].middle == key for key, name in self._middles.items())
@@ -276,7 +277,7 @@ class SessionLedger:
         self._shared_sum += self._copies(members + 1, tokens) - self._copies(members, tokens)
 
     def _leave(self, session: CountedSession) -> None:
-        if session.group:
+        if session.shared:
             members, tokens = self._groups.pop(session.group)
             self._shared_sum += self._copies(members - 1, tokens) - self._copies(members, tokens)
             if members > 1:
@@ -297,6 +298,8 @@ class SessionLedger:
         self._tails[session.tail] = session.name, _NONE_YET if other is None else _SEVERAL
 
     def _unmark(self, session: CountedSession) -> None:
+        if session.tail_at < 0:
+            return
         if self._middles.get(session.middle) == session.name:
             del self._middles[session.middle]
         if self._tails.get(session.tail, ("", 0))[0] == session.name:

@@ -1,0 +1,193 @@
+"""Tests of the count of the sessions under way, and a Hypothesis machine of any history of sessions."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from pointsman.router.core.admission.return_chances import BINS, EDGES_S, KINDS, AnswerKind, ReturnChances
+from pointsman.router.core.admission.session_ledger import MOST_OPEN, SessionLedger
+
+KEYS = tuple(range(1_000, 1_100))
+
+
+def counted(ledger: SessionLedger, name: str, tokens: int = 1_600, now: float = 0.0, first: int = 0) -> None:
+    """One request of a session with its own keys, and its answer of 100 tokens."""
+    keys = range(first + 10**6 * len(name), first + 10**6 * len(name) + tokens // 16)
+    ledger.opened(name, "t", tokens, keys, 0, now)
+    ledger.closed(name, tokens, 100, "TOOL_CALLS", now)
+
+
+def test_a_session_weighs_its_size_while_a_request_is_open() -> None:
+    ledger = SessionLedger()
+    ledger.opened("t/a", "t", 1_000, (), 0, 0.0)
+    assert ledger.weighted() == ledger.of_tenant("t") == 1_000
+
+
+def test_an_idle_session_weighs_its_chance_to_return() -> None:
+    ledger = SessionLedger()
+    ledger.opened("t/a", "t", 1_000, (), 0, 0.0)
+    ledger.closed("t/a", 1_000, 200, "TOOL_CALLS", 5.0)
+    chance = ReturnChances().chance(AnswerKind.FIRST_TOOL, 0)
+    assert abs(ledger.weighted() - 1_200 * chance) < 1e-6
+    ledger.advance(5.0 + EDGES_S[6])
+    later = ReturnChances().chance(AnswerKind.FIRST_TOOL, 6)
+    assert abs(ledger.weighted() - 1_200 * later) < 0.02 * 1_200
+
+
+def test_a_session_that_is_idle_for_an_hour_is_forgotten() -> None:
+    ledger = SessionLedger()
+    counted(ledger, "t/a")
+    ledger.advance(EDGES_S[-1] - 1.0)
+    assert len(ledger) == 1
+    ledger.advance(EDGES_S[-1])
+    assert len(ledger) == 0
+    assert ledger.weighted() == 0.0
+    ledger.check_invariants()
+
+
+def test_a_session_with_most_blocks_evicted_weighs_nothing_until_it_returns() -> None:
+    ledger = SessionLedger()
+    session = ledger.opened("t/a", "t", 1_600, KEYS, 0, 0.0)
+    ledger.closed("t/a", 1_600, 0, "TOOL_CALLS", 0.0)
+    assert ledger.middles(set(KEYS)) == {session.middle} == {KEYS[49]}
+    ledger.evicted([session.middle], 3.0)
+    assert ledger.weighted() == 0.0
+    assert ledger.continued("t/a", "t", KEYS) == "session"
+    ledger.opened("t/a", "t", 1_600, KEYS, 0, 10.0)
+    assert ledger.weighted() == 1_600
+    ledger.check_invariants()
+
+
+def test_a_prefix_that_sessions_share_counts_once_for_each_instance_at_most() -> None:
+    ledger = SessionLedger()
+    ledger.hosted_by(3)
+    for number in range(10):
+        own = range(10**6 * (number + 1), 10**6 * (number + 1) + 50)
+        ledger.opened(f"t/{number}", "t", 1_600, (*KEYS[:50], *own), 800 if number else 0, 0.0)
+    # The first session has 1,600 tokens, and each of the nine others 800 of its own; 3 copies of the shared 800.
+    assert ledger.weighted() == 1_600 + 9 * 800 + 3 * 800
+    ledger.hosted_by(20)
+    assert ledger.weighted() == 1_600 + 9 * 800 + 9 * 800
+
+
+def test_a_session_whose_prompt_no_longer_has_the_shared_prefix_counts_in_full() -> None:
+    ledger = SessionLedger()
+    ledger.opened("t/a", "t", 1_600, KEYS, 800, 0.0)
+    ledger.closed("t/a", 1_600, 0, "", 0.0)
+    ledger.opened("t/a", "t", 1_600, range(100), 0, 1.0)
+    assert ledger.weighted() == 1_600
+    ledger.check_invariants()
+
+
+def test_a_request_that_continues_another_sessions_prompt_is_recognised_by_its_keys() -> None:
+    ledger = SessionLedger()
+    ledger.opened("t/a", "t", 1_600, KEYS, 0, 0.0)
+    assert ledger.continued("t/b", "t", (*KEYS, 7)) == "prefix"
+    assert ledger.continued("t/b", "t", (*KEYS, 7, 8)) == "prefix"
+    assert ledger.continued("u/b", "u", (*KEYS, 7)) == ""
+    # Another conversation over the same beginning.
+    assert ledger.continued("t/c", "t", (*KEYS, 9)) == ""
+    assert ledger.continued("t/d", "t", KEYS[:50]) == ""
+
+
+def test_a_prompt_of_several_sessions_is_continued_by_none() -> None:
+    ledger = SessionLedger()
+    ledger.opened("t/a", "t", 1_600, KEYS, 0, 0.0)
+    ledger.opened("t/b", "t", 1_600, KEYS, 1_600, 0.0)
+    assert ledger.continued("t/c", "t", (*KEYS, 7)) == ""
+
+
+def test_one_name_does_not_stand_for_any_number_of_conversations() -> None:
+    ledger = SessionLedger()
+    for number in range(MOST_OPEN):
+        assert ledger.continued("t/a", "t", range(100 * number, 100 * number + 10)) == ("session" if number else "")
+        ledger.opened("t/a", "t", 160, range(100 * number, 100 * number + 10), 0, 0.0)
+    assert ledger.weighted() == MOST_OPEN * 160
+    assert ledger.continued("t/a", "t", range(9_000, 9_010)) == ""
+
+
+def test_a_session_without_a_further_request_leaves_nothing() -> None:
+    ledger = SessionLedger()
+    ledger.opened("r1", "t", 1_600, KEYS, 0, 0.0)
+    ledger.closed("r1", 1_600, 10, "STOP", 1.0, lasts=False)
+    ledger.opened("t/a", "t", 1_600, KEYS, 0, 2.0)
+    ledger.closed("t/a", 1_600, 10, "STOP", 3.0)
+    ledger.over("t/a", 4.0)
+    assert len(ledger) == 0
+    assert ledger.of_tenant("t") == 0.0
+    ledger.check_invariants()
+
+
+def test_beyond_the_limit_the_longest_idle_session_is_forgotten() -> None:
+    ledger = SessionLedger(max_sessions=2)
+    counted(ledger, "t/a", now=0.0)
+    counted(ledger, "t/bb", now=10.0)
+    ledger.advance(40.0)
+    counted(ledger, "t/ccc", now=40.0)
+    assert set(ledger.sessions) == {"t/bb", "t/ccc"}
+    ledger.check_invariants()
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Whatever sessions do, the sums are those of the sessions, and the weighted size is within their sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = SessionLedger(max_sessions=6)
+        self.now = 0.0
+        self.open: list[tuple[str, int]] = []
+
+    @rule(
+        name=st.sampled_from([f"t/{number}" for number in range(9)]),
+        first=st.integers(0, 3),
+        blocks=st.integers(0, 12),
+        cached=st.integers(0, 200),
+    )
+    def opened(self, name: str, first: int, blocks: int, cached: int) -> None:
+        tokens = 16 * blocks + 5
+        keys = range(20 * first, 20 * first + blocks)
+        self.ledger.continued(name, name[:1], keys)
+        self.ledger.opened(name, name[:1], tokens, keys, cached, self.now)
+        self.open.append((name, tokens))
+
+    @rule(
+        at=st.integers(0, 20), output=st.integers(0, 50), reason=st.sampled_from(["", "STOP", "TOOL_CALLS"]), lasts=st.booleans()
+    )
+    def closed(self, at: int, output: int, reason: str, lasts: bool) -> None:
+        if self.open:
+            name, tokens = self.open.pop(at % len(self.open))
+            self.ledger.closed(name, tokens, output, reason, self.now, lasts=lasts)
+
+    @rule(seconds=st.sampled_from([0.1, 3.0, 50.0, 700.0, 4_000.0]), advance=st.booleans())
+    def time_passes(self, seconds: float, advance: bool) -> None:
+        self.now += seconds
+        if advance:
+            self.ledger.advance(self.now)
+
+    @rule(keys=st.lists(st.integers(0, 80), max_size=20, unique=True))
+    def evicted(self, keys: list[int]) -> None:
+        self.ledger.evicted(self.ledger.middles(set(keys)), self.now)
+
+    @rule(name=st.sampled_from([f"t/{number}" for number in range(9)]))
+    def over(self, name: str) -> None:
+        self.ledger.over(name, self.now)
+
+    @rule(instances=st.integers(1, 4))
+    def hosted(self, instances: int) -> None:
+        self.ledger.hosted_by(instances)
+
+    @invariant()
+    def consistent(self) -> None:
+        self.ledger.check_invariants()
+        sizes = sum(one.size for one in self.ledger.sessions.values())
+        shared = self.ledger._shared_sum
+        assert -1e-6 <= self.ledger.weighted() - shared <= sizes + 1e-6
+        assert sum(self.ledger.of_tenant(tenant) for tenant in ("t",)) >= 0.0
+        for kind in KINDS:
+            assert len(self.ledger.chances.chances(kind)) == BINS
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=60, stateful_step_count=40)
