@@ -312,8 +312,11 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
     if decision.HasField("admission"):
         admission = decision.admission
         console.print(
-            f"admission {admission.reason}: {admission.size:,} tokens beside {admission.weighted:,.0f} under way, of {admission.capacity:,.0f}"
-            + (f", parked {admission.waited.ToMilliseconds() / 1e3:,.1f} s" if admission.waited.ToNanoseconds() else ""),
+            f"admission {admission.reason}: {admission.size:,} tokens beside {admission.weighted:,.0f} under way, "
+            f"of {admission.capacity:,.0f}"
+            + (
+                f", parked {admission.waited.ToMilliseconds() / 1e3:,.1f} s" if admission.waited.ToNanoseconds() else ""
+            ),
             markup=False,
         )
     console.print(f"policy {decision.policy.name} {_settings(decision.policy)}")

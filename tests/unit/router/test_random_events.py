@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from pointsman.common.core.block_keys import KEY_SCHEME, digest_of
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.admission.session_admission import AdmissionSettings
 from pointsman.router.core.instances.circuit_breaker import CircuitSettings
 from pointsman.router.core.instances.instance_orders import InstanceOrder
 from pointsman.router.core.instances.report_sync import (
@@ -31,7 +32,7 @@ from pointsman.router.core.policy.base import Policy, hold, serve
 from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.prefix.exact_index import PrefixIndex
 from pointsman.router.core.priority import Priority
-from pointsman.router.core.requests.hold_queue import QueueSettings
+from pointsman.router.core.requests.hold_queue import HeldRequest, QueueSettings
 from pointsman.router.core.types import (
     FleetView,
     InstanceInfo,
@@ -236,6 +237,8 @@ class StateMachine(RuleBasedStateMachine):
     """Any order of events leaves the state consistent, and every counter at 0 once all requests have ended. A held request is
     answered exactly once, unless it ends, or its gateway's stream does."""
 
+    admission: ClassVar[AdmissionSettings] = AdmissionSettings()
+
     def __init__(self) -> None:
         super().__init__()
         self.kept: dict[str, dict[str, Reservation]] = {"m": {}, "n": {}}
@@ -250,6 +253,7 @@ class StateMachine(RuleBasedStateMachine):
             limits=SaturationLimits(max_requests=2, max_kv_usage=0.9),
             queue=QueueSettings(size=3, timeout_s=8.0, tenant_share=0.7),
             circuit=CircuitSettings(failures=1),
+            admission=self.admission,
         )
         set_policy(self.router, Patient())
         self.waiting: dict[str, str] = {}  # held request -> who is to get the answer
@@ -292,8 +296,12 @@ class StateMachine(RuleBasedStateMachine):
                 assert self.serve_only_as_all_produce(effect.decision.pool)
             if isinstance(effect, ev.Placed | ev.Refused) and not _of_later_step(event, effect):
                 assert self.waiting.pop(effect.request_id) == effect.gateway_id
-        assert {held.request.request_id: held.gateway_id for held in self.router.held_requests.queue} == self.waiting
+        assert {held.request.request_id: held.gateway_id for held in self.waiters()} == self.waiting
         return effects
+
+    def waiters(self) -> list[HeldRequest]:
+        """The held and the parked requests."""
+        return [*self.router.held_requests.queue, *self.router.parking.queue]
 
     def is_anothers(self, request_id: str, gateway: str) -> bool:
         """Whether another gateway with a stream has a request open, or waits for it."""
@@ -304,9 +312,9 @@ class StateMachine(RuleBasedStateMachine):
 
     def handle_of_another(self, event: ev.Event, request_id: str) -> list[ev.Effect]:
         """It changes nothing."""
-        before = list(self.router.reservations), list(self.router.held_requests.queue)
+        before = list(self.router.reservations), self.waiters()
         effects = self.router.handle(event, self.now)
-        assert (list(self.router.reservations), list(self.router.held_requests.queue)) == before
+        assert (list(self.router.reservations), self.waiters()) == before
         [effect] = effects
         assert isinstance(effect, ev.ReportIgnored | ev.Refused)
         assert effect.request_id == request_id
@@ -447,7 +455,7 @@ class StateMachine(RuleBasedStateMachine):
         needed: float | None = None,
         again: bool = False,
     ) -> None:
-        known = self.router.held_requests.queue.get(request_id)
+        known = self.router.held_requests.queue.get(request_id) or self.router.parking.queue.get(request_id)
         asked = request(
             request_id,
             tokens=tokens,
@@ -524,7 +532,7 @@ class StateMachine(RuleBasedStateMachine):
         for _ in range(times):
             effects = self.handle(ev.StreamOpened(gateway, stream))
             assert not any(isinstance(one, ev.Placed) and one.request_id == request_id for one in effects)
-            assert self.router.held_requests.queue.get(request_id) is None
+            assert request_id not in [held.request.request_id for held in self.waiters()]
             if (kept := self.router.reservations.get(request_id)) is not None:
                 assert (kept.instance_id, kept.gateway_id) == (where, gateway)
 
@@ -585,7 +593,7 @@ class StateMachine(RuleBasedStateMachine):
     def tick(self, seconds: float) -> None:
         self.now += seconds
         self.handle(ev.Tick())
-        assert all(held.ends_at > self.now for held in self.router.held_requests.queue)
+        assert all(held.ends_at > self.now for held in self.waiters())
 
     @rule(pool=st.sampled_from("mn"))
     def take(self, pool: str) -> None:

@@ -153,7 +153,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.open.append((name, tokens))
 
     @rule(
-        at=st.integers(0, 20), output=st.integers(0, 50), reason=st.sampled_from(["", "STOP", "TOOL_CALLS"]), lasts=st.booleans()
+        at=st.integers(0, 20),
+        output=st.integers(0, 50),
+        reason=st.sampled_from(["", "STOP", "TOOL_CALLS"]),
+        lasts=st.booleans(),
     )
     def closed(self, at: int, output: int, reason: str, lasts: bool) -> None:
         if self.open:

@@ -38,6 +38,7 @@ from pointsman.router.core.types import PlacementRequest
 # each).
 PARKED = QueueSettings(size=16_384, tenant_share=0.25, keys=16_000_000)
 PARKED_REASON = "session_parked"
+SIZE_WEIGHT = 1.0
 # How long a session that was not let in keeps its age, s, and the maximum number of such sessions.
 KEEP_AGE_S, MAX_AGES = 600.0, 50_000
 # LET_IN_AT_ONCE: maximum number of sessions that one turn lets in; a placement takes up to 150 us. LET_IN_PAUSE_S: pause before
@@ -80,7 +81,7 @@ class Parking:
             self._requests.change_hold(replace(waiting, gateway_id=gateway_id))
             return [self._parked(waiting, now)]
         pool = self._instances.pool_of(request.model)
-        if not pool or self.queue.get(request.request_id) or self._held_requests.queue.get(request.request_id):
+        if not pool or self._held_requests.queue.get(request.request_id) is not None:
             return self._held_requests.place(request, gateway_id, now)
         if request.parked_s > 0:
             self._admission.was_parked(pool, now)
@@ -183,7 +184,7 @@ class Parking:
             reason=PARKED_REASON,
             new_tokens=view.size,
             for_room=False,
-            queue_penalty_s=view.size / state.prefill_rate,
+            queue_penalty_s=SIZE_WEIGHT * view.size / state.prefill_rate,
             asked_at=asked,
             parked=True,
             tenant_load=state.ledger.of_tenant(request.tenant) / request.weight,
