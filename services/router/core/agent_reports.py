@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pointsman.common.core.block_keys import KEY_SCHEME, KEY_TOKENS
 from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.admission.session_admission import SessionAdmission
 from pointsman.router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
-from pointsman.router.core.instances.report_sync import Delta
 from pointsman.router.core.instances.stale_reservations import stale_reservations
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
@@ -45,7 +43,6 @@ class Reports:
         reservations: Reservations,
         requests: OpenRequests,
         plans: Plans,
-        admission: SessionAdmission,
         *,
         stale_report_s: float,
         lost_instance_s: float,
@@ -57,7 +54,6 @@ class Reports:
         self._reservations = reservations
         self._requests = requests
         self._plans = plans
-        self._admission = admission
         self._stale_report_s = stale_report_s
         self._lost_instance_s = lost_instance_s
 
@@ -103,8 +99,6 @@ class Reports:
         failure = record.sync.handle(event.message)
         for prompt in self._prefix_knowledge.keys_reported(record, event.message, now):
             self._requests.progress(prompt.request_id, prompt.prefilled_tokens)
-        if isinstance(event.message, Delta) and event.message.removed and record.sync.live:
-            self._admission.keys_removed(record.info.model, event.message.removed, now)
         effects: list[ev.Effect] = [ev.FleetChanged()] if record.state is not before else []
         if failure:
             effects.append(ev.Resync(event.stream_id, event.instance_id, failure))

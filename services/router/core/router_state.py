@@ -169,7 +169,6 @@ class RouterState:
             self.reservations,
             self.requests,
             self._plans,
-            self.admission,
             stale_report_s=settings.stale_report_s,
             lost_instance_s=settings.lost_instance_s,
         )

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.admission.session_admission import AdmissionSettings
@@ -21,12 +21,19 @@ class AdmittedStateMachine(StateMachine):
 
     admission: ClassVar[AdmissionSettings] = AdmissionSettings(True, interactive_s=2.0, standard_s=6.0, batch_s=12.0)
 
+    @initialize(joined=st.just(True))
+    def begin(self, joined: bool) -> None:
+        """With a fleet that is up, and a first storm."""
+        super().begin(joined)
+        self.storm(0, 6, 800)
+
     def info(self, name: str, **changes: Any) -> InstanceInfo:
         return super().info(name, **{"kv_capacity_tokens": 800, **changes})
 
     def handle(self, event: ev.Event) -> list[ev.Effect]:
-        for pool in self.router.admission.pools.values():
-            pool.armed = pool.capacity.tokens > 0
+        for pool in "mn":
+            # As when an earlier owner had parked a request: the pool is armed if its capacity is known.
+            self.router.admission.was_parked(pool, self.now)
         return super().handle(event)
 
     @rule(
@@ -60,6 +67,11 @@ class AdmittedStateMachine(StateMachine):
         if opened := list(self.router.reservations):
             request_id = opened[at % len(opened)].request_id
             self.handle(ev.Finished(request_id, "OK", output_tokens=output, finish_reason=reason))
+
+    @rule(first=st.integers(0, 40), count=st.integers(1, 6), tokens=st.integers(100, 1_500))
+    def storm(self, first: int, count: int, tokens: int) -> None:
+        for number in range(first, first + count):
+            self.begin_session(number, "g1", tokens, 99, False, 0.0, True)
 
     @rule()
     def time_is_due(self) -> None:

@@ -47,19 +47,6 @@ def test_a_session_that_is_idle_for_an_hour_is_forgotten() -> None:
     ledger.check_invariants()
 
 
-def test_a_session_with_most_blocks_evicted_weighs_nothing_until_it_returns() -> None:
-    ledger = SessionLedger()
-    session = ledger.opened("t/a", "t", 1_600, KEYS, 0, 0.0)
-    ledger.closed("t/a", 1_600, 0, "TOOL_CALLS", 0.0)
-    assert ledger.middles(set(KEYS)) == {session.middle} == {KEYS[49]}
-    ledger.evicted([session.middle], 3.0)
-    assert ledger.weighted() == 0.0
-    assert ledger.continued("t/a", "t", KEYS) == "session"
-    ledger.opened("t/a", "t", 1_600, KEYS, 0, 10.0)
-    assert ledger.weighted() == 1_600
-    ledger.check_invariants()
-
-
 def test_a_prefix_that_sessions_share_counts_once_for_each_instance_at_most() -> None:
     ledger = SessionLedger()
     ledger.hosted_by(3)
@@ -168,10 +155,6 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now += seconds
         if advance:
             self.ledger.advance(self.now)
-
-    @rule(keys=st.lists(st.integers(0, 80), max_size=20, unique=True))
-    def evicted(self, keys: list[int]) -> None:
-        self.ledger.evicted(self.ledger.middles(set(keys)), self.now)
 
     @rule(name=st.sampled_from([f"t/{number}" for number in range(9)]))
     def over(self, name: str) -> None:

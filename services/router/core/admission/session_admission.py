@@ -23,6 +23,8 @@ from pointsman.router.core.types import Decision, InstanceState, PlacementReques
 
 # Share of the KV of a pool's instances that the sessions may take. The rest is for shared copies, and for what grows.
 CAPACITY_SHARE = 0.9
+# States of the instances whose KV counts. One that syncs its keys has its cache, and is placed on.
+SERVING = (InstanceState.READY, InstanceState.SYNCING)
 # A pool is armed from this share of recomputed tokens in its prefill of the last minute. Below it, and below DISARM_SHARE of its
 # capacity, it is disarmed.
 ARM_SHARE, DISARM_SHARE = 0.05, 0.8
@@ -59,7 +61,7 @@ class Capacity:
 
 def capacity_of(instances: Iterable[InstanceRecord]) -> Capacity:
     """Return the capacity of a pool with these instances."""
-    serving = [one.info for one in instances if one.state is InstanceState.READY and not one.produces_only]
+    serving = [one.info for one in instances if one.state in SERVING and not one.produces_only]
     if not serving:
         return Capacity()
     ids = tuple(one.instance_id for one in serving)
@@ -215,11 +217,6 @@ class SessionAdmission:
             # A request without a session has the name of the request, and nothing follows it.
             lasts = "/" in name
             state.ledger.closed(name, prompt_tokens, output_tokens, finish_reason, now, lasts=lasts)
-
-    def keys_removed(self, pool: str, keys: Collection[int], now: float) -> None:
-        """Record that one instance has removed these keys. Mutates."""
-        if (state := self.pools.get(pool)) is not None and (found := state.ledger.middles(keys)):
-            state.ledger.evicted([key for key in found if not self._index.held(key)], now)
 
     def was_parked(self, pool: str, now: float) -> None:
         """Record that an earlier owner of the pool had parked a request: it is armed. Mutates."""

@@ -4,8 +4,8 @@
 
 A session's size is the tokens of its last prompt and answer (of all open prompts, while several are open), less the tokens that
 it shared with other sessions at its first request. Its weight is 1 while a request is open, else the chance that it returns
-within KEEP_S (return_chances.py), and 0 once most of its blocks are evicted. A shared prefix counts once for each session that
-has it, but for at most one copy on each instance.
+within KEEP_S (return_chances.py), whether its blocks are still cached or evicted: evicted ones are needed again just the same. A
+shared prefix counts once for each session that has it, but for at most one copy on each instance.
 
 Idle sessions are listed by kind of answer and bin of idle time, with the sum of each list. So the weighted size costs
 O(kinds x bins), and a session's change O(1), whatever the number of sessions. Times in s on one clock.
@@ -34,9 +34,8 @@ MAX_SESSIONS = 200_000
 # Number of open requests of one session from which another one does not continue the session: a name must not stand for any
 # number of conversations.
 MOST_OPEN = 8
-# Values of CountedSession.bin for a session with an open request, and for one whose blocks are mostly evicted.
-OPEN, EVICTED = -1, -2
-EVICT_ON = 1.0
+# Value of CountedSession.bin for a session with an open request.
+OPEN = -1
 # Follower of a tail that no request has continued yet, and of one that belongs to several conversations.
 _NONE_YET, _SEVERAL = -1, -2
 
@@ -83,14 +82,12 @@ class SessionLedger:
         self._instances = 1
         self._open_sum = self._shared_sum = 0
         self._sums = [[0] * BINS for _ in KINDS]
-        # By kind and bin, in the order in which they became idle; and the evicted ones, in the order of their eviction.
+        # By kind and bin, in the order in which they became idle.
         self._idle: list[list[OrderedDict[str, None]]] = [[OrderedDict() for _ in range(BINS)] for _ in KINDS]
-        self._evicted: OrderedDict[str, float] = OrderedDict()
         # Key at the end of a shared prefix -> (sessions that have it, its tokens).
         self._groups: dict[int, tuple[int, int]] = {}
         self._tenants: dict[str, float] = {}
-        # Middle key -> session. Tail key -> (session, the key that followed it in the request that continued it).
-        self._middles: dict[int, str] = {}
+        # Tail key -> (session, the key that followed it in the request that continued it).
         self._tails: dict[int, tuple[str, int]] = {}
 
     def __len__(self) -> int:
@@ -207,21 +204,6 @@ class SessionLedger:
             self._unlist(session, now, returned=False)
             self._drop(session)
 
-    def evicted(self, keys: Iterable[int], now: float) -> None:
-        """Record that no instance has these keys any more: the sessions of which they are the middle weigh nothing until they
-        return. Mutates."""
-        for key in keys:
-            session = self.sessions.get(self._middles.get(key, ""))
-            if EVICT_ON and session is not None and session.bin >= 0:
-                self._unlist(session, now, returned=False)
-                session.bin = EVICTED
-                self._evicted[session.name] = session.since
-                self._count(session, 0.0)
-
-    def middles(self, keys: Collection[int]) -> set[int]:
-        """Return those of `keys` that are the middle of a session."""
-        return self._middles.keys() & keys if self._middles else set()
-
     def advance(self, now: float) -> None:
         """Move idle sessions to the bins of their idle times, and forget those that are idle for longer than the last bin.
         Mutates; O(kinds x bins + moves)."""
@@ -239,8 +221,6 @@ class SessionLedger:
                     else:
                         session.bin = bin_ + 1
                         self._list(session)
-        while self._evicted and now - next(iter(self._evicted.values())) >= EDGES_S[-1]:
-            self._drop(self.sessions[next(iter(self._evicted))])
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a sum or a list contradicts the sessions."""
@@ -252,14 +232,12 @@ class SessionLedger:
                 inside = [one for one in self.sessions.values() if not one.open and (one.kind, one.bin) == (kind, bin_)]
                 assert self._idle[kind][bin_].keys() == {one.name for one in inside}
                 assert self._sums[kind][bin_] == sum(one.size for one in inside)
-        assert self._evicted.keys() == {one.name for one in self.sessions.values() if one.bin == EVICTED}
         assert all((one.bin == OPEN) is bool(one.open) for one in self.sessions.values())
         groups: dict[int, int] = {}
         for one in self.sessions.values():
             if one.shared:
                 groups[one.group] = groups.get(one.group, 0) + 1
         assert groups == {key: members for key, (members, _) in self._groups.items()}
-        assert all(self.sessions[name].middle == key for key, name in self._middles.items())
         assert all(self.sessions[name].tail == key for key, (name, _) in self._tails.items())
         for tenant, total in self._tenants.items():
             own = sum(one.counted for one in self.sessions.values() if one.tenant == tenant)
@@ -293,15 +271,12 @@ class SessionLedger:
         session.tail, session.tail_at = keys[last], last
         session.middle_at = min((first + last) // 2, last)
         session.middle = keys[session.middle_at]
-        self._middles[session.middle] = session.name
         other = self._tails.get(session.tail)
         self._tails[session.tail] = session.name, _NONE_YET if other is None else _SEVERAL
 
     def _unmark(self, session: CountedSession) -> None:
         if session.tail_at < 0:
             return
-        if self._middles.get(session.middle) == session.name:
-            del self._middles[session.middle]
         if self._tails.get(session.tail, ("", 0))[0] == session.name:
             del self._tails[session.tail]
 
@@ -314,9 +289,6 @@ class SessionLedger:
 
     def _unlist(self, session: CountedSession, now: float, *, returned: bool) -> None:
         """Take an idle session out of its list, because it returned at `now` or is no longer watched from then on."""
-        if session.bin == EVICTED:
-            del self._evicted[session.name]
-            return
         del self._idle[session.kind][session.bin][session.name]
         self._sums[session.kind][session.bin] -= session.size
         idle_s = now - session.since
@@ -341,14 +313,10 @@ class SessionLedger:
         self._count(session, 0.0)
         self._leave(session)
         self._unmark(session)
-        self._evicted.pop(session.name, None)
         del self.sessions[session.name]
 
     def _forget_oldest(self, now: float) -> None:
-        """Forget an evicted session, or one that is idle in the longest bin; none if all have open requests."""
-        if self._evicted:
-            self._drop(self.sessions[next(iter(self._evicted))])
-            return
+        """Forget a session that is idle in the longest bin; none if all have open requests."""
         for bin_ in reversed(range(BINS)):
             for kind in KINDS:
                 if idle := self._idle[kind][bin_]:

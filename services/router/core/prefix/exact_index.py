@@ -80,10 +80,6 @@ class PrefixIndex:
         """Return whether `owner` holds `key`."""
         return bool(self._masks[key & _SHARD].get(key, 0) & self._bit_of.get(owner, 0))
 
-    def held(self, key: int) -> bool:
-        """Return whether any owner holds `key`, or held it until it was dropped and is not swept yet."""
-        return key in self._masks[key & _SHARD]
-
     def run_end(self, owner: str, keys: Sequence[int], start: int, stop: int) -> int:
         """Return the end of the run of `keys[start:stop]` that `owner` holds: the index of the first key that it does not hold,
         or `stop`. Assumes chained keys, as `runs` does. O(log(length of the run)) look-ups."""
