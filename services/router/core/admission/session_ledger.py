@@ -14,7 +14,7 @@ O(kinds x bins), and a session's change O(1), whatever the number of sessions. T
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
