@@ -68,19 +68,20 @@ class RouterNode:
         self._task = self.node.spawn(self._run())
 
     async def _run(self) -> None:
-        settings = RouterSettings(
-            redis_url=SecretStr("redis://redis"),
-            router_id=f"{self._address}-{self._lives}",
-            policy=self._world.policy,
-            policy_settings=SETTINGS.get(self._world.policy, {}),
-            owner_lease_s=LEASE_S,
-            gateway_lease_s=5.0,
-            lost_instance_s=6.0,
-            queue_timeout_s=5.0,
-            queue_size=self._world.queue_size,
-            startup_wait_s=2.0,
-            max_requests_per_instance=4,
-        )
+        chosen: dict[str, Any] = {
+            "redis_url": SecretStr("redis://redis"),
+            "router_id": f"{self._address}-{self._lives}",
+            "policy": self._world.policy,
+            "policy_settings": SETTINGS.get(self._world.policy, {}),
+            "owner_lease_s": LEASE_S,
+            "gateway_lease_s": 5.0,
+            "lost_instance_s": 6.0,
+            "queue_timeout_s": 5.0,
+            "queue_size": self._world.queue_size,
+            "startup_wait_s": 2.0,
+            "max_requests_per_instance": 4,
+        }
+        settings = RouterSettings(**chosen | self._world.router_settings)
         router = self.router = CheckedRouter(settings, self._world, self.node)
         router.store.address = self._address
         services = {

@@ -6,7 +6,7 @@ import asyncio
 import random
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +125,13 @@ class GatewayNode:
     def _take_pools(self, pools: Sequence[placement_pb2.Pool]) -> None:
         self._states = {pool.model: PoolState(pool) for pool in pools}
 
+    async def begin_session(self, session: str, model: str, tokens: list[int], output: int) -> int:
+        """Send the first request of a session; return the status of its answer, NONE if the gateway died before."""
+        self._sent += 1
+        work = self.node.spawn(self._answer(f"{self.name}-{self._sent}", model, tokens, session, output, 0.0))
+        await asyncio.wait([work])
+        return NONE if work.cancelled() else work.result()
+
     async def ask(self, leaves_after_s: float = 0.0, needs_within_s: float = 0.0) -> int:
         """Send a client's request; return the status of its answer, NONE if there was none.
 
@@ -178,6 +185,7 @@ class GatewayNode:
             # 4 is a class that only a newer gateway could send.
             priority=self._world.rng.randrange(5),  # type: ignore[arg-type]
             weight=self._world.rng.randrange(4),
+            parkable=True,
         )
         set_keys(placement, array("Q", prompt_keys(tokens, model)))
         writer: Any = ResponseWriter()
@@ -221,11 +229,13 @@ class World:
         *,
         engines: int = 4,
         capacity_blocks: int = CAPACITY_BLOCKS,
+        router_settings: Mapping[str, Any] | None = None,
     ) -> None:
         """Build a fleet of `engines` engines that stands for one of `declared` size, placed by `policy`.
 
-        An empty `policy` is drawn, and so is the size of the hold queue.
+        An empty `policy` is drawn, and so is the size of the hold queue. `router_settings` replace those of the routers.
         """
+        self.router_settings = dict(router_settings or {})
         self.rng = rng
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)

@@ -98,5 +98,5 @@ class AdmittedStateMachine(StateMachine):
             assert not any(one.open for one in pool.ledger.sessions.values())
 
 
-AdmittedStateMachine.TestCase.settings = settings(MACHINE, max_examples=150)
+AdmittedStateMachine.TestCase.settings = settings(MACHINE, max_examples=50)
 TestAdmittedState = AdmittedStateMachine.TestCase

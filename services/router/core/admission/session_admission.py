@@ -25,9 +25,10 @@ from pointsman.router.core.types import Decision, InstanceState, PlacementReques
 CAPACITY_SHARE = 0.9
 # States of the instances whose KV counts. One that syncs its keys has its cache, and is placed on.
 SERVING = (InstanceState.READY, InstanceState.SYNCING)
-# A pool is armed from this share of recomputed tokens in its prefill of the last minute. Below it, and below DISARM_SHARE of its
-# capacity, it is disarmed.
-ARM_SHARE, DISARM_SHARE = 0.05, 0.8
+# A pool is armed when at least ARM_SHARE of its prefill of the last minute is recomputed, and the sessions' weighted size is at
+# least ARM_SIZE of its capacity: near a fleet's limit, sizes reach the capacity for moments without harm. It is disarmed below
+# both ARM_SHARE and DISARM_SIZE of the capacity.
+ARM_SHARE, ARM_SIZE, DISARM_SIZE = 0.05, 1.15, 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +154,11 @@ class SessionAdmission:
         state.prefill_rate = 1.0 / max(curve.token_s, 1e-9)
         computed, again = state.recomputation.tokens(now)
         thrashes = computed > 0 and again >= ARM_SHARE * computed
+        weighted, capacity = state.ledger.weighted(), state.capacity.tokens
         if not state.armed:
-            state.armed = thrashes and state.capacity.tokens > 0
+            state.armed = thrashes and weighted >= ARM_SIZE * capacity > 0
             return
-        fits = state.ledger.weighted() < DISARM_SHARE * state.capacity.tokens
+        fits = weighted < DISARM_SIZE * capacity
         state.armed = state.capacity.tokens > 0 and (parked or thrashes or not fits)
 
     def tick(self, parked: Collection[str], now: float) -> None:

@@ -1,0 +1,98 @@
+"""A storm of 1,000 new sessions in virtual time: parked, admitted, refused and answered while an owner and a gateway die."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from pointsman.router.core.admission import session_admission
+from pointsman.router.core.requests.parking import Parking
+from tests.support.virtual.costs import AS_BUILT
+from tests.support.virtual.invariants import check_at_rest
+from tests.support.virtual.loop import virtual_clocks
+from tests.support.virtual.network import clock_offset_s
+from tests.support.virtual.run import REST_S, START_S, Run, new_loop, watch
+from tests.support.virtual.world import MODELS, NONE, World
+
+SESSIONS, BOUND_S = 1_000, 20.0
+# Maximum time between a request's bound and its refusal: the pool may be without an owner just then.
+SLACK_S = 5.0
+# Time for the answer of a session that is let in at the last moment, s.
+ANSWER_S = 30.0
+
+
+@pytest.mark.timeout(900)  # It only computes, and a busy machine may need long.
+def test_a_storm_of_sessions_outlives_its_owner_and_a_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every session is answered or refused by its bound, with nothing lost; a client asks another gateway when its own dies."""
+    monkeypatch.setattr(session_admission, "ARM_SHARE", 0.0)
+    monkeypatch.setattr(session_admission, "ARM_SIZE", 0.1)
+    waited: list[float] = []
+    refused = Parking._refused
+
+    def noted(self: Parking, held: Any, place: int, now: float) -> Any:
+        waited.append(now - held.asked_at)
+        return refused(self, held, place, now)
+
+    monkeypatch.setattr(Parking, "_refused", noted)
+    result, answers, parked = Run(7), Counter[int](), []
+    loop = new_loop()
+    with virtual_clocks(loop, clock_offset_s):
+        try:
+            watch(loop, result, _storm(random.Random(7), answers, parked))
+        finally:
+            loop.end()
+    assert not result.failure
+    assert answers.total() == SESSIONS
+    assert answers.keys() == {200, 429}
+    assert min(answers.values()) >= 20
+    # Most were parked at both owners of a pool, before and after the death of the first.
+    assert min(parked) >= 100
+    assert max(waited) <= BOUND_S + SLACK_S
+
+
+async def _storm(rng: random.Random, answers: Counter[int], parked: list[int]) -> None:
+    settings = {"session_admission": True, "admission_standard_s": BOUND_S, "admission_batch_s": BOUND_S}
+    settings |= {"admission_interactive_s": BOUND_S, "max_requests_per_instance": 0}
+    world = World(rng, AS_BUILT, "unified", router_settings=settings)
+    world.checks_all = False
+    loop = asyncio.get_running_loop()
+    with world.running():
+        await asyncio.sleep(START_S)
+        clients = [asyncio.create_task(_client(world, number)) for number in range(SESSIONS)]
+        await asyncio.sleep(6.0)
+        owner = next(node for node in world.routers.values() if node.router and node.router.state.owned.owns(MODELS[0]))
+        assert owner.router is not None
+        parked.append(owner.router.state.parking.queue.count(MODELS[0]))
+        owner.kill()
+        await asyncio.sleep(4.0)
+        parked.append(sum(router.state.parking.queue.count(MODELS[0]) for router in world.live_routers()))
+        owner.start()
+        world.gateways["g0"].kill()
+        await asyncio.sleep(2.0)
+        world.gateways["g0"].start()
+        began = loop.time()
+        for client in clients:
+            answers[await client] += 1
+        assert loop.time() - began <= 2 * BOUND_S + SLACK_S + ANSWER_S
+        await asyncio.sleep(REST_S)
+        for router in world.live_routers():
+            router.state.check_invariants()
+            assert not len(router.state.parking.queue)
+        await check_at_rest(world, MODELS)
+
+
+async def _client(world: World, number: int) -> int:
+    """Begin one session at a random moment; return the status of its answer. If its gateway dies, the other one is asked."""
+    await asyncio.sleep(world.rng.uniform(0.0, 5.0))
+    tokens = [world.rng.randrange(1_000) for _ in range(world.rng.randint(60, 120))]
+    gateway = world.rng.choice(("g0", "g1"))
+    while True:
+        status = await world.gateways[gateway].begin_session(f"n{number}", MODELS[number % 2], tokens, 5)
+        if status not in (NONE, 503):
+            return status
+        gateway = "g1" if gateway == "g0" else "g0"
+        await asyncio.sleep(0.5)
