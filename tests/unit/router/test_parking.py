@@ -1,0 +1,208 @@
+"""Tests of parked requests: who is let in, in which order, who is refused and when, and what outlives a stream or an owner."""
+
+from __future__ import annotations
+
+from typing import Any
+from zlib import crc32
+
+import pytest
+from msgspec.structs import replace
+
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.admission.admission_rule import AdmissionOutcome, decide_admission
+from pointsman.router.core.admission.session_admission import AdmissionSettings
+from pointsman.router.core.analysis.decision_replay import admission_differences, differences, redecide
+from pointsman.router.core.priority import Priority
+from pointsman.router.core.requests.parking import KEEP_AGE_S
+from pointsman.router.core.router_state import RouterState
+from pointsman.router.core.types import Phase, PlacementRequest
+from tests.support.router_values import join, request, state
+
+ON = AdmissionSettings(True, interactive_s=30.0, standard_s=120.0, batch_s=600.0)
+
+
+def fleet(*, capacity: int = 10_000, settings: AdmissionSettings = ON) -> RouterState:
+    """One armed instance with a session of 8,000 tokens under way; 1,000 more tokens fit."""
+    router = state(admission=settings)
+    join(router, "a", 1, kv_capacity_tokens=capacity)
+    ask(router, session("busy", 8_000), 0.0)
+    router.admission.was_parked("m", 0.0)
+    return router
+
+
+def session(name: str, tokens: int, **changes: Any) -> PlacementRequest:
+    first = crc32(name.encode()) << 20
+    keys = tuple(range(first, first + tokens // 16))
+    values: dict[str, Any] = {"keys": keys, "tenant": "t", "session_id": name, "parkable": True}
+    return replace(request(f"r-{name}", tokens), **values | changes)
+
+
+def ask(router: RouterState, asked: PlacementRequest, now: float, gateway: str = "g") -> list[ev.Effect]:
+    effects = router.handle(ev.PlaceRequested(asked, gateway), now)
+    return [one for one in effects if isinstance(one, ev.Placed | ev.Refused | ev.Parked)]
+
+
+def end(router: RouterState, name: str, now: float, reason: str = "STOP") -> list[ev.Effect]:
+    effects = router.handle(ev.Finished(f"r-{name}", "OK", output_tokens=0, finish_reason=reason), now)
+    return [one for one in effects if isinstance(one, ev.Placed | ev.Refused)]
+
+
+def placed(effects: list[ev.Effect]) -> list[str]:
+    return [one.request_id.removeprefix("r-") for one in effects if isinstance(one, ev.Placed)]
+
+
+def test_a_new_session_that_does_not_fit_is_parked_and_let_in_when_another_is_idle() -> None:
+    router = fleet()
+    [parked] = ask(router, session("new", 3_000), 1.0)
+    assert parked == ev.Parked("r-new", "g", "m", 1, 120.0)
+    [answer] = end(router, "busy", 5.0)
+    assert isinstance(answer, ev.Placed)
+    admitted = answer.decision.request.admitted
+    assert admitted is not None
+    assert (admitted.verdict.reason, admitted.view.waited_s) == ("fits", 4.0)
+    router.check_invariants()
+
+
+def test_without_admission_or_while_the_caches_suffice_nothing_is_parked() -> None:
+    router = fleet(settings=AdmissionSettings())
+    assert placed(ask(router, session("new", 3_000), 1.0)) == ["new"]
+    assert not router.admission.pools or not router.admission.pools["m"].ledger.sessions
+    router = fleet()
+    router.admission.pools["m"].armed = False
+    assert placed(ask(router, session("new", 3_000), 1.0)) == ["new"]
+
+
+def test_an_unknown_kv_capacity_parks_nothing_and_says_so() -> None:
+    router = fleet(capacity=0)
+    assert placed(ask(router, session("new", 3_000), 1.0)) == ["new"]
+    assert router.admission.status("m", 1.0).off_reason == "the KV capacity of a is unknown"
+
+
+@pytest.mark.parametrize(
+    ("priority", "bound_s"), [(Priority.INTERACTIVE, 30.0), (Priority.STANDARD, 120.0), (Priority.BATCH, 600.0)]
+)
+def test_a_parked_request_is_refused_at_the_bound_of_its_class_with_its_place(
+    priority: Priority, bound_s: float
+) -> None:
+    router = fleet()
+    ask(router, session("new", 3_000, priority=priority), 1.0)
+    assert router.retry_at == 1.0 + bound_s
+    router.handle(ev.Tick(), bound_s)
+    [refused] = [one for one in router.handle(ev.RetryDue(), 1.0 + bound_s) if isinstance(one, ev.Refused)]
+    assert (refused.code, refused.place) == ("RESOURCE_EXHAUSTED", 1)
+    assert refused.retry_after_s is not None
+    assert refused.admission is not None
+    assert refused.admission.verdict.outcome is AdmissionOutcome.REFUSE
+    assert decide_admission(refused.admission.view) == refused.admission.verdict
+    router.check_invariants()
+
+
+def test_a_clients_deadline_is_a_bound_too() -> None:
+    router = fleet()
+    [parked] = ask(router, session("new", 3_000, ttft_deadline_s=7.0), 1.0)
+    assert isinstance(parked, ev.Parked)
+    assert parked.bound_s == 7.0
+    # A caller that cannot be told of parking keeps half of its time for the placement.
+    [parked] = ask(router, session("old", 3_000, parkable=False, deadline_s=10.0), 1.0)
+    assert isinstance(parked, ev.Parked)
+    assert parked.bound_s == 5.0
+
+
+def test_work_under_way_and_small_sessions_are_never_parked() -> None:
+    router = fleet()
+    ask(router, session("new", 3_000), 1.0)
+    again = session("busy", 8_200)
+    assert placed(ask(router, request("again", 8_200, keys=again.keys, tenant="t", session_id="busy"), 2.0)) == [
+        "again"
+    ]
+    assert placed(ask(router, session("child", 3_000, parent="t/busy"), 2.0)) == ["child"]
+    assert placed(ask(router, session("tool", 3_000, continues=True), 2.0)) == ["tool"]
+    assert placed(ask(router, session("small", 100), 2.0)) == ["small"]
+    [parked] = ask(router, session("orphan", 3_000, parent="t/unknown"), 2.0)
+    assert isinstance(parked, ev.Parked)
+    [parked] = ask(router, session("other", 3_000, tenant="u", parent="u/busy"), 2.0)
+    assert isinstance(parked, ev.Parked)
+
+
+def test_a_higher_class_goes_first_and_of_one_class_the_smaller_session() -> None:
+    router = fleet(capacity=100_000)
+    ask(router, session("fills", 81_900), 0.0)
+    ask(router, session("large", 20_000), 1.0)
+    ask(router, session("smaller", 10_000), 1.5)
+    ask(router, session("urgent", 20_000, priority=Priority.INTERACTIVE), 2.0)
+    assert [held.request.session_id for held in router.parking.queue.order("m")] == ["urgent", "smaller", "large"]
+
+
+def test_the_tenant_with_the_least_weighted_size_for_its_weight_goes_first() -> None:
+    router = fleet(capacity=100_000)
+    ask(router, session("fills", 81_900, tenant="heavy"), 0.0)
+    ask(router, session("h", 10_000, tenant="heavy"), 1.0)
+    ask(router, session("l", 20_000, tenant="light"), 2.0)
+    assert [held.request.session_id for held in router.parking.queue.order("m")] == ["l", "h"]
+
+
+def test_the_age_survives_a_refusal_and_a_lost_stream_for_ten_minutes() -> None:
+    for pause_s, since in ((KEEP_AGE_S - 1.0, 1.0), (KEEP_AGE_S + 1.0, 121.0 + KEEP_AGE_S + 1.0)):
+        router = fleet()
+        ask(router, session("new", 3_000), 1.0)
+        router.handle(ev.RetryDue(), 121.0)
+        assert not len(router.parking.queue)
+        again = 121.0 + pause_s
+        router.admission.pools["m"].armed = True
+        router.parking.expire(again)
+        [parked] = ask(router, session("new", 3_000, request_id="second"), again)
+        assert isinstance(parked, ev.Parked)
+        assert parked.bound_s == 120.0
+        assert next(iter(router.parking.queue)).since == since
+    router = fleet()
+    ask(router, session("new", 3_000), 1.0)
+    router.handle(ev.GatewayLost("g"), 5.0)
+    assert not len(router.parking.queue)
+    ask(router, session("new", 3_000), 6.0, "h")
+    assert next(iter(router.parking.queue)).since == 1.0
+
+
+def test_a_request_that_an_earlier_owner_parked_keeps_its_bound_and_arms_the_new_owner() -> None:
+    router = state(admission=ON)
+    join(router, "a", 1, kv_capacity_tokens=10_000)
+    stream = ev.OpenStream(session("busy", 8_000), "a", Phase.DECODE, 0)
+    router.handle(ev.GatewayHello("g", (stream,), frozenset({"r-new"})), 0.0)
+    [parked] = ask(router, session("new", 3_000, parked_s=100.0), 1.0)
+    assert isinstance(parked, ev.Parked)
+    assert parked.bound_s == 20.0
+    [refused] = ask(router, session("late", 3_000, parked_s=120.0), 1.0)
+    assert isinstance(refused, ev.Refused)
+
+
+def test_a_pool_that_is_lost_sends_its_parked_requests_to_the_new_owner() -> None:
+    router = state(admission=ON, owns_all=False)
+    router.handle(ev.PoolTaken("m"), 0.0)
+    join(router, "a", 1, kv_capacity_tokens=10_000)
+    ask(router, session("busy", 8_000), 0.0)
+    router.admission.was_parked("m", 0.0)
+    ask(router, session("new", 3_000), 1.0)
+    [refused] = [one for one in router.handle(ev.PoolLost("m"), 2.0) if isinstance(one, ev.Refused)]
+    assert (refused.request_id, refused.not_serving) == ("r-new", True)
+    while router.unfinished:
+        router.handle(ev.GoOn(), 2.0)
+    assert not router.admission.pools
+    router.check_invariants()
+
+
+def test_an_admission_is_made_again_from_its_record() -> None:
+    router = fleet()
+    [answer] = ask(router, session("fits", 900), 1.0)
+    assert isinstance(answer, ev.Placed)
+    decision, record = answer.decision, answer.decision.request.admitted
+    assert record is not None
+    assert admission_differences(record) == []
+    assert not [one for one in differences(decision, redecide(decision)) if one.startswith("admission")]
+
+
+def test_parked_work_counts_in_the_order_of_arrival_of_one_shot_requests_without_leaving_state() -> None:
+    router = fleet()
+    one_shot = request("one", 900, keys=tuple(range(56)), tenant="t")
+    assert placed(ask(router, one_shot, 1.0)) == ["one"]
+    before = len(router.admission.pools["m"].ledger)
+    router.handle(ev.Finished("one", "OK", output_tokens=5), 2.0)
+    assert len(router.admission.pools["m"].ledger) == before - 1
