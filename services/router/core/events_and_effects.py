@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pointsman.router.core.admission.admission_rule import AdmissionRecord
+from pointsman.router.core.admission_rule import AdmissionRecord
 from pointsman.router.core.instances.instance_orders import InstanceOrder
 from pointsman.router.core.instances.report_sync import KeyMessage
 from pointsman.router.core.load.reservations import Reservation

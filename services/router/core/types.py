@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import msgspec
 
-from pointsman.router.core.admission.admission_rule import AdmissionRecord
+from pointsman.router.core.admission_rule import AdmissionRecord
 from pointsman.router.core.prefill_curve import NO_PREFILLS, PrefillCurve, PrefillSums, PrefillWork
 from pointsman.router.core.priority import Priority
 

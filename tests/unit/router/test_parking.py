@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.admission.admission_rule import AdmissionOutcome, decide_admission
 from pointsman.router.core.admission.session_admission import AdmissionSettings
+from pointsman.router.core.admission_rule import AdmissionOutcome, decide_admission
 from pointsman.router.core.analysis.decision_replay import admission_differences, differences, redecide
 from pointsman.router.core.priority import Priority
 from pointsman.router.core.requests.parking import KEEP_AGE_S

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pointsman.common.core.block_keys import KEY_TOKENS
-from pointsman.router.core.admission.admission_rule import AdmissionView
 from pointsman.router.core.admission.recomputation import Recomputation
 from pointsman.router.core.admission.session_ledger import SessionLedger
+from pointsman.router.core.admission_rule import AdmissionView
 from pointsman.router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.load.affinity import Affinity

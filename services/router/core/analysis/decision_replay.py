@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
-from pointsman.router.core.admission.admission_rule import AdmissionRecord, decide_admission
+from pointsman.router.core.admission_rule import AdmissionRecord, decide_admission
 from pointsman.router.core.policy.base import Policy, decide
 from pointsman.router.core.policy.decision_rng import rng_of
 from pointsman.router.core.policy.registry import make_policy

@@ -19,13 +19,13 @@ from math import inf
 from msgspec.structs import replace
 
 from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.admission.admission_rule import (
+from pointsman.router.core.admission.session_admission import SessionAdmission
+from pointsman.router.core.admission_rule import (
     AdmissionOutcome,
     AdmissionRecord,
     AdmissionView,
     decide_admission,
 )
-from pointsman.router.core.admission.session_admission import SessionAdmission
 from pointsman.router.core.instances.instance_registry import InstanceRegistry
 from pointsman.router.core.requests.hold_queue import HeldRequest, QueueSettings
 from pointsman.router.core.requests.open_requests import OpenRequests

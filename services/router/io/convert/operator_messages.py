@@ -10,7 +10,7 @@ import msgspec
 from google.protobuf import struct_pb2
 
 from pointsman.common.core.enum_words import values
-from pointsman.router.core.admission.admission_rule import AdmissionRecord
+from pointsman.router.core.admission_rule import AdmissionRecord
 from pointsman.router.core.analysis.decision_replay import inputs_digest
 from pointsman.router.core.analysis.outcome_stats import OutcomeGroup, quantile
 from pointsman.router.core.analysis.policy_comparison import PolicyComparison, ttft_change_s

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from pointsman.common.io.line_file import LineWriter
-from pointsman.router.core.admission.admission_rule import AdmissionRecord
+from pointsman.router.core.admission_rule import AdmissionRecord
 from pointsman.router.core.analysis.decision_replay import inputs_digest
 from pointsman.router.core.events_and_effects import Finished, Refused
 from pointsman.router.core.types import Decision

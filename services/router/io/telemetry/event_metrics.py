@@ -6,7 +6,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pointsman.common.io.metric_children import MetricChildren
-from pointsman.router.core.admission.admission_rule import AdmissionRecord
+from pointsman.router.core.admission_rule import AdmissionRecord
 from pointsman.router.core.events_and_effects import UNKNOWN, Finished
 from pointsman.router.core.instances.instance_registry import InstanceRegistry
 from pointsman.router.core.priority import Priority
