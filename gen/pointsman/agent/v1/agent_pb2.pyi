@@ -251,6 +251,8 @@ class Instance(_message.Message):
     LONG_PREFILL_TOKEN_THRESHOLD_FIELD_NUMBER: _builtins.int
     SPARSE_PREFIXES_FIELD_NUMBER: _builtins.int
     EVENTS_UNUSABLE_FIELD_NUMBER: _builtins.int
+    SHARED_STORAGE_FIELD_NUMBER: _builtins.int
+    KV_TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Id of the instance, unique in the fleet and stable over restarts, for example "10.0.0.7:8000", or "10.0.0.7:8000/1" for rank
     1. Required.
@@ -299,6 +301,12 @@ class Instance(_message.Message):
     """Whether the engine publishes KV events from which its keys cannot be known (prefix_reason says why), so that no flag for events
     makes them exact. With PREFIX_MODE_NONE only.
     """
+    shared_storage: _builtins.str
+    """Name of the store in which the engine's KV connector keeps blocks of TIER_STORAGE, as the agent's settings give it. All instances
+    of a model with the same name can load the blocks that any of them has reported there. Empty: no other instance can.
+    """
+    kv_token_bytes: _builtins.int
+    """Size of the KV of one token on each of the engine's devices, in bytes. 0 if the engine does not announce it."""
     @_builtins.property
     def served_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """All model names that the engine answers to, without LoRA adapters."""
@@ -334,10 +342,12 @@ class Instance(_message.Message):
         long_prefill_token_threshold: _builtins.int = ...,
         sparse_prefixes: _builtins.bool = ...,
         events_unusable: _builtins.bool = ...,
+        shared_storage: _builtins.str = ...,
+        kv_token_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "kv_transfer", b"kv_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "block_size", b"block_size", "data_parallel_rank", b"data_parallel_rank", "engine_version", b"engine_version", "events_unusable", b"events_unusable", "hardware", b"hardware", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_transfer", b"kv_transfer", "long_prefill_token_threshold", b"long_prefill_token_threshold", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "model", b"model", "model_root", b"model_root", "node", b"node", "prefix_mode", b"prefix_mode", "prefix_reason", b"prefix_reason", "served_names", b"served_names", "sparse_prefixes", b"sparse_prefixes", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "block_size", b"block_size", "data_parallel_rank", b"data_parallel_rank", "engine_version", b"engine_version", "events_unusable", b"events_unusable", "hardware", b"hardware", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_token_bytes", b"kv_token_bytes", "kv_transfer", b"kv_transfer", "long_prefill_token_threshold", b"long_prefill_token_threshold", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "model", b"model", "model_root", b"model_root", "node", b"node", "prefix_mode", b"prefix_mode", "prefix_reason", b"prefix_reason", "served_names", b"served_names", "shared_storage", b"shared_storage", "sparse_prefixes", b"sparse_prefixes", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
     _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015

@@ -934,6 +934,7 @@ class Candidate(_message.Message):
     STALE_FIELD_NUMBER: _builtins.int
     PROVISIONAL_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
+    KV_LOAD_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Id of the instance."""
     incarnation: _builtins.str
@@ -941,7 +942,7 @@ class Candidate(_message.Message):
     state: Global___InstanceState.ValueType
     """State of the instance."""
     cached_tokens: _builtins.int
-    """Number of tokens of this prompt that were cached on the instance."""
+    """Number of tokens of this prompt that were cached on the instance; of those in lower tiers only what kv_load leaves."""
     new_tokens: _builtins.int
     """Number of tokens of this prompt that were not cached on the instance: input tokens - cached_tokens."""
     num_requests: _builtins.int
@@ -980,6 +981,10 @@ class Candidate(_message.Message):
     def report_age(self) -> _duration_pb2.Duration:
         """Age of running, waiting and kv_usage. Absent before the first report."""
 
+    @_builtins.property
+    def kv_load(self) -> Global___KvLoad:
+        """What the instance would load from lower tiers. Absent if it has nothing there."""
+
     def __init__(
         self,
         *,
@@ -1004,16 +1009,55 @@ class Candidate(_message.Message):
         stale: _builtins.bool = ...,
         provisional_tokens: _builtins.int = ...,
         prefix_source: Global___PrefixSource.ValueType = ...,
+        kv_load: Global___KvLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "report_age", b"report_age", "score", b"score"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "kv_load", b"kv_load", "report_age", b"report_age", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "cached_tokens", b"cached_tokens", "exact", b"exact", "excluded", b"excluded", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_usage", b"kv_usage", "new_tokens", b"new_tokens", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prefix_source", b"prefix_source", "provisional_tokens", b"provisional_tokens", "recent_migrations", b"recent_migrations", "report_age", b"report_age", "running", b"running", "score", b"score", "stale", b"stale", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "cached_tokens", b"cached_tokens", "exact", b"exact", "excluded", b"excluded", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_load", b"kv_load", "kv_usage", b"kv_usage", "new_tokens", b"new_tokens", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prefix_source", b"prefix_source", "provisional_tokens", b"provisional_tokens", "recent_migrations", b"recent_migrations", "report_age", b"report_age", "running", b"running", "score", b"score", "stale", b"stale", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 Global___Candidate: _TypeAlias = Candidate  # noqa: Y015
+
+@_typing.final
+class KvLoad(_message.Message):
+    """Tokens of a prompt that an instance has below its GPU and loads, and the price of that."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_TOKENS_FIELD_NUMBER: _builtins.int
+    STORAGE_TOKENS_FIELD_NUMBER: _builtins.int
+    LOAD_TIME_FIELD_NUMBER: _builtins.int
+    PRICE_TOKENS_FIELD_NUMBER: _builtins.int
+    host_tokens: _builtins.int
+    """Number of tokens in host memory, after those on the GPU."""
+    storage_tokens: _builtins.int
+    """Number of tokens in storage, after those."""
+    price_tokens: _builtins.int
+    """This time in tokens of prefill by the pool's curve, at most all of these tokens. Cached tokens are those on the GPU, plus these,
+    minus this price.
+    """
+    @_builtins.property
+    def load_time(self) -> _duration_pb2.Duration:
+        """Predicted time to load them."""
+
+    def __init__(
+        self,
+        *,
+        host_tokens: _builtins.int = ...,
+        storage_tokens: _builtins.int = ...,
+        load_time: _duration_pb2.Duration | None = ...,
+        price_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load_time", b"load_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_tokens", b"host_tokens", "load_time", b"load_time", "price_tokens", b"price_tokens", "storage_tokens", b"storage_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvLoad: _TypeAlias = KvLoad  # noqa: Y015
 
 @_typing.final
 class Decision(_message.Message):
@@ -1074,6 +1118,7 @@ class Decision(_message.Message):
     TAKEN_POLICY_FIELD_NUMBER: _builtins.int
     TAKEN_POLICY_REASON_FIELD_NUMBER: _builtins.int
     ADMISSION_FIELD_NUMBER: _builtins.int
+    KV_LOAD_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.str
     """Id of the decision."""
     request_id: _builtins.str
@@ -1168,6 +1213,10 @@ class Decision(_message.Message):
         needed again.
         """
 
+    @_builtins.property
+    def kv_load(self) -> Global___KvLoad:
+        """What the instance of cached_tokens would load from lower tiers. Absent if it has nothing there."""
+
     def __init__(
         self,
         *,
@@ -1204,10 +1253,11 @@ class Decision(_message.Message):
         taken_policy: _builtins.str = ...,
         taken_policy_reason: _builtins.str = ...,
         admission: Global___Admission | None = ...,
+        kv_load: Global___KvLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "admission", b"admission", "decide_time", b"decide_time", "finished", b"finished", "held", b"held", "margin", b"margin", "policy", b"policy", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "admission", b"admission", "decide_time", b"decide_time", "finished", b"finished", "held", b"held", "kv_load", b"kv_load", "margin", b"margin", "policy", b"policy", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "admission", b"admission", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "decide_time", b"decide_time", "decision_id", b"decision_id", "degraded", b"degraded", "figures", b"figures", "finished", b"finished", "held", b"held", "input_tokens", b"input_tokens", "inputs_digest", b"inputs_digest", "key_count", b"key_count", "margin", b"margin", "mode", b"mode", "model", b"model", "next_owner", b"next_owner", "notes", b"notes", "other_instances", b"other_instances", "outcome", b"outcome", "policy", b"policy", "priority", b"priority", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "runner_up", b"runner_up", "session_id", b"session_id", "session_owner", b"session_owner", "steps", b"steps", "taken_policy", b"taken_policy", "taken_policy_reason", b"taken_policy_reason", "tenant", b"tenant", "time", b"time", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "admission", b"admission", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "decide_time", b"decide_time", "decision_id", b"decision_id", "degraded", b"degraded", "figures", b"figures", "finished", b"finished", "held", b"held", "input_tokens", b"input_tokens", "inputs_digest", b"inputs_digest", "key_count", b"key_count", "kv_load", b"kv_load", "margin", b"margin", "mode", b"mode", "model", b"model", "next_owner", b"next_owner", "notes", b"notes", "other_instances", b"other_instances", "outcome", b"outcome", "policy", b"policy", "priority", b"priority", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "runner_up", b"runner_up", "session_id", b"session_id", "session_owner", b"session_owner", "steps", b"steps", "taken_policy", b"taken_policy", "taken_policy_reason", b"taken_policy_reason", "tenant", b"tenant", "time", b"time", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__margin: _TypeAlias = _typing.Literal["margin"]  # noqa: Y015
     _WhichOneofArgType__margin: _TypeAlias = _typing.Literal["_margin", b"_margin"]  # noqa: Y015
