@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _SCHEDULER = ("max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold")
 
-LABELS = ("run", "device", *_PARALLEL, *_SCHEDULER)
+# Bytes of a value by vLLM's name of the cache's type. Types with scales beside the values are left out.
+_DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp8_inc": 1}
+
+LABELS = ("run", "device", "kv_token_bytes", *_PARALLEL, *_SCHEDULER)
 
 # "mostrecent": several API server processes set the same labels.
 _INFO = Gauge(
@@ -37,15 +40,31 @@ def announce_engine(vllm_config: VllmConfig) -> None:
 
 def engine_info(vllm_config: VllmConfig) -> dict[str, str]:
     """Return the labels of pointsman_engine_info. `run` is the id that the engine's step loads have, too. The limits are those of
-    one data-parallel rank."""
-    told = {"run": engine_run(), "device": ""}
+    one data-parallel rank. `kv_token_bytes`: size of the KV of one token on each device."""
+    told = {"run": engine_run(), "device": "", "kv_token_bytes": ""}
     for config, names in ((vllm_config.parallel_config, _PARALLEL), (vllm_config.scheduler_config, _SCHEDULER)):
         told |= {name: str(getattr(config, name, "")) for name in names}
     try:
         told["device"] = _device()
     except Exception as error:
         warn_without("the announcement of its device", error)
+    try:
+        told["kv_token_bytes"] = _kv_token_bytes(vllm_config)
+    except Exception as error:
+        warn_without("the announcement of its KV's size", error)
     return told
+
+
+def _kv_token_bytes(vllm_config: VllmConfig) -> str:
+    """Return the bytes of keys and values of one token on each device; "" if the layers do not all keep both, or the size is
+    unknown."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if model.use_mla or model.is_hybrid or model.is_attention_free:
+        return ""
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    size = model.dtype.itemsize if cache_dtype == "auto" else _DTYPE_BYTES.get(cache_dtype, 0)
+    heads, layers = model.get_num_kv_heads(parallel), model.get_num_layers(parallel)
+    return str(2 * heads * model.get_head_size() * layers * size) if size else ""
 
 
 def _device() -> str:

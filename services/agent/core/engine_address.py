@@ -3,6 +3,7 @@
 `http://127.0.0.1:8000?events=tcp://127.0.0.1:5557&replay=tcp://127.0.0.1:5558&topic=kv&advertise=http://10.0.0.7:8000&gpus=0,1`
 `http://127.0.0.1:8000?kv=mooncake&bootstrap=http://10.0.0.7:8998&kv-role=both`
 `http://127.0.0.1:8000?hardware=h200&long-prefill-token-threshold=4096`
+`http://127.0.0.1:8000?storage=ceph-1`
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _OPTIONS = frozenset(
         "kv-role",
         "hardware",
         "long-prefill-token-threshold",
+        "storage",
     }
 )
 KV_PROTOCOLS = ("mooncake", "nixl")
@@ -41,7 +43,8 @@ class EngineAddress:
     engine's KV connector (one of KV_PROTOCOLS, empty if not given). `bootstrap` is the base URL at which gateways and other
     engines reach its bootstrap server (empty if not given). `kv_role` (one of KV_ROLES) names the sides of a transfer that the
     engine supports. `hardware` is one word shared by all engines that are equally fast (empty: the name that NVML reports).
-    `long_prefill_token_threshold` is the engine's setting of this name (tokens, 0: none)."""
+    `long_prefill_token_threshold` is the engine's setting of this name (tokens, 0: none). `storage` is one word for the store in
+    which the engine keeps KV blocks, equal for all engines that load each other's (empty: its own)."""
 
     url: str
     advertise: str
@@ -54,6 +57,7 @@ class EngineAddress:
     kv_role: str = "both"
     hardware: str = ""
     long_prefill_token_threshold: int = 0
+    storage: str = ""
 
     @property
     def host(self) -> str:
@@ -113,6 +117,7 @@ def parse_engine_address(text: str) -> EngineAddress:
         kv_role=role,
         hardware=options.get("hardware", ""),
         long_prefill_token_threshold=int(long_prefill_token_threshold),
+        storage=options.get("storage", ""),
     )
 
 

@@ -149,6 +149,11 @@ class Scrape:
         threshold = _integer(self.engine.get("long_prefill_token_threshold"))
         return threshold if threshold < _integer(self.engine.get("max_num_batched_tokens")) else 0
 
+    @property
+    def kv_token_bytes(self) -> int:
+        """Size of the KV of one token on each device, in bytes; 0 if the engine does not announce it."""
+        return _integer(self.engine.get("kv_token_bytes"), uint64)
+
     def tokenizer_place(self, root: str) -> str:
         """Return where the engine's tokenizer is from: a folder, or a hub id with or without @REVISION.
 

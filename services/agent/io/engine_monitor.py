@@ -332,6 +332,8 @@ class EngineMonitor:
             long_prefill_token_threshold=(
                 self.address.long_prefill_token_threshold or scrape.long_prefill_token_threshold
             ),
+            shared_storage=self.address.storage,
+            kv_token_bytes=scrape.kv_token_bytes,
         )
 
     async def _describe_again(self, probe: EngineProbe, scrape: Scrape) -> None:

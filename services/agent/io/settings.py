@@ -23,7 +23,8 @@ class AgentSettings(BaseSettings):
         "it does not announce one), kv-role (both, producer or consumer), bootstrap (base URL of Mooncake's bootstrap server; "
         "default: the announced port, or 8998, of the advertised host), hardware (one word for engines of equal speed; default: "
         "the devices that the engine announces, or NVML's name), long-prefill-token-threshold (the engine's setting; default: as "
-        "the engine announces)",
+        "the engine announces), storage (one word for the store of KV blocks that engines with the same word share; default: "
+        "none is shared)",
     )
     routers: Entries = Field(default_factory=list, description="HOST:PORT of each router replica")
     state_dir: Path = Field(

@@ -55,12 +55,22 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del sys.modules[MODULE]
 
 
-def config(*, tp: int = 2, pp: int = 1, threshold: int = 4_096, budget: int = 8_192) -> Any:
+def config(*, tp: int = 2, pp: int = 1, threshold: int = 4_096, budget: int = 8_192, cache_dtype: str = "auto") -> Any:
     """What is read of a VllmConfig."""
     return SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=tp, pipeline_parallel_size=pp, data_parallel_size=4),
         scheduler_config=SimpleNamespace(
             max_num_batched_tokens=budget, max_num_seqs=256, long_prefill_token_threshold=threshold
+        ),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        model_config=SimpleNamespace(
+            use_mla=False,
+            is_hybrid=False,
+            is_attention_free=False,
+            dtype=SimpleNamespace(itemsize=2),
+            get_num_kv_heads=lambda parallel: 8 // parallel.tensor_parallel_size,
+            get_num_layers=lambda parallel: 48 // parallel.pipeline_parallel_size,
+            get_head_size=lambda: 128,
         ),
     )
 
@@ -71,6 +81,7 @@ def test_the_agent_reads_what_the_engine_says(module: Any) -> None:
     assert scrape.engine == {
         "run": "7f",
         "device": "NVIDIA H200",
+        "kv_token_bytes": str(2 * 4 * 128 * 48 * 2),
         "tensor_parallel_size": "2",
         "pipeline_parallel_size": "1",
         "data_parallel_size": "4",
@@ -81,6 +92,12 @@ def test_the_agent_reads_what_the_engine_says(module: Any) -> None:
     assert (scrape.run, scrape.hardware, scrape.long_prefill_token_threshold) == ("7f", "2x-nvidia-h200", 4_096)
     module.announce_engine(config(pp=2))
     assert parse_metrics(generate_latest()).hardware == "4x-nvidia-h200-pp2"
+
+
+@pytest.mark.parametrize(("cache_dtype", "size"), [("auto", 98_304), ("fp8_e4m3", 49_152), ("int4_per_token_head", 0)])
+def test_the_agent_reads_the_size_of_a_tokens_kv_on_each_device(module: Any, cache_dtype: str, size: int) -> None:
+    module.announce_engine(config(cache_dtype=cache_dtype))
+    assert parse_metrics(generate_latest()).kv_token_bytes == size
 
 
 def test_a_threshold_that_cuts_no_prompt_is_none(module: Any) -> None:
