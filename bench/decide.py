@@ -16,6 +16,7 @@ from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.report_sync import Delta, ReportSync, SnapshotBegin, SnapshotEnd
 from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.prefix.exact_index import PrefixIndex
+from pointsman.router.core.prefix.lower_tiers import LowerTiers
 from pointsman.router.core.types import PlacementRequest
 
 GOAL_DECIDE_US = 150.0
@@ -113,7 +114,7 @@ def _rss_mb() -> float:
 
 
 def _events_per_s() -> float:
-    sync = ReportSync("a", PrefixIndex())
+    sync = ReportSync("a", PrefixIndex(), LowerTiers())
     sync.handle(SnapshotBegin(0))
     sync.handle(SnapshotEnd(0, 0, digest_of(1, ())))
     rng = random.Random(0)

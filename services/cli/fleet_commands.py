@@ -303,6 +303,7 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
     console.print(
         f"{decision.input_tokens:,} input tokens ({decision.key_count:,} keys), {decision.cached_tokens:,} cached -> "
         f"{route_class}{bounds_of_class}, {word(fleet_pb2.PlacementMode, decision.mode)}"
+        + _loaded(decision.kv_load)
         + (" (degraded)" if decision.degraded else "")
         + (f", held {decision.held.ToMilliseconds() / 1e3:,.2f} s" if decision.held.ToNanoseconds() else "")
         + (f", priority {word(placement_pb2.Priority, decision.priority)}" if decision.priority else "")
@@ -333,6 +334,7 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
     )
     for one in sorted(decision.candidates, key=lambda one: (not one.HasField("score"), one.score)):
         note = one.excluded or ("" if one.exact else "no keys known")
+        note = "; ".join(filter(None, (note, _loaded(one.kv_load).removeprefix(", "))))
         table.add_row(
             "->" if one.instance_id == chosen else "",
             one.instance_id,
@@ -412,3 +414,13 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
+
+
+def _loaded(load: fleet_pb2.KvLoad) -> str:
+    """Return what an instance loads from lower tiers, as in ", loads 4,096 tok from host memory in 12 ms (price 900 tok)"; empty
+    if nothing."""
+    tiers = (("host memory", load.host_tokens), ("storage", load.storage_tokens))
+    parts = [f"{tokens:,} tok from {tier}" for tier, tokens in tiers if tokens]
+    if not parts:
+        return ""
+    return f", loads {' and '.join(parts)} in {load.load_time.ToMilliseconds():,} ms (price {load.price_tokens:,} tok)"

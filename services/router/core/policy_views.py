@@ -16,13 +16,15 @@ from pointsman.router.core.instances.circuit_breaker import CIRCUIT_OPEN
 from pointsman.router.core.instances.instance_registry import CandidateSnapshot, InstanceRecord, InstanceRegistry
 from pointsman.router.core.instances.saturation import SATURATED, SaturationLimits
 from pointsman.router.core.instances.session_shares import CANARY, LEAST_WEIGHTS, SessionShares
+from pointsman.router.core.kv_load import LoadPrices
 from pointsman.router.core.learning.pool_facts import PoolFactsCache
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman.router.core.load.affinity import Affinity
 from pointsman.router.core.load.recent_migrations import Migrations
 from pointsman.router.core.load.reservations import Reservation, Reservations
-from pointsman.router.core.prefill_curve import NO_PREFILLS, PrefillSums
+from pointsman.router.core.prefill_curve import NO_PREFILLS, PrefillCurve, PrefillSums
+from pointsman.router.core.prefix.lower_tiers import LowerBlocks
 from pointsman.router.core.types import (
     NONE_REFUSED,
     NOTHING_UNSEEN,
@@ -89,11 +91,14 @@ class Views:
         # An engine reuses whole blocks of its own size, and always computes the last token itself.
         reusable = max(tokens - 1, 0)
         keys = request.keys if len(request.keys) * KEY_TOKENS <= reusable else request.keys[: reusable // KEY_TOKENS]
-        blocks, provisional = self._prefix_knowledge.match(keys, [one.candidate for one in snapshots])
+        blocks, provisional, lower = self._prefix_knowledge.match(keys, [one.candidate for one in snapshots])
+        priced = self._pricer(pool) if lower else None
         candidates = []
         for snapshot in snapshots:
             candidate = snapshot.candidate
-            if found := blocks.get(candidate.instance_id):
+            if priced is not None and (below := lower.get(candidate.instance_id)) is not None:
+                candidate = priced(snapshot, blocks[candidate.instance_id], below, reusable, tokens)
+            elif found := blocks.get(candidate.instance_id):
                 cached = found * KEY_TOKENS if found * KEY_TOKENS < reusable else reusable
                 cached -= cached % snapshot.block_size
                 candidate = structs.replace(candidate, cached_tokens=cached, new_tokens=tokens - cached)
@@ -107,7 +112,7 @@ class Views:
                 candidate = candidates[number] = structs.replace(candidate, excluded=FAILED_BEFORE)
             if instance_id in provisional:
                 confirmed = (blocks[instance_id] - provisional[instance_id]) * KEY_TOKENS
-                extra = max(candidate.cached_tokens - confirmed, 0)
+                extra = max(candidate.cached_tokens - candidate.kv_load.credit_tokens - confirmed, 0)
                 candidates[number] = structs.replace(candidate, provisional_tokens=extra)
         if (own := self._reservations.partial_prefill(request.request_id)) is not None:
             candidates = [
@@ -136,6 +141,32 @@ class Views:
     def facts(self, pool: str, now: float) -> PoolFacts:
         """Return what is known of `pool` as a whole, at most a second old."""
         return self._facts.of(pool, now)
+
+    def _pricer(self, pool: str) -> Callable[[CandidateSnapshot, int, LowerBlocks, int, int], Candidate]:
+        """Return a function that returns the candidate of a snapshot for a prompt of `tokens`, `reusable` of which may be cached:
+        it has `found` blocks on its GPU, and the blocks `below` after them in lower tiers."""
+        known: dict[tuple[str, int], tuple[LoadPrices, PrefillCurve]] = {}
+
+        def priced(
+            snapshot: CandidateSnapshot, found: int, below: LowerBlocks, reusable: int, tokens: int
+        ) -> Candidate:
+            candidate, block = snapshot.candidate, snapshot.block_size
+            kind = candidate.prefill_backlog.hardware, snapshot.kv_token_bytes
+            if kind not in known:
+                known[kind] = (
+                    self._prefill_observer.load_prices(pool, *kind),
+                    self._prefill_observer.curve(pool, kind[0]),
+                )
+            prices, curve = known[kind]
+            # An engine loads whole blocks of its own size, too.
+            device = min(found * KEY_TOKENS, reusable) // block * block
+            hosted = min((found + below.host) * KEY_TOKENS, reusable) // block * block
+            stored = min((found + below.host + below.storage) * KEY_TOKENS, reusable) // block * block
+            load = prices.load(device, hosted - device, stored - hosted, curve)
+            cached = device + load.credit_tokens
+            return structs.replace(candidate, cached_tokens=cached, new_tokens=tokens - cached, kv_load=load)
+
+        return priced
 
     def has_room(self, pool: str, model: str, now: float) -> bool:
         """Return whether a request for `model`, one of the names of `pool`, can be placed on any instance."""
@@ -283,6 +314,7 @@ class Views:
                 produces_only=record.produces_only,
             ),
             block_size=info.block_size,
+            kv_token_bytes=info.kv_token_bytes,
             since=now,
             until=min((moment for moment in changes_at if moment >= now), default=float("inf")),
         )

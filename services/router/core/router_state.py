@@ -31,6 +31,7 @@ from pointsman.router.core.ownership import OwnedPools
 from pointsman.router.core.policy.base import Policy, TakenPolicy
 from pointsman.router.core.policy_views import Views
 from pointsman.router.core.prefix.exact_index import PrefixIndex
+from pointsman.router.core.prefix.lower_tiers import LowerTiers
 from pointsman.router.core.priority import Priority
 from pointsman.router.core.requests.decider import AllSaturated, Decider
 from pointsman.router.core.requests.gateway_events import GatewayEvents
@@ -62,8 +63,9 @@ EVENTS_WITHOUT_RETRY = (
 
 @dataclass(frozen=True, slots=True)
 class StateSettings:
-    """Settings of a RouterState; times in s. `max_keys`: capacity of the exact index. `stale_report_s`: age up to which load
-    reports are used. `stale_keys_s`: time since an agent's last message up to which its instance's keys are used."""
+    """Settings of a RouterState; times in s. `max_keys`: capacity of the exact index, and of that of each lower tier.
+    `stale_report_s`: age up to which load reports are used. `stale_keys_s`: time since an agent's last message up to which its
+    instance's keys are used."""
 
     affinity_ttl_s: float = 3_600.0
     gateway_lease_s: float = 15.0
@@ -102,11 +104,16 @@ class RouterState:
         self.settings = settings
         self.router_id = router_id
         self.index = PrefixIndex(settings.max_keys)
-        self.instances = InstanceRegistry(self.index)
+        self.lower_tiers = LowerTiers(settings.max_keys)
+        self.instances = InstanceRegistry(self.index, self.lower_tiers)
         self.reservations = Reservations()
         self.prefill_observer = PrefillObserver(self.reservations)
         self.prefix_knowledge = PrefixKnowledge(
-            self.index, self.instances, settings.stale_keys_s, self.prefill_observer
+            self.index,
+            self.instances,
+            settings.stale_keys_s,
+            self.prefill_observer,
+            lower_tiers=self.lower_tiers,
         )
         self.affinity = Affinity(settings.affinity_ttl_s)
         self.migrations = Migrations(settings.migration_window_s)
@@ -330,6 +337,16 @@ class RouterState:
             case ev.Tick():
                 return self._tick(now)
 
+    @property
+    def sweeping(self) -> bool:
+        """Whether a sweep of an index is in progress; sweep() must then be called again soon."""
+        return self.index.sweeping or self.lower_tiers.sweeping
+
+    def sweep(self) -> None:
+        """Run one turn of the sweep of each index, as PrefixIndex.sweep. Mutates."""
+        self.index.sweep()
+        self.lower_tiers.sweep()
+
     def explain(self, request: PlacementRequest, now: float, policy: Policy | None = None) -> Decision | ev.Refused:
         """Return what would be decided on `request` now under `policy` (None: the one in force). Changes nothing.
 
@@ -465,7 +482,7 @@ class RouterState:
         effects: list[ev.Effect] = []
         for reservation in self.reservations.expired(now)[:ENDS_AT_ONCE]:
             effects += self._plans.cancelled(reservation.request_id, "its lease ended", now)
-        self.index.sweep()
+        self.sweep()
         effects += self._reports.tick(now)
         self.affinity.expire(now)
         for instance_id in self.migrations.expire(now):

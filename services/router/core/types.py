@@ -8,6 +8,7 @@ from enum import StrEnum
 import msgspec
 
 from pointsman.router.core.admission_rule import AdmissionRecord
+from pointsman.router.core.kv_load import NO_LOAD, KvLoad
 from pointsman.router.core.prefill_curve import NO_PREFILLS, PrefillCurve, PrefillSums, PrefillWork
 from pointsman.router.core.priority import Priority
 
@@ -117,7 +118,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
     `block_size`, `kv_capacity_tokens` and `max_model_len` are in tokens; the latter two are 0 if unknown. `hardware`: a name that
     all equally fast instances share. `long_prefill_token_threshold`: vLLM's setting of that name, in tokens; 0: none or unknown.
     `sparse_prefixes`: a prefix can be cached although a shorter one is not. `events_unusable`: the engine's KV events do not show
-    its keys.
+    its keys. `shared_storage`: name of the store in which the engine keeps STORAGE blocks; instances with the same name can load
+    each other's; empty: no other one can. `kv_token_bytes`: KV of one token over all layers, in bytes; 0 if unknown.
     """
 
     instance_id: str
@@ -140,6 +142,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
     long_prefill_token_threshold: int = 0
     sparse_prefixes: bool = False
     events_unusable: bool = False
+    shared_storage: str = ""
+    kv_token_bytes: int = 0
 
 
 class Gpu(msgspec.Struct, frozen=True, gc=False):
@@ -268,7 +272,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     `kv_gives`, `kv_takes`: the kinds of KV that the instance can send and receive (empty: none). KV can go from one candidate to
     another if the former's `kv_gives` equals the latter's `kv_takes`, and the latter does not refuse the former: its
     `kv_engine_id` or, if that is unknown, its `kv_url`, the bootstrap server. `kv_refuses`: the engines whose KV was wrong here.
-    `produces_only`: the engine computes KV for other engines and answers no requests.
+    `produces_only`: the engine computes KV for other engines and answers no requests. `kv_load`: the tokens that it has below its
+    GPU. Cached tokens include them, minus the price of loading them: input tokens = cached_tokens + new_tokens, and the engine
+    computes new_tokens - kv_load.price_tokens.
     """
 
     instance_id: str
@@ -297,6 +303,18 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     kv_refuses: RefusedSenders = NONE_REFUSED
     prefill_backlog: PrefillBacklog = NO_BACKLOG
     produces_only: bool = False
+    kv_load: KvLoad = NO_LOAD
+
+    @property
+    def present_tokens(self) -> int:
+        """Tokens of the prompt that the instance has on its GPU or in a lower tier, and does not compute."""
+        return self.cached_tokens + self.kv_load.price_tokens
+
+    def prefill_s(self, curve: PrefillCurve) -> float:
+        """Return the seconds in which the instance has the whole prompt: those of the load, and of computing the rest."""
+        load = self.kv_load
+        price = load.price_tokens
+        return curve.cost_s(self.new_tokens - price, self.cached_tokens + price) + load.seconds
 
     @property
     def exact(self) -> bool:
@@ -442,7 +460,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     """A placement with everything it was decided on; deciding again on `request` and `view` has the same result.
 
     `notes`: other influences on the placement, as words (`owner_draining`, `hold_expired`, ...). `previous_id`: the id of the
-    decision on the previous part of the request's prompt; empty for the first.
+    decision on the previous part of the request's prompt; empty for the first. `kv_load`: that of the instance with
+    `cached_tokens`.
     """
 
     decision_id: str
@@ -460,6 +479,12 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     degraded: bool = False
     notes: tuple[str, ...] = ()
     previous_id: str = ""
+    kv_load: KvLoad = NO_LOAD
+
+    @property
+    def present_tokens(self) -> int:
+        """Tokens of the prompt that the instance should report as cached: on its GPU, or loaded from lower tiers."""
+        return self.cached_tokens + self.kv_load.price_tokens
 
     @property
     def instance_id(self) -> str:

@@ -639,9 +639,9 @@ class Router:
                 if self.state.reservations.expired(now):
                     await asyncio.sleep(SWEEP_PAUSE_S)
                     self.submit(ev.Tick())
-                elif self.state.index.sweeping:
+                elif self.state.sweeping:
                     await asyncio.sleep(SWEEP_PAUSE_S)
-                    self.state.index.sweep()
+                    self.state.sweep()
                 else:
                     break
             await asyncio.sleep(max(ends - time.monotonic(), 0.0))

@@ -50,6 +50,8 @@ instances = st.builds(
     long_prefill_token_threshold=counts,
     sparse_prefixes=st.booleans(),
     events_unusable=st.booleans(),
+    shared_storage=st.sampled_from(["", "store"]),
+    kv_token_bytes=st.integers(0, 2**40),
     kv_transfer=st.none()
     | st.builds(
         KvTransfer,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass
+from functools import reduce
+from operator import xor
 from typing import Any, ClassVar
 
 from hypothesis import settings
@@ -31,6 +33,7 @@ from pointsman.router.core.load.reservations import Reservation
 from pointsman.router.core.policy.base import Policy, hold, serve
 from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.prefix.exact_index import PrefixIndex
+from pointsman.router.core.prefix.lower_tiers import LowerTiers
 from pointsman.router.core.priority import Priority
 from pointsman.router.core.requests.hold_queue import HeldRequest, QueueSettings
 from pointsman.router.core.types import (
@@ -123,35 +126,40 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.keys_of(owner) == held
 
 
+TIERS = (1, 2, 3)
+
+
 class SyncMachine(RuleBasedStateMachine):
-    """A model set of keys, `shadow`, is reported over a link that loses, doubles and swaps messages. While the copy is live, it
-    equals the set as of the copy's seq; when all messages have arrived, it equals the set."""
+    """A model set of keys of the device and of the host tier, `shadow`, is reported over a link that loses, doubles and swaps
+    messages. While the copy is live, it equals the set as of the copy's seq; when all messages have arrived, it equals the
+    set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.shadow: set[int] = set()
+        self.shadow: set[tuple[int, int]] = set()
         self.seq = 0
-        self.history: dict[int, frozenset[int]] = {0: frozenset()}
+        self.history: dict[int, frozenset[tuple[int, int]]] = {0: frozenset()}
         self.link: deque[KeyMessage] = deque()
         self.index = PrefixIndex()
-        self.sync = ReportSync("a", self.index)
+        self.lower = LowerTiers()
+        self.sync = ReportSync("a", self.index, self.lower)
         self.resync_asked = False
         self._snapshot()
         self.deliver(len(self.link))
 
-    @rule(added=KEYS, removed=KEYS, cleared=st.booleans())
-    def change(self, added: list[int], removed: list[int], cleared: bool) -> None:
+    @rule(added=KEYS, removed=KEYS, tier=st.sampled_from(TIERS), cleared=st.booleans())
+    def change(self, added: list[int], removed: list[int], tier: int, cleared: bool) -> None:
         base = set() if cleared else self.shadow
-        new = [key for key in added if key not in base]
-        gone = [key for key in removed if key in base and key not in new]
-        self.shadow = (base - set(gone)) | set(new)
+        new = [key for key in added if (tier, key) not in base]
+        gone = [key for key in removed if (tier, key) in base and key not in new]
+        self.shadow = (base - {(tier, key) for key in gone}) | {(tier, key) for key in new}
         self.seq += 1
         self.history[self.seq] = frozenset(self.shadow)
-        self.link.append(Delta(self.seq, 1, new, gone, cleared))
+        self.link.append(Delta(self.seq, tier, new, gone, cleared))
 
     @rule()
     def consistency_check(self) -> None:
-        self.link.append(ConsistencyCheck(self.seq, len(self.shadow), digest_of(1, self.shadow)))
+        self.link.append(ConsistencyCheck(self.seq, len(self.shadow), self.digest()))
 
     @rule()
     def lose(self) -> None:
@@ -185,21 +193,24 @@ class SyncMachine(RuleBasedStateMachine):
             self._snapshot()
 
     def _snapshot(self) -> None:
-        keys = sorted(self.shadow)
-        half = len(keys) // 2
-        self.link.extend(
-            [
-                SnapshotBegin(self.seq),
-                SnapshotChunk(1, keys[:half]),
-                SnapshotChunk(1, keys[half:]),
-                SnapshotEnd(self.seq, len(keys), digest_of(1, keys)),
-            ]
-        )
+        self.link.append(SnapshotBegin(self.seq))
+        for tier in TIERS:
+            keys = sorted(key for of, key in self.shadow if of == tier)
+            half = len(keys) // 2
+            self.link.extend([SnapshotChunk(tier, keys[:half]), SnapshotChunk(tier, keys[half:])])
+        self.link.append(SnapshotEnd(self.seq, len(self.shadow), self.digest()))
+
+    def digest(self) -> int:
+        return reduce(xor, (digest_of(tier, [key]) for tier, key in self.shadow), 0)
+
+    def copied(self) -> set[tuple[int, int]]:
+        lower = {(tier, key) for tier in TIERS[1:] for key in self.lower.keys_of("a", tier)}
+        return lower | {(1, key) for key in self.index.keys_of("a")}
 
     @invariant()
     def live_means_equal(self) -> None:
         if self.sync.live:
-            assert self.index.keys_of("a") == self.history[self.sync.seq]
+            assert self.copied() == self.history[self.sync.seq]
 
     def teardown(self) -> None:
         self.consistency_check()
@@ -208,7 +219,7 @@ class SyncMachine(RuleBasedStateMachine):
             self._snapshot()
             self.deliver(len(self.link))
         assert self.sync.live
-        assert self.index.keys_of("a") == self.shadow
+        assert self.copied() == self.shadow
 
 
 REQUESTS = st.sampled_from([f"r{n}" for n in range(8)])
@@ -390,14 +401,15 @@ class StateMachine(RuleBasedStateMachine):
         known = self.info(name, exact_prefix=False, kv_capacity_tokens=80)
         self.handle(ev.AgentHello(self.stream, known, KEY_SCHEME, 1, 0))
 
-    @rule(name=INSTANCES, keys=KEYS, tier=st.integers(1, 2), cleared=st.booleans(), ahead=st.integers(0, 1))
+    @rule(name=INSTANCES, keys=KEYS, tier=st.integers(1, 3), cleared=st.booleans(), ahead=st.integers(0, 1))
     def delta(self, name: str, keys: list[int], tier: int, cleared: bool, ahead: int) -> None:
         """Report a delta that usually fits the copy: `keys` that are not held are added, and every second one, if
         held, is removed."""
         record = self.router.instances.get(name)
         if record is None:
             return
-        held = set() if cleared or tier != 1 else self.router.index.keys_of(name)
+        held = self.router.index.keys_of(name) if tier == 1 else self.router.lower_tiers.keys_of(name, tier)
+        held = set() if cleared else held
         added = [key for key in keys if key not in held]
         removed = [key for key in keys[::2] if key in held]
         message = Delta(record.sync.seq + 1 + ahead, tier, added, removed, cleared)

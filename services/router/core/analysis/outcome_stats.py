@@ -48,7 +48,7 @@ class OutcomeGroup:
         if finished.cached_tokens is not None:
             self.reported += 1
             self.reported_input_tokens += decision.request.input_tokens
-            self.predicted_cached_tokens += decision.cached_tokens
+            self.predicted_cached_tokens += decision.present_tokens
             self.reported_cached_tokens += finished.cached_tokens
         if first_ms := (finished.timings_ms or {}).get("first_token"):
             self.first_tokens_s.append(first_ms / 1e3)

@@ -85,7 +85,7 @@ def _expected_ttft_s(decision: Decision) -> float | None:
     if curve == DEFAULT_CURVE:
         return None
     _, wait_s = prefills_ahead(one.prefill_backlog, curve, one.new_tokens, view.now)
-    return wait_s + curve.cost_s(one.new_tokens, one.cached_tokens)
+    return wait_s + one.prefill_s(curve)
 
 
 def _places(decision: Decision) -> list[str]:

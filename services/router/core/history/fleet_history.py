@@ -45,7 +45,7 @@ class FleetHistory:
         """Count a placement. Mutates."""
         # Later parts of a plan are left out: the tokens that earlier parts computed would count as hits.
         tokens = 0 if decision.previous_id else decision.request.input_tokens
-        cached = decision.cached_tokens if tokens else 0
+        cached = decision.present_tokens if tokens else 0
         self.total.placed(tokens, cached, now)
         if (pool := _row(self.pools, decision.pool, PoolRow, MAX_POOLS, now)) is not None:
             pool.placed(tokens, cached, now)

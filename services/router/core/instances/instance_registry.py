@@ -16,6 +16,7 @@ from pointsman.router.core.instances.report_sync import ReportSync
 from pointsman.router.core.instances.session_shares import SessionShares
 from pointsman.router.core.instances.stale_reservations import IdleReports
 from pointsman.router.core.prefix.exact_index import PrefixIndex
+from pointsman.router.core.prefix.lower_tiers import LowerTiers
 from pointsman.router.core.types import Candidate, InstanceInfo, InstanceState, KvRole, Load
 
 
@@ -25,6 +26,7 @@ class CandidateSnapshot(msgspec.Struct, frozen=True, gc=False):
 
     candidate: Candidate
     block_size: int
+    kv_token_bytes: int
     since: float
     until: float
 
@@ -49,6 +51,8 @@ class InstanceRecord:
     order: InstanceOrder = NO_ORDER
     load: Load | None = None
     prediction_audit: PredictionAudit = field(default_factory=PredictionAudit)
+    # As prediction_audit, of the tokens that the instance should load from lower tiers.
+    load_audit: PredictionAudit = field(default_factory=PredictionAudit)
     idle_reports: IdleReports = field(default_factory=IdleReports)
     circuit: Circuit = field(default_factory=Circuit)
     candidate_snapshot: CandidateSnapshot | None = None
@@ -296,8 +300,9 @@ class InstanceRegistry:
     to the first pool by name. `orders`: operators' orders by instance id, also for unknown instances.
     """
 
-    def __init__(self, index: PrefixIndex) -> None:
+    def __init__(self, index: PrefixIndex, lower_tiers: LowerTiers | None = None) -> None:
         self._index = index
+        self._lower_tiers = LowerTiers() if lower_tiers is None else lower_tiers
         self._records: dict[str, InstanceRecord] = {}
         self._pools: dict[str, _Pool] = {}
         self._named: dict[str, set[str]] = {}
@@ -369,7 +374,7 @@ class InstanceRegistry:
             record.info, record.stream_id, record.heard_at, record.lost_at = info, stream_id, now, None
             record.forget_snapshot()
         else:
-            sync = ReportSync(info.instance_id, self._index)
+            sync = ReportSync(info.instance_id, self._index, self._lower_tiers)
             sync.reset()
             order = self.orders.get(info.instance_id, NO_ORDER)
             begun = InstanceRecord(info, sync, stream_id, now, draining=self._drains(info), order=order)
@@ -378,6 +383,7 @@ class InstanceRegistry:
             else:
                 record.become(begun)
         self._index.set_sparse(info.instance_id, info.sparse_prefixes)
+        self._lower_tiers.share(info.instance_id, info.model, info.shared_storage)
         if stays:
             self._pools[info.model].described(record)
             return record
@@ -428,6 +434,7 @@ class InstanceRegistry:
         record = self._records.pop(instance_id)
         record.sync.reset()
         self._index.set_sparse(instance_id, False)
+        self._lower_tiers.share(instance_id, "", "")
         self._leave_pool(record)
         self._name_pools()
 

@@ -3,7 +3,8 @@
 An agent sends its instance's set of keys as a snapshot and then contiguous deltas, with consistency checks in between. Any
 inconsistent message (a gap, a wrong digest, a delta inside a snapshot) empties the copy and makes the router request a new
 snapshot, because a phantom block is worse than a missing one. A copy for which the bounded index has no room is dropped until
-there is room. Keys of tiers other than the device are checked, but do not count as cached.
+there is room. Keys of the tiers below the device are copied to LowerTiers. If these have no room, the copy goes on without them:
+they are still checked, and count as missing until the next snapshot.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import msgspec
 
 from pointsman.common.core.block_keys import digest_of
 from pointsman.router.core.prefix.exact_index import IndexFull, PrefixIndex
+from pointsman.router.core.prefix.lower_tiers import TIER_HOST, TIER_STORAGE, LowerTiers
 
 # agent.v1.Tier of the engine's device memory.
 TIER_DEVICE = 1
+_LOWER = (TIER_HOST, TIER_STORAGE)
 
 
 class SyncPhase(StrEnum):
@@ -73,16 +76,19 @@ KeyMessage = SnapshotBegin | SnapshotChunk | SnapshotEnd | Delta | ConsistencyCh
 
 
 class ReportSync:
-    """The copy of one incarnation's keys in `index`, and its phase. `seq`: the last delta applied. `resyncs`: number of requested
-    new snapshots. `wanted`: number of keys that the copy has, or needs room for."""
+    """The copy of one incarnation's keys in `index` and `lower_tiers`, and its phase. `seq`: the last delta applied. `resyncs`:
+    number of requested new snapshots. `wanted`: number of keys that the copy has, or needs room for."""
 
-    def __init__(self, instance_id: str, index: PrefixIndex) -> None:
+    def __init__(self, instance_id: str, index: PrefixIndex, lower_tiers: LowerTiers) -> None:
         self.phase = SyncPhase.WAITING
         self.seq = 0
         self.resyncs = 0
         self.wanted = 0
         self._instance_id = instance_id
         self._index = index
+        self._lower_tiers = lower_tiers
+        # Whether the lower tiers had no room for this copy's keys.
+        self._without_lower = False
         self._count = 0
         self._digest = 0
 
@@ -104,7 +110,9 @@ class ReportSync:
         """Drop the copy and wait for a snapshot. Mutates the index."""
         self.phase = SyncPhase.WAITING
         self._count = self._digest = self.seq = 0
+        self._without_lower = False
         self._index.drop(self._instance_id)
+        self._lower_tiers.drop(self._instance_id)
 
     def invalidate(self) -> None:
         """Drop the copy because it is wrong. The caller must request a new snapshot. Mutates the index."""
@@ -146,6 +154,8 @@ class ReportSync:
         self.wanted = self._count + len(keys)
         if chunk.tier == TIER_DEVICE:
             self._index.add(self._instance_id, keys)
+        else:
+            self._change_lower(chunk.tier, keys, ())
         self._count += len(keys)
         self._digest ^= digest_of(chunk.tier, keys)
         return ""
@@ -169,18 +179,35 @@ class ReportSync:
             return self._fail(f"a gap: delta {delta.seq} after {self.seq}")
         if delta.cleared:
             self._index.drop(self._instance_id)
+            self._lower_tiers.drop(self._instance_id)
+            self._without_lower = False
             self._count = self._digest = 0
         added, removed = delta.added, delta.removed
         self.wanted = self._count + len(added)
-        if delta.tier == TIER_DEVICE and (
-            self._index.remove(self._instance_id, removed) != len(removed)
-            or self._index.add(self._instance_id, added) != len(added)
-        ):
+        if delta.tier == TIER_DEVICE:
+            fits = self._index.remove(self._instance_id, removed) == len(removed)
+            fits = fits and self._index.add(self._instance_id, added) == len(added)
+        else:
+            fits = self._change_lower(delta.tier, added, removed)
+        if not fits:
             return self._fail("a delta that does not fit the copy")
         self._count += len(added) - len(removed)
         self._digest ^= digest_of(delta.tier, added) ^ digest_of(delta.tier, removed)
         self.seq = delta.seq
         return ""
+
+    def _change_lower(self, tier: int, added: Collection[int], removed: Collection[int]) -> bool:
+        """Apply a change of a lower tier's keys; return whether it fits the copy. A tier of a newer version is not copied."""
+        if self._without_lower or tier not in _LOWER:
+            return True
+        if self._lower_tiers.remove(tier, self._instance_id, removed) != len(removed):
+            return False
+        try:
+            return self._lower_tiers.add(tier, self._instance_id, added) == len(added)
+        except IndexFull:
+            self._without_lower = True
+            self._lower_tiers.drop(self._instance_id)
+            return True
 
     def _check(self, consistency_check: ConsistencyCheck) -> str:
         if not self.live:

@@ -4,6 +4,9 @@ An engine that reports its steps says itself how many tokens it computed in whic
 prefills are known. An engine computes prompts one after another in order of arrival. So a prefill took the time from the end of
 the previous one, or from its own arrival if the instance was idle, to its own first token. Nothing is learned from a prefill for
 which this may not hold: it ended out of order, the engine cuts long prompts and so mixes them, or an earlier owner placed it.
+
+Of a prompt of which KV was loaded from a lower tier, the curve says how long its computed tokens took. The rest of its time is a
+sample of the load's price, if the instance had no other prefill meanwhile: loads and other prompts' prefills run side by side.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from pointsman.router.core.kv_load import LoadPrices
+from pointsman.router.core.learning.load_price_fit import LoadPriceObserver
 from pointsman.router.core.load.reservations import Reservation, Reservations
 from pointsman.router.core.prefill_curve import (
     DEFAULT_CURVE,
@@ -62,6 +67,15 @@ class PrefillObserver:
         self._means: dict[str, MeanWork] = {}
         self._told: dict[str, MeanWork] = {}
         self._steps_learned_at: dict[tuple[str, str], float] = {}
+        self._loads = LoadPriceObserver()
+
+    def load_prices(self, pool: str, hardware: str, token_bytes: int) -> LoadPrices:
+        """Return what loading KV from lower tiers costs in a pool on a kind of hardware, as LoadPriceObserver.prices."""
+        return self._loads.prices(pool, hardware, token_bytes)
+
+    def load_samples(self, pool: str, hardware: str, tier: str) -> int:
+        """Return how many loads the price of a tier ("host" or "storage") was learned from."""
+        return self._loads.samples(pool, hardware, tier)
 
     def curve(self, pool: str, hardware: str) -> PrefillCurve:
         """Return the curve of a pool on a kind of hardware; the default curve if nothing is learned yet."""
@@ -130,10 +144,16 @@ class PrefillObserver:
         opened_at, number = watched.opened[reservation.request_id]
         began = max(opened_at, watched.freed_at)
         known = in_order and number > watched.mixed and not doubtful
+        alone = number == watched.number and opened_at >= watched.freed_at
         self._drop(watched, reservation.request_id, now)
         if not in_order:
             watched.mixed = watched.number
-        if known and info is not None and watched.steps is None:
+        if not known or info is None:
+            return
+        if reservation.kv_load.tokens:
+            if alone:
+                self._learn_load(reservation, info, now - began, now)
+        elif watched.steps is None:
             self._learn(reservation, info, now - began)
 
     def steps_reported(self, info: InstanceInfo, steps: StepTotals, now: float) -> None:
@@ -170,6 +190,7 @@ class PrefillObserver:
         self._steps_learned_at = {key: at for key, at in self._steps_learned_at.items() if key[0] != pool}
         self._means.pop(pool, None)
         self._told.pop(pool, None)
+        self._loads.forget_pool(pool)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a prefill is observed that is not open, or the orders differ."""
@@ -214,3 +235,11 @@ class PrefillObserver:
         together = fit.samples >= fit.TRUSTED_AFTER and seconds < _TOGETHER * fit.curve.cost_s(new, cached)
         if seconds >= _LEAST_S and not together:
             fit.learn(new, cached, seconds)
+
+    def _learn_load(self, reservation: Reservation, info: InstanceInfo, seconds: float, now: float) -> None:
+        """Learn from a prefill that began with a load. It says nothing before the curve is known."""
+        fit = self._fits.get((reservation.pool, info.hardware))
+        if fit is not None and fit.samples >= fit.TRUSTED_AFTER:
+            price = reservation.kv_load.price_tokens
+            computed_s = fit.curve.cost_s(reservation.new_tokens - price, reservation.cached_tokens + price)
+            self._loads.learn(reservation.pool, info, reservation.kv_load, seconds - computed_s, now)

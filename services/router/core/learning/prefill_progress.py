@@ -20,9 +20,9 @@ class OpenPrompt:
     """One open request's prompt on the instance of its step.
 
     `target_tokens`: tokens of the prompt that are on the instance after the step. `cached_tokens`: how many of them were
-    predicted to be cached. `reached`: number of leading blocks known to be there. `evicted`: a part of the predicted prefix was
-    evicted while the request waited, so the engine's report of cached tokens says nothing about the index. `learned`: the keys
-    already count as cached.
+    predicted to be cached. `device_tokens`: those of them that were predicted to be on the GPU. `reached`: number of leading
+    blocks known to be there. `evicted`: a part of the predicted prefix was evicted while the request waited, so the engine's
+    report of cached tokens says nothing about the index. `learned`: the keys already count as cached.
     """
 
     request_id: str
@@ -30,6 +30,7 @@ class OpenPrompt:
     opened_at: float
     keys: Sequence[int] = NO_KEYS
     cached_tokens: int = 0
+    device_tokens: int = 0
     target_tokens: int = 0
     reached: int = 0
     evicted: bool = False
@@ -99,7 +100,7 @@ class PrefillProgress:
         Engines evict a prefix from its end, so only its last block is checked. O(watched prompts of the instance). Mutates.
         """
         for prompt in self._waiting.get(instance_id, {}).values():
-            last = prompt.cached_tokens // KEY_TOKENS - 1
+            last = prompt.device_tokens // KEY_TOKENS - 1
             if last >= 0 and not index.holds(instance_id, prompt.keys[last]):
                 prompt.evicted = True
 

@@ -8,26 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
+from pointsman.router.core.instances.prediction_audit import AGAIN_S
 from pointsman.router.core.instances.report_sync import TIER_DEVICE, Delta, KeyMessage, SnapshotEnd
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.learning.prefill_progress import NO_KEYS, OpenPrompt, PrefillProgress
 from pointsman.router.core.load.reservations import Reservation
 from pointsman.router.core.prefix.approximate_index import ApproximateIndex
 from pointsman.router.core.prefix.exact_index import PrefixIndex
+from pointsman.router.core.prefix.lower_tiers import LowerBlocks, LowerTiers
 from pointsman.router.core.prefix.provisional_blocks import ProvisionalBlocks
 from pointsman.router.core.types import Candidate, Decision, PrefixSource, StepKind
 
 
 class PrefixMatches(NamedTuple):
-    """Number of leading blocks of a prompt by instance (absent: none), and how many of them are provisional."""
+    """Number of leading blocks of a prompt by instance (absent: none), how many of them are provisional, and how many blocks
+    after them are in lower tiers."""
 
     blocks: Mapping[str, int]
     provisional: Mapping[str, int]
+    lower: Mapping[str, LowerBlocks] = MappingProxyType({})
 
 
 _NOTHING = PrefixMatches({}, {})
@@ -49,6 +54,9 @@ class PrefixKnowledge:
     prefill_progress: PrefillProgress = field(default_factory=PrefillProgress)
     provisional: ProvisionalBlocks = field(default_factory=ProvisionalBlocks)
     approximate_index: ApproximateIndex = field(default_factory=ApproximateIndex)
+    lower_tiers: LowerTiers = field(default_factory=LowerTiers)
+    # Instance -> when its lower tiers count again, s: its answers had fewer tokens cached than its GPU and these should have.
+    _unloaded: dict[str, float] = field(default_factory=dict)
 
     # ---- what is known ----
 
@@ -69,7 +77,8 @@ class PrefixKnowledge:
     def indexes(self) -> tuple[PrefixIndex, ...]:
         """Return the indexes in which instances' keys are looked up."""
         assumed = self.approximate_index.index
-        return (self.index, assumed) if len(assumed) else (self.index,)
+        lower = self.lower_tiers.indexes() if self.lower_tiers else ()
+        return (self.index, assumed, *lower) if len(assumed) else (self.index, *lower)
 
     def match(self, keys: Sequence[int], candidates: Sequence[Candidate]) -> PrefixMatches:
         """Return how many leading blocks of the prompt each candidate has, by its prefix_source. Changes nothing."""
@@ -84,10 +93,17 @@ class PrefixKnowledge:
                 reach = self.provisional.extend(instance_id, keys, confirmed)
                 if reach > confirmed:
                     blocks[instance_id], provisional[instance_id] = reach, reach - confirmed
+        lower = self._lower_blocks(keys, blocks) if self.lower_tiers else _NOTHING.lower
         if len(exact) < len(candidates):
             learned = [one.instance_id for one in candidates if one.prefix_source is PrefixSource.APPROXIMATE]
             blocks |= self.approximate_index.leading_blocks(keys, learned)
-        return PrefixMatches(blocks, provisional)
+        return PrefixMatches(blocks, provisional, lower)
+
+    def _lower_blocks(self, keys: Sequence[int], blocks: Mapping[str, int]) -> Mapping[str, LowerBlocks]:
+        """Return the blocks that follow in lower tiers, of instances whose answers agree with what they report of these."""
+        if self._unloaded:
+            blocks = {name: count for name, count in blocks.items() if name not in self._unloaded}
+        return self.lower_tiers.continued(keys, blocks)
 
     # ---- agents ----
 
@@ -139,6 +155,7 @@ class PrefixKnowledge:
         self.approximate_index.drop(instance_id)
         self.prefill_observer.forget(instance_id)
         self.prefill_progress.unwatch_all(instance_id)
+        self._unloaded.pop(instance_id, None)
 
     # ---- requests ----
 
@@ -151,6 +168,7 @@ class PrefixKnowledge:
             opened_at=now,
             keys=keys,
             cached_tokens=target_tokens - reservation.new_tokens,
+            device_tokens=max(target_tokens - reservation.new_tokens - reservation.kv_load.credit_tokens, 0),
             target_tokens=target_tokens,
         )
         record = self.instances.get(reservation.instance_id)
@@ -185,8 +203,10 @@ class PrefixKnowledge:
         self.prefill_progress.unwatch(prompt)
 
     def expire(self, now: float) -> None:
-        """Remove expired provisional blocks. Mutates."""
+        """Remove expired provisional blocks, and let lower tiers count again. Mutates."""
         self.provisional.expire(now)
+        for instance_id in [name for name, until in self._unloaded.items() if until <= now]:
+            del self._unloaded[instance_id]
 
     def check_invariants(self, prompts: Mapping[str, OpenPrompt | None]) -> None:
         """Raise AssertionError if the open requests' prompts, the provisional or the approximate blocks are inconsistent."""
@@ -196,6 +216,7 @@ class PrefixKnowledge:
         self.prefill_progress.check_invariants(self.index, live, prompts)
         self.provisional.check_invariants()
         self.approximate_index.check_invariants()
+        self.lower_tiers.check_invariants()
 
     def _learn(self, prompt: OpenPrompt, now: float) -> None:
         record = self.instances.get(prompt.instance_id)
@@ -232,7 +253,8 @@ class PrefixKnowledge:
             or prompt.opened_at < record.prediction_audit.since
         ):
             return []
-        predicted = candidate.cached_tokens
+        # Only the blocks on the GPU are evidence for the index of these.
+        predicted = candidate.present_tokens - candidate.kv_load.tokens
         if record.follows_events:
             if candidate.prefix_source is not PrefixSource.EVENTS or not record.sync.live:
                 return []
@@ -241,11 +263,21 @@ class PrefixKnowledge:
         elif reported < predicted:
             self.approximate_index.correct(prompt.instance_id, prompt.keys[reported // KEY_TOKENS :])
         record.prediction_audit.observe(predicted, reported, record.info.block_size)
+        if candidate.kv_load.tokens:
+            self._judge_load(record, candidate, reported, now)
         # The engine's events may still be on their way, so judge only after the agent's next message (`heard`). The approximate
         # index is the router's own and can be judged at once.
         if record.follows_events or not record.prediction_audit.judge(now):
             return []
         return self._reject_predictions(record, now)
+
+    def _judge_load(self, record: InstanceRecord, candidate: Candidate, reported: int, now: float) -> None:
+        """Compare an answer with what lower tiers were predicted to add. After too many shortfalls they count as empty for a
+        while: the blocks cannot be loaded, or are evicted before they are."""
+        audit = record.load_audit
+        audit.observe(candidate.present_tokens, reported, record.info.block_size)
+        if audit.judge(now):
+            self._unloaded[record.info.instance_id] = now + AGAIN_S
 
     def _reject_predictions(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
         followed = record.sync.live

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from pointsman.router.core.kv_load import NO_LOAD, KvLoad
 from pointsman.router.core.prefill_curve import NO_PREFILLS, PrefillSums
 from pointsman.router.core.types import LISTED_PREFILLS, Phase
 
@@ -21,7 +22,7 @@ from pointsman.router.core.types import LISTED_PREFILLS, Phase
 class Reservation(msgspec.Struct, frozen=True, gc=False):
     """The load of one request on one instance. `input_tokens`: tokens of the prompt. `new_tokens`: those that the step must
     compute. `cached_tokens`: those before them, which are cached. `prefilled_tokens`: how many of the new tokens are computed, by
-    the instance's events."""
+    the instance's events. `kv_load`: what the instance loads from lower tiers first. Its price counts as new tokens."""
 
     request_id: str
     gateway_id: str
@@ -35,6 +36,7 @@ class Reservation(msgspec.Struct, frozen=True, gc=False):
     prefilled_tokens: int = 0
     pool: str = ""
     cached_tokens: int = 0
+    kv_load: KvLoad = NO_LOAD
 
     @property
     def pending_tokens(self) -> int:

@@ -257,6 +257,7 @@ def decide(
         route_class=route_class(prefills.new_tokens, request.input_tokens),
         mode=mode,
         cached_tokens=chosen.cached_tokens,
+        kv_load=chosen.kv_load,
         runner_up=runner_up,
         margin=margin,
         key_count=len(request.keys),

@@ -33,7 +33,8 @@ class Foresight(Policy):
         + (interference + busy_interference * (1 - idle)) * C_i * decodes_i
         + overflow_factor * u, if i's KV cache would not hold all open prompts
     Terms:
-        C_i: the curve's seconds for the tokens that are new on i
+        C_i: the seconds in which i has the prompt: the curve's for the tokens that i computes, and those of loading KV from i's
+            lower tiers
         wait_i: seconds of the prefills open on i that the request waits for
         rest_i: seconds of the rests of other prompts of which slices are computed on i
         decodes_i: answers on i past their first token
@@ -90,10 +91,7 @@ class Foresight(Policy):
         eligible = rotated(view.eligible(), view.decision_number)
         curves, now = view.curves, view.now
         unit = _mean_cost_s(view)
-        own = [
-            curves.get(one.prefill_backlog.hardware, DEFAULT_CURVE).cost_s(one.new_tokens, one.cached_tokens)
-            for one in eligible
-        ]
+        own = [one.prefill_s(curves.get(one.prefill_backlog.hardware, DEFAULT_CURVE)) for one in eligible]
         least = min(own)
         unseen = view.unseen
         without_prefill = sum([not one.prefill_backlog.requests for one in eligible])
@@ -157,12 +155,13 @@ class Foresight(Policy):
         once."""
         if not self.slice_factor:
             return 0
-        tokens = max(curve.tokens_in(self.slice_factor * unit, one.cached_tokens), self.slice_min_tokens)
-        tokens = min(tokens, request.sliceable_tokens - one.cached_tokens)
-        if tokens < self.slice_min_tokens or tokens * (1 + SMALL_REST) >= one.new_tokens:
+        there = one.present_tokens
+        tokens = max(curve.tokens_in(self.slice_factor * unit, there), self.slice_min_tokens)
+        tokens = min(tokens, request.sliceable_tokens - there)
+        if tokens < self.slice_min_tokens or tokens * (1 + SMALL_REST) >= request.input_tokens - there:
             return 0
         block = one.prefill_backlog.block_size
-        end = one.cached_tokens + max(int(tokens) // block, 1) * block
+        end = there + max(int(tokens) // block, 1) * block
         return end if end <= request.sliceable_tokens and end < request.input_tokens else 0
 
 

@@ -15,7 +15,7 @@ dicts at a time. So a fleet that resyncs at once does not cost one pass per inst
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import merge
 from itertools import pairwise
 
@@ -79,6 +79,18 @@ class PrefixIndex:
     def holds(self, owner: str, key: int) -> bool:
         """Return whether `owner` holds `key`."""
         return bool(self._masks[key & _SHARD].get(key, 0) & self._bit_of.get(owner, 0))
+
+    def bits(self) -> Mapping[str, int]:
+        """Return the bit of each owner; valid until `generation` changes, as those of `mask`."""
+        return self._bit_of
+
+    def slots(self) -> Mapping[int, str]:
+        """Return the owner of each bit, by the bit's place; valid until `generation` changes."""
+        return self._owner_of
+
+    def shards(self) -> Sequence[Mapping[int, int]]:
+        """Return the dicts of keys -> bits of holders, by the lowest bits of the key, for walks that probe many keys."""
+        return self._masks
 
     def run_end(self, owner: str, keys: Sequence[int], start: int, stop: int) -> int:
         """Return the end of the run of `keys[start:stop]` that `owner` holds: the index of the first key that it does not hold,

@@ -33,7 +33,10 @@ def least_prefill_s(request: PlacementRequest, pool: str, view: FleetView, sampl
         hardware = one.prefill_backlog.hardware
         if not one.exact or samples(pool, hardware) < SURE_SAMPLES or hardware not in view.curves:
             return 0.0
-        least = min(least, SURE_SHARE * view.curves[hardware].cost_s(one.new_tokens, one.cached_tokens))
+        least = min(
+            least,
+            SURE_SHARE * view.curves[hardware].cost_s(request.input_tokens - one.present_tokens, one.present_tokens),
+        )
     return 0.0 if least == inf else least
 
 

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.circuit_breaker import CircuitSettings
 from pointsman.router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
+from pointsman.router.core.kv_load import NO_LOAD
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.load.affinity import Affinity
 from pointsman.router.core.load.recent_migrations import Migrations
@@ -124,6 +125,7 @@ class Plans:
             lease_until=lease_until,
             pool=decision.pool,
             cached_tokens=tokens - new_tokens,
+            kv_load=candidate.kv_load if candidate is not None and new_tokens else NO_LOAD,
         )
         self._requests.place(reservation, keys, tokens, now)
         return [ev.Reserved(reservation)]

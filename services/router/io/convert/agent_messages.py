@@ -52,6 +52,8 @@ def instance_info(wire: agent_pb2.Instance) -> InstanceInfo:
         long_prefill_token_threshold=wire.long_prefill_token_threshold,
         sparse_prefixes=wire.sparse_prefixes,
         events_unusable=wire.events_unusable,
+        shared_storage=wire.shared_storage,
+        kv_token_bytes=wire.kv_token_bytes,
     )
 
 
@@ -78,6 +80,8 @@ def instance_to_wire(info: InstanceInfo) -> agent_pb2.Instance:
         long_prefill_token_threshold=info.long_prefill_token_threshold,
         sparse_prefixes=info.sparse_prefixes,
         events_unusable=info.events_unusable,
+        shared_storage=info.shared_storage,
+        kv_token_bytes=info.kv_token_bytes,
     )
 
 

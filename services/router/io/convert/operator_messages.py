@@ -16,6 +16,7 @@ from pointsman.router.core.analysis.outcome_stats import OutcomeGroup, quantile
 from pointsman.router.core.analysis.policy_comparison import PolicyComparison, ttft_change_s
 from pointsman.router.core.instances.instance_orders import InstanceOrder, OrderChange
 from pointsman.router.core.instances.instance_registry import InstanceRecord
+from pointsman.router.core.kv_load import KvLoad
 from pointsman.router.core.policy.base import Policy, TakenPolicy, bounds, summary
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import Candidate, Decision, InstanceState, PolicyRef, PoolFacts, PrefixSource
@@ -234,6 +235,18 @@ def _candidate(candidate: Candidate, age_s: float | None, score: float | None) -
         stale=candidate.stale,
         provisional_tokens=candidate.provisional_tokens,
         prefix_source=_source(candidate.prefix_source),
+        kv_load=_kv_load(candidate.kv_load),
+    )
+
+
+def _kv_load(load: KvLoad) -> fleet_pb2.KvLoad | None:
+    if not load.tokens:
+        return None
+    return fleet_pb2.KvLoad(
+        host_tokens=load.host_tokens,
+        storage_tokens=load.storage_tokens,
+        load_time=duration(load.seconds),
+        price_tokens=load.price_tokens,
     )
 
 
@@ -302,6 +315,7 @@ def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: 
         weight=int(request.weight),
         taken_policy=result.policy,
         taken_policy_reason=result.policy_reason,
+        kv_load=_kv_load(decision.kv_load),
     )
     if candidates:
         view = decision.view

@@ -83,6 +83,19 @@ class EventMetrics:
             registry=of,
         )
         self._reported = Counter(f"{name}reported_cached_tokens", "Cached tokens that engines reported", registry=of)
+        self._cached = MetricChildren(
+            Counter(
+                f"{name}cached_tier_tokens",
+                "Tokens of placed prompts that the chosen instance had, by tier: device, host, storage",
+                ["tier"],
+                registry=of,
+            )
+        )
+        self._load_price = Counter(
+            f"{name}load_price_tokens",
+            "Tokens of prefill that loading the tokens of host and storage was predicted to cost; the rest of them was credited",
+            registry=of,
+        )
         self._offloads = MetricChildren(
             Counter(f"{name}offloads", "Requests placed on two instances, by outcome", ["outcome"], registry=of)
         )
@@ -120,6 +133,8 @@ class EventMetrics:
             "INVALID_ARGUMENT",
         ):
             self._refusals[code,]
+        for tier in ("device", "host", "storage"):
+            self._cached[tier,]
         for priority in Priority:
             self._held[priority,]
         for outcome in ("OK", "CANCELLED", "REJECTED", "FAILED", UNKNOWN):
@@ -131,6 +146,12 @@ class EventMetrics:
         self._decisions[decision.route_class, decision.result.reason].inc()
         self._placements[decision.instance_id,].inc()
         self._decide.observe(seconds)
+        if not decision.previous_id:  # the tokens that earlier parts of the prompt computed are no hits
+            load = decision.kv_load
+            self._cached["device",].inc(decision.present_tokens - load.tokens)
+            self._cached["host",].inc(load.host_tokens)
+            self._cached["storage",].inc(load.storage_tokens)
+            self._load_price.inc(load.price_tokens)
         if decision.held_s:
             self._held[decision.request.priority,].observe(decision.held_s)
         if (admitted := decision.request.admitted) is not None and not decision.previous_id:
@@ -167,7 +188,7 @@ class EventMetrics:
         if decision is None:
             return
         if finished.cached_tokens is not None:
-            self._predicted.inc(decision.cached_tokens)
+            self._predicted.inc(decision.present_tokens)
             self._reported.inc(finished.cached_tokens)
         if decision.mode == "OFFLOAD":
             self._offloads[finished.outcome,].inc()

@@ -77,6 +77,7 @@ def _placed(placed: ev.Placed) -> dict[str, Value | None]:
         "pointsman.runner_up": decision.runner_up,
         "pointsman.cached_tokens": decision.cached_tokens,
         "pointsman.new_tokens": max(decision.request.input_tokens - decision.cached_tokens, 0),
+        "pointsman.loaded_tokens": decision.kv_load.tokens,
         "pointsman.held_s": decision.held_s,
         "pointsman.degraded": decision.degraded,
         "gen_ai.request.model": decision.pool,

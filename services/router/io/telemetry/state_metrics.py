@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from pointsman.router.core.analysis.pool_backlog import PoolBacklogs
 from pointsman.router.core.instances.instance_registry import InstanceRecord
 from pointsman.router.core.instances.kv_refusals import refused_senders
+from pointsman.router.core.prefix.lower_tiers import TIER_HOST, TIER_STORAGE
 from pointsman.router.core.priority import Priority
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import InstanceState
@@ -93,6 +94,7 @@ class StateCollector(Collector):
         yield self._backlog()
         yield self._curve_samples()
         yield self._pool_policies()
+        yield self._load_samples()
 
     def _admission(self) -> Iterator[Metric]:
         """Yield the session admission of the pools that this replica owns."""
@@ -162,6 +164,20 @@ class StateCollector(Collector):
                 told.add_metric([model, taken.policy.name, taken.reason], 1.0)
         return told
 
+    def _load_samples(self) -> Metric:
+        """Return the number of samples of each price of loading KV; none for a tier without samples."""
+        told = GaugeMetricFamily(
+            f"{NAME}load_price_samples",
+            "Samples that the price of loading KV was learned from, by tier: host, storage",
+            labels=["model", "hardware", "tier"],
+        )
+        kinds = {(record.info.model, record.info.hardware) for record in self._state.instances.records()}
+        for model, hardware in sorted(kinds):
+            for tier in ("host", "storage"):
+                if samples := self._state.prefill_observer.load_samples(model, hardware, tier):
+                    told.add_metric([model, hardware, tier], samples)
+        return told
+
     def _instances(self) -> Iterator[Metric]:
         state, now, records = self._state, self._clock(), self._state.instances.records()
 
@@ -196,6 +212,8 @@ class StateCollector(Collector):
             lambda record, _: _of(record, "prefill_tokens_left"),
         )
         yield family("keys", "Block keys in the exact index", lambda _, one: state.index.count(one))
+        yield family("host_keys", "Block keys in host memory", lambda _, one: state.lower_tiers.count(one, TIER_HOST))
+        yield family("storage_keys", "Block keys in storage", lambda _, one: state.lower_tiers.count(one, TIER_STORAGE))
         yield family(
             "approximate_keys",
             "Block keys in the approximate index",

@@ -102,6 +102,7 @@ function decided(decision) {
     ["Policy taken for", decision.takenPolicy ? reasonText(decision.takenPolicyReason) : ""],
     ["Reason", reasonText(decision.reason)],
     ["Predicted cached", `${count(decision.cachedTokens)} tok`],
+    ["Of that to load", loadNote(decision.kvLoad)],
     ["Owner before", decision.sessionOwner],
     ["Owner after", decision.nextOwner],
     ["Notes", (decision.notes ?? []).join("; ")],
@@ -119,7 +120,7 @@ function came(decision) {
     ["Error", done?.error],
     ["HTTP status", done?.httpStatus ? String(done.httpStatus) : ""],
     ["Ended by", bare(done?.finishReason, "FINISH_REASON_").toLowerCase()],
-    ["Reported cached", hit === undefined ? (done ? "not reported by the engine" : "") : `${count(hit)} tok (${signed(hit - num(decision.cachedTokens))} compared with the prediction)`],
+    ["Reported cached", hit === undefined ? (done ? "not reported by the engine" : "") : `${count(hit)} tok (${signed(hit - num(decision.cachedTokens) - num(decision.kvLoad?.priceTokens))} compared with the prediction)`],
     ["Prompt", done?.promptTokens === undefined ? "" : `${count(done.promptTokens)} tok by the engine's count`],
     ["Output", done?.outputTokens === undefined ? "" : `${count(done.outputTokens)} tok`],
     ["First token after", timings?.firstTokenMs ? span(timings.firstTokenMs / 1000) : ""],
@@ -177,6 +178,7 @@ function candidateTable(decision, candidates, last) {
       { id: "score", title: "Score", num: true, hint: "The policy's score; the lowest wins", value: (c) => c.score, text: (c) => figure(c.score) },
       { id: "behind", title: "Behind", num: true, hint: "Its score minus that of the chosen instance", value: (c) => c.score, text: (c) => (c.score === undefined || best === undefined ? "–" : figure(c.score - best)) },
       amount("cachedTokens", "Cached", "tok", "Tokens of this prompt that it has cached"),
+      { id: "load", title: "To load", unit: "tok", num: true, hint: "Tokens below its GPU, in host memory or storage", shown: (rows) => rows.some((c) => c.kvLoad), value: (c) => loadTokens(c.kvLoad), text: (c) => (c.kvLoad ? count(loadTokens(c.kvLoad)) : "–"), note: (c) => loadNote(c.kvLoad) },
       amount("newTokens", "New", "tok", "Input minus cached"),
       amount("numRequests", "Open", "req"),
       amount("pendingPrefillTokens", "To prefill", "tok"),
@@ -234,3 +236,15 @@ function revised(decision, answer, name, summary) {
   return { name: recorded, verdict: "differs", to: to || "held", mode: modeOf({ mode: change.toMode }).toLowerCase(), reason: change.reason, cached, summary };
 }
 
+/** Return how many tokens an instance has below its GPU. */
+function loadTokens(load) {
+  return num(load?.hostTokens) + num(load?.storageTokens);
+}
+
+/** Return from which tiers they are loaded, how long that takes, and how many tokens less count as cached for it. */
+function loadNote(load) {
+  if (!load) return "";
+  const tiers = [[num(load.hostTokens), "host memory"], [num(load.storageTokens), "storage"]].filter(([tokens]) => tokens);
+  const parts = tiers.map(([tokens, tier]) => `${count(tokens)} tok from ${tier}`).join(" and ");
+  return `${parts}, in ${span(seconds(load.loadTime))}; counted ${count(load.priceTokens)} tok less for it`;
+}
