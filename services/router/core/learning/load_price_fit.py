@@ -152,7 +152,7 @@ class LoadPriceObserver:
             del self._fits[key]
 
     def _add(self, key: tuple[str, str, str], instance_id: str, tokens: int, seconds: float, now: float) -> None:
-        fit, learned_at = self._fits.pop(key, None) or (LoadPriceFit(), -self.INTERVAL_S)
+        fit, learned_at = self._fits.pop(key) if key in self._fits else (LoadPriceFit(), -self.INTERVAL_S)
         if now - learned_at >= self.INTERVAL_S:
             fit.learn(instance_id, tokens, seconds)
             learned_at = now
