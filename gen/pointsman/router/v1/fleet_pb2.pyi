@@ -2453,7 +2453,7 @@ class PoolPolicy(_message.Message):
     READY_INSTANCES_FIELD_NUMBER: _builtins.int
     EXACT_INSTANCES_FIELD_NUMBER: _builtins.int
     LEARNED_INSTANCES_FIELD_NUMBER: _builtins.int
-    PRODUCERS_FIELD_NUMBER: _builtins.int
+    MEAN_COST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the policy: the one in force or, under auto, the one that auto takes for this pool."""
     reason: _builtins.str
@@ -2464,8 +2464,10 @@ class PoolPolicy(_message.Message):
     """How many of them report KV events that are in use."""
     learned_instances: _builtins.int
     """For how many of them the prefill curve of their hardware is learned."""
-    producers: _builtins.int
-    """Number of READY instances that only prefill for others."""
+    mean_cost: _builtins.float
+    """Mean cost of a prefill, as a multiple of that of a prompt of 5,000 tokens of which nothing is cached. 0 before the first
+    request.
+    """
     def __init__(
         self,
         *,
@@ -2474,11 +2476,11 @@ class PoolPolicy(_message.Message):
         ready_instances: _builtins.int = ...,
         exact_instances: _builtins.int = ...,
         learned_instances: _builtins.int = ...,
-        producers: _builtins.int = ...,
+        mean_cost: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exact_instances", b"exact_instances", "learned_instances", b"learned_instances", "name", b"name", "producers", b"producers", "ready_instances", b"ready_instances", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exact_instances", b"exact_instances", "learned_instances", b"learned_instances", "mean_cost", b"mean_cost", "name", b"name", "ready_instances", b"ready_instances", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
