@@ -19,7 +19,7 @@ from pointsman.lab.engine.interface import EngineConfig
 from pointsman.lab.experiments.trials import Cell, Workload
 from pointsman.lab.simulation.config import SimulationConfig
 from pointsman.lab.study.findings_cells import CHAT as CHAT_TRACE
-from pointsman.lab.study.findings_cells import CHAT_SESSIONS, FILES, PLACEMENT_S, REAL, THRESHOLD, TOKENISE_TOKEN_S
+from pointsman.lab.study.findings_cells import FILES, PLACEMENT_S, REAL, THRESHOLD, TOKENISE_TOKEN_S
 from pointsman.lab.workload.session_starts import Arrivals, Session, draw_sessions
 from pointsman.lab.workload.synthetic_trace import AGENTIC, SessionShape, generate, shape_with
 from pointsman.lab.workload.trace_files import load_trace
@@ -176,32 +176,29 @@ class DefaultCell:
 
 
 def default_cells(traces: Path) -> list[DefaultCell]:
-    """Return all cells, the most common traffic first; `traces` is the folder of the trace files, and cells of missing files are
+    """Return all cells, the largest fleet last; `traces` is the folder of the trace files, and cells of missing files are
     left out."""
-    agentic, chat = traces / FILES[REAL], traces / FILES[CHAT_TRACE]
-    generated = Generated(230, AGENTIC)
+    agentic, chat = Recorded(traces / FILES[REAL], 137), Recorded(traces / FILES[CHAT_TRACE], 300)
+    generated, one_turn = Generated(115, AGENTIC, 300.0), Generated(2_000, ONE_TURN, 50.0)
     cells = [
-        DefaultCell("one-turn chat, light", Generated(6_000, ONE_TURN, 150.0), 0.4),
-        DefaultCell("one-turn chat, knee", Generated(6_000, ONE_TURN, 150.0), 1.0),
-        DefaultCell("one-turn chat, over the knee", Generated(6_000, ONE_TURN, 150.0), 1.3),
-        DefaultCell("long prompts", Generated(120, LONG), 1.0),
+        DefaultCell("one-turn chat, light", one_turn, 0.4),
+        DefaultCell("one-turn chat, knee", one_turn, 1.0),
+        DefaultCell("one-turn chat, over the knee", one_turn, 1.3),
+        DefaultCell("long prompts", Generated(60, LONG, 300.0), 1.0),
         DefaultCell("P/D, 2 of 8 only prefill", generated, 0.75, changes={"producers": 2}),
         DefaultCell("approximate prefixes", generated, 0.75, changes={"exact_prefixes": False}),
         DefaultCell("2 instances", Generated(58, AGENTIC), 0.84, instances=2),
-        DefaultCell("64 instances", Generated(920, AGENTIC, 300.0), 1.0, instances=64),
         DefaultCell("cold, 40 sessions", Generated(40, AGENTIC, 100.0), 1.0),
         DefaultCell("cold, engines 2.5 times as slow", Generated(40, AGENTIC, 250.0), 1.0, slow=2.5),
         DefaultCell("engines that cut prompts", generated, 1.0, threshold=THRESHOLD),
     ]
-    if agentic.exists():
-        loads = {"light": 0.5, "knee": 1.0, "over the knee": 1.25}
-        cells = [DefaultCell(f"agentic, {name}", Recorded(agentic), rate) for name, rate in loads.items()] + cells
-    if chat.exists():
-        loads = {"light": 0.5, "knee": 1.0, "over the knee": 1.25}
-        cells += [DefaultCell(f"chat, {name}", Recorded(chat, CHAT_SESSIONS), rate) for name, rate in loads.items()]
-    if agentic.exists() and chat.exists():
-        parts = (Recorded(agentic), Recorded(chat, CHAT_SESSIONS // 4, rate=0.35), Generated(1_500, ONE_TURN))
-        cells += [
-            DefaultCell(f"mixed, {name}", Mixed(parts), rate) for name, rate in {"light": 0.4, "knee": 0.7}.items()
-        ]
+    loads = {"light": 0.5, "knee": 1.0, "over the knee": 1.25}
+    if agentic.file.exists():
+        cells = [DefaultCell(f"agentic, {name}", agentic, rate) for name, rate in loads.items()] + cells
+    if chat.file.exists():
+        cells += [DefaultCell(f"chat, {name}", chat, rate) for name, rate in loads.items()]
+    if agentic.file.exists() and chat.file.exists():
+        mixed = Mixed((agentic, Recorded(chat.file, 75, rate=0.35), Generated(700, ONE_TURN, 400.0)))
+        cells += [DefaultCell(f"mixed, {name}", mixed, rate) for name, rate in {"light": 0.4, "knee": 0.7}.items()]
+    cells.append(DefaultCell("64 instances", Generated(460, AGENTIC, 150.0), 1.0, instances=64))
     return cells
