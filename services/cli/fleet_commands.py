@@ -46,6 +46,7 @@ from pointsman.router.core.policy.auto import Auto
 from pointsman.router.core.policy.base import bounds
 from pointsman.router.core.policy.reasons import ROUTE_CLASSES, explained
 from pointsman.router.core.policy.registry import POLICIES
+from pointsman.router.core.types import LIGHT_NEW_TOKENS
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 
 # Timeout of a call or an HTTP request, s.
@@ -124,10 +125,10 @@ def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: Jso
 def _taken(policy: fleet_pb2.PoolPolicy) -> str:
     """Return which policy decides for a pool and why, with the numbers that this depends on."""
     ready = policy.ready_instances
-    producers = f", {policy.producers} only prefill" if policy.producers else ""
     return (
         f"{policy.name} ({explained(policy.reason)}); of {ready} ready instances {policy.exact_instances} report KV events, "
-        f"{policy.learned_instances} have a learned curve{producers}"
+        f"{policy.learned_instances} have a learned curve; the mean prefill costs {policy.mean_cost:.2g} x that of a new prompt "
+        f"of {LIGHT_NEW_TOKENS:,} tokens"
     )
 
 

@@ -347,14 +347,15 @@ class PoolFacts(msgspec.Struct, frozen=True, gc=False):
     """What is known about a pool as a whole, at most a second old (pool_facts.py).
 
     `instances`: number of READY instances that answer requests. `exact`: how many of them report KV events that are in use.
-    `learned`: for how many of them the prefill curve of their hardware is learned. `producers`: number of READY instances that
-    only prefill for others.
+    `learned`: for how many of them the prefill curve of their hardware is learned. `mean_cost`: cost of FleetView.mean_work, the
+    mean request, by the curves, as a multiple of that of a prompt of LIGHT_NEW_TOKENS without cached tokens; mean over the
+    instances; 0 before the first request.
     """
 
     instances: int = 0
     exact: int = 0
     learned: int = 0
-    producers: int = 0
+    mean_cost: float = 0.0
 
 
 NO_FACTS = PoolFacts()

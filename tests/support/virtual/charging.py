@@ -152,7 +152,7 @@ class Charges:
 
     def _what_if(self, what_if: Any) -> Any:
         def charged(state: Any, decision: Any, policy: Any) -> Any:
-            few = POLICIES[decision.result.policy or decision.policy.name].looks_at_few
+            few = POLICIES[decision.policy.name].looks_at_few
             seen = self._looked_at(len(decision.view.candidates), few=few)
             self._charge(self.decisions * (costs.WHAT_IF_S + seen * costs.WHAT_IF_CANDIDATE_S))
             return what_if(state, decision, policy)

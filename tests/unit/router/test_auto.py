@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from msgspec.structs import replace
 
@@ -9,30 +11,34 @@ from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.analysis.decision_replay import differences, redecide
 from pointsman.router.core.learning.pool_facts import LEARNED_AFTER, MAX_AGE_S
 from pointsman.router.core.policy.auto import Auto, SessionAdmission, session_admission
+from pointsman.router.core.policy.base import Policy
 from pointsman.router.core.policy.foresight import NO_WAIT_LIMIT, Foresight
 from pointsman.router.core.policy.registry import make_policy
+from pointsman.router.core.policy.unified import Unified
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import Decision, KvRole, KvTransfer, Load, PoolFacts
 from tests.support.router_values import join, place, request, set_policy, state
 
-KNOWN = PoolFacts(instances=4, exact=4, learned=4)
+KNOWN = PoolFacts(instances=4, exact=4, learned=4, mean_cost=5.0)
+OURS = Foresight(interference=0.2, remainder_weight=1.0)
 
 
 @pytest.mark.parametrize(
     ("facts", "policy", "reason"),
     [
-        (KNOWN, "foresight", "times_predictable"),
-        (replace(KNOWN, exact=2, learned=2), "foresight", "times_predictable"),
-        (replace(KNOWN, exact=1), "unified", "few_exact_prefixes"),
-        (replace(KNOWN, learned=1), "unified", "curve_not_learned"),
-        (replace(KNOWN, exact=1, learned=1), "unified", "few_exact_prefixes"),
-        (replace(KNOWN, producers=1), "elastic", "has_producers"),
-        (PoolFacts(), "unified", "few_exact_prefixes"),
+        (KNOWN, OURS, "times_predictable"),
+        (replace(KNOWN, exact=2, learned=2), OURS, "times_predictable"),
+        (replace(KNOWN, exact=1), Unified(), "few_exact_prefixes"),
+        (replace(KNOWN, learned=1), Unified(), "curve_not_learned"),
+        (replace(KNOWN, exact=1, learned=1), Unified(), "few_exact_prefixes"),
+        (replace(KNOWN, mean_cost=0.5), OURS, "times_predictable"),
+        (replace(KNOWN, mean_cost=0.4), Unified(), "prefills_short"),
+        (PoolFacts(), Unified(), "few_exact_prefixes"),
     ],
 )
-def test_a_pool_gets_the_best_policy_for_what_is_known_of_it(facts: PoolFacts, policy: str, reason: str) -> None:
+def test_a_pool_gets_the_best_policy_for_what_is_known_of_it(facts: PoolFacts, policy: Policy, reason: str) -> None:
     taken = Auto().taken(facts)
-    assert (taken.policy, taken.reason) == (make_policy(policy), reason)
+    assert (taken.policy, taken.reason) == (policy, reason)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +47,7 @@ def test_a_pool_gets_the_best_policy_for_what_is_known_of_it(facts: PoolFacts, p
         ("auto", KNOWN, False, SessionAdmission(True, "times_predictable")),
         ("auto", replace(KNOWN, learned=0), False, SessionAdmission(False, "curve_not_learned")),
         ("auto", replace(KNOWN, learned=0), True, SessionAdmission(True, "setting")),
-        ("auto", replace(KNOWN, producers=1), False, SessionAdmission(False, "has_producers")),
+        ("auto", replace(KNOWN, mean_cost=0.1), False, SessionAdmission(False, "prefills_short")),
         ("foresight", KNOWN, False, SessionAdmission(False, "setting")),
         ("foresight", KNOWN, True, SessionAdmission(True, "setting")),
     ],
@@ -54,7 +60,7 @@ def test_sessions_are_admitted_by_the_setting_or_where_auto_takes_foresight(
 
 def test_a_hold_that_ends_is_placed_by_foresight_without_holds() -> None:
     placed_by = Auto().without_holds()
-    assert placed_by == Foresight(light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT)
+    assert placed_by == dataclasses.replace(OURS, light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT)
 
 
 def decided(router: RouterState, name: str, now: float, **asked: object) -> Decision:
@@ -64,11 +70,11 @@ def decided(router: RouterState, name: str, now: float, **asked: object) -> Deci
 
 
 def learn(router: RouterState, first: int, count: int, start: float) -> None:
-    """Let prefills of 0.5 s end, one after another, while the agent reports."""
+    """Let prefills of 8,000 tokens end, one after another, while the agent reports."""
     for number in range(first, first + count):
         at = start + number
         router.handle(ev.LoadReported(1, "a", Load(at)), at)
-        decided(router, f"r{number}", at, tokens=1_000)
+        decided(router, f"r{number}", at, tokens=8_000)
         router.handle(ev.FirstToken(f"r{number}"), at + 0.5)
         router.handle(ev.Finished(f"r{number}", "OK"), at + 0.6)
 
@@ -77,10 +83,12 @@ def test_a_pool_changes_its_policy_when_its_curve_is_learned() -> None:
     router = state("auto")
     join(router, "a", 1)
     learn(router, 0, LEARNED_AFTER - 1, 0.0)
-    before = decided(router, "before", LEARNED_AFTER, tokens=1_000)
+    before = decided(router, "before", LEARNED_AFTER, tokens=8_000)
     assert (before.policy.name, before.result.policy) == ("auto", "unified")
     assert before.result.policy_reason == "curve_not_learned"
-    assert before.view.facts == PoolFacts(instances=1, exact=1, learned=0)
+    facts = before.view.facts
+    assert (facts.instances, facts.exact, facts.learned) == (1, 1, 0)
+    assert facts.mean_cost == pytest.approx(8_000 / 5_000, rel=0.2)
     router.handle(ev.FirstToken("before"), LEARNED_AFTER + 0.5)
     after = decided(router, "after", LEARNED_AFTER + 0.5 + MAX_AGE_S, tokens=1_000)
     assert (after.policy.name, after.result.policy) == ("auto", "foresight")
@@ -99,17 +107,16 @@ def test_a_decision_of_another_policy_is_decided_as_auto_would_have_on_the_facts
     assert (would.result.policy, would.result.policy_reason) == ("unified", "curve_not_learned")
 
 
-def test_instances_that_are_not_ready_do_not_count() -> None:
+def test_instances_that_are_not_ready_or_only_prefill_do_not_count() -> None:
     router = state("auto")
     join(router, "a", 1)
     join(router, "b", 2, exact_prefix=False)
     join(router, "c", 3)
     producer = KvTransfer("MOONCAKE", "http://p", role=KvRole.PRODUCER)
     join(router, "p", 4, kv_transfer=producer)
-    assert router.views.facts("m", 0.0) == PoolFacts(instances=3, exact=2, producers=1)
+    assert router.views.facts("m", 0.0) == PoolFacts(instances=3, exact=2)
     router.handle(ev.LoadReported(3, "c", Load(0.1, healthy=False)), 0.1)
-    router.handle(ev.DrainsChanged({"p": "1"}), 0.1)
-    assert router.views.facts("m", 0.1) == PoolFacts(instances=3, exact=2, producers=1)
+    assert router.views.facts("m", 0.1) == PoolFacts(instances=3, exact=2)
     assert router.views.facts("m", MAX_AGE_S) == PoolFacts(instances=2, exact=1)
     assert router.views.facts("other", MAX_AGE_S) == PoolFacts()
 
@@ -118,8 +125,8 @@ def test_a_request_that_foresight_held_is_placed_when_the_pool_gets_another_poli
     router = state("auto")
     join(router, "a", 1)
     learn(router, 0, LEARNED_AFTER, 0.0)
-    decided(router, "first", 20.0, tokens=150_000)
-    held = router.handle(ev.PlaceRequested(request("held", 140_000), "g"), 20.1)
+    decided(router, "first", 20.0, tokens=60_000)
+    held = router.handle(ev.PlaceRequested(request("held", 55_000), "g"), 20.1)
     assert not [one for one in held if isinstance(one, ev.Placed)]
     set_policy(router, make_policy("foresight"), 20.2)
     assert len(router.held_requests.queue) == 1

@@ -66,7 +66,7 @@ FACTS = st.builds(
     instances=st.integers(0, 4),
     exact=st.integers(0, 4),
     learned=st.integers(0, 4),
-    producers=st.sampled_from((0, 0, 1)),
+    mean_cost=st.floats(0, 2),
 )
 
 
@@ -212,10 +212,10 @@ def test_excluded_candidates_change_nothing(
 def test_auto_decides_as_the_policy_that_it_takes(case: tuple[PlacementRequest, FleetView], seed: int) -> None:
     asked, seen = case
     result = Auto().choose(asked, seen, random.Random(seed))
-    taken = make_policy(result.policy)
-    assert replace(result, policy="", policy_reason="") == taken.choose(asked, seen, random.Random(seed))
-    assert taken == Auto().taken(seen.facts).policy
-    assert result.policy_reason in REASONS
+    taken = Auto().taken(seen.facts)
+    assert (result.policy, result.policy_reason) == (taken.policy.name, taken.reason)
+    assert replace(result, policy="", policy_reason="") == taken.policy.choose(asked, seen, random.Random(seed))
+    assert taken.reason in REASONS
 
 
 @patient

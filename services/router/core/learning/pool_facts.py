@@ -5,7 +5,7 @@ from __future__ import annotations
 from pointsman.router.core.instances.instance_registry import InstanceRegistry
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
-from pointsman.router.core.types import InstanceState, PoolFacts, PrefixSource
+from pointsman.router.core.types import LIGHT_NEW_TOKENS, InstanceState, PoolFacts, PrefixSource
 
 # Maximum age of facts that are used again, s. A count over a thousand instances takes about a millisecond.
 MAX_AGE_S = 1.0
@@ -39,18 +39,20 @@ class PoolFactsCache:
         self._kept.pop(pool, None)
 
     def _count(self, pool: str, now: float) -> PoolFacts:
-        instances = exact = learned = producers = 0
-        samples: dict[str, int] = {}
+        instances = exact = learned = 0
+        mean_cost = 0.0
+        observer, work = self._prefill_observer, self._prefill_observer.mean_work(pool)
+        kinds: dict[str, tuple[bool, float]] = {}
         for record in self._instances.members(pool, pool):
-            if record.state is not InstanceState.READY:
-                continue
-            if record.produces_only:
-                producers += 1
+            if record.state is not InstanceState.READY or record.produces_only:
                 continue
             hardware = record.info.hardware
-            if hardware not in samples:
-                samples[hardware] = self._prefill_observer.samples(pool, hardware)
+            if hardware not in kinds:
+                curve = observer.curve(pool, hardware)
+                cost = curve.work_s(work) / curve.cost_s(LIGHT_NEW_TOKENS, 0) if work.tokens else 0.0
+                kinds[hardware] = observer.samples(pool, hardware) >= LEARNED_AFTER, cost
             instances += 1
             exact += self._prefix_knowledge.source(record, now) is PrefixSource.EVENTS
-            learned += samples[hardware] >= LEARNED_AFTER
-        return PoolFacts(instances, exact, learned, producers)
+            learned += kinds[hardware][0]
+            mean_cost += kinds[hardware][1]
+        return PoolFacts(instances, exact, learned, mean_cost / max(instances, 1))

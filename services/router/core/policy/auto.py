@@ -9,46 +9,48 @@ from typing import ClassVar, NamedTuple
 from msgspec import structs
 
 from pointsman.router.core.policy.base import Policy, TakenPolicy
-from pointsman.router.core.policy.elastic import Elastic
 from pointsman.router.core.policy.foresight import Foresight
 from pointsman.router.core.policy.unified import Unified
 from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult, PoolFacts
 
-_FORESIGHT, _UNIFIED, _ELASTIC = Foresight(), Unified(), Elastic()
+# `foresight` with higher prices on slowing down running answers than by default, for a TPOT that nobody has to choose.
+_FORESIGHT = Foresight(interference=0.2, remainder_weight=1.0)
+_UNIFIED = Unified()
 # Minimum share of a pool's instances with exact prefixes, and of those with a learned curve, for `foresight`. Below 1, since in
 # a large pool some instance always starts or is resynchronised.
 KNOWN_SHARE = 0.5
+# Mean cost of a prefill from which `foresight` is taken, as a multiple of that of a cold prompt of LIGHT_NEW_TOKENS.
+SHORT_COST = 0.5
 
-
-_BY_PRODUCERS = TakenPolicy(_ELASTIC, "has_producers")
 _BY_PREFIXES = TakenPolicy(_UNIFIED, "few_exact_prefixes")
 _BY_CURVE = TakenPolicy(_UNIFIED, "curve_not_learned")
+_BY_COST = TakenPolicy(_UNIFIED, "prefills_short")
 _BEST = TakenPolicy(_FORESIGHT, "times_predictable", admits_sessions=True)
 
 
 @dataclass(frozen=True)
 class Auto(Policy):
-    """The best known policy for each pool: `foresight` where times can be predicted, else `unified` or `elastic`.
+    """The best known policy for each pool: `foresight` where it gains and times can be predicted, else `unified`.
 
-    Choice, by the pool's READY instances; the first that applies:
-        1. `elastic`, if any instance only prefills for others: no other policy here gives such an instance work
-        2. `unified`, if under half of the instances report KV events that are in use
-        3. `unified`, if for under half of them the prefill curve of their hardware is learned, that is from 12 samples
-        4. `foresight`
-    Then the request is decided as under that policy with its default settings, also its hold, and the rest of a prompt of which
-    slices are computed. Each decision names the policy and the reason.
+    Choice, by the pool's READY instances and its requests; the first that applies:
+        1. `unified`, if under half of the instances report KV events that are in use
+        2. `unified`, if for under half of them the prefill curve of their hardware is learned, that is from 12 samples
+        3. `unified`, if the mean prefill costs less than half as much as a prompt of 5,000 tokens of which nothing is cached:
+           then prefills hardly wait for each other, and holding them costs more than it saves
+        4. `foresight` with interference=0.2 and remainder_weight=1
+    Then the request is decided as under that policy, also its hold, and the rest of a prompt of which slices are computed. Each
+    decision names the policy and the reason. The mean prefill is the moving average by which `foresight` itself is scaled.
 
-    Reasons of the choice: `has_producers` (1), `few_exact_prefixes` (2), `curve_not_learned` (3), `times_predictable` (4).
-    Reasons: those of the chosen policy.
+    Reasons: those of the chosen policy, and those of the choice.
         `foresight`'s: `at_once`, `held`, `slice`, `last_part`
         `unified`'s: `session_affinity`, `least_load_x_work`, `ceiling_changed_choice`
-        `elastic`'s: `prefill_idle_decode_busy`, `decode_idle`, `transfer_dominates`, `prefill_overloaded`, `below_threshold`,
-            `no_other_instance`
-        of the choice: `has_producers`, `few_exact_prefixes`, `curve_not_learned`, `times_predictable`
+        of the choice: `few_exact_prefixes` (1), `curve_not_learned` (2), `prefills_short` (3),
+            `times_predictable` (4)
     Source: Pointsman's own study (docs/findings.md).
     """
 
     name: ClassVar[str] = "auto"
+    looks_at_few: ClassVar[bool] = True
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         taken = self.taken(view.facts)
@@ -56,11 +58,11 @@ class Auto(Policy):
         return structs.replace(result, policy=taken.policy.name, policy_reason=taken.reason)
 
     def taken(self, facts: PoolFacts) -> TakenPolicy:
-        if facts.producers:
-            return _BY_PRODUCERS
         if not facts.instances or facts.exact < KNOWN_SHARE * facts.instances:
             return _BY_PREFIXES
-        return _BEST if facts.learned >= KNOWN_SHARE * facts.instances else _BY_CURVE
+        if facts.learned < KNOWN_SHARE * facts.instances:
+            return _BY_CURVE
+        return _BEST if facts.mean_cost >= SHORT_COST else _BY_COST
 
     def without_holds(self) -> Policy:
         """Return `foresight` without holds: of the policies that are taken, only `foresight` holds requests."""

@@ -45,10 +45,10 @@ REASONS = {
     "colocated_after_failure": "one instance does it all, since a step of the plan failed",
     "recovered": "placed by an earlier router, from which this one took over",
     # Which policy `auto` takes for a pool
-    "times_predictable": "KV events and a learned prefill curve, so that times can be predicted",
+    "times_predictable": "times can be predicted, by KV events and a learned prefill curve",
     "few_exact_prefixes": "fewer than half of the instances report KV events that can be used",
     "curve_not_learned": "the prefill curve of most instances is not learned yet",
-    "has_producers": "some instances only prefill for others, and get work from this policy alone",
+    "prefills_short": "the mean prefill is so short that prefills hardly wait for each other",
     # Other routers' scores
     "kv_cost": "lowest cost in KV blocks, to prefill and in decode",
     "kv_softmax": "drawn at random, low costs in KV blocks more often",

@@ -48,8 +48,7 @@ class Decider:
         if not pool:
             return ev.Refused(request.request_id, "NOT_FOUND", f"no instance serves a model {request.model!r}")
         policy = policy or self.policy
-        few = policy.taken(self._views.facts(pool, now)).policy.looks_at_few
-        view = self._views.view(request, pool, self._numbers.get(pool, 0), now, few=few)
+        view = self._views.view(request, pool, self._numbers.get(pool, 0), now, few=policy.looks_at_few)
         if not view.eligible():
             if any(one.excluded == SATURATED and not one.produces_only for one in view.candidates):
                 return AllSaturated(pool, view)

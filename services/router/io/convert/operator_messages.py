@@ -183,7 +183,7 @@ def pool_policy_to_wire(taken: TakenPolicy, facts: PoolFacts) -> fleet_pb2.PoolP
         ready_instances=facts.instances,
         exact_instances=facts.exact,
         learned_instances=facts.learned,
-        producers=facts.producers,
+        mean_cost=facts.mean_cost,
     )
 
 

@@ -92,7 +92,7 @@ export function replicasView(app) {
 
 /** Why the policy decides for a pool, and what is known of the pool. */
 function takenText(policy) {
-  const known = `of ${count(policy.readyInstances)} ready instances ${count(policy.exactInstances)} report KV events, ${count(policy.learnedInstances)} have a learned prefill curve`;
+  const known = `of ${count(policy.readyInstances)} ready instances ${count(policy.exactInstances)} report KV events, ${count(policy.learnedInstances)} have a learned prefill curve; the mean prefill costs ${num(policy.meanCost).toPrecision(2)} times that of a new prompt of 5,000 tokens`;
   return policy.reason ? `${reasonText(policy.reason)}; ${known}` : known;
 }
 
