@@ -28,6 +28,7 @@ from pointsman.router.core.load.affinity import Affinity
 from pointsman.router.core.load.recent_migrations import Migrations
 from pointsman.router.core.load.reservations import Reservations
 from pointsman.router.core.ownership import OwnedPools
+from pointsman.router.core.policy.auto import admission_choice
 from pointsman.router.core.policy.base import Policy, TakenPolicy
 from pointsman.router.core.policy_views import Views
 from pointsman.router.core.prefix.exact_index import PrefixIndex
@@ -128,7 +129,7 @@ class RouterState:
             settings.stale_report_s,
         )
         self.admission = SessionAdmission(
-            settings.admission, self.instances, self.index, self.prefill_observer, self.affinity
+            settings.admission, self.instances, self.index, self.prefill_observer, self.affinity, self._admits
         )
         self.requests = OpenRequests(
             HoldQueue(settings.queue),
@@ -368,6 +369,10 @@ class RouterState:
         """Return the policy that decides for `pool`, and what is known of the pool, at most a second old."""
         facts = self.views.facts(pool, now)
         return self.policy.taken(facts), facts
+
+    def _admits(self, pool: str, now: float) -> bool:
+        facts = self.views.facts(pool, now)
+        return admission_choice(self.policy, facts, switched_on=self.settings.admission.on).applies
 
     def what_if(self, decision: Decision, policy: Policy) -> Decision:
         """Return a recorded decision, made again on its recorded view under `policy`. Changes nothing."""

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.analysis.decision_replay import differences, redecide
 from pointsman.router.core.learning.pool_facts import LEARNED_AFTER, MAX_AGE_S
-from pointsman.router.core.policy.auto import Auto, SessionAdmission, session_admission
+from pointsman.router.core.policy.auto import AdmissionChoice, Auto, admission_choice
 from pointsman.router.core.policy.base import Policy
 from pointsman.router.core.policy.foresight import NO_WAIT_LIMIT, Foresight
 from pointsman.router.core.policy.registry import make_policy
@@ -44,18 +44,18 @@ def test_a_pool_gets_the_best_policy_for_what_is_known_of_it(facts: PoolFacts, p
 @pytest.mark.parametrize(
     ("policy", "facts", "switched_on", "expected"),
     [
-        ("auto", KNOWN, False, SessionAdmission(True, "times_predictable")),
-        ("auto", replace(KNOWN, learned=0), False, SessionAdmission(False, "curve_not_learned")),
-        ("auto", replace(KNOWN, learned=0), True, SessionAdmission(True, "setting")),
-        ("auto", replace(KNOWN, mean_cost=0.1), False, SessionAdmission(False, "prefills_short")),
-        ("foresight", KNOWN, False, SessionAdmission(False, "setting")),
-        ("foresight", KNOWN, True, SessionAdmission(True, "setting")),
+        ("auto", KNOWN, False, AdmissionChoice(True, "times_predictable")),
+        ("auto", replace(KNOWN, learned=0), False, AdmissionChoice(False, "curve_not_learned")),
+        ("auto", replace(KNOWN, learned=0), True, AdmissionChoice(True, "setting")),
+        ("auto", replace(KNOWN, mean_cost=0.1), False, AdmissionChoice(False, "prefills_short")),
+        ("foresight", KNOWN, False, AdmissionChoice(False, "setting")),
+        ("foresight", KNOWN, True, AdmissionChoice(True, "setting")),
     ],
 )
 def test_sessions_are_admitted_by_the_setting_or_where_auto_takes_foresight(
-    policy: str, facts: PoolFacts, switched_on: bool, expected: SessionAdmission
+    policy: str, facts: PoolFacts, switched_on: bool, expected: AdmissionChoice
 ) -> None:
-    assert session_admission(make_policy(policy), facts, switched_on=switched_on) == expected
+    assert admission_choice(make_policy(policy), facts, switched_on=switched_on) == expected
 
 
 def test_a_hold_that_ends_is_placed_by_foresight_without_holds() -> None:
@@ -95,6 +95,19 @@ def test_a_pool_changes_its_policy_when_its_curve_is_learned() -> None:
     assert after.result.policy_reason == "times_predictable"
     for one in (before, after):
         assert differences(one, redecide(one)) == []
+
+
+def test_sessions_are_counted_for_admission_from_when_auto_takes_foresight() -> None:
+    router, by_hand = state("auto"), state("foresight")
+    for one in (router, by_hand):
+        join(one, "a", 1)
+        learn(one, 0, LEARNED_AFTER, 0.0)
+        decided(one, "late", LEARNED_AFTER + MAX_AGE_S, tokens=8_000, session_id="s", tenant="t")
+    assert router.admission.applies("m", LEARNED_AFTER + MAX_AGE_S)
+    assert "t/s" in router.admission.pools["m"].ledger.sessions
+    assert not router.admission.applies("other", 0.0)
+    assert not by_hand.admission.applies("m", LEARNED_AFTER + MAX_AGE_S)
+    assert not by_hand.admission.pools
 
 
 def test_a_decision_of_another_policy_is_decided_as_auto_would_have_on_the_facts_of_then() -> None:

@@ -6,7 +6,7 @@ instances. An armed pool stays so until the sessions fit well and nobody is park
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,7 +33,8 @@ ARM_SHARE, ARM_SIZE, DISARM_SIZE = 0.05, 1.15, 0.8
 
 @dataclass(frozen=True, slots=True)
 class AdmissionSettings:
-    """Settings of session admission. `on`: whether sessions are admitted at all. The others: how long a new session of each class
+    """Settings of session admission. `on`: whether sessions are admitted under every policy; `auto` switches it on where it takes
+    `foresight`. The others: how long a new session of each class
     is parked at most before it is refused, s."""
 
     on: bool = False
@@ -99,7 +100,8 @@ class PoolAdmission:
 
 
 class SessionAdmission:
-    """The admission of a RouterState's sessions. While it is off, nothing is counted."""
+    """The admission of a RouterState's sessions. `applies` says for a pool and a time whether its sessions are admitted; while it
+    does not, nothing is counted."""
 
     def __init__(
         self,
@@ -108,8 +110,10 @@ class SessionAdmission:
         index: PrefixIndex,
         prefill_observer: PrefillObserver,
         affinity: Affinity,
+        applies: Callable[[str, float], bool],
     ) -> None:
         self.settings = settings
+        self.applies = applies
         self.pools: dict[str, PoolAdmission] = {}
         self._instances = instances
         self._index = index
@@ -185,7 +189,7 @@ class SessionAdmission:
 
     def opened(self, decision: Decision, keys: Sequence[int], now: float) -> str:
         """Count a request that was placed; return its session's name in the ledger, which `closed` needs. Mutates."""
-        if not self.settings.on:
+        if not self.applies(decision.pool, now):
             return ""
         request, view = decision.request, decision.view
         state = self._state(decision.pool)
@@ -205,7 +209,7 @@ class SessionAdmission:
 
     def announced(self, request: PlacementRequest, pool: str, now: float) -> str:
         """Count a request that its gateway runs, as `opened`; its keys are not known. Mutates."""
-        if not self.settings.on:
+        if not self.applies(pool, now):
             return ""
         name = request.session or request.request_id
         self._state(pool).ledger.opened(name, request.tenant, request.input_tokens, (), 0, now)

@@ -69,16 +69,16 @@ class Auto(Policy):
         return _FORESIGHT.without_holds()
 
 
-class SessionAdmission(NamedTuple):
+class AdmissionChoice(NamedTuple):
     """Whether sessions are admitted in a pool, and why: `setting`, or the reason for the policy that is taken."""
 
     applies: bool
     reason: str
 
 
-def session_admission(policy: Policy, facts: PoolFacts, *, switched_on: bool) -> SessionAdmission:
+def admission_choice(policy: Policy, facts: PoolFacts, *, switched_on: bool) -> AdmissionChoice:
     """Return whether sessions are admitted in a pool of which `facts` are known, under `policy`. `switched_on`: the setting."""
     taken = policy.taken(facts)
     if switched_on or not taken.reason:
-        return SessionAdmission(switched_on, "setting")
-    return SessionAdmission(taken.admits_sessions, taken.reason)
+        return AdmissionChoice(switched_on, "setting")
+    return AdmissionChoice(taken.admits_sessions, taken.reason)

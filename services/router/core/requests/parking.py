@@ -76,14 +76,13 @@ class Parking:
 
     def place(self, request: PlacementRequest, gateway_id: str, now: float) -> list[ev.Effect]:
         """Admit a new request, and place or hold it; or park it, or refuse it. Mutates."""
-        if not self._admission.settings.on:
-            return self._held_requests.place(request, gateway_id, now)
         if (waiting := self.queue.get(request.request_id)) is not None:
             # The gateway asks again. The last one to ask gets the answer.
             self._requests.change_hold(replace(waiting, gateway_id=gateway_id))
             return [self._parked(waiting, now)]
         pool = self._instances.pool_of(request.model)
-        if not pool or self._held_requests.queue.get(request.request_id) is not None:
+        held = self._held_requests.queue.get(request.request_id) is not None
+        if not pool or held or not self._admission.applies(pool, now):
             return self._held_requests.place(request, gateway_id, now)
         if request.parked_s > 0:
             self._admission.was_parked(pool, now)
