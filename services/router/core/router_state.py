@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.admission.admission_rule import AdmissionOutcome
 from pointsman.router.core.admission.session_admission import AdmissionSettings, SessionAdmission
 from pointsman.router.core.agent_reports import Reports
 from pointsman.router.core.analysis.decision_replay import redecide
@@ -355,6 +356,17 @@ class RouterState:
         """
         if (refused := self._gateways.not_owned(request)) is not None:
             return refused
+        record = self.parking.explain(request, now)
+        if record is not None:
+            request = replace(request, admitted=record)
+            if record.verdict.outcome is not AdmissionOutcome.ADMIT:
+                view = record.view
+                why = (
+                    f"its session would be parked: {view.size:,} tokens beside {view.weighted:,.0f} under way, "
+                    f"of {view.capacity:,.0f}; {view.before} wait"
+                )
+                pool = self.instances.pool_of(request.model)
+                return ev.Refused(request.request_id, "RESOURCE_EXHAUSTED", why, pool=pool, admission=record)
         verdict = self._decider.decide(request, now, policy)
         if (late := self.held_requests.refused_as_late(request, verdict, "")) is not None:
             return late

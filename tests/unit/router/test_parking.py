@@ -206,3 +206,16 @@ def test_parked_work_counts_in_the_order_of_arrival_of_one_shot_requests_without
     before = len(router.admission.pools["m"].ledger)
     router.handle(ev.Finished("one", "OK", output_tokens=5), 2.0)
     assert len(router.admission.pools["m"].ledger) == before - 1
+
+
+def test_explain_tells_the_admission_and_changes_nothing() -> None:
+    router = fleet()
+    told = router.explain(session("new", 3_000), 1.0)
+    assert isinstance(told, ev.Refused)
+    assert "would be parked" in told.message
+    assert not len(router.parking.queue)
+    told = router.explain(session("small", 900), 1.0)
+    assert not isinstance(told, ev.Refused)
+    assert told.request.admitted is not None
+    assert told.request.admitted.verdict.reason == "fits"
+    router.check_invariants()

@@ -27,7 +27,7 @@ CAPACITY_SHARE = 0.9
 SERVING = (InstanceState.READY, InstanceState.SYNCING)
 # A pool is armed when at least ARM_SHARE of its prefill of the last minute is recomputed, and the sessions' weighted size is at
 # least ARM_SIZE of its capacity: near a fleet's limit, sizes reach the capacity for moments without harm. It is disarmed below
-# both ARM_SHARE and DISARM_SIZE of the capacity.
+# DISARM_SIZE of the capacity.
 ARM_SHARE, ARM_SIZE, DISARM_SIZE = 0.05, 1.15, 0.8
 
 
@@ -121,10 +121,18 @@ class SessionAdmission:
         self._affinity = affinity
 
     def view(
-        self, request: PlacementRequest, pool: str, before: int, waited_s: float, bound_s: float, now: float
+        self,
+        request: PlacementRequest,
+        pool: str,
+        before: int,
+        waited_s: float,
+        bound_s: float,
+        now: float,
+        *,
+        dry: bool = False,
     ) -> AdmissionView | None:
-        """Return what the admission of a request is decided on; None if its pool admits everything now. Mutates what is kept of
-        prefixes."""
+        """Return what the admission of a request is decided on; None if its pool admits everything now. Mutates what is known of
+        prefixes, unless `dry`."""
         state = self.pools.get(pool)
         if state is None or not state.armed:
             return None
@@ -132,7 +140,7 @@ class SessionAdmission:
         if not under_way and request.parent and request.parent in state.ledger.sessions:
             under_way = "parent"
         if not under_way and request.session:
-            under_way = state.ledger.continued(request.session, request.tenant, request.keys)
+            under_way = state.ledger.continued(request.session, request.tenant, request.keys, dry=dry)
             if not under_way and request.session not in state.ledger.sessions:
                 under_way = "session" if self._affinity.owner(pool, request.session, now) else ""
         size = 0 if under_way else max(request.input_tokens - self._shared(request.keys, state.capacity.ids), 0)
@@ -163,7 +171,7 @@ class SessionAdmission:
             state.armed = thrashes and weighted >= ARM_SIZE * capacity > 0
             return
         fits = weighted < DISARM_SIZE * capacity
-        state.armed = state.capacity.tokens > 0 and (parked or thrashes or not fits)
+        state.armed = capacity > 0 and (parked or not fits)
 
     def tick(self, parked: Collection[str], now: float) -> None:
         """Bring all pools up to date; called with every tick. `parked`: the pools in which requests are parked. Mutates."""

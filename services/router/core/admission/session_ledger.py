@@ -111,9 +111,9 @@ class SessionLedger:
         """Return the weighted size of a tenant's sessions, each by its weight when its bin last changed."""
         return self._tenants.get(tenant, 0.0)
 
-    def continued(self, name: str, tenant: str, keys: Sequence[int]) -> str:
-        """Return why a request continues a session under way, as one word; empty if it does not. O(keys) at most. Notes which
-        prompt continued which, so that a prefix that several conversations share is recognised. Mutates."""
+    def continued(self, name: str, tenant: str, keys: Sequence[int], *, dry: bool = False) -> str:
+        """Return why a request continues a session under way, as one word; empty if it does not. O(keys) at most. Unless `dry`,
+        notes which prompt continued which, so that a prefix that several conversations share is recognised. Mutates then."""
         session = self.sessions.get(name)
         if session is not None and (session.open < MOST_OPEN or _has(keys, session.tail_at, session.tail)):
             return "session"
@@ -121,18 +121,8 @@ class SessionLedger:
             return ""
         follower = _NONE_YET
         for key in reversed(keys):
-            found = self._tails.get(key)
-            if found is not None:
-                other, known = found
-                session = self.sessions[other]
-                if session.tenant != tenant or known not in (_NONE_YET, follower):
-                    self._tails[key] = other, _SEVERAL if session.tenant == tenant else known
-                    return ""
-                if (session.tail_at + 1) * KEY_TOKENS <= session.shared:
-                    return ""
-                if follower != _NONE_YET:
-                    self._tails[key] = other, follower
-                return "prefix"
+            if (found := self._tails.get(key)) is not None:
+                return self._continues(key, *found, follower, tenant, dry=dry)
             follower = key
         return ""
 
@@ -244,6 +234,18 @@ class SessionLedger:
             assert abs(total - own) <= 1e-6 * (1.0 + abs(total)), tenant
 
     # ---- shared prefixes and marks ----
+
+    def _continues(self, tail: int, name: str, known: int, follower: int, tenant: str, *, dry: bool) -> str:
+        """As `continued`, of a prompt in which the `tail` of session `name` is followed by `follower`, and which was continued
+        with `known` before."""
+        session = self.sessions[name]
+        if session.tenant != tenant or (session.tail_at + 1) * KEY_TOKENS <= session.shared:
+            return ""
+        if known not in (_NONE_YET, follower):
+            follower = _SEVERAL
+        if follower != _NONE_YET and not dry:
+            self._tails[tail] = name, follower
+        return "" if follower == _SEVERAL else "prefix"
 
     def _join(self, session: CountedSession, keys: Sequence[int], cached: int) -> None:
         count = min(cached // KEY_TOKENS, len(keys))

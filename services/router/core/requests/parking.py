@@ -98,6 +98,16 @@ class Parking:
             return [self._refusal(request, pool, gateway_id, 0, record, now)]
         return self._park(request, gateway_id, pool, view, now)
 
+    def explain(self, request: PlacementRequest, now: float) -> AdmissionRecord | None:
+        """Return the admission of a new request as it would be decided now; None if its pool admits everything. Changes
+        nothing."""
+        pool = self._instances.pool_of(request.model)
+        if not pool or not self._admission.settings.on:
+            return None
+        before, bound_s = self.queue.count(pool), self._bound_s(request)
+        view = self._admission.view(request, pool, before, request.parked_s, bound_s, now, dry=True)
+        return None if view is None else AdmissionRecord(view, decide_admission(view))
+
     def let_in(self, pools: Iterable[str], now: float) -> list[ev.Effect]:
         """Place the parked requests of these pools whose sessions fit, in their order. Mutates."""
         effects: list[ev.Effect] = []
