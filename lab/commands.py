@@ -22,6 +22,8 @@ from pointsman.lab.live.profile_command import run as run_profiler
 from pointsman.lab.live.replay_command import ReplaySettings
 from pointsman.lab.live.replay_command import run as run_replay
 from pointsman.lab.report.analyze_command import analyze
+from pointsman.lab.study.admission_command import AdmissionStudySettings
+from pointsman.lab.study.admission_command import run as run_admission_study
 from pointsman.lab.study.default_command import DefaultStudySettings
 from pointsman.lab.study.default_command import run as run_default_study
 from pointsman.lab.study.findings_command import FindingsSettings
@@ -83,6 +85,15 @@ def add_lab_commands(app: typer.Typer) -> None:
         help_="Compare policies live and simulated, on the same draws of sessions.",
     )
     app.command("analyze")(analyze)
+    study = typer.Typer(no_args_is_help=True, help="Studies whose results are sections of docs/findings.md.")
+    add_settings_command(
+        study,
+        "admission",
+        AdmissionStudySettings,
+        run_admission_study,
+        help_="Run the missing trials of the study of admission, and write its section.",
+    )
+    app.add_typer(study, name="study")
     app.add_typer(trace_commands, name="trace")
     add_settings_command(
         app, "demo", DemoSettings, run_demo, help_="Run the whole control plane on this machine, with emulated engines."

@@ -12,6 +12,7 @@ import typer
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from pointsman.lab.admission.registry import RULES
 from pointsman.lab.engine.cost_profile import Profile, load_profile
 from pointsman.lab.engine.interface import EngineConfig
 from pointsman.lab.experiments.trials import Cell, Workload, run_trial
@@ -21,6 +22,7 @@ from pointsman.lab.report.run_summary import print_summary, summarise
 from pointsman.lab.report.terminal import make_console
 from pointsman.lab.simulation.config import SimulationConfig, SimulationError
 from pointsman.lab.workload.session_starts import Arrivals, Starts
+from pointsman.lab.workload.subagents import Subagents
 from pointsman.lab.workload.synthetic_trace import SHAPES, SessionShape, generate
 from pointsman.lab.workload.traces import TINY_TRACE, TraceRequest
 from pointsman.router.core.admission.session_admission import AdmissionSettings
@@ -98,6 +100,22 @@ class RunSettings(BaseSettings):
         _ROUTER.admission.standard_s, gt=0, description="maximum time that a new session is parked, in s"
     )
     retries: int = Field(10, ge=0, description="maximum retries of a request that was refused with Retry-After")
+    gives_up: bool = Field(
+        False, description="a session ends with a request that failed; otherwise its next turn follows"
+    )
+    leaves_after_s: float | None = Field(
+        None, gt=0, description="time without a token after which a client disconnects, in s; default: never"
+    )
+    unnamed_share: float = Field(0.0, ge=0, le=1, description="share of the sessions that send no session id")
+    subagent_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the sessions with several turns that wait for one to three others, their sub-agents",
+    )
+    lab_admission: str = Field(
+        "", description=f"admission rule of the lab in front of the gateway: {', '.join(RULES)}; empty: none"
+    )
     layerwise: bool = Field(False, description="push KV layer by layer while it is computed")
     tokenise_us_per_token: float = Field(0.0, ge=0, description="time to tokenise a prompt, in us per token")
     placement_ms: float = Field(0.0, ge=0, description="mean round trip from gateway to router, in ms")
@@ -186,6 +204,10 @@ def cell_of(
         time_scale=settings.time_scale,
         max_sessions=settings.max_sessions,
         retries=settings.retries,
+        gives_up=settings.gives_up,
+        leaves_after_s=settings.leaves_after_s,
+        unnamed_share=settings.unnamed_share,
+        lab_admission=settings.lab_admission,
         layerwise=settings.layerwise,
         tokenise_token_s=settings.tokenise_us_per_token / 1e6,
         placement_s=settings.placement_ms / 1e3,
@@ -214,10 +236,12 @@ def cell_of(
         settings.after_burst_s,
         settings.sustained_s,
     )
+    subagents = Subagents(settings.subagent_share)
     if (shape := str(settings.trace)) in SHAPES:
-        workload = Workload(SyntheticSessions(settings.sessions or SYNTHETIC_SESSIONS, SHAPES[shape]), arrivals)
+        source = SyntheticSessions(settings.sessions or SYNTHETIC_SESSIONS, SHAPES[shape])
+        workload = Workload(source, arrivals, subagents=subagents)
     else:
-        workload = Workload(settings.trace, arrivals, settings.sessions)
+        workload = Workload(settings.trace, arrivals, settings.sessions, subagents)
     return Cell(name or policy, load, workload, simulation)
 
 

@@ -42,9 +42,9 @@ class SimulationConfig:
 
     `names` are the names of the instances; by default they are numbered. `policy` is a name, with `policy_settings`, or a policy
     object. `retries` is the maximum number of retries of a client that is refused with a retry time; it waits that time before
-    each. With `patience_s` it disconnects when it has had no token for so long since it first sent the request. With `gives_up` a
-    session ends with a request that failed; otherwise its next turn follows. A share of `unnamed_share` (0 to 1) of the sessions
-    sends no session id. Each session is of one of `tenants`, at random by their shares.
+    each. With `leaves_after_s` it disconnects when it has had no token for so long since it first sent the request. With
+    `gives_up` a session ends with a request that failed; otherwise its next turn follows. A share of `unnamed_share` (0 to 1) of
+    the sessions sends no session id. Each session is of one of `tenants`, at random by their shares.
 
     With `layerwise` KV is pushed while it is computed. With `prompts_include_answers`, the tokens that a turn generated follow
     its prompt in the session's next prompt (`pointsman.lab.workload.block_names`).
@@ -82,7 +82,7 @@ class SimulationConfig:
     max_sessions: int = 0
     seed: int = 0
     retries: int = 10
-    patience_s: float | None = None
+    leaves_after_s: float | None = None
     gives_up: bool = False
     unnamed_share: float = 0.0
     tenants: tuple[Tenant, ...] = (Tenant(),)
@@ -131,8 +131,8 @@ class SimulationConfig:
             )
         if not 0 <= self.unnamed_share <= 1:
             raise SimulationError(f"unnamed_share: {self.unnamed_share} is not in 0 to 1")
-        if self.patience_s is not None and self.patience_s <= 0:
-            raise SimulationError(f"patience_s: {self.patience_s} is not above 0")
+        if self.leaves_after_s is not None and self.leaves_after_s <= 0:
+            raise SimulationError(f"leaves_after_s: {self.leaves_after_s} is not above 0")
         if not self.tenants or min(tenant.sessions for tenant in self.tenants) <= 0:
             raise SimulationError("tenants: there must be at least one, each with sessions above 0")
         for name in (

@@ -200,8 +200,8 @@ class Simulator:
         )
         record = RequestRecord(session=request.session, turn=request.turn, t_send=now)
         running = SimulatedRequest(turn, record, prompt, placement)
-        if self._config.patience_s is not None:
-            self._event_queue.schedule(now + self._config.patience_s, partial(self._lose_patience, running))
+        if self._config.leaves_after_s is not None:
+            self._event_queue.schedule(now + self._config.leaves_after_s, partial(self._lose_patience, running))
         if self._gate is None:
             self._pass_on(running, now)
         else:

@@ -25,6 +25,7 @@ from pointsman.lab.study.findings_figures import StoredTrial, cells_of
 from pointsman.lab.study.findings_opening import plots, with_opening
 from pointsman.lab.study.findings_page import render
 from pointsman.lab.study.findings_tiers import tier_section, with_tiers
+from pointsman.lab.study.kept_section import section_of, with_section
 
 # The folder is beside the repository on the machines where the project is developed.
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
@@ -102,8 +103,10 @@ def run(settings: FindingsSettings) -> None:
 
 
 def _write(out: Path, document: str) -> None:
-    """Write the document, with an opening made from its tables, and the plots beside it."""
-    out.write_text(with_opening(document))
+    """Write the document, with an opening made from its tables, and the plots beside it. The section on admission, which another
+    command writes, is kept."""
+    kept = section_of(out.read_text()) if out.exists() else ""
+    out.write_text(with_opening(with_section(document, kept)))
     for name, drawn in plots(document).items():
         out.with_name(name).write_text(drawn)
 

@@ -37,7 +37,7 @@ ROUTERS = {
     BASE: "Pointsman, the default",
     OURS: "Pointsman",
 }
-_STYLE: Any = STYLE | {
+PLOT_STYLE: Any = STYLE | {
     "axes.edgecolor": "#8a8f98",
     "axes.labelcolor": "#1f2328",
     "text.color": "#1f2328",
@@ -214,7 +214,7 @@ def _tpot(tables: Tables) -> str:
 
 def _by_load(tables: Tables, column: str, names: Sequence[str], label: str) -> str:
     traces = list(dict.fromkeys(trace for trace, _ in tables.loads))
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(PLOT_STYLE):
         figure = Figure(figsize=(9.6, 3.9), layout="constrained")
         panels = figure.subplots(1, max(len(traces), 1), squeeze=False, sharey=True)[0]
         for axes, trace in zip(panels, traces, strict=False):
@@ -235,12 +235,12 @@ def _by_load(tables: Tables, column: str, names: Sequence[str], label: str) -> s
         }
         if handles:
             figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=6)
-        return _svg(figure)
+        return as_svg(figure)
 
 
 def _gap(tables: Tables) -> str:
     cells = list(tables.closed)
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(PLOT_STYLE):
         figure = Figure(figsize=(9.6, 0.9 + 0.24 * len(cells)), layout="constrained")
         axes = figure.subplots()
         at = range(len(cells))
@@ -254,7 +254,7 @@ def _gap(tables: Tables) -> str:
         axes.xaxis.set_major_formatter("{x:.0f}%")
         axes.set_xlabel(f"of the gap between {BASE} and the bound, in TTFT p90")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=2)
-        return _svg(figure)
+        return as_svg(figure)
 
 
 def _plain(axes: Axes) -> None:
@@ -264,7 +264,8 @@ def _plain(axes: Axes) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _svg(figure: Figure) -> str:
+def as_svg(figure: Figure) -> str:
+    """Return a figure as SVG. Equal figures give equal text."""
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())

@@ -118,13 +118,13 @@ def test_a_client_without_patience_disconnects_wherever_its_request_is() -> None
     # a computes until 2 s; b is held, c is refused and waits to retry.
     requests = [ask("a", 1, 0.0, [1], 100), ask("b", 1, 0.1, [2], 100), ask("c", 1, 0.2, [3], 100)]
     router = StateSettings(queue=QueueSettings(size=1))
-    records = simulate(requests, policy=OneAtATime(), patience_s=1.5, router=router)
+    records = simulate(requests, policy=OneAtATime(), leaves_after_s=1.5, router=router)
     assert {name: (one.status, one.e2e_s) for (name, _), one in records.items()} == {
         "a": (499, pytest.approx(1.5)),
         "b": (499, pytest.approx(1.5)),
         "c": (499, pytest.approx(1.5)),
     }
-    patient = simulate(requests[:1], patience_s=2.5)
+    patient = simulate(requests[:1], leaves_after_s=2.5)
     assert patient["a", 1].status == 200
 
 
@@ -136,7 +136,7 @@ def test_a_session_that_gives_up_sends_no_turn_after_a_refusal() -> None:
     assert records["b", 1].status == 429
 
 
-@pytest.mark.parametrize("wrong", [{"unnamed_share": 1.5}, {"patience_s": 0.0}, {"tenants": ()}])
+@pytest.mark.parametrize("wrong", [{"unnamed_share": 1.5}, {"leaves_after_s": 0.0}, {"tenants": ()}])
 def test_impossible_clients_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SimulationError, match=next(iter(wrong))):
         SimulationConfig(**wrong)

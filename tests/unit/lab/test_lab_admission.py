@@ -175,7 +175,7 @@ def test_a_simulated_program_waits_until_another_one_has_ended_and_stays_on_its_
 
 def test_a_parked_client_can_disconnect() -> None:
     requests = [ask(name, 1, 0.0, [at], 130, output=30) for at, name in enumerate("abc")]
-    records = simulate(requests, lab_admission="thunderagent", patience_s=3.0)
+    records = simulate(requests, lab_admission="thunderagent", leaves_after_s=3.0)
     assert {name: record.status for (name, _), record in records.items()} == {"a": 200, "b": 200, "c": 499}
     assert records["c", 1].e2e_s == pytest.approx(3.0)
 

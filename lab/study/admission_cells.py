@@ -1,0 +1,183 @@
+"""The cells of `pointsman study admission`: scenarios, ways to admit, and the order of their trials. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from pathlib import Path
+
+import msgspec
+
+from pointsman.lab.engine.interface import EngineConfig
+from pointsman.lab.experiments.simulate_command import SyntheticSessions
+from pointsman.lab.experiments.trials import Cell, TraceSource, Workload
+from pointsman.lab.simulation.config import SimulationConfig, Tenant
+from pointsman.lab.workload.mixture import Mixture
+from pointsman.lab.workload.session_starts import Arrivals
+from pointsman.lab.workload.subagents import Subagents
+from pointsman.lab.workload.synthetic_trace import SMALL
+from pointsman.router.core.instances.saturation import SaturationLimits
+from pointsman.router.core.requests.hold_queue import QueueSettings
+from pointsman.router.core.router_state import StateSettings
+
+AGENTIC, CHAT = "agentic_coding_1214.jsonl.gz", "mooncake_conversation.jsonl.gz"
+KV_BLOCKS = 31_250
+BURST = Arrivals("burst", rate=0.6, burst_rate=1.8)
+# Share of sessions with sub-agents, as in vllm-project/vllm issue 57103.
+SUBAGENT_SHARE = 0.44
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Traffic and clients: what differs from coding agents that give up when they are refused. `about`: for the reader."""
+
+    about: str
+    arrivals: Arrivals
+    trace: str = AGENTIC
+    mix: float = 0.0
+    one_turn: bool = False
+    subagents: Subagents = field(default_factory=Subagents)
+    clients: Mapping[str, object] = field(default_factory=dict)
+
+
+SCENARIOS: Mapping[str, Scenario] = {
+    "burst": Scenario("0.6, ten minutes at 1.8, 0.6 for twenty; refused clients give up", BURST),
+    "small burst": Scenario("the same with 1.2 in place of 1.8", replace(BURST, burst_rate=1.2)),
+    "burst, retries": Scenario(
+        "refused clients retry three times, when they are told to", BURST, clients={"retries": 3}
+    ),
+    "burst, impatient": Scenario(
+        "clients leave after 60 s without a token", BURST, clients={"retries": 3, "leaves_after_s": 60.0}
+    ),
+    "burst, chat": Scenario("half of the sessions are recorded chats", BURST, mix=0.5),
+    "burst, one turn": Scenario("half of the sessions are first turns of chats", BURST, mix=0.5, one_turn=True),
+    "burst, sub-agents": Scenario(
+        "44 % of the sessions have one to three sub-agents", BURST, subagents=Subagents(SUBAGENT_SHARE)
+    ),
+    "burst, no names": Scenario("no session is named: only prefixes tell", BURST, clients={"unnamed_share": 1.0}),
+    "burst, tenants": Scenario(
+        "two pools; of two tenants with equal shares one has nine tenths of the sessions",
+        BURST,
+        clients={"pools": 2, "tenants": (Tenant("large", sessions=9), Tenant("small", sessions=1))},
+    ),
+    "light": Scenario("two hours at 0.5", Arrivals("sustained", rate=0.5)),
+    "knee": Scenario("two hours at 1.0", Arrivals("sustained", rate=1.0)),
+    "overload": Scenario("two hours at 1.25", Arrivals("sustained", rate=1.25)),
+    "chat": Scenario(
+        "recorded chats alone, 20 minutes at 1.0", Arrivals("sustained", rate=1.0, sustained_s=1200.0), CHAT
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A way to admit: fields of the router's StateSettings and of SimulationConfig that differ. `about`: for the reader."""
+
+    about: str
+    router: Mapping[str, object] = field(default_factory=dict)
+    simulation: Mapping[str, object] = field(default_factory=dict)
+
+
+def _capped(requests: int, kv_usage: float = 0.0) -> Mapping[str, object]:
+    queue = QueueSettings(timeout_s=30.0, expiry="refuse" if requests else "place")
+    return {"limits": SaturationLimits(requests, kv_usage), "queue": queue}
+
+
+NONE = "none"
+ADMISSIONS: Mapping[str, Admission] = {
+    NONE: Admission("no admission"),
+    "ThunderAgent": Admission("its rule, with its choice of instances", simulation={"lab_admission": "thunderagent"}),
+    "CONCUR": Admission("its rule, H_low 0.2", simulation={"lab_admission": "concur"}),
+    "CONCUR 0.5": Admission("its rule, H_low 0.5", simulation={"lab_admission": "concur_h50"}),
+    "12 requests": Admission("at most 12 requests on an instance, held 30 s, then refused", _capped(12)),
+    "8 requests": Admission("at most 8 requests on an instance, held 30 s, then refused", _capped(8)),
+    "85 % of KV": Admission("no instance with waiting requests gets more from 85 % of its KV on", _capped(0, 0.85)),
+}
+# Scenario, policies, ways to admit, in the order in which they are run.
+PLAN = (
+    (("burst",), ("foresight",), (NONE, "ThunderAgent", "CONCUR", "12 requests")),
+    (("burst",), ("unified",), (NONE,)),
+    (("knee", "light", "chat"), ("foresight",), (NONE,)),
+    (("burst",), ("foresight",), ("CONCUR 0.5", "8 requests", "85 % of KV")),
+    (
+        (
+            "burst, retries",
+            "burst, impatient",
+            "burst, chat",
+            "burst, one turn",
+            "burst, sub-agents",
+            "burst, no names",
+            "burst, tenants",
+            "small burst",
+            "overload",
+        ),
+        ("foresight",),
+        (NONE,),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class PlannedCell:
+    """A cell of the study by its names, and the order of its tier: lower tiers are run first, each for all seeds."""
+
+    scenario: str
+    policy: str
+    admission: str
+    tier: int
+    cell: Cell
+
+    @property
+    def key(self) -> str:
+        """JSON of everything that a trial depends on, except its seed and the code."""
+        scenario, admission = SCENARIOS[self.scenario], ADMISSIONS[self.admission]
+        told = {
+            "scenario": {**asdict(scenario), "about": ""},
+            "policy": self.policy,
+            "admission": {**asdict(admission), "about": ""},
+            "instances": self.cell.simulation.instances,
+            "arrivals": asdict(self.cell.workload.arrivals),
+        }
+        return msgspec.json.encode(told, order="sorted").decode()
+
+
+def plan_cells(traces: Path, *, quick: bool = False) -> list[PlannedCell]:
+    """Return all cells; `traces` is the folder of the trace files, and cells of missing files are left out. `quick`: small
+    made-up sessions on two instances for a few minutes."""
+    cells = []
+    for tier, (scenarios, policies, admissions) in enumerate(PLAN):
+        for name, policy, admission in product(scenarios, policies, admissions):
+            scenario = SCENARIOS[name]
+            source = _source(traces, scenario) if not quick else SyntheticSessions(400, SMALL)
+            if source is not None and not (quick and scenario.mix):
+                cell = _cell(name, policy, admission, source, quick=quick)
+                cells.append(PlannedCell(name, policy, admission, tier, cell))
+    return cells
+
+
+def _source(traces: Path, scenario: Scenario) -> TraceSource | None:
+    files: Iterable[Path] = [traces / scenario.trace, *([traces / CHAT] if scenario.mix else [])]
+    if not all(file.exists() for file in files):
+        return None
+    if scenario.mix:
+        return Mixture(traces / scenario.trace, traces / CHAT, scenario.mix, scenario.one_turn)
+    return traces / scenario.trace
+
+
+def _cell(name: str, policy: str, admission: str, source: TraceSource, *, quick: bool) -> Cell:
+    scenario, admit = SCENARIOS[name], ADMISSIONS[admission]
+    arrivals = scenario.arrivals
+    if quick:
+        arrivals = replace(arrivals, before_burst_s=30.0, burst_s=30.0, after_burst_s=60.0, sustained_s=120.0)
+    blocks, longest = (2_500, 40_000) if quick else (KV_BLOCKS, 200_000)
+    asked = {
+        "instances": 2 if quick else 8,
+        "timing": "think",
+        "retries": 0,
+        "gives_up": True,
+        "router": StateSettings(**admit.router),
+        "engine": EngineConfig(kv_blocks=blocks, max_model_len=longest),
+    }
+    simulation = SimulationConfig(policy=policy, **(asked | dict(scenario.clients) | dict(admit.simulation)))  # type: ignore[arg-type]
+    return Cell(f"{policy}, {admission}", name, Workload(source, arrivals, subagents=scenario.subagents), simulation)
