@@ -222,8 +222,12 @@ class SimulatedGateway:
             self._handle(running, ge.RequestParked(effect.request_id, effect.bound_s), now)
         elif isinstance(effect, ev.Placed):
             note_decision(running.record, effect.decision)
+            if running.parked and (admitted := effect.decision.request.admitted) is not None:
+                running.record.parked_s = admitted.view.waited_s
             self._handle(running, assigned(effect), now)
         elif not effect.not_serving:
+            if effect.admission is not None:
+                running.record.parked_s = effect.admission.view.waited_s
             self._handle(running, refused(effect), now)
         elif running.asks_next_step:
             # The owner does not know the plan, which another router made.

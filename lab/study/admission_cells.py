@@ -22,7 +22,8 @@ from pointsman.router.core.requests.hold_queue import QueueSettings
 from pointsman.router.core.router_state import StateSettings
 
 AGENTIC, CHAT = "agentic_coding_1214.jsonl.gz", "mooncake_conversation.jsonl.gz"
-KV_BLOCKS = 31_250
+# Instances for which the scenarios' rates are, and KV blocks of each.
+INSTANCES, KV_BLOCKS = 8, 31_250
 BURST = Arrivals("burst", rate=0.6, burst_rate=1.8)
 # Share of sessions with sub-agents, as in vllm-project/vllm issue 57103.
 SUBAGENT_SHARE = 0.44
@@ -142,16 +143,19 @@ class PlannedCell:
         return msgspec.json.encode(told, order="sorted").decode()
 
 
-def plan_cells(traces: Path, *, quick: bool = False) -> list[PlannedCell]:
-    """Return all cells; `traces` is the folder of the trace files, and cells of missing files are left out. `quick`: small
-    made-up sessions on two instances for a few minutes."""
+def plan_cells(traces: Path, instances: int = INSTANCES, *, quick: bool = False) -> list[PlannedCell]:
+    """Return all cells; `traces` is the folder of the trace files, and cells of missing files are left out.
+
+    The rates of the scenarios are for INSTANCES instances; with another number of `instances` all rates are divided by the same.
+    `quick`: small made-up sessions for a few minutes.
+    """
     cells = []
     for tier, (scenarios, policies, admissions) in enumerate(PLAN):
         for name, policy, admission in product(scenarios, policies, admissions):
             scenario = SCENARIOS[name]
-            source = _source(traces, scenario) if not quick else SyntheticSessions(400, SMALL)
+            source = _source(traces, scenario) if not quick else SyntheticSessions(1_600, SMALL)
             if source is not None and not (quick and scenario.mix):
-                cell = _cell(name, policy, admission, source, quick=quick)
+                cell = _cell(name, policy, admission, source, instances, quick=quick)
                 cells.append(PlannedCell(name, policy, admission, tier, cell))
     return cells
 
@@ -165,14 +169,15 @@ def _source(traces: Path, scenario: Scenario) -> TraceSource | None:
     return traces / scenario.trace
 
 
-def _cell(name: str, policy: str, admission: str, source: TraceSource, *, quick: bool) -> Cell:
+def _cell(name: str, policy: str, admission: str, source: TraceSource, instances: int, *, quick: bool) -> Cell:
     scenario, admit = SCENARIOS[name], ADMISSIONS[admission]
-    arrivals = scenario.arrivals
+    arrivals, part = scenario.arrivals, instances / INSTANCES
+    arrivals = replace(arrivals, rate=arrivals.rate * part, burst_rate=arrivals.burst_rate * part)
     if quick:
         arrivals = replace(arrivals, before_burst_s=30.0, burst_s=30.0, after_burst_s=60.0, sustained_s=120.0)
     blocks, longest = (2_500, 40_000) if quick else (KV_BLOCKS, 200_000)
     asked = {
-        "instances": 2 if quick else 8,
+        "instances": instances,
         "timing": "think",
         "retries": 0,
         "gives_up": True,

@@ -9,7 +9,7 @@ import typer
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from pointsman.lab.study.admission_cells import plan_cells
+from pointsman.lab.study.admission_cells import INSTANCES, plan_cells
 from pointsman.lab.study.admission_page import PLOT, plot, section
 from pointsman.lab.study.admission_runs import AdmissionTrial, read_trials, run_missing
 from pointsman.lab.study.findings_command import TRACES
@@ -24,6 +24,7 @@ class AdmissionStudySettings(BaseSettings):
     traces: Path = Field(TRACES, description="folder of the shared traces; cells of missing traces are left out")
     seeds: int = Field(5, ge=1, description="number of trials of each cell")
     first_seed: int = Field(0, ge=0, description="seed of the first trial")
+    instances: int = Field(INSTANCES, ge=1, description="number of modelled instances; rates are in proportion to it")
     only: str = Field(
         "", description="regular expression; only cells whose SCENARIO / POLICY / ADMISSION match it are run"
     )
@@ -38,7 +39,7 @@ class AdmissionStudySettings(BaseSettings):
 def run(settings: AdmissionStudySettings) -> None:
     """Run the missing trials, one after the other, and write the section. Ctrl-C ends the trials; the section is then written
     from the stored ones. Exits with 2 without any."""
-    planned = plan_cells(settings.traces, quick=settings.quick)
+    planned = plan_cells(settings.traces, settings.instances, quick=settings.quick)
     seeds = range(settings.first_seed, settings.first_seed + settings.seeds)
     if not settings.render_only:
         chosen = [
@@ -53,7 +54,9 @@ def run(settings: AdmissionStudySettings) -> None:
         typer.echo(f"pointsman study admission: no trials in {settings.state}", err=True)
         raise typer.Exit(2)
     missing = len(planned) * len(seeds) - len(trials)
-    settings.out.write_text(with_section(settings.out.read_text(), section(trials, missing, quick=settings.quick)))
+    settings.out.write_text(
+        with_section(settings.out.read_text(), section(trials, missing, settings.instances, quick=settings.quick))
+    )
     settings.out.with_name(PLOT).write_text(plot(trials))
     typer.echo(f"{settings.out}: written from {len(trials)} trials; {missing} planned trials are missing")
 

@@ -11,7 +11,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from pointsman.lab.experiments.paired_statistics import CONFIDENCE, Estimate, difference_by_seed
-from pointsman.lab.study.admission_cells import ADMISSIONS, NONE, SCENARIOS
+from pointsman.lab.study.admission_cells import ADMISSIONS, INSTANCES, NONE, SCENARIOS
 from pointsman.lab.study.admission_measures import ALL, times_by_start
 from pointsman.lab.study.admission_runs import AdmissionTrial, by_cell
 from pointsman.lab.study.findings_opening import PLOT_STYLE, as_svg
@@ -57,8 +57,8 @@ class Row:
         return difference_by_seed(*(_by_seed(trials, phase, measure) for trials in (self._trials, self._base)))
 
 
-def section(trials: Sequence[AdmissionTrial], missing: int, *, quick: bool = False) -> str:
-    """Return the section in Markdown. `missing`: number of planned trials that were not run."""
+def section(trials: Sequence[AdmissionTrial], missing: int, instances: int = INSTANCES, *, quick: bool = False) -> str:
+    """Return the section in Markdown. `missing`: number of planned trials that were not run. `instances`: those of the trials."""
     cells = by_cell(trials)
     rows = [Row(name, found, cells.get((name[0], name[1], NONE), {})) for name, found in cells.items()]
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
@@ -71,6 +71,8 @@ def section(trials: Sequence[AdmissionTrial], missing: int, *, quick: bool = Fal
         trials=len(trials),
         missing=missing,
         quick=quick,
+        instances=instances,
+        planned_instances=INSTANCES,
         none=NONE,
         all=ALL,
         plot=PLOT,

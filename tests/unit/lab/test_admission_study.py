@@ -102,7 +102,7 @@ def test_a_mixture_adds_sessions_that_share_nothing_with_the_others() -> None:
 
 
 def test_cells_of_a_scenario_see_the_same_draw_and_have_keys_of_their_own(tmp_path: Path) -> None:
-    cells = plan_cells(tmp_path, quick=True)
+    cells = plan_cells(tmp_path, 2, quick=True)
     assert len({one.key for one in cells}) == len(cells)
     assert {one.scenario for one in cells} >= {"burst", "burst, sub-agents", "knee"}
     bursts = [one for one in cells if one.scenario == "burst"]
@@ -119,9 +119,17 @@ def test_a_trial_is_run_once_and_the_section_keeps_its_place(tmp_path: Path) -> 
     out = tmp_path / "findings.md"
     out.write_text("before\n<!-- admission -->\nold\n<!-- end of admission -->\nafter\n")
     settings = AdmissionStudySettings(
-        traces=tmp_path, quick=True, seeds=1, only="^burst / foresight / ", state=tmp_path / "state", out=out
+        traces=tmp_path,
+        quick=True,
+        instances=2,
+        seeds=1,
+        only="^burst / foresight / ",
+        state=tmp_path / "state",
+        out=out,
     )
-    cells = [one for one in plan_cells(tmp_path, quick=True) if one.scenario == "burst" and one.policy == "foresight"]
+    cells = [
+        one for one in plan_cells(tmp_path, 2, quick=True) if one.scenario == "burst" and one.policy == "foresight"
+    ]
     run(settings)
     text = out.read_text()
     assert text.startswith("before\n<!-- admission -->\n## Admission")
