@@ -17,6 +17,7 @@ from pointsman.lab.workload.mixture import Mixture
 from pointsman.lab.workload.session_starts import Arrivals
 from pointsman.lab.workload.subagents import Subagents
 from pointsman.lab.workload.synthetic_trace import SMALL
+from pointsman.router.core.admission.session_admission import AdmissionSettings
 from pointsman.router.core.instances.saturation import SaturationLimits
 from pointsman.router.core.requests.hold_queue import QueueSettings
 from pointsman.router.core.router_state import StateSettings
@@ -85,9 +86,17 @@ def _capped(requests: int, kv_usage: float = 0.0) -> Mapping[str, object]:
     return {"limits": SaturationLimits(requests, kv_usage), "queue": queue}
 
 
-NONE = "none"
+def _router_admits(bound_s: float) -> Admission:
+    about = f"the router's admission of sessions; a new session is parked for {bound_s:g} s at most, then refused"
+    return Admission(about, {"admission": AdmissionSettings(on=True, standard_s=bound_s)})
+
+
+NONE, OURS = "none", "Pointsman, 120 s"
 ADMISSIONS: Mapping[str, Admission] = {
     NONE: Admission("no admission"),
+    "Pointsman, 120 s": _router_admits(120.0),
+    "Pointsman, 30 s": _router_admits(30.0),
+    "Pointsman, 600 s": _router_admits(600.0),
     "ThunderAgent": Admission("its rule, with its choice of instances", simulation={"lab_admission": "thunderagent"}),
     "CONCUR": Admission("its rule, H_low 0.2", simulation={"lab_admission": "concur"}),
     "CONCUR 0.5": Admission("its rule, H_low 0.5", simulation={"lab_admission": "concur_h50"}),
@@ -97,10 +106,10 @@ ADMISSIONS: Mapping[str, Admission] = {
 }
 # Scenario, policies, ways to admit, in the order in which they are run.
 PLAN = (
-    (("burst",), ("foresight",), (NONE, "ThunderAgent", "CONCUR", "12 requests")),
-    (("burst",), ("unified",), (NONE,)),
-    (("knee", "light", "chat"), ("foresight",), (NONE,)),
-    (("burst",), ("foresight",), ("CONCUR 0.5", "8 requests", "85 % of KV")),
+    (("burst",), ("foresight",), (NONE, OURS, "ThunderAgent", "CONCUR", "12 requests")),
+    (("knee", "light", "chat"), ("foresight",), (NONE, OURS, "ThunderAgent")),
+    (("burst",), ("unified",), (NONE, OURS)),
+    (("burst",), ("foresight",), ("Pointsman, 30 s", "Pointsman, 600 s", "CONCUR 0.5", "8 requests", "85 % of KV")),
     (
         (
             "burst, retries",
@@ -114,7 +123,7 @@ PLAN = (
             "overload",
         ),
         ("foresight",),
-        (NONE,),
+        (NONE, OURS),
     ),
 )
 
@@ -181,7 +190,7 @@ def _cell(name: str, policy: str, admission: str, source: TraceSource, instances
         "timing": "think",
         "retries": 0,
         "gives_up": True,
-        "router": StateSettings(**admit.router),
+        "router": StateSettings(**admit.router),  # type: ignore[arg-type]
         "engine": EngineConfig(kv_blocks=blocks, max_model_len=longest),
     }
     simulation = SimulationConfig(policy=policy, **(asked | dict(scenario.clients) | dict(admit.simulation)))  # type: ignore[arg-type]
