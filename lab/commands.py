@@ -65,13 +65,6 @@ def add_lab_commands(app: typer.Typer) -> None:
     )
     add_settings_command(
         app,
-        "study-default",
-        DefaultStudySettings,
-        run_default_study,
-        help_="Find the cells in which a policy is worse than the default one.",
-    )
-    add_settings_command(
-        app,
         "calibrate",
         CalibrateSettings,
         run_calibration,
@@ -85,13 +78,22 @@ def add_lab_commands(app: typer.Typer) -> None:
         help_="Compare policies live and simulated, on the same draws of sessions.",
     )
     app.command("analyze")(analyze)
-    study = typer.Typer(no_args_is_help=True, help="Studies whose results are sections of docs/findings.md.")
+    study = typer.Typer(
+        no_args_is_help=True, help="Studies beside those of docs/findings.md: of admission, and of the default policy."
+    )
     add_settings_command(
         study,
         "admission",
         AdmissionStudySettings,
         run_admission_study,
         help_="Run the missing trials of the study of admission, and write its section.",
+    )
+    add_settings_command(
+        study,
+        "default",
+        DefaultStudySettings,
+        run_default_study,
+        help_="Find the cells in which a policy is worse than the default one.",
     )
     app.add_typer(study, name="study")
     app.add_typer(trace_commands, name="trace")

@@ -22,7 +22,7 @@ class Turn:
     further turns that are not known yet. The request must not be placed on the instances in `exclude`.
 
     `named`: whether the request names its session. `tenant`: whose session it is. `parent`: the session that waits for this one;
-    empty for none.
+    empty for none. `names_parent`: whether the request names it.
     """
 
     request: TraceRequest
@@ -33,6 +33,7 @@ class Turn:
     named: bool = True
     tenant: Tenant = field(default_factory=Tenant)
     parent: str = ""
+    names_parent: bool = False
 
 
 # (turn, now): sends a client's request.
@@ -121,7 +122,10 @@ class Clients:
         self._waiting_turns[session] = following
         self._in_flight += len(children)
         for turns in children:
-            child = replace(turn, request=turns[0], later_turns=turns[1:], parent=session)
+            first = turns[0]
+            assert isinstance(first, SubagentRequest)
+            names_parent = turn.named and first.names_parent
+            child = replace(turn, request=first, later_turns=turns[1:], parent=session, names_parent=names_parent)
             self._event_queue.schedule(now, partial(self._ask, child))
 
     def _ended(self, turn: Turn, now: float) -> None:

@@ -191,6 +191,7 @@ class Simulator:
             keys=prompt.names,
             tenant=turn.tenant.name,
             session_id=request.session if turn.named else "",
+            parent=f"{turn.tenant.name}/{turn.parent}" if turn.names_parent else "",
             priority=turn.tenant.priority,
             weight=turn.tenant.weight,
             max_output_tokens=request.output_length,

@@ -1,4 +1,4 @@
-"""`pointsman study-default`: runs the cells in which a policy must be no worse than the default one, and writes their table.
+"""`pointsman study default`: runs the cells in which a policy must be no worse than the default one, and writes their table.
 
 Each trial's figures are a line of a file, so an interrupted run resumes with the missing trials. A cell gets more seeds until all
 its limits are decided.
@@ -61,7 +61,7 @@ def run(settings: DefaultStudySettings) -> None:
     """Run the missing trials, seed by seed over all cells, and write the table. Exits with 2 if no cell matches."""
     cells = [one for one in default_cells(settings.traces) if fnmatch(one.name, settings.cells)]
     if not cells:
-        typer.echo(f"pointsman study-default: no cell is called {settings.cells}", err=True)
+        typer.echo(f"pointsman study default: no cell is called {settings.cells}", err=True)
         raise typer.Exit(2)
     found = {one.name: _stored(one, settings) for one in cells}
     for _ in SEEDS if not settings.render_only else ():

@@ -15,10 +15,11 @@ from pointsman.lab.workload.traces import TraceRequest
 
 class SubagentRequest(TraceRequest, frozen=True, kw_only=True):
     """The first turn of a sub-agent. It is sent when turn `parent_turn` of the session `parent` has been answered; the parent's
-    next turn waits until all its sub-agents have ended."""
+    next turn waits until all its sub-agents have ended. `names_parent`: whether its requests name the parent."""
 
     parent: str
     parent_turn: int
+    names_parent: bool = True
 
 
 @dataclass(frozen=True)
@@ -54,17 +55,20 @@ def with_subagents(sessions: Sequence[Session], subagents: Subagents, seed: int)
         if len(turns) > 1 and rng.random() < subagents.share:
             turn = turns[rng.randrange(len(turns) - 1)]
             children = islice(left, rng.randint(1, subagents.most))
-            found += [_child(child, turn, subagents.shared_tokens) for child in children]
+            found += [_child(child, turn, subagents) for child in children]
     return found
 
 
-def _child(turns: Session, parent: TraceRequest, shared_tokens: int) -> Session:
+def _child(turns: Session, parent: TraceRequest, subagents: Subagents) -> Session:
     """Return `turns` as a sub-agent of `parent`, with the parent's first blocks in place of its own."""
-    shared = parent.hash_ids[: shared_tokens // parent.block_size]
+    shared = parent.hash_ids[: subagents.shared_tokens // parent.block_size]
     if parent.block_size != turns[0].block_size:
         shared = ()
     moved = [
         structs.replace(turn, hash_ids=(shared + turn.hash_ids[len(shared) :])[: len(turn.hash_ids)]) for turn in turns
     ]
     fields = structs.asdict(moved[0]) | {"timestamp_ms": parent.timestamp_ms}
-    return [SubagentRequest(**fields, parent=parent.session, parent_turn=parent.turn), *moved[1:]]
+    first = SubagentRequest(
+        **fields, parent=parent.session, parent_turn=parent.turn, names_parent=subagents.named_parents
+    )
+    return [first, *moved[1:]]

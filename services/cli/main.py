@@ -108,7 +108,7 @@ GROUPS = (
             "simulate",
             "compare",
             "findings",
-            "study-default",
+            "study",
             "profile",
             "calibrate",
             "agree",

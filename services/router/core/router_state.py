@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.admission.admission_rule import AdmissionOutcome
 from pointsman.router.core.admission.session_admission import AdmissionSettings, SessionAdmission
+from pointsman.router.core.admission_rule import AdmissionOutcome
 from pointsman.router.core.agent_reports import Reports
 from pointsman.router.core.analysis.decision_replay import redecide
 from pointsman.router.core.instances.circuit_breaker import Circuit, CircuitSettings
