@@ -70,11 +70,11 @@ def test_a_price_is_learned_from_loads(factor: float) -> None:
         assert price.seconds(tokens) == pytest.approx((0.05 + 2e-5 * tokens) * factor, rel=0.35)
 
 
-@pytest.mark.parametrize("wrong_s", [0.0, 1e-6, 60.0, 1e5])
-def test_one_wrong_instance_does_not_spoil_the_price(wrong_s: float) -> None:
+@pytest.mark.parametrize("spoilt_s", [0.0, 1e-6, 60.0, 1e5])
+def test_one_wrong_instance_does_not_spoil_the_price(spoilt_s: float) -> None:
     samples = drawn(random.Random(5), "abc", MAX_SAMPLES, 0.05, 2e-5)
     right = learned(samples)
-    with_wrong = learned(samples + [("wrong", 30_000 + n, wrong_s) for n in range(500)])
+    with_wrong = learned(samples + [("wrong", 30_000 + n, spoilt_s) for n in range(500)])
     for tokens in (2_000, 20_000, 100_000):
         assert with_wrong.seconds(tokens) == pytest.approx(right.seconds(tokens), rel=0.5)
 
