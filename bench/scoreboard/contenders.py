@@ -29,7 +29,7 @@ ABSENT: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class LaunchContext:
     """What a router is started with. `ports` are free ones; the first is the port that clients send to."""
 
     engines: Sequence[EngineAddress]
@@ -65,7 +65,7 @@ class Contender:
     name: str
     version: str
     check: Callable[[], object]
-    parts: Callable[[Surroundings], Sequence[Part]]
+    parts: Callable[[LaunchContext], Sequence[Part]]
 
     @property
     def is_pointsman(self) -> bool:
@@ -106,87 +106,87 @@ def _known(policy: str) -> None:
         raise NotRunnable("this version has no such policy")
 
 
-def _pointsman(policy: str) -> Callable[[Surroundings], Sequence[Part]]:
-    def parts(around: Surroundings) -> Sequence[Part]:
+def _pointsman(policy: str) -> Callable[[LaunchContext], Sequence[Part]]:
+    def parts(launch: LaunchContext) -> Sequence[Part]:
         flags = {
-            "engine": around.urls,
-            "listen": f"127.0.0.1:{around.ports[0]}",
-            "router-listen": f"127.0.0.1:{around.ports[1]}",
+            "engine": launch.urls,
+            "listen": f"127.0.0.1:{launch.ports[0]}",
+            "router-listen": f"127.0.0.1:{launch.ports[1]}",
             "router-metrics": "",
             "agent-metrics": "",
             "console": "",
             "policy": policy,
-            "state-dir": around.folder / "agent",
+            "state-dir": launch.folder / "agent",
         }
         return [Part("up", pointsman_command("up", *flag_words(flags)))]
 
     return parts
 
 
-def _vllm_router(policy: str) -> Callable[[Surroundings], Sequence[Part]]:
-    def parts(around: Surroundings) -> Sequence[Part]:
-        argv = [str(environment("vllm-router") / "vllm-router"), "--host", "127.0.0.1", "--port", str(around.ports[0])]
-        argv += ["--worker-urls", *around.urls, "--policy", policy]
+def _vllm_router(policy: str) -> Callable[[LaunchContext], Sequence[Part]]:
+    def parts(launch: LaunchContext) -> Sequence[Part]:
+        argv = [str(environment("vllm-router") / "vllm-router"), "--host", "127.0.0.1", "--port", str(launch.ports[0])]
+        argv += ["--worker-urls", *launch.urls, "--policy", policy]
         if policy == "kv_aware":
-            for engine in around.engines:
+            for engine in launch.engines:
                 argv += ["--kv-event-source", f"{engine.url}={engine.events}"]
                 argv += ["--kv-event-replay-source", f"{engine.url}={engine.replay}"]
-            argv += ["--kv-event-block-size", str(around.block_size), "--kv-event-model", around.model]
-        return [Part("router", [*argv, "--log-level", "warning", "--prometheus-port", str(around.ports[1])])]
+            argv += ["--kv-event-block-size", str(launch.block_size), "--kv-event-model", launch.model]
+        return [Part("router", [*argv, "--log-level", "warning", "--prometheus-port", str(launch.ports[1])])]
 
     return parts
 
 
-def _smg(around: Surroundings) -> Sequence[Part]:
-    argv = [str(environment("smg") / "smg"), "launch", "--host", "127.0.0.1", "--port", str(around.ports[0])]
-    argv += ["--worker-urls", *around.urls, "--policy", "cache_aware", "--disable-tokenizer-autoload"]
-    return [Part("router", [*argv, "--log-level", "warn", "--prometheus-port", str(around.ports[1])])]
+def _smg(launch: LaunchContext) -> Sequence[Part]:
+    argv = [str(environment("smg") / "smg"), "launch", "--host", "127.0.0.1", "--port", str(launch.ports[0])]
+    argv += ["--worker-urls", *launch.urls, "--policy", "cache_aware", "--disable-tokenizer-autoload"]
+    return [Part("router", [*argv, "--log-level", "warn", "--prometheus-port", str(launch.ports[1])])]
 
 
-def _sglang(around: Surroundings) -> Sequence[Part]:
+def _sglang(launch: LaunchContext) -> Sequence[Part]:
     argv = [str(environment("sglang-router") / "python"), "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
-    argv += ["--port", str(around.ports[0]), "--worker-urls", *around.urls, "--policy", "cache_aware"]
-    return [Part("router", [*argv, "--log-level", "warn", "--prometheus-port", str(around.ports[1])])]
+    argv += ["--port", str(launch.ports[0]), "--worker-urls", *launch.urls, "--policy", "cache_aware"]
+    return [Part("router", [*argv, "--log-level", "warn", "--prometheus-port", str(launch.ports[1])])]
 
 
-def _dynamo(around: Surroundings) -> Sequence[Part]:
+def _dynamo(launch: LaunchContext) -> Sequence[Part]:
     """Dynamo's front end with its KV router. Its workers pass requests on to the engines; their CPU time is not the router's."""
     python = str(environment(DYNAMO) / "python")
     env = {
-        "DYN_FILE_KV": str(around.folder / "dynamo"), "DYN_DISCOVERY_BACKEND": "file", "DYN_EVENT_PLANE": "zmq",
+        "DYN_FILE_KV": str(launch.folder / "dynamo"), "DYN_DISCOVERY_BACKEND": "file", "DYN_EVENT_PLANE": "zmq",
         "DYN_LOG": "warn", "DYN_TCP_RPC_HOST": "127.0.0.1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": "",
     }  # fmt: skip
-    model = dynamo_model(around)
+    model = dynamo_model(launch)
     worker = str(Path(__file__).with_name("dynamo_worker.py"))
     workers = [
         Part(
             "adapters",
-            [python, worker, "--engine", engine.url, "--events", engine.events, "--model", str(model), "--served", around.model,
-             "--block-size", str(around.block_size), "--kv-blocks", str(around.kv_blocks), "--context", str(around.context)],
+            [python, worker, "--engine", engine.url, "--events", engine.events, "--model", str(model), "--served", launch.model,
+             "--block-size", str(launch.block_size), "--kv-blocks", str(launch.kv_blocks), "--context", str(launch.context)],
             env,
             counted=False,
         )
-        for engine in around.engines
+        for engine in launch.engines
     ]  # fmt: skip
-    argv = [python, "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(around.ports[0])]
-    argv += ["--router-mode", "kv", "--kv-cache-block-size", str(around.block_size)]
-    argv += ["--router-min-initial-workers", str(len(around.engines))]
+    argv = [python, "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(launch.ports[0])]
+    argv += ["--router-mode", "kv", "--kv-cache-block-size", str(launch.block_size)]
+    argv += ["--router-min-initial-workers", str(len(launch.engines))]
     return [*workers, Part("front end", argv, env)]
 
 
-def dynamo_model(around: Surroundings) -> Path:
+def dynamo_model(launch: LaunchContext) -> Path:
     """Return a folder with the engines' tokenizer and a config.json, which Dynamo reads too."""
-    folder = around.folder / "dynamo-model"
-    if around.folder.exists() and not folder.exists():
+    folder = launch.folder / "dynamo-model"
+    if launch.folder.exists() and not folder.exists():
         folder.mkdir()
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(around.tokenizer / name, folder / name)
+            shutil.copy(launch.tokenizer / name, folder / name)
         end = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
         ids = {token["content"]: token["id"] for token in end}
         config = {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
-            "max_position_embeddings": around.context,
+            "max_position_embeddings": launch.context,
         }
         (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": ids["<|im_end|>"]}))
     return folder
@@ -210,14 +210,14 @@ http {{
 """
 
 
-def _nginx(around: Surroundings) -> Sequence[Part]:
-    config = around.folder / "nginx.conf"
-    servers = "".join(f"server {url.removeprefix('http://')};" for url in around.urls)
-    if around.folder.exists():
-        config.write_text(_NGINX.format(folder=around.folder, servers=servers, port=around.ports[0]))
+def _nginx(launch: LaunchContext) -> Sequence[Part]:
+    config = launch.folder / "nginx.conf"
+    servers = "".join(f"server {url.removeprefix('http://')};" for url in launch.urls)
+    if launch.folder.exists():
+        config.write_text(_NGINX.format(folder=launch.folder, servers=servers, port=launch.ports[0]))
         # nginx's worker runs as another user.
-        around.folder.chmod(0o755)
-    return [Part("nginx", [_nginx_program(), "-c", str(config), "-e", str(around.folder / "nginx-error.log")])]
+        launch.folder.chmod(0o755)
+    return [Part("nginx", [_nginx_program(), "-c", str(config), "-e", str(launch.folder / "nginx-error.log")])]
 
 
 def _nginx_program() -> str:
@@ -237,7 +237,7 @@ def _nginx_version() -> str:
 
 def shown_command(contender: Contender) -> str:
     """Return the command lines of a contender for the page, with placeholders for addresses and folders."""
-    around = Surroundings(
+    launch = LaunchContext(
         [EngineAddress("URL", "EVENTS", "REPLAY")],
         ["PORT", "PORT"],
         Path("FOLDER"),
@@ -247,7 +247,7 @@ def shown_command(contender: Contender) -> str:
         0,
         0,
     )
-    lines = dict.fromkeys(" ".join(_shown(word) for word in part.argv) for part in contender.parts(around))
+    lines = dict.fromkeys(" ".join(_shown(word) for word in part.argv) for part in contender.parts(launch))
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.scoreboard.contenders import Contender, Part, Surroundings, part_label
+from bench.scoreboard.contenders import Contender, LaunchContext, Part, part_label
 from bench.scoreboard.environments import NotRunnable
 from bench.scoreboard.fleet import Fleet
 from bench.scoreboard.measures import Measures, measure
@@ -50,12 +50,12 @@ class RunningRouter:
 def running_router(contender: Contender, fleet: Fleet, folder: Path) -> Iterator[RunningRouter]:
     """Run a router in front of `fleet` until the end of the block. Raises NotRunnable if it does not answer in READY_S."""
     ports = [free_port() for _ in range(PORTS)]
-    around = Surroundings(
+    launch = LaunchContext(
         fleet.engines, ports, folder, fleet.model, fleet.tokenizer, fleet.block_size, fleet.kv_blocks, fleet.context
     )
     parts = [
         (part, Process(f"{part.name}-{number}", part.argv, folder / f"{part.name}-{number}.log", part.env))
-        for number, part in enumerate(contender.parts(around))
+        for number, part in enumerate(contender.parts(launch))
     ]
     url = f"http://127.0.0.1:{ports[0]}"
     try:
