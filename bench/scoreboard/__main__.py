@@ -187,7 +187,8 @@ def main() -> None:
     if shutil.disk_usage(REPOSITORY).free < 2e9:
         sys.exit("the scoreboard needs 2 GB of disk for the other routers' environments")
     commit = git_commit() or "unknown"
-    results = Results(STATE / f"{commit}.jsonl")
+    # The page that an interrupted run has written does not make another board.
+    results = Results(STATE / f"{commit.removesuffix('-dirty')}.jsonl")
     results.forget_problems()
     results.save_plan(
         CELLS, {"commit": commit, "machine": machine(), "rounds": given.rounds, "date": time.strftime("%Y-%m-%d")}

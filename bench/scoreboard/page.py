@@ -25,7 +25,7 @@ from bench.scoreboard.plots import cpu_plot, ttft_plot
 _OPENING = """# Scoreboard
 
 Pointsman and other routers' own programs in front of the same engines, with the same requests. `make scoreboard` runs all of it
-again and writes this page. A ratio is to `{reference}` in the same rounds; in brackets is its 95 % interval over {rounds} paired
+again and writes this page. A ratio is to {reference} in the same rounds; in brackets is its 95 % interval over {rounds} paired
 rounds (Student's, on the logarithm). An interval that contains 1 is no difference beyond chance. All programs run with their
 defaults.
 
@@ -150,7 +150,7 @@ def _plain(text: str) -> str:
 def _cell(one: Comparison) -> str:
     parts = [f"## {one.cell.title[:1].upper()}{one.cell.title[1:]}\n"]
     if one.reference:
-        parts.append(f"Ratios are to `{one.reference}`.\n")
+        parts.append(f"Ratios are to {one.reference}.\n")
     parts += [_table(one, TTFT), _table(one, [*TPOT, *E2E]), _rest(one)]
     idle = [measures.idle for of in one.trials.values() for measures in of.values()]
     if idle:

@@ -23,6 +23,8 @@ from tests.support.processes.process import Process, ProcessFailure, free_port
 Send = Callable[[str], list[RequestRecord]]
 
 READY_S = 120.0
+# Time that a router has after its first answer, s: some register their engines one by one.
+SETTLE_S = 2.0
 # Number of free ports that a router is given.
 PORTS = 4
 
@@ -65,6 +67,7 @@ def running_router(contender: Contender, fleet: Fleet, folder: Path) -> Iterator
             parts[-1][1].wait_ready(lambda: _answers(url, fleet, contender.is_pointsman), within_s=READY_S)
         except ProcessFailure as error:
             raise NotRunnable(_reason(error)) from error
+        time.sleep(SETTLE_S)
         yield RunningRouter(url, parts)
     finally:
         for _, process in reversed(parts):
