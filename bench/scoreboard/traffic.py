@@ -20,7 +20,7 @@ from pointsman.lab.workload.trace_files import load_trace
 from pointsman.lab.workload.traces import TraceRequest, by_session
 
 # The recorded traces are beside the repository on the machines where the project is developed.
-RECORDED = Path(__file__).resolve().parents[2] / "shared" / "traces"
+RECORDED = Path(__file__).resolve().parents[3] / "shared" / "traces"
 AGENTIC_TRACE, CHAT_TRACE = "agentic_coding_1214.jsonl.gz", "mooncake_conversation.jsonl.gz"
 # Longest pause between two turns, s of the engines' time: a round has some minutes.
 PAUSE_LIMIT_S = 12.0
