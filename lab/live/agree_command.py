@@ -57,19 +57,21 @@ class AgreeSettings(MeasureSettings):
     emulated: int = Field(4, ge=1, le=64, description="number of emulated engines")
     profile: Path = Field(Path("reference"), description="cost profile of the emulated engines")
     speedup: float = Field(0.12, gt=0, description="factor on the speed of the emulated engines")
-    kv_blocks: int = Field(1_000, ge=1, description="KV blocks of 16 tokens of an emulated engine")
+    kv_blocks: int = Field(520, ge=1, description="KV blocks of 16 tokens of an emulated engine")
     max_model_len: int = Field(
-        16_000, ge=2, description="maximum tokens of prompt and answer together on an emulated engine"
+        8_320, ge=2, description="maximum tokens of prompt and answer together on an emulated engine"
     )
+    # A machine that others use, too, delays some of the probes.
+    profile_repeats: int = Field(4, ge=1, description="number of repetitions of each probe per measurement")
     policies: Entries = Field(["unified", "foresight"], description="compared policies (repeat)")
-    rates: Numbers = Field([0.5, 2.0], description="factors on the rate of session starts, one for each load")
+    rates: Numbers = Field([0.4, 3.0], description="factors on the rate of session starts, one for each load")
     rounds: int = Field(5, ge=1, description="number of draws of each load")
     first_seed: int = Field(0, ge=0, description="seed of the first draw")
     trace: Path | None = Field(None, description="trace file; default: new synthetic sessions for each draw")
-    sessions: int = Field(28, ge=0, description="number of sessions; of a trace the first ones, 0: all")
-    span_s: float = Field(30.0, gt=0, description="time in which synthetic sessions start, in s, at a rate of 1")
+    sessions: int = Field(24, ge=0, description="number of sessions; of a trace the first ones, 0: all")
+    span_s: float = Field(22.0, gt=0, description="time in which synthetic sessions start, in s, at a rate of 1")
     token_scale: float = Field(0.25, gt=0, description="factor on prompt and answer lengths")
-    time_scale: float = Field(0.5, gt=0, description="factor on the trace's times, including those between turns")
+    time_scale: float = Field(0.25, gt=0, description="factor on the trace's times, including those between turns")
     out: Path = Field(Path("runs/agreement"), description="folder of the runs and of agreement.md")
 
     @property

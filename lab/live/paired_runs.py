@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -22,6 +22,8 @@ from pointsman.lab.workload.tokenizer import ChatTokenizer
 from pointsman.lab.workload.trace_files import load_trace, save_trace
 from pointsman.lab.workload.traces import TraceRequest, first_sessions
 
+# Sessions whose contexts are bounded, so that a small cache holds several of them.
+SHAPE = replace(SMALL, max_tokens=30_000)
 # Interval of the task that measures how late it wakes up, s.
 NAP_S = 0.01
 
@@ -39,7 +41,7 @@ class Draws:
         """Return the requests of a seed's draw at `rate` times its rate of session starts, with session and block ids that no
         other `number` has."""
         if self.trace is None:
-            requests, starts = generate(self.sessions, self.span_s, seed, SMALL), Arrivals("trace", rate=rate)
+            requests, starts = generate(self.sessions, self.span_s, seed, SHAPE), Arrivals("trace", rate=rate)
         else:
             requests = list(first_sessions(load_trace(self.trace), self.sessions))
             starts = Arrivals("resample", rate=rate)
@@ -59,7 +61,7 @@ async def run_live(
     requests: Sequence[TraceRequest], folder: Path, url: str, router: str, tokenizer: Path, scale: Scale
 ) -> tuple[list[RequestRecord], float]:
     """Send the requests to the gateway at `url` and write a bundle to `folder`; return the records and the mean delay, in s, of a
-    task that sleeps meanwhile. Raises ReplayError; KeyboardInterrupt on Ctrl-C."""
+    task that sleeps meanwhile. Raises ReplayError, and CancelledError if it is cancelled."""
     trace = folder / "trace.jsonl"
     save_trace(trace, requests)
     asked = ReplaySettings(
@@ -81,7 +83,8 @@ async def run_live(
         watching.cancel()
     save(asked, replayed)
     if replayed.interrupted:
-        raise KeyboardInterrupt
+        # Not KeyboardInterrupt: asyncio.run() makes one of it after Ctrl-C, and another signal's exception stays as it is.
+        raise asyncio.CancelledError
     if not any(record.ok for record in replayed.records):
         raise ReplayError(f"no live request was answered: {replayed.records[0].error}")
     return replayed.records, fmean(delays or [0.0])
