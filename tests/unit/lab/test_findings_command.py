@@ -46,6 +46,15 @@ def test_a_quick_run_makes_the_document_and_is_not_run_twice(tmp_path: Path, mon
     plots = set(re.findall(r"\]\((\w+\.svg)\)", text))
     assert len(plots) == 3
     assert {file.name for file in asked.out.parent.glob("*.svg")} == plots
+    section = text.partition(findings_tiers.BEGIN)[2].partition(findings_tiers.END)[0]
+    assert "| `foresight` | host tier 2 x | " in section
+    # The section on tiers can be written alone, in its place or at the end of a document without it.
+    run(settings(tmp_path, tiers_only=True, render_only=True))
+    assert asked.out.read_text() == text
+    asked.out.write_text("# Findings\n")
+    run(settings(tmp_path, tiers_only=True, render_only=True))
+    assert asked.out.read_text() == f"# Findings\n\n{findings_tiers.BEGIN}{section}{findings_tiers.END}\n"
+    asked.out.write_text(text)
     lines = asked.results.read_bytes()
 
     # As after a kill: the last line is truncated, and one trial must be run again.
