@@ -23,7 +23,7 @@ KEEP_S = 120.0
 # its observations are halved, so that older ones lose weight.
 PRIOR_SESSIONS, MOST_RETURNS = 20.0, 4_000.0
 # Number of observations of a kind after which its chances are computed anew.
-REFRESH_AFTER = 32
+REFRESH_AFTER = 128
 
 
 class AnswerKind(IntEnum):

@@ -28,7 +28,7 @@ SERVING = (InstanceState.READY, InstanceState.SYNCING)
 # A pool is armed when at least ARM_SHARE of its prefill of the last minute is recomputed, and the sessions' weighted size is at
 # least ARM_SIZE of its capacity: near a fleet's limit, sizes reach the capacity for moments without harm. It is disarmed below
 # DISARM_SIZE of the capacity.
-ARM_SHARE, ARM_SIZE, DISARM_SIZE = 0.05, 1.15, 0.8
+ARM_SHARE, ARM_SIZE, DISARM_SIZE = 0.05, 1.25, 0.8
 
 
 @dataclass(frozen=True, slots=True)
