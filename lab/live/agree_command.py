@@ -37,14 +37,14 @@ from pointsman.lab.live.fleet_costs import (
     with_overhead,
 )
 from pointsman.lab.live.local_fleet import ChildProcesses, LocalFleetError, LocalPlane, start_engines
-from pointsman.lab.live.paired_runs import Draws, Scale, run_live, simulate
+from pointsman.lab.live.paired_runs import WITH_ADMISSION, Draws, Scale, Variant, run_live, simulate
 from pointsman.lab.live.profile_command import SHORTEST, Measurements
 from pointsman.lab.live.replay_command import ReplayError
 from pointsman.lab.report.terminal import make_console
 from pointsman.lab.workload.traces import TraceError
 
 # Fields that may differ between two commands that store their runs in one folder.
-FREE_FIELDS = {"policies", "rates", "rounds", "first_seed", "engines", "out"}
+FREE_FIELDS = {"policies", "rates", "rounds", "first_seed", "engines", "admission_bound_s", "out"}
 
 
 class AgreeSettings(MeasureSettings):
@@ -63,7 +63,13 @@ class AgreeSettings(MeasureSettings):
     )
     # A machine that others use, too, delays some of the probes.
     profile_repeats: int = Field(4, ge=1, description="number of repetitions of each probe per measurement")
-    policies: Entries = Field(["unified", "foresight"], description="compared policies (repeat)")
+    policies: Entries = Field(
+        ["unified", "foresight", f"foresight{WITH_ADMISSION}"],
+        description=f"compared policies (repeat); NAME{WITH_ADMISSION}: with session admission",
+    )
+    admission_bound_s: float = Field(
+        30.0, gt=0, description="maximum time that a new session is parked, in s, with session admission"
+    )
     rates: Numbers = Field([0.4, 3.0], description="factors on the rate of session starts, one for each load")
     rounds: int = Field(5, ge=1, description="number of draws of each load")
     first_seed: int = Field(0, ge=0, description="seed of the first draw")
@@ -138,7 +144,7 @@ class _Comparison:
         missing = [[case for case in cases if self._stored(case, LIVE) is None] for cases in planned]
         if any(missing):
             with self._engines() as engines, LocalPlane(settings.out / "plane", engines) as plane:
-                plane.new_router(["--policy", settings.policies[0]])
+                plane.new_router([], self._variant(settings.policies[0]).environment)
                 before = self._measure(engines, plane.url)
                 for cases in missing:
                     if cases:
@@ -165,7 +171,7 @@ class _Comparison:
     def _live(self, case: Case, costs: int, plane: LocalPlane) -> None:
         settings = self._settings
         requests = settings.draws.draw(case.seed, case.rate, case.number)
-        plane.new_router(["--policy", case.policy])
+        plane.new_router([], self._variant(case.policy).environment)
         sending = run_live(
             requests, settings.out / case.name, plane.url, plane.router, settings.tokenizer, settings.scale
         )
@@ -180,10 +186,12 @@ class _Comparison:
         settings = self._settings
         requests = settings.draws.draw(case.seed, case.rate, case.number)
         costs = self._costs(live.costs)
-        records = simulate(
-            requests, case.seed, case.policy, settings.instances, costs, settings.tokenizer, settings.scale
-        )
+        variant = self._variant(case.policy)
+        records = simulate(requests, case.seed, variant, settings.instances, costs, settings.tokenizer, settings.scale)
         self._store(StoredRun(SIMULATED, case.policy, case.rate, case.seed, run_measures(records), live.costs))
+
+    def _variant(self, name: str) -> Variant:
+        return Variant.of(name, self._settings.admission_bound_s)
 
     # ---- engines and their costs ----
 

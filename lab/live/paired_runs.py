@@ -21,7 +21,11 @@ from pointsman.lab.workload.synthetic_trace import SMALL, generate
 from pointsman.lab.workload.tokenizer import ChatTokenizer
 from pointsman.lab.workload.trace_files import load_trace, save_trace
 from pointsman.lab.workload.traces import TraceRequest, first_sessions
+from pointsman.router.core.admission.session_admission import AdmissionSettings
+from pointsman.router.core.router_state import StateSettings
 
+# Ending of the name of a policy with session admission.
+WITH_ADMISSION = "+admission"
 # Sessions whose contexts are bounded, so that a small cache holds several of them.
 SHAPE = replace(SMALL, max_tokens=30_000)
 # Interval of the task that measures how late it wakes up, s.
@@ -47,6 +51,36 @@ class Draws:
             starts = Arrivals("resample", rate=rate)
         drawn = [turn for turns in draw_sessions(requests, starts, seed) for turn in turns]
         return with_unique_ids(sorted(drawn, key=lambda turn: turn.timestamp_ms), number)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a router is told: a policy, and the time in s for which new sessions are parked at most; None: all are admitted."""
+
+    policy: str
+    admission_bound_s: float | None
+
+    @classmethod
+    def of(cls, name: str, admission_bound_s: float) -> Variant:
+        """Return the variant that a name stands for: a policy, or a policy and `+admission`."""
+        policy = name.removesuffix(WITH_ADMISSION)
+        return cls(policy, None if policy == name else admission_bound_s)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Settings of a real router."""
+        told = {"POINTSMAN_ROUTER_POLICY": self.policy}
+        if self.admission_bound_s is not None:
+            told["POINTSMAN_ROUTER_SESSION_ADMISSION"] = "true"
+            told["POINTSMAN_ROUTER_ADMISSION_STANDARD_S"] = f"{self.admission_bound_s:g}"
+        return told
+
+    @property
+    def state(self) -> StateSettings:
+        """Settings of a simulated router."""
+        if self.admission_bound_s is None:
+            return StateSettings()
+        return StateSettings(admission=AdmissionSettings(on=True, standard_s=self.admission_bound_s))
 
 
 @dataclass(frozen=True)
@@ -93,7 +127,7 @@ async def run_live(
 def simulate(
     requests: Sequence[TraceRequest],
     seed: int,
-    policy: str,
+    variant: Variant,
     instances: int,
     costs: FleetCosts,
     tokenizer: Path,
@@ -103,7 +137,8 @@ def simulate(
     tokens = ChatTokenizer(tokenizer)
     config = SimulationConfig(
         instances=instances,
-        policy=policy,
+        policy=variant.policy,
+        router=variant.state,
         timing="think",
         time_scale=scale.times,
         seed=seed,

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(600)
 def settings(out: Path, **more: Any) -> AgreeSettings:
     quick = {"emulated": 2, "speedup": 5.0, "rates": [1.0], "rounds": 1, "sessions": 3, "span_s": 1.0}
     quick |= {"time_scale": 0.05, "token_scale": 1 / 16, "profile_repeats": 1, "profile_pause_s": 0.0}
-    return AgreeSettings(**(quick | {"policies": ["unified", "foresight"], "out": out} | more))
+    return AgreeSettings(**(quick | {"policies": ["unified", "foresight+admission"], "out": out} | more))
 
 
 def stored(out: Path) -> list[StoredRun]:
@@ -40,9 +40,9 @@ def test_every_policy_runs_live_and_simulated_and_a_stored_run_is_not_made_again
     runs = stored(out)
     assert [(one.kind, one.policy) for one in runs] == [
         ("live", "unified"),
-        ("live", "foresight"),
+        ("live", "foresight+admission"),
         ("simulated", "unified"),
-        ("simulated", "foresight"),
+        ("simulated", "foresight+admission"),
     ]
     for live, simulated in zip(runs[:2], runs[2:], strict=True):
         assert live.measures["failed"] == simulated.measures["failed"] == 0
@@ -54,11 +54,11 @@ def test_every_policy_runs_live_and_simulated_and_a_stored_run_is_not_made_again
         assert sum(one.prompt_tokens or 0 for one in bundle.records) > 0
         # Each run has a router of its own, with the policy.
         assert bundle.breakdown
-        assert {row["policy"] for row in bundle.breakdown["requests"]} == {live.policy}
-    assert "| 1 | foresight - unified | TTFT mean |" in (out / "agreement.md").read_text()
+        assert {row["policy"] for row in bundle.breakdown["requests"]} == {live.policy.partition("+")[0]}
+    assert "| 1 | foresight+admission - unified | TTFT mean |" in (out / "agreement.md").read_text()
     # With the live runs there, only what is missing is simulated, without engines.
     (out / "runs.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in runs[:3]) + b'{"kind": "li')
-    run(settings(out, emulated=2))
+    run(settings(out))
     assert stored(out)[3].measures == runs[3].measures
     with pytest.raises(typer.Exit, match="2"):
         run(settings(out, token_scale=1 / 8))

@@ -16,7 +16,7 @@ from pointsman.lab.live.agreement import (
     rounds,
     run_measures,
 )
-from pointsman.lab.live.paired_runs import Draws
+from pointsman.lab.live.paired_runs import Draws, Variant
 from pointsman.lab.report.request_record import RequestRecord
 from pointsman.lab.workload.traces import TINY_TRACE
 
@@ -108,3 +108,22 @@ def test_no_two_cases_share_a_prompt_or_a_session() -> None:
             assert [(at.timestamp_ms, at.input_length, at.think_ms) for at in one] == [
                 (at.timestamp_ms, at.input_length, at.think_ms) for at in other
             ]
+
+
+def test_a_policy_with_admission_parks_new_sessions_live_and_simulated() -> None:
+    plain, admitting = Variant.of("foresight", 12.5), Variant.of("foresight+admission", 12.5)
+    assert (plain.policy, plain.environment, plain.state.admission.on) == (
+        "foresight",
+        {"POINTSMAN_ROUTER_POLICY": "foresight"},
+        False,
+    )
+    assert admitting.environment == {
+        "POINTSMAN_ROUTER_POLICY": "foresight",
+        "POINTSMAN_ROUTER_SESSION_ADMISSION": "true",
+        "POINTSMAN_ROUTER_ADMISSION_STANDARD_S": "12.5",
+    }
+    assert (admitting.policy, admitting.state.admission.on, admitting.state.admission.standard_s) == (
+        "foresight",
+        True,
+        12.5,
+    )
