@@ -3,9 +3,9 @@
 A short benchmark takes a minute or less, except `growth`: 260,000 requests, three to four minutes.
 
 The following benchmarks run only if they are named. `large_fleet` and `first_choice` take an hour each, `soak` half an hour,
-`autoscale_sweep` ten minutes, `autoscale` two, and `hostile` some minutes. `elastic`, `layerwise`, `layerwise_cpu`,
-`layerwise_cpu_long`, `layerwise_trace` and `report_age` take minutes each, most of them to start real engines. `http_lint`
-installs httplint; `h2load` needs Debian's nghttp2-client.
+`autoscale_sweep` ten minutes, `autoscale` two, `hostile` and `side_by_side` some minutes. `elastic`, `layerwise`,
+`layerwise_cpu`, `layerwise_cpu_long`, `layerwise_trace` and `report_age` take minutes each, most of them to start real engines.
+`http_lint` installs httplint; `h2load` needs Debian's nghttp2-client.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from bench.memory import growth, memory
 from bench.open_requests import open_request_bytes
 from bench.place import place
 from bench.report_age import report_age
+from bench.side_by_side import side_by_side
 from bench.simulate import simulate
 from bench.soak import soak
 from bench.stalls import stalls
@@ -85,6 +86,7 @@ LONG: dict[str, Callable[[], object]] = {
         layerwise_trace,
         report_age,
         soak,
+        side_by_side,
         hostile,
         http_lint,
         h2load,

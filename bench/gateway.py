@@ -44,7 +44,7 @@ async def chunks() -> list[Figure]:
             await stack.load(one.port, connections=STREAMS, requests=STREAMS, chunks=SHORT)
         for _ in range(ROUNDS):
             for name, one in served.items():
-                spent.setdefault(name, []).append(await _chunk_us(one))
+                spent.setdefault(name, []).append(await chunk_us(one))
     us = {name: percentile(values, 0.5) for name, values in spent.items()}
     note = f"CPU per chunk, {STREAMS} streams out of step, a chunk of 230 bytes each {INTERVAL_MS:.0f} ms; median of {ROUNDS}"
     return [
@@ -100,7 +100,7 @@ async def fleet(interval_ms: float) -> AsyncIterator[tuple[list[ServerProcess], 
             yield [one, other], model
 
 
-async def _chunk_us(served: ServerProcess) -> float:
+async def chunk_us(served: ServerProcess) -> float:
     """Return CPU time per chunk in us: the slope between short and long streams, which excludes the cost of a request."""
     spent = []
     for count in (SHORT, LONG):

@@ -1,8 +1,8 @@
 """Mock engine with little CPU cost, a separate program on bare uvloop, so that benchmarks do not measure the engine.
 
-A chat or completion is answered with `max_tokens` chunks, one per `--interval-ms`, or with a small JSON object. /tokenize answers
-with the tokens of `--model`'s tokenizer, so that the gateway's tokenizer status is EXACT. GET /open returns the number of answers
-in flight.
+A chat or completion is answered with `max_tokens` chunks, one per `--interval-ms`, or with a small JSON object. /tokenize and
+/render answer with the tokens of `--model`'s tokenizer: the gateway's tokenizer status is then EXACT, and vllm-router gets the
+tokens that it routes by. GET /open returns the number of answers in flight.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from typing import cast
 import uvloop
 
 from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman.gateway.core.tokens.token_cache import TokenCache
 from pointsman.gateway.io.tokenizer_files import find_tokenizer, load_tokenizer
 
+# A conversation's next turn costs the engine little, so that a proxy that asks it for tokens does not wait long.
+TOKEN_CACHE_BYTES = 64 << 20
 _CHUNK = (
     b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1760000000,"model":"m",'
     b'"choices":[{"index":0,"delta":{"content":" word"},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
@@ -65,6 +68,8 @@ class Engine(asyncio.Protocol):
             self._json(b'{"open":%d}' % Engine.open_answers)
         elif path == b"/tokenize":
             self._json(json.dumps({"tokens": self._tokens(json.loads(raw))}).encode())
+        elif path.endswith(b"/chat/completions/render"):
+            self._json(json.dumps({"token_ids": self._tokens(json.loads(raw))}).encode())
         elif not raw:
             self._json(b'{"object":"list","data":[{"id":"m","object":"model","max_model_len":131072}]}')
         else:
@@ -124,7 +129,7 @@ def main() -> None:
     given = parser.parse_args()
     Engine.interval_s = given.interval_ms / 1e3
     if given.model:
-        Engine.tokenizer = load_tokenizer(find_tokenizer(given.model))
+        Engine.tokenizer = load_tokenizer(find_tokenizer(given.model), TokenCache(TOKEN_CACHE_BYTES))
     uvloop.run(_serve(given.port))
 
 

@@ -227,13 +227,30 @@ async def nginx(engines: list[ServerProcess]) -> AsyncIterator[ServerProcess]:
 
 
 @contextlib.asynccontextmanager
-async def vllm_router(engines: list[ServerProcess]) -> AsyncIterator[ServerProcess]:
-    """Run the Rust vllm-router with round robin, installed on first use. Raises NotRunnable if it cannot be installed."""
+async def vllm_router(engines: list[ServerProcess], policy: str = "round_robin") -> AsyncIterator[ServerProcess]:
+    """Run the Rust vllm-router, installed on first use. Raises NotRunnable if it cannot be installed."""
     executable = await asyncio.to_thread(environment, "vllm-router") / "vllm-router"
+    async with _rust_router([str(executable)], engines, policy, "error") as running:
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def smg(engines: list[ServerProcess], policy: str) -> AsyncIterator[ServerProcess]:
+    """Run SMG, which routes by a prompt's text, installed on first use. Raises NotRunnable if it cannot be installed."""
+    executable = await asyncio.to_thread(environment, "smg") / "smg"
+    command = [str(executable), "launch", "--disable-tokenizer-autoload"]
+    async with _rust_router(command, engines, policy, "error") as running:
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def _rust_router(
+    command: list[str], engines: list[ServerProcess], policy: str, log_level: str
+) -> AsyncIterator[ServerProcess]:
     port = free_port()
     urls = [f"http://127.0.0.1:{one.port}" for one in engines]
-    flags = ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin", "--log-level", "error"]
+    flags = ["--host", "127.0.0.1", "--port", str(port), "--policy", policy, "--log-level", log_level]
     metrics = ["--prometheus-port", str(free_port())]
-    with process([str(executable), "--worker-urls", *urls, *flags, *metrics], stdout=subprocess.DEVNULL) as child:
+    with process([*command, "--worker-urls", *urls, *flags, *metrics], stdout=subprocess.DEVNULL) as child:
         await wait_until_ready(port, "/v1/models")
         yield ServerProcess(port, (child.pid,))

@@ -40,17 +40,17 @@ TEMPLATE = (
 
 async def turns() -> list[Figure]:
     """turn_32k_ms and turn_400k_ms, and turn_tokens_* for the tokens alone."""
-    text = _text()
+    text = text_of_code()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
-        tokenizer = await asyncio.to_thread(_make_model, model, text)
+        tokenizer = await asyncio.to_thread(make_model, model, text)
         figures = [figure for name in SIZES for figure in _tokens_alone(name, tokenizer, text)]
         async with stack.engine(0.0, str(model)) as engine, stack.pointsman([engine], str(model)) as (gateway, router):
             for name, (_, _, conversations, goal) in SIZES.items():
-                talks = [_Conversation(name, text, at) for at in range(conversations)]
-                await _run(gateway.port, talks, 1)
+                talks = [Conversation(name, text, at) for at in range(conversations)]
+                await run_turns(gateway.port, talks, 1)
                 before = [stack.cpu_s(*one.pids) for one in (gateway, router)]
-                await _run(gateway.port, talks, TURNS)
+                await run_turns(gateway.port, talks, TURNS)
                 now = [stack.cpu_s(*one.pids) for one in (gateway, router)]
                 each = [(end - start) * 1e3 / (TURNS * conversations) for start, end in zip(before, now, strict=True)]
                 note = f"CPU of gateway ({each[0]:.2f}) and router ({each[1]:.2f}), C={conversations}, "
@@ -59,8 +59,8 @@ async def turns() -> list[Figure]:
     return figures
 
 
-class _Conversation:
-    """A conversation; next() adds a turn."""
+class Conversation:
+    """A conversation of a size of SIZES, made of `text`; next() adds a turn. Another `number` gives another conversation."""
 
     def __init__(self, name: str, text: str, number: int) -> None:
         size, count, _, _ = SIZES[name]
@@ -71,9 +71,11 @@ class _Conversation:
         self.messages = [self._message(role, size // count) for role in roles[:-1]]
 
     def body(self) -> bytes:
+        """Return the request of the turn that is next."""
         return json.dumps({"model": stack.MODEL, "messages": self.messages, "max_tokens": 1}).encode()
 
     def next(self) -> None:
+        """Add an answer and a question."""
         self.messages += [self._message(role, ADDED // 2) for role in ("assistant", "user")]
 
     def _message(self, role: str, length: int) -> dict[str, str]:
@@ -81,12 +83,12 @@ class _Conversation:
         return {"role": role, "content": self._text[self._at : self._at + length]}
 
 
-async def _run(port: int, talks: list[_Conversation], turns: int) -> None:
+async def run_turns(port: int, talks: list[Conversation], turns: int) -> None:
     """Run all conversations at once, each on its own connection and thread."""
     await asyncio.gather(*(asyncio.to_thread(_run_one, port, talk, turns) for talk in talks))
 
 
-def _run_one(port: int, talk: _Conversation, turns: int) -> None:
+def _run_one(port: int, talk: Conversation, turns: int) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     for _ in range(turns):
         connection.request("POST", Endpoint.CHAT.value, talk.body(), {"Content-Type": "application/json"})
@@ -102,7 +104,7 @@ def _tokens_alone(name: str, tokenizer: Tokenizer, text: str) -> list[Figure]:
     template = ChatTemplate(TEMPLATE, {}, datetime.now)
     cache = TokenCache(128 << 20)
     model = ModelTokenizer(tokenizer, template, None, cache=cache)
-    talk = _Conversation(name, text, 0)
+    talk = Conversation(name, text, 0)
     spent: dict[str, list[float]] = {step: [] for step in ("parse", "render", "tokenize", "keys", "whole")}
 
     def timed(step: str, work: Callable[[], Timed]) -> Timed:
@@ -134,13 +136,13 @@ def _tokens_alone(name: str, tokenizer: Tokenizer, text: str) -> list[Figure]:
     return [Figure(f"turn_tokens_{name}_ms", sum(middle.values()), "ms", whole_ms, note)]
 
 
-def _text() -> str:
+def text_of_code() -> str:
     """Return text of code and prose: files of Python's standard library."""
     library = Path(sysconfig.get_path("stdlib"))
     return "".join(file.read_text(errors="ignore") for file in sorted(library.glob("*.py"))[:80])
 
 
-def _make_model(folder: Path, text: str) -> Tokenizer:
+def make_model(folder: Path, text: str) -> Tokenizer:
     """Train a byte-level BPE of 8,000 tokens with Qwen's split, write it into `folder` as a model's tokenizer, and return it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

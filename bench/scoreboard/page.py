@@ -58,6 +58,7 @@ def render(cells: Sequence[Cell], trials: Sequence[StoredTrial], facts: dict[str
         _winners(comparisons),
         "## What was run\n",
         _traffic(comparisons, trials),
+        _missing(cells, trials, int(str(told["rounds"]))),
         _programs(trials),
         *(_cell(one) for one in comparisons),
     ]
@@ -125,6 +126,23 @@ the engines here, and are counted apart. The emulated engines answer `/render`, 
 prompt; vLLM does with `--enable-scale-out`. Clients send `X-Session-ID`. One request of a word goes first to each
 router, and the caches of the engines are empty otherwise.
 """
+
+
+def _missing(cells: Sequence[Cell], trials: Sequence[StoredTrial], rounds: int) -> str:
+    """Return a sentence that names what has fewer rounds than asked for, or is not there at all; empty if nothing is missing."""
+    found: dict[tuple[str, str], int] = {}
+    for one in trials:
+        found[one.cell, one.contender] = found.get((one.cell, one.contender), 0) + (rounds if one.problem else 1)
+    everyone = {one.contender for one in trials}
+    short = []
+    for cell in cells:
+        there = {name: count for (at, name), count in found.items() if at == cell.name}
+        names = sorted(name for name in (everyone if cell.everyone else there) if there.get(name, 0) < rounds)
+        if not there:
+            short.append(f"{cell.title}: all")
+        elif names:
+            short.append(f"{cell.title}: {', '.join(f'{name} has {there.get(name, 0)}' for name in names)}")
+    return f"Missing of {rounds} rounds: {'; '.join(short)}.\n" if short else ""
 
 
 def _programs(trials: Iterable[StoredTrial]) -> str:

@@ -119,6 +119,15 @@ def test_a_router_that_does_not_run_is_named_with_the_reason() -> None:
         assert f"| {name} | - | no: " in page
 
 
+def test_what_is_missing_is_named() -> None:
+    trials = rounds("pointsman unified", 1.0, 1.0, 1.0) + rounds("smg cache_aware", 1.0)
+    assert "Missing of 3 rounds: coding agents: smg cache_aware has 1." in render([CELL], trials, FACTS)
+    assert "Missing of 3 rounds: chat: all." in render(
+        [CELL, CELLS[3]], rounds("pointsman unified", 1.0, 1.0, 1.0), FACTS
+    )
+    assert "Missing" not in render([CELL], rounds("pointsman unified", 1.0, 1.0, 1.0), FACTS)
+
+
 def test_failed_requests_are_counted_by_kind() -> None:
     page = render([CELL], [trial("pointsman unified", 1, 1.0), trial("smg cache_aware", 1, 1.0, failed=2)], FACTS)
     assert row(page, "failed |", "smg cache_aware")[-1] == "2 of 10 (503 2)"

@@ -1,0 +1,131 @@
+"""CPU time, added TTFT and memory of Pointsman, vllm-router, SMG and nginx in front of the same mock engines, in one run.
+
+Pointsman is its gateway and its router. vllm-router and SMG run their cache_aware policies, nginx its round robin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+
+from bench import stack
+from bench.figures import Figure, percentile
+from bench.gateway import chunk_us
+from bench.stack import ServerProcess
+from bench.turns import SIZES, TURNS, Conversation, make_model, run_turns, text_of_code
+
+ROUNDS = 3
+NEW_PROMPTS = 600
+# Answers of 300 chunks, one each INTERVAL_MS.
+ANSWERS, CHUNKS, INTERVAL_MS = 64, 300, 20.0
+STREAMS = 1_000
+OURS, VLLM_ROUTER, SMG, NGINX = "pointsman", "vllm-router", "smg", "nginx"
+# Metric -> unit, the proxy of the baseline, and the ratio to it that is the goal (0: none).
+GOALS: Mapping[str, tuple[str, str, float]] = {
+    "side_new_1k_us": ("us", VLLM_ROUTER, 1.8),
+    "side_turn_32k_us": ("us", VLLM_ROUTER, 0.8),
+    "side_turn_400k_us": ("us", VLLM_ROUTER, 0.2),
+    "side_chunk_us": ("us", NGINX, 1.1),
+    "side_answer_300_us": ("us", VLLM_ROUTER, 0.55),
+    "side_added_ttft_ms": ("ms", NGINX, 0.0),
+    "side_rss_mb_1000_streams": ("MB", VLLM_ROUTER, 0.0),
+}
+Found = dict[str, dict[str, list[float]]]
+
+
+async def side_by_side() -> list[Figure]:
+    """side_*: medians over rounds, each of which measures all proxies in turn; the baseline is another proxy's figure."""
+    stack.allow_files(4 * STREAMS)
+    found: Found = defaultdict(lambda: defaultdict(list))
+    text = text_of_code()
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(Path(folder))
+        await asyncio.to_thread(make_model, Path(folder), text)
+        async with _proxies(0.0, model) as (engines, proxies):
+            await _warm_up(proxies)
+            for number in range(ROUNDS):
+                for name, proxy in proxies.items():
+                    await _requests(found, name, proxy, number)
+                    await _turns(found, name, proxy, text, number)
+                await _added_ttft(found, engines[0], proxies, number)
+        async with _proxies(INTERVAL_MS, model) as (_, proxies):
+            await _warm_up(proxies)
+            for number in range(ROUNDS):
+                for name, proxy in proxies.items():
+                    found["side_chunk_us"][name].append(await chunk_us(proxy))
+                    await _answers(found, name, proxy, number)
+        async with _proxies(1_000.0, model) as (_, proxies):
+            for name, proxy in proxies.items():
+                async with stack.open_streams(proxy.port, STREAMS):
+                    resident = sum(stack.rss_mb(pid) for pid in proxy.pids)
+                found["side_rss_mb_1000_streams"][name].append(resident)
+    return [_figure(metric, found[metric]) for metric in GOALS]
+
+
+@contextlib.asynccontextmanager
+async def _proxies(
+    interval_ms: float, model: str
+) -> AsyncIterator[tuple[list[ServerProcess], dict[str, ServerProcess]]]:
+    """Run two mock engines and all proxies in front of them; yield the engines, and the proxies by name."""
+    async with contextlib.AsyncExitStack() as running:
+        engines = [await running.enter_async_context(stack.engine(interval_ms, model)) for _ in range(2)]
+        gateway, router = await running.enter_async_context(stack.pointsman(engines, model))
+        proxies = {
+            OURS: ServerProcess(gateway.port, (*gateway.pids, *router.pids)),
+            VLLM_ROUTER: await running.enter_async_context(stack.vllm_router(engines, "cache_aware")),
+            SMG: await running.enter_async_context(stack.smg(engines, "cache_aware")),
+            NGINX: await running.enter_async_context(stack.nginx(engines)),
+        }
+        yield engines, proxies
+
+
+async def _warm_up(proxies: Mapping[str, ServerProcess]) -> None:
+    for proxy in proxies.values():
+        await stack.load(proxy.port, connections=16, requests=200, chunks=1, seed=99)
+
+
+async def _requests(found: Found, name: str, proxy: ServerProcess, number: int) -> None:
+    before = stack.cpu_s(*proxy.pids)
+    await stack.load(proxy.port, connections=16, requests=NEW_PROMPTS, seed=10 + number)
+    found["side_new_1k_us"][name].append((stack.cpu_s(*proxy.pids) - before) / NEW_PROMPTS * 1e6)
+
+
+async def _turns(found: Found, name: str, proxy: ServerProcess, text: str, number: int) -> None:
+    """Measure turns after a conversation's first one. Each proxy and round has conversations of its own."""
+    for size, (_, _, conversations, _) in SIZES.items():
+        first = (number * len(GOALS) + [OURS, VLLM_ROUTER, SMG, NGINX].index(name)) * 10
+        talks = [Conversation(size, text, first + at) for at in range(conversations)]
+        await run_turns(proxy.port, talks, 1)
+        before = stack.cpu_s(*proxy.pids)
+        await run_turns(proxy.port, talks, TURNS)
+        each_us = (stack.cpu_s(*proxy.pids) - before) / (TURNS * conversations) * 1e6
+        found[f"side_turn_{size}_us"][name].append(each_us)
+
+
+async def _added_ttft(found: Found, engine: ServerProcess, proxies: Mapping[str, ServerProcess], number: int) -> None:
+    async def first_ms(port: int) -> float:
+        told = await stack.load(port, connections=1, requests=100, chunks=1, seed=50 + number)
+        return percentile(told["first_ms"], 0.5)
+
+    direct = await first_ms(engine.port)
+    for name, proxy in proxies.items():
+        found["side_added_ttft_ms"][name].append(await first_ms(proxy.port) - direct)
+
+
+async def _answers(found: Found, name: str, proxy: ServerProcess, number: int) -> None:
+    before = stack.cpu_s(*proxy.pids)
+    spread = {"spread-ms": INTERVAL_MS}
+    await stack.load(proxy.port, connections=ANSWERS, requests=ANSWERS, chunks=CHUNKS, seed=70 + number, **spread)
+    found["side_answer_300_us"][name].append((stack.cpu_s(*proxy.pids) - before) / ANSWERS * 1e6)
+
+
+def _figure(metric: str, by_name: Mapping[str, Sequence[float]]) -> Figure:
+    unit, against, goal = GOALS[metric]
+    middle = {name: percentile(values, 0.5) for name, values in by_name.items()}
+    others = ", ".join(f"{name} {value:,.3g}" for name, value in middle.items() if name != OURS)
+    aim = f"; goal of the ratio {goal:g}" if goal else ""
+    return Figure(metric, middle[OURS], unit, middle[against], f"{others}; baseline is {against}{aim}")
