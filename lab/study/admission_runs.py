@@ -38,12 +38,14 @@ def run_missing(
     Several processes may run at once on one folder: a trial that another process has begun is left to it.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # That of the code that this process has loaded, whatever is committed while it runs.
+    commit = git_commit()
     for tier in sorted({one.tier for one in cells}):
         for seed in seeds:
             for one in cells:
                 file = _file(folder, one, seed)
                 if one.tier == tier and not file.exists() and _claim(file):
-                    on_trial(_run(one, seed, file))
+                    on_trial(_run(one, seed, file, commit))
 
 
 def read_trials(cells: Sequence[PlannedCell], seeds: Sequence[int], folder: Path) -> list[AdmissionTrial]:
@@ -53,7 +55,7 @@ def read_trials(cells: Sequence[PlannedCell], seeds: Sequence[int], folder: Path
     return [decoder.decode(file.read_bytes()) for file in files if file.exists()]
 
 
-def _run(one: PlannedCell, seed: int, file: Path) -> AdmissionTrial:
+def _run(one: PlannedCell, seed: int, file: Path, commit: str) -> AdmissionTrial:
     began = time.process_time()
     records, _ = run_trial(one.cell, seed)
     sessions = drawn(one.cell.workload, seed)
@@ -64,7 +66,7 @@ def _run(one: PlannedCell, seed: int, file: Path) -> AdmissionTrial:
         one.admission,
         seed,
         one.key,
-        git_commit(),
+        commit,
         round(time.process_time() - began, 1),
         measures,
         outcomes(sessions, records),
