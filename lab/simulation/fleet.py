@@ -106,6 +106,7 @@ class SimulatedFleet:
                 exact_prefix=self._config.exact_prefixes,
                 kv_transfer=KvTransfer("MOONCAKE", f"sim://{name}", role=role),
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
+                shared_storage=self.pool_of[name] if self._config.shared_storage else "",
             ),
             KEY_SCHEME,
             instance.agent.keys.oldest_seq,

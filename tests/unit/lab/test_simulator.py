@@ -349,6 +349,10 @@ def test_what_is_below_an_engines_cache_is_loaded_and_reported(shared_storage: b
         stored |= set(keys.keys(Tier.STORAGE))
         assert stored <= (offloading._storage or set())
     assert stored == (offloading._storage or set())
+    # The router takes credit for them.
+    assert sum(one.predicted_cached_tokens or 0 for one in records) > sum(
+        (one.cached_tokens or 0) - one.host_tokens - one.storage_tokens for one in records
+    )
     unknown = Simulator(requests, SimulationConfig(**asked, tiers_reported=False))
     assert sum(record.host_tokens for record in unknown.run()) > 0
     assert all(not one.agent.keys.keys(Tier.HOST) for one in unknown._fleet.instances.values())
