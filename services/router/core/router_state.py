@@ -57,7 +57,6 @@ EVENTS_WITHOUT_RETRY = (
     ev.StoreState,
     ev.PoolTaken,
     ev.SessionsRead,
-    ev.SessionEnded,
     ev.PoolLost,
     ev.RetryDue,
 )
@@ -264,7 +263,7 @@ class RouterState:
         """Let in the parked requests for which the event may have made room, after the held ones, which are under way."""
         if isinstance(event, ev.Tick):
             return [*self.parking.let_in(self.parking.queue.pools(), now), *self.parking.refuse_expired(now)]
-        if any(isinstance(effect, ev.FleetChanged) for effect in effects):
+        if isinstance(event, ev.SessionEnded) or any(isinstance(effect, ev.FleetChanged) for effect in effects):
             return self.parking.let_in(self.parking.queue.pools(), now)
         freed = {effect.pool: None for effect in effects if isinstance(effect, ev.Released)}
         return self.parking.let_in(freed, now)
@@ -326,6 +325,7 @@ class RouterState:
             case ev.SessionsRead():
                 return self._sessions.read(event, now) if self.owned.owns(event.pool) else []
             case ev.SessionEnded():
+                self.admission.session_ended(event.session, now)
                 return self._sessions.end(event, now)
             case ev.PoolLost():
                 return self._work.begin(event, self._pool_lost(event.pool, now))

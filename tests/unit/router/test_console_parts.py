@@ -149,6 +149,7 @@ def test_only_names_of_this_machine_are_its_own(host: str, local: bool) -> None:
         ("group", fleet_pb2.SummarizeDecisionsResponse.Group),
         ("instance", agent_pb2.Instance),
         ("load", agent_pb2.Load),
+        ("kvLoad", fleet_pb2.KvLoad),
         ("router", fleet_pb2.RouterStatus),
         ("status", fleet_pb2.InstanceStatus),
         ("step", placement_pb2.Step),

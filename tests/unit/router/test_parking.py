@@ -63,6 +63,15 @@ def test_a_new_session_that_does_not_fit_is_parked_and_let_in_when_another_is_id
     router.check_invariants()
 
 
+def test_a_session_that_its_client_ends_makes_room_at_once() -> None:
+    router = fleet()
+    router.handle(ev.Finished("r-busy", "OK", output_tokens=0, finish_reason="TOOL_CALLS"), 0.5)
+    ask(router, session("new", 9_500), 1.0)
+    effects = router.handle(ev.SessionEnded("t", "busy"), 2.0)
+    assert placed([one for one in effects if isinstance(one, ev.Placed)]) == ["new"]
+    router.check_invariants()
+
+
 def test_without_admission_or_while_the_caches_suffice_nothing_is_parked() -> None:
     router = fleet(settings=AdmissionSettings())
     assert placed(ask(router, session("new", 3_000), 1.0)) == ["new"]

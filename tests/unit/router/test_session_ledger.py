@@ -107,6 +107,22 @@ def test_a_session_without_a_further_request_leaves_nothing() -> None:
     ledger.check_invariants()
 
 
+def test_a_session_that_ends_while_a_request_is_open_is_forgotten_with_it_unless_it_begins_anew() -> None:
+    ledger = SessionLedger()
+    ledger.opened("t/a", "t", 1_600, KEYS, 0, 0.0)
+    ledger.over("t/a", 1.0)
+    assert ledger.weighted() == 1_600
+    ledger.closed("t/a", 1_600, 10, "STOP", 2.0)
+    assert len(ledger) == 0
+    ledger.opened("t/a", "t", 1_600, KEYS, 0, 3.0)
+    ledger.over("t/a", 4.0)
+    ledger.opened("t/a", "t", 1_600, KEYS, 0, 5.0)
+    ledger.closed("t/a", 1_600, 10, "STOP", 6.0)
+    ledger.closed("t/a", 1_600, 10, "STOP", 7.0)
+    assert len(ledger) == 1
+    ledger.check_invariants()
+
+
 def test_beyond_the_limit_the_longest_idle_session_is_forgotten() -> None:
     ledger = SessionLedger(max_sessions=2)
     counted(ledger, "t/a", now=0.0)

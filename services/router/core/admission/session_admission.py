@@ -238,6 +238,11 @@ class SessionAdmission:
         self._update(pool, state, now, parked=True)
         state.armed = state.capacity.tokens > 0
 
+    def session_ended(self, session: str, now: float) -> None:
+        """Forget a session that its client has ended, in all pools. Mutates; O(pools)."""
+        for state in self.pools.values():
+            state.ledger.over(session, now)
+
     def forget_pool(self, pool: str) -> None:
         """Drop all that is known of a pool. Mutates."""
         self.pools.pop(pool, None)

@@ -46,7 +46,7 @@ class CountedSession(msgspec.Struct, gc=False):
     `tokens`: its last prompt and answer. `open`, `open_tokens`: its open requests and their prompts. `since`: when its last
     answer ended. `shared`: tokens that it has in common with other sessions, up to the key `group`. `tail`, `middle`: the last
     key of its last prompt, and the one in the middle of what is not shared, at these places. `counted`: its part of its tenant's
-    sum.
+    sum. `over`: its client has ended it, while a request was open.
     """
 
     name: str
@@ -65,6 +65,7 @@ class CountedSession(msgspec.Struct, gc=False):
     middle: int = 0
     middle_at: int = -1
     counted: float = 0.0
+    over: bool = False
 
     @property
     def size(self) -> int:
@@ -156,6 +157,7 @@ class SessionLedger:
             if session.shared and keys and not _has(keys, session.shared // KEY_TOKENS - 1, session.group):
                 self._leave(session)
         session.open += 1
+        session.over = False
         session.open_tokens += prompt_tokens
         session.tokens = prompt_tokens
         session.bin = OPEN
@@ -181,16 +183,19 @@ class SessionLedger:
             self._open_sum += session.size
             return
         session.open_tokens = 0
-        if not lasts:
+        if not lasts or session.over:
             self._drop(session)
             return
         session.since, session.kind, session.bin = now, answer_kind(finish_reason, session.turns), 0
         self._list(session)
 
     def over(self, name: str, now: float) -> None:
-        """Forget a session without an open request, because its client says that it is over. Mutates."""
-        session = self.sessions.get(name)
-        if session is not None and not session.open:
+        """Forget a session that its client has ended, once none of its requests is open; a new request begins it anew. Mutates."""
+        if (session := self.sessions.get(name)) is None:
+            return
+        if session.open:
+            session.over = True
+        else:
             self._unlist(session, now, returned=False)
             self._drop(session)
 

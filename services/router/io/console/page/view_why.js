@@ -237,14 +237,14 @@ function revised(decision, answer, name, summary) {
 }
 
 /** Return how many tokens an instance has below its GPU. */
-function loadTokens(load) {
-  return num(load?.hostTokens) + num(load?.storageTokens);
+function loadTokens(kvLoad) {
+  return num(kvLoad?.hostTokens) + num(kvLoad?.storageTokens);
 }
 
 /** Return from which tiers they are loaded, how long that takes, and how many tokens less count as cached for it. */
-function loadNote(load) {
-  if (!load) return "";
-  const tiers = [[num(load.hostTokens), "host memory"], [num(load.storageTokens), "storage"]].filter(([tokens]) => tokens);
+function loadNote(kvLoad) {
+  if (!kvLoad) return "";
+  const tiers = [[num(kvLoad.hostTokens), "host memory"], [num(kvLoad.storageTokens), "storage"]].filter(([tokens]) => tokens);
   const parts = tiers.map(([tokens, tier]) => `${count(tokens)} tok from ${tier}`).join(" and ");
-  return `${parts}, in ${span(seconds(load.loadTime))}; counted ${count(load.priceTokens)} tok less for it`;
+  return `${parts}, in ${span(seconds(kvLoad.loadTime))}; counted ${count(kvLoad.priceTokens)} tok less for it`;
 }
