@@ -29,10 +29,11 @@ from bench.scoreboard.traffic import Draw, PreparedChats, SendSettings, draw, se
 from bench.scoreboard.trial import Send, run_trial
 from pointsman.lab.report.bundle import git_commit
 from pointsman.lab.report.request_record import RequestRecord
+from tests.support.processes.process import ProcessFailure
 
 STATE = REPOSITORY / ".state" / "scoreboard"
-# Timeout of one request, s: far more than any answer takes that is still of use.
-REQUEST_S = 300.0
+# Timeout of one trial, s: the slowest take half of it.
+TRIAL_S = 240.0
 # Timeout of aiperf with its start, s.
 AIPERF_S = 400.0
 
@@ -106,15 +107,17 @@ class BoardRun:
             self._trial(cell, one, number, drawn, fleet)
 
     def _trial(self, cell: Cell, one: Contender, number: int, drawn: Draw, fleet: Fleet | None) -> None:
-        with tempfile.TemporaryDirectory(prefix="scoreboard-") as name:
-            folder = Path(name)
-            with _fleet(cell, folder, fleet) as engines:
-                sender = self._sender(cell, drawn, engines, folder)
-                try:
-                    measures = run_trial(one, engines, folder, sender)
-                except NotRunnable as error:
-                    self._store(cell, one, number, problem=str(error))
-                    return
+        try:
+            with tempfile.TemporaryDirectory(prefix="scoreboard-") as name, _fleet(cell, Path(name), fleet) as engines:
+                sender = self._sender(cell, drawn, engines, Path(name))
+                measures = run_trial(one, engines, Path(name), sender)
+        except NotRunnable as error:
+            self._store(cell, one, number, problem=str(error))
+            return
+        except ProcessFailure as error:
+            # Engines that do not start say nothing of the router: the trial is missing, and the next run tries it again.
+            self._say(f"{cell.name} {number} {one.name}: {error}")
+            return
         trial = StoredTrial(
             cell=cell.name, contender=one.name, version=one.version, round=number, source=drawn.source, measures=measures,
             command=shown_command(one),
@@ -140,7 +143,7 @@ class BoardRun:
 
         def send_all(url: str) -> list[RequestRecord]:
             target = SendSettings(url, cell.load.timing, cell.time_scale)
-            return asyncio.run(send(drawn, chats, target, fleet.model, REQUEST_S))
+            return asyncio.run(send(drawn, chats, target, fleet.model, TRIAL_S))
 
         return send_all
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -146,9 +148,16 @@ class SendSettings:
 async def send(
     drawn: Draw, chats: PreparedChats, settings: SendSettings, model: str, timeout_s: float
 ) -> list[RequestRecord]:
-    """Send a draw to `settings.url`; return the records of its requests. A request that takes longer than `timeout_s` fails."""
-    timeout = aiohttp.ClientTimeout(total=timeout_s)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
+    """Send a draw to `settings.url`; return a record of each of its requests. What is not answered within `timeout_s` has
+    failed."""
+    no_limit = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=no_limit) as http:
         sender = TraceSender(settings, http, model, chats, None)
-        await sender.send(drawn.sessions)
-        return sender.records
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await sender.send(drawn.sessions)
+    ended = {(record.session, record.turn) for record in sender.records}
+    asked = [(turn.session, turn.turn) for turns in drawn.sessions for turn in turns]
+    late = [RequestRecord(session=name, turn=turn, error="Late: not answered in the trial's time")
+            for name, turn in asked if (name, turn) not in ended]  # fmt: skip
+    return sender.records + late

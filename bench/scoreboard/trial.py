@@ -126,7 +126,8 @@ class Meter:
         """Return what was counted: `cpu_s` by part, `beside_cpu_s`, `engines_cpu_s`, `rss_mb`, `cached` and `asked` tokens, and
         the machine's `idle` share."""
         idle = MachineTime.now().idle_share_since(self._machine)
-        spent = {name: value - self._before[name] for name, value in self._cpu().items()}
+        # A process that has ended counts 0.
+        spent = {name: max(value - self._before[name], 0.0) for name, value in self._cpu().items()}
         hits, queries = self.fleet.cached_and_asked()
         return {
             "cpu_s": {name: value for name, value in spent.items() if name in self._pids},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from bench.scoreboard.__main__ import BoardRun
 from bench.scoreboard.board import Cell, Results
 from bench.scoreboard.contenders import contenders
@@ -14,6 +16,7 @@ from bench.scoreboard.traffic import Load
 TINY = Cell("tiny", "tiny", Load("tiny", 1.0, 3), count=2, speedup=20.0)
 
 
+@pytest.mark.timeout(600)
 def test_a_tiny_board_runs_and_is_not_run_again(tmp_path: Path) -> None:
     results = Results(tmp_path / "board.jsonl")
     results.save_plan([TINY], {"rounds": 1})
