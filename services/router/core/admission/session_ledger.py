@@ -190,7 +190,8 @@ class SessionLedger:
         self._list(session)
 
     def over(self, name: str, now: float) -> None:
-        """Forget a session that its client has ended, once none of its requests is open; a new request begins it anew. Mutates."""
+        """Forget a session that its client has ended, once none of its requests is open; a new request begins it anew.
+        Mutates."""
         if (session := self.sessions.get(name)) is None:
             return
         if session.open:
