@@ -10,11 +10,11 @@ import zmq.asyncio
 
 from pointsman.agent.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from pointsman.common.core.block_keys import prompt_keys
-from pointsman.router.v1 import fleet_pb2
+from pointsman.router.v1 import fleet_pb2, placement_pb2
 from tests.support.fakes.agent_peers import FakeEngine
 from tests.support.fakes.agent_peers import running as agent_running
 from tests.support.kv_events import BLOCK, MODEL, hash_of, store, tokens_of
-from tests.support.router import Client, Session
+from tests.support.router import Client
 from tests.support.router import running as router_running
 from tests.support.waiting import eventually
 
@@ -49,13 +49,10 @@ def prefixes(first: int, last: int) -> list[tuple[int, ...]]:
 
 
 async def explained(client: Client) -> dict[str, fleet_pb2.Candidate]:
-    """How a decision on the whole prompt and one more token sees each instance."""
-    session = Session(client, "g")
-    await session.hello()
-    placed = await session.place("r", model=MODEL, tokens=len(PATH) * BLOCK + 1, keys=KEYS)
-    await session.finish("r")
-    answer = await client.fleet.GetDecision(fleet_pb2.GetDecisionRequest(decision_id=placed.decision_id))
-    await session.call.done_writing()
+    """How a decision on the whole prompt and one more token would see each instance. Nothing is placed: a placement would count
+    its prompt as cached on the chosen GPU."""
+    asked = placement_pb2.PlacementRequest(request_id="r", model=MODEL, input_tokens=len(PATH) * BLOCK + 1, keys=KEYS)
+    answer = await client.fleet.Explain(fleet_pb2.ExplainRequest(request=asked))
     return {one.instance_id: one for one in answer.decision.candidates}
 
 

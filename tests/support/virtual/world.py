@@ -167,7 +167,7 @@ class GatewayNode:
         output: int,
         needs_within_s: float,
         *,
-        is_last: bool,
+        is_last: bool = False,
     ) -> int:
         shared = self._shared
         if shared is None or model not in self._states:
