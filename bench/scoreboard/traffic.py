@@ -25,9 +25,9 @@ from pointsman.lab.workload.traces import TraceRequest, by_session
 RECORDED = Path(__file__).resolve().parents[3] / "shared" / "traces"
 AGENTIC_TRACE, CHAT_TRACE = "agentic_coding_1214.jsonl.gz", "mooncake_conversation.jsonl.gz"
 # Longest pause between two turns, s of the engines' time: a round has some minutes.
-PAUSE_LIMIT_S = 12.0
+PAUSE_LIMIT_S = 8.0
 # Number of a session's turns that are sent, its first ones.
-TURN_LIMIT = 6
+TURN_LIMIT = 5
 # Number of the chat trace's seconds that a round takes, each round others.
 CHAT_STRIDE_S = 600.0
 CHAT_SHAPE = shape_with(SMALL, {"system_tokens": 512, "context_tokens": 6_000, "context_spread": 1.2, "growth_tokens": 400,
