@@ -17,6 +17,7 @@ from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.policy.unified import Unified
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import Decision, KvRole, KvTransfer, Load, PoolFacts
+from pointsman.router.io.convert.operator_messages import admission_status
 from tests.support.router_values import join, place, request, set_policy, state
 
 KNOWN = PoolFacts(instances=4, exact=4, learned=4, mean_cost=5.0)
@@ -105,9 +106,11 @@ def test_sessions_are_counted_for_admission_from_when_auto_takes_foresight() -> 
         decided(one, "late", LEARNED_AFTER + MAX_AGE_S, tokens=8_000, session_id="s", tenant="t")
     assert router.admission.applies("m", LEARNED_AFTER + MAX_AGE_S)
     assert "t/s" in router.admission.pools["m"].ledger.sessions
+    assert admission_status(router, "m", LEARNED_AFTER + MAX_AGE_S) is not None
     assert not router.admission.applies("other", 0.0)
     assert not by_hand.admission.applies("m", LEARNED_AFTER + MAX_AGE_S)
     assert not by_hand.admission.pools
+    assert admission_status(by_hand, "m", LEARNED_AFTER + MAX_AGE_S) is None
 
 
 def test_a_decision_of_another_policy_is_decided_as_auto_would_have_on_the_facts_of_then() -> None:

@@ -210,4 +210,5 @@ def test_the_policy_of_a_pool_is_told_by_its_owner_with_the_reason() -> None:
     told = read(with_state(fleet))
     assert at(told, "pool_policy", model="m", policy="unified", reason="curve_not_learned") == 1
     assert at(read(with_state(chosen)), "pool_policy", model="m", policy="lpwl", reason="") == 1
+    assert not [name for name, _ in told if "admission_armed" in name], "no sessions are admitted in any pool"
     assert not [name for name, _ in read(with_state(other)) if "pool_policy" in name]

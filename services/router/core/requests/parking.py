@@ -102,7 +102,7 @@ class Parking:
         """Return the admission of a new request as it would be decided now; None if its pool admits everything. Changes
         nothing."""
         pool = self._instances.pool_of(request.model)
-        if not pool or not self._admission.settings.on:
+        if not pool or not self._admission.applies(pool, now):
             return None
         before, bound_s = self.queue.count(pool), self._bound_s(request)
         view = self._admission.view(request, pool, before, request.parked_s, bound_s, now, dry=True)

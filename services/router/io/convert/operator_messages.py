@@ -265,8 +265,9 @@ def _admission(record: AdmissionRecord) -> fleet_pb2.Admission:
 
 
 def admission_status(state: RouterState, pool: str, now: float) -> fleet_pb2.AdmissionStatus | None:
-    """Return the session admission of a pool at `now` (s on the state's clock); None if it is off, or not this replica's."""
-    if not state.settings.admission.on or not state.owned.owns(pool):
+    """Return the session admission of a pool at `now` (s on the state's clock); None if its sessions are not admitted, or if it
+    is not this replica's."""
+    if not state.owned.owns(pool) or not state.admission.applies(pool, now):
         return None
     status = state.admission.status(pool, now)
     return fleet_pb2.AdmissionStatus(

@@ -89,16 +89,19 @@ class StateCollector(Collector):
             for one in InstanceState:
                 instances.add_metric([model, one], counts[model, one])
         yield from (owned, held, instances)
-        if state.settings.admission.on:
-            yield from self._admission()
+        yield from self._admission()
         yield self._backlog()
         yield self._curve_samples()
         yield self._pool_policies()
         yield self._load_samples()
 
     def _admission(self) -> Iterator[Metric]:
-        """Yield the session admission of the pools that this replica owns."""
+        """Yield the session admission of the pools that this replica owns and whose sessions are admitted."""
         state, now = self._state, self._clock()
+        models = [pool.model for pool in state.instances.pools()]
+        models = [one for one in models if state.owned.owns(one) and state.admission.applies(one, now)]
+        if not models:
+            return
         parked = GaugeMetricFamily(
             f"{NAME}parked_requests", "New sessions that are parked, by priority class", labels=["model", "priority"]
         )
@@ -111,10 +114,7 @@ class StateCollector(Collector):
                 ("recomputed_share", "Share of the last minute's prefill that was computed before and evicted"),
             )
         ]
-        for pool in state.instances.pools():
-            model = pool.model
-            if not state.owned.owns(model):
-                continue
+        for model in models:
             for priority in Priority:
                 parked.add_metric([model, priority], state.parking.queue.count(model, priority))
             status = state.admission.status(model, now)
