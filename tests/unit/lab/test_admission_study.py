@@ -166,7 +166,7 @@ def test_the_section_tells_differences_that_are_paired_by_seed() -> None:
     trials = [trial(NONE, seed, 100.0 * (1 + seed)) for seed in range(3)]
     trials += [trial("CONCUR", seed, 100.0 * (1 + seed) - 40 - seed) for seed in range(3)]
     text = section(trials, 2)
-    assert "| CONCUR | 100.0% | 0.0% | - | 159 (-41 ± 2) | 80% |" in text
+    assert "| CONCUR | 3 | 100.0% | 0.0% | - | 159 (-41 ± 2) | 80% |" in text
     assert "2 planned trials are missing" in text
     assert "### burst" not in text
 
