@@ -211,7 +211,14 @@ def test_evicted_blocks_are_loaded_as_vllm_loads_them(vllm: Vllm, model_folder: 
     requests = {f"r{number}": {"prompt": prompts[number % 4], "max_tokens": 8, "priority": 0} for number in range(12)}
     actions: list[list[Any]] = []
     for name in requests:
-        actions += [["submit", name], *([["step", None]] * 9), ["wait", 1.27], *([["step", None]] * 9)]
+        actions += [
+            ["submit", name],
+            *([["step", None]] * 9),
+            ["wait", 1.27],
+            *([["step", None]] * 9),
+            ["wait", 1.27],
+            *([["step", None]] * 9),
+        ]
     config = {
         "block_size": 16,
         "kv_blocks": 14,
