@@ -13,19 +13,9 @@ from matplotlib.ticker import LogLocator, NullLocator
 from bench.scoreboard.board import EMULATED
 from bench.scoreboard.comparison import CPU, TTFT, Column, Comparison
 from bench.scoreboard.contenders import POINTSMAN
-from pointsman.lab.report.plots import STYLE
+from pointsman.lab.report.plots import LIGHT_STYLE
 
-_STYLE: Any = STYLE | {
-    "axes.edgecolor": "#8a8f98",
-    "axes.labelcolor": "#1f2328",
-    "text.color": "#1f2328",
-    "xtick.color": "#1f2328",
-    "ytick.color": "#1f2328",
-    "grid.color": "#d8dce2",
-    "figure.facecolor": "white",
-    "axes.facecolor": "white",
-    "svg.hashsalt": "pointsman scoreboard",
-}
+_STYLE: Any = LIGHT_STYLE | {"svg.hashsalt": "pointsman scoreboard"}
 _OWN, _OTHER, _RANGE = "#0b6e4f", "#8a8f98", "#1f2328"
 
 

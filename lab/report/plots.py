@@ -42,6 +42,17 @@ STYLE: Any = {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
 }
+# For documents, which are read on white pages.
+LIGHT_STYLE: Any = STYLE | {
+    "axes.edgecolor": "#8a8f98",
+    "axes.labelcolor": "#1f2328",
+    "text.color": "#1f2328",
+    "xtick.color": "#1f2328",
+    "ytick.color": "#1f2328",
+    "grid.color": "#d8dce2",
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
+}
 # Width of a figure, inches.
 WIDTH = 9.6
 

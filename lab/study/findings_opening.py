@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from pointsman.lab.experiments.latency_bounds import BOUNDS, FLOOR
-from pointsman.lab.report.plots import STYLE
+from pointsman.lab.report.plots import LIGHT_STYLE
 from pointsman.lab.study.findings_cells import BASE, CHAT, GENERATED, OURS, REAL
 
 BEGIN, END = "<!-- opening -->", "<!-- end of the opening -->"
@@ -37,17 +37,7 @@ ROUTERS = {
     BASE: "Pointsman, the default",
     OURS: "Pointsman",
 }
-PLOT_STYLE: Any = STYLE | {
-    "axes.edgecolor": "#8a8f98",
-    "axes.labelcolor": "#1f2328",
-    "text.color": "#1f2328",
-    "xtick.color": "#1f2328",
-    "ytick.color": "#1f2328",
-    "grid.color": "#d8dce2",
-    "figure.facecolor": "white",
-    "axes.facecolor": "white",
-    "svg.hashsalt": "pointsman findings",
-}
+PLOT_STYLE: Any = LIGHT_STYLE | {"svg.hashsalt": "pointsman findings"}
 _COLOURS = {
     FLOOR: "#8a8f98",
     OURS: "#0b6e4f",
