@@ -175,8 +175,9 @@ async def test_it_says_what_really_comes(engines: list[EmulatedEngine], tmp_path
         # Nothing but the clients' requests has reached an engine's model.
         assert sum(one.model.counters.prefix_cache_queries for one in engines) == as_it_is.prompt_tokens
         now = (await answered(report_url, lambda told: bool(told) and told["now"]["placed"] == as_it_is.answers))["now"]
-        # The cached tokens computed from the engines' KV events equal those that the engines reported in their answers.
-        assert now["actual_cached_tokens"] == pytest.approx(as_it_is.cached_tokens, rel=0.02)
+        # The cached tokens computed from the engines' KV events equal those that the engines reported in their answers, but for
+        # the requests about which a busy machine's shadow asks when their own prompts are already cached.
+        assert now["actual_cached_tokens"] == pytest.approx(as_it_is.cached_tokens, rel=0.1)
         assert now["would_be_cached_tokens"] > now["actual_cached_tokens"]
         async with aiohttp.ClientSession() as client, client.get(f"http://{docs.shadow}/metrics") as answer:
             page = await answer.text()
