@@ -13,7 +13,7 @@ from pointsman.lab.study.admission_cells import INSTANCES, plan_cells
 from pointsman.lab.study.admission_page import PLOT, plot, section
 from pointsman.lab.study.admission_runs import AdmissionTrial, read_trials, run_missing
 from pointsman.lab.study.findings_command import TRACES
-from pointsman.lab.study.kept_section import with_section
+from pointsman.lab.study.marked_sections import ADMISSION, with_section
 
 
 class AdmissionStudySettings(BaseSettings):
@@ -54,9 +54,8 @@ def run(settings: AdmissionStudySettings) -> None:
         typer.echo(f"pointsman study admission: no trials in {settings.state}", err=True)
         raise typer.Exit(2)
     missing = len(planned) * len(seeds) - len(trials)
-    settings.out.write_text(
-        with_section(settings.out.read_text(), section(trials, missing, settings.instances, quick=settings.quick))
-    )
+    text = section(trials, missing, settings.instances, quick=settings.quick)
+    settings.out.write_text(with_section(settings.out.read_text(), ADMISSION, text))
     settings.out.with_name(PLOT).write_text(plot(trials))
     typer.echo(f"{settings.out}: written from {len(trials)} trials; {missing} planned trials are missing")
 

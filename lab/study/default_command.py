@@ -1,4 +1,5 @@
-"""`pointsman study default`: runs the cells in which a policy must be no worse than the default one, and writes their table.
+"""`pointsman study default`: runs the cells in which a policy must be no worse than the default one, and writes the section of
+docs/findings.md that tells the changes.
 
 Each trial's figures are a line of a file, so an interrupted run resumes with the missing trials. A cell gets more seeds until all
 its limits are decided.
@@ -12,6 +13,7 @@ from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
 
+import jinja2
 import msgspec
 import typer
 from pydantic import Field
@@ -20,8 +22,11 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from pointsman.lab.experiments.trials import run_trial
 from pointsman.lab.report.bundle import git_commit
 from pointsman.lab.study.default_cells import BASELINE, DefaultCell, default_cells
-from pointsman.lab.study.default_limits import SEEDS, changes, failed_more, figures, seeds_needed, table
+from pointsman.lab.study.default_limits import PASS, SEEDS, changes, failed_more, figures, seeds_needed, table, verdict
 from pointsman.lab.study.findings_command import TRACES
+from pointsman.lab.study.marked_sections import DEFAULT, with_section
+
+TEMPLATE = Path(__file__).parents[1] / "data" / "findings_default.md.jinja"
 
 # By policy, then seed: the figures of a cell's trials.
 Trials = dict[str, dict[int, Mapping[str, float]]]
@@ -41,8 +46,8 @@ class DefaultStudySettings(BaseSettings):
         Path("runs/study_default.jsonl"),
         description="file of the trials; trials in it are not run again, so remove it when a policy's code has changed",
     )
-    render_only: bool = Field(False, description="run no trials; write the table from the stored ones")
-    out: Path = Field(Path("runs/study_default.md"), description="file of the table")
+    render_only: bool = Field(False, description="run no trials; write the section from the stored ones")
+    out: Path = Field(Path("docs/findings.md"), description="document with the section")
 
 
 class StoredFigures(msgspec.Struct, frozen=True):
@@ -58,7 +63,7 @@ class StoredFigures(msgspec.Struct, frozen=True):
 
 
 def run(settings: DefaultStudySettings) -> None:
-    """Run the missing trials, seed by seed over all cells, and write the table. Exits with 2 if no cell matches."""
+    """Run the missing trials, seed by seed over all cells, and write the section. Exits with 2 if no cell matches."""
     cells = [one for one in default_cells(settings.traces) if fnmatch(one.name, settings.cells)]
     if not cells:
         typer.echo(f"pointsman study default: no cell is called {settings.cells}", err=True)
@@ -67,7 +72,9 @@ def run(settings: DefaultStudySettings) -> None:
     for _ in SEEDS if not settings.render_only else ():
         _run_missing(cells, found, settings)
     _write(found, settings)
-    typer.echo(settings.out.read_text())
+    typer.echo(
+        f"{settings.out}: written from {sum(len(seeds) for one in found.values() for seeds in one.values())} trials"
+    )
 
 
 def _run_missing(cells: Sequence[DefaultCell], found: Mapping[str, Trials], settings: DefaultStudySettings) -> None:
@@ -121,5 +128,17 @@ def _write(found: Mapping[str, Trials], settings: DefaultStudySettings) -> None:
         )
         for name, trials in found.items()
     }
+    passed = sum(verdict(told, more_failed=more_failed) == PASS for told, more_failed in rows.values())
+    text = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined).from_string(TEMPLATE.read_text())
+    section = text.render(
+        policy=settings.policy,
+        base=BASELINE,
+        table=table(rows),
+        passed=passed,
+        cells=len(rows),
+        first_seed=settings.first_seed,
+        seeds=settings.seeds,
+    )
     settings.out.parent.mkdir(parents=True, exist_ok=True)
-    settings.out.write_text(table(rows))
+    document = settings.out.read_text() if settings.out.exists() else ""
+    settings.out.write_text(with_section(document, DEFAULT, section))

@@ -24,8 +24,8 @@ from pointsman.lab.study.findings_cells import LOADS, PlannedCell, plan_cells, t
 from pointsman.lab.study.findings_figures import StoredTrial, cells_of
 from pointsman.lab.study.findings_opening import plots, with_opening
 from pointsman.lab.study.findings_page import render
-from pointsman.lab.study.findings_tiers import tier_section, with_tiers
-from pointsman.lab.study.kept_section import section_of, with_section
+from pointsman.lab.study.findings_tiers import tier_section
+from pointsman.lab.study.marked_sections import OF_STUDIES, TIERS, section_of, with_section
 
 # The folder is beside the repository on the machines where the project is developed.
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
@@ -95,7 +95,8 @@ def run(settings: FindingsSettings) -> None:
         for cell, one in sorted(found, key=lambda pair: place[pair[0].key])
     ]
     if settings.tiers_only:
-        settings.out.write_text(with_tiers(settings.out.read_text(), tier_section(cells_of(told), cells[0].trace)))
+        section = tier_section(cells_of(told), cells[0].trace)
+        settings.out.write_text(with_section(settings.out.read_text(), TIERS, section))
     else:
         calibrated, agreements = _calibrated(settings.calibration), _agreements(settings.agreements)
         _write(settings.out, render(told, LOADS, missing, settings.quick, calibrated, agreements))
@@ -103,10 +104,12 @@ def run(settings: FindingsSettings) -> None:
 
 
 def _write(out: Path, document: str) -> None:
-    """Write the document, with an opening made from its tables, and the plots beside it. The section on admission, which another
-    command writes, is kept."""
-    kept = section_of(out.read_text()) if out.exists() else ""
-    out.write_text(with_opening(with_section(document, kept)))
+    """Write the document, with an opening made from its tables, and the plots beside it. The sections of other commands are
+    kept."""
+    before = out.read_text() if out.exists() else ""
+    for name in OF_STUDIES:
+        document = with_section(document, name, section_of(before, name))
+    out.write_text(with_opening(document))
     for name, drawn in plots(document).items():
         out.with_name(name).write_text(drawn)
 

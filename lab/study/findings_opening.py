@@ -20,8 +20,8 @@ from matplotlib.ticker import LogLocator, NullLocator
 from pointsman.lab.experiments.latency_bounds import BOUNDS, FLOOR
 from pointsman.lab.report.plots import LIGHT_STYLE
 from pointsman.lab.study.findings_cells import BASE, CHAT, GENERATED, OURS, REAL
+from pointsman.lab.study.marked_sections import OPENING, with_section
 
-BEGIN, END = "<!-- opening -->", "<!-- end of the opening -->"
 TTFT, E2E, TPOT = "TTFT p90 s", "E2E p90 s", "TPOT p90 ms"
 TRAFFIC = {REAL: "coding agents, recorded", GENERATED: "coding agents, made up", CHAT: "chat, recorded"}
 # Policy -> the widely used router whose rule the policy follows.
@@ -100,8 +100,7 @@ def read_tables(document: str) -> Tables:
 
 def with_opening(document: str) -> str:
     """Return the document with the text between the opening's marks made from its tables."""
-    before, _, rest = document.partition(BEGIN)
-    return f"{before}{BEGIN}\n{_opening(read_tables(document))}{END}{rest.partition(END)[2]}"
+    return with_section(document, OPENING, _opening(read_tables(document)))
 
 
 def plots(document: str) -> dict[str, str]:

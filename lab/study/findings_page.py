@@ -45,6 +45,7 @@ from pointsman.lab.study.findings_figures import (
     to,
 )
 from pointsman.lab.study.findings_tiers import tier_section
+from pointsman.lab.study.marked_sections import TIERS, with_section
 from pointsman.router.core.policy.registry import make_policy
 
 DATA = Path(__file__).parents[1] / "data"
@@ -190,14 +191,13 @@ def render(
         ablations=ablations,
         ablated={load: cell for load, cell in first.items() if any(name in cell for name in ablations)},
         elsewhere=_sensitivity(everywhere),
-        tiers=tier_section(everywhere, traces[0]),
         calibration=table(calibrated) if calibrated else "",
         calibration_error=largest_error(calibrated),
         agreements=agreements or {},
     )
     while "\n\n\n" in text:
         text = text.replace("\n\n\n", "\n\n")
-    return text.rstrip("\n") + "\n"
+    return with_section(text.rstrip("\n") + "\n", TIERS, tier_section(everywhere, traces[0]))
 
 
 # ---- foresight ----

@@ -1,6 +1,6 @@
 """The section of docs/findings.md on host memory and shared storage: its figures from trials. Pure, but reads a file of lab/data.
 
-The section is made from its own trials alone, between two marks, so that it can be made again without those of the rest.
+The section is made from its own trials alone, so that it can be made again without those of the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pointsman.lab.experiments.paired_statistics import Estimate, difference_by_
 from pointsman.lab.study.findings_cells import NOT_REPORTED, TIER_CASES, TIER_LOAD, TIER_POLICIES
 from pointsman.lab.study.findings_figures import Cell, TableKey, difference_text, fixed, percent
 
-BEGIN, END = "<!-- tiers -->", "<!-- end of the tiers -->"
 TEMPLATE = Path(__file__).parents[1] / "data" / "findings_tiers.md.jinja"
 TTFT, SESSION = "ttft_p90_s", "session_mean_s"
 NONE = "none"
@@ -49,7 +48,7 @@ class Row:
 
 
 def tier_section(cells: Mapping[TableKey, Cell], trace: str) -> str:
-    """Return the section, with its marks, from the trials of TIER_CASES and those of `trace` without tiers; "" without either."""
+    """Return the section from the trials of TIER_CASES and those of `trace` without tiers; "" without either."""
     none = cells.get(TableKey(trace, TIER_LOAD, 0), Cell())
     cases = {name: cell for name in TIER_CASES if (cell := cells.get(TableKey(name, TIER_LOAD, 0)))}
     if not cases:
@@ -62,18 +61,9 @@ def tier_section(cells: Mapping[TableKey, Cell], trace: str) -> str:
     ]
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"fixed": fixed, "difference": difference_text, "percent": percent, "told": _told}
-    text = environment.from_string(TEMPLATE.read_text()).render(
+    return environment.from_string(TEMPLATE.read_text()).render(
         trace=trace, load=TIER_LOAD, profile=Profile(), scale=1_000, rows=rows, credit=_credit(cases)
     )
-    return f"{BEGIN}\n{text.strip()}\n{END}\n"
-
-
-def with_tiers(document: str, section: str) -> str:
-    """Return the document with the section between the marks replaced, or with the section at its end."""
-    before, mark, rest = document.partition(BEGIN)
-    if not mark:
-        return f"{document.rstrip()}\n\n{section}"
-    return f"{before}{section}{rest.partition(END)[2].lstrip()}"
 
 
 def _credit(cases: Mapping[str, Cell]) -> list[tuple[str, list[tuple[str, Estimate | None, Estimate | None]]]]:

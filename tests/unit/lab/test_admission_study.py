@@ -14,7 +14,7 @@ from pointsman.lab.study.admission_command import AdmissionStudySettings, run
 from pointsman.lab.study.admission_measures import measure_sessions, outcomes, times_by_start
 from pointsman.lab.study.admission_page import section
 from pointsman.lab.study.admission_runs import AdmissionTrial, read_trials, run_missing
-from pointsman.lab.study.kept_section import section_of, with_section
+from pointsman.lab.study.marked_sections import ADMISSION, section_of, with_section
 from pointsman.lab.workload.mixture import mixed
 from pointsman.lab.workload.session_starts import Arrivals, Session
 from pointsman.lab.workload.traces import by_session
@@ -172,7 +172,11 @@ def test_the_section_tells_differences_that_are_paired_by_seed() -> None:
 
 
 def test_a_document_keeps_its_section() -> None:
-    document = with_section("a\n<!-- admission -->\n<!-- end of admission -->\nb", "text\n")
-    assert section_of(document) == "text"
-    assert with_section("no marks", "text") == "no marks"
-    assert section_of("no marks") == ""
+    document = with_section("a\n<!-- admission -->\n<!-- end of admission -->\nb", ADMISSION, "text\n")
+    assert document == "a\n<!-- admission -->\ntext\n<!-- end of admission -->\nb"
+    assert section_of(document, ADMISSION) == "text"
+    assert (
+        with_section("no marks\n", ADMISSION, "text")
+        == "no marks\n\n<!-- admission -->\ntext\n<!-- end of admission -->\n"
+    )
+    assert section_of("no marks", ADMISSION) == ""

@@ -29,7 +29,7 @@ def settings(tmp_path: Path, **changes: object) -> DefaultStudySettings:
     values: dict[str, object] = {
         "traces": tmp_path,
         "results": tmp_path / "trials.jsonl",
-        "out": tmp_path / "table.md",
+        "out": tmp_path / "findings.md",
         "seeds": 2,
     }
     return DefaultStudySettings(**(values | changes))  # type: ignore[arg-type]
@@ -43,6 +43,8 @@ def test_a_run_is_resumed_and_its_table_is_written_again(tmp_path: Path, monkeyp
     lines, text = asked.results.read_bytes(), asked.out.read_text()
     assert len(lines.splitlines()) == 8
     assert "| one | 2 |" in text
+    assert text.count("<!-- default -->") == 1
+    assert "of 2 cells" in text
     asked.results.write_bytes(lines[:-20])
     run(settings(tmp_path, render_only=True))
     assert "| other | 1 |" in asked.out.read_text()
@@ -51,7 +53,7 @@ def test_a_run_is_resumed_and_its_table_is_written_again(tmp_path: Path, monkeyp
     assert asked.out.read_text() == text
     assert len(asked.results.read_bytes().splitlines()) == 8
     run(settings(tmp_path, cells="oth*"))
-    assert "one" not in asked.out.read_text()
+    assert "| one |" not in asked.out.read_text()
     with pytest.raises(typer.Exit):
         run(settings(tmp_path, cells="none"))
 

@@ -11,11 +11,12 @@ import pytest
 import typer
 
 from pointsman.lab.live.model_accuracy import LiveComparison, to_json
-from pointsman.lab.study import findings_tiers
 from pointsman.lab.study.findings_cells import LOADS, plan_cells
 from pointsman.lab.study.findings_command import FindingsSettings, read_trials, run
 from pointsman.lab.study.findings_figures import StoredTrial
 from pointsman.lab.study.findings_page import TEMPLATE, render
+from pointsman.lab.study.findings_tiers import TEMPLATE as TIERS_TEMPLATE
+from pointsman.lab.study.marked_sections import TIERS, section_of, with_section
 from pointsman.router.core.policy.registry import POLICIES
 
 
@@ -46,14 +47,14 @@ def test_a_quick_run_makes_the_document_and_is_not_run_twice(tmp_path: Path, mon
     plots = set(re.findall(r"\]\((\w+\.svg)\)", text))
     assert len(plots) == 3
     assert {file.name for file in asked.out.parent.glob("*.svg")} == plots
-    section = text.partition(findings_tiers.BEGIN)[2].partition(findings_tiers.END)[0]
+    section = section_of(text, TIERS)
     assert "| `foresight` | host tier 2 x | " in section
     # The section on tiers can be written alone, in its place or at the end of a document without it.
     run(settings(tmp_path, tiers_only=True, render_only=True))
     assert asked.out.read_text() == text
     asked.out.write_text("# Findings\n")
     run(settings(tmp_path, tiers_only=True, render_only=True))
-    assert asked.out.read_text() == f"# Findings\n\n{findings_tiers.BEGIN}{section}{findings_tiers.END}\n"
+    assert asked.out.read_text() == with_section("# Findings\n", TIERS, section)
     asked.out.write_text(text)
     lines = asked.results.read_bytes()
 
@@ -106,7 +107,7 @@ def test_the_whole_study_has_every_policy_at_three_loads_and_foresight_everywher
 
 def test_no_figure_is_written_into_the_template() -> None:
     """Checks its text and the strings of its expressions. 0 is allowed: the score of an idle instance, and no difference."""
-    templates = TEMPLATE.read_text() + findings_tiers.TEMPLATE.read_text()
+    templates = TEMPLATE.read_text() + TIERS_TEMPLATE.read_text()
     text = re.sub(r"\{#.*?#\}", "", templates, flags=re.DOTALL)
     prose = re.sub(r"\{[%{].*?[%}]\}", lambda tag: " ".join(re.findall(r'"(.*?)"', tag[0])), text, flags=re.DOTALL)
     names = r"0|E2E|p50|p90|p99|lmetric1|(ttft|tpot|e2e)_p\d\d_s"

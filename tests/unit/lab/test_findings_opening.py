@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 
 from pointsman.lab.study.findings_cells import BASE, OURS
-from pointsman.lab.study.findings_opening import BEGIN, END, TableCell, plots, read_tables, router_table, with_opening
+from pointsman.lab.study.findings_opening import TableCell, plots, read_tables, router_table, with_opening
 from tests.support.repository import REPOSITORY
 
 PAGE = REPOSITORY / "docs/findings.md"
 HEADER = "| policy | TTFT p50 s | TTFT p90 s | E2E p90 s | TPOT p90 ms |\n|---|---|---|---|---|\n"
 SMALL = f"""# Findings
-{BEGIN}
+<!-- opening -->
 what stood there before
-{END}
+<!-- end of opening -->
 
 ## agentic: light
 {HEADER}| `floor` | 0.10 | 1.00 | 2.0 | 5 |

@@ -1,0 +1,27 @@
+"""The sections of docs/findings.md that are made apart from the rest, each between two marks. Pure."""
+
+from __future__ import annotations
+
+ADMISSION, DEFAULT, OPENING, TIERS = "admission", "default", "opening", "tiers"
+# The sections that other commands than `pointsman findings` write.
+OF_STUDIES = (ADMISSION, DEFAULT)
+
+
+def with_section(document: str, name: str, text: str) -> str:
+    """Return the document with `text` between the marks of section `name`; without such marks, with the section at its end."""
+    begin, end = _marks(name)
+    section = "\n".join(filter(None, (begin, text.strip(), end)))
+    before, mark, rest = document.partition(begin)
+    if not mark:
+        return f"{document.rstrip()}\n\n{section}\n"
+    return f"{before}{section}{rest.partition(end)[2]}"
+
+
+def section_of(document: str, name: str) -> str:
+    """Return the text between the marks of the section `name`; empty without such marks."""
+    begin, end = _marks(name)
+    return document.partition(begin)[2].partition(end)[0].strip()
+
+
+def _marks(name: str) -> tuple[str, str]:
+    return f"<!-- {name} -->", f"<!-- end of {name} -->"
