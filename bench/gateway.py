@@ -63,23 +63,37 @@ async def chunks() -> list[Figure]:
 
 
 async def requests() -> list[Figure]:
-    """request_1k_us, added_ttft_ms."""
-    async with fleet(0.0) as (engines, model), stack.pointsman(engines, model) as (gateway, router):
-        await stack.load(gateway.port, connections=16, requests=200, seed=1)
-        before = stack.cpu_s(*gateway.pids), stack.cpu_s(*router.pids)
-        await stack.load(gateway.port, connections=16, requests=PROMPTS, seed=2)
-        spent = [stack.cpu_s(*one.pids) - was for one, was in zip((gateway, router), before, strict=True)]
-        share = f"gateway {spent[0] / PROMPTS * 1e6:.0f}, router {spent[1] / PROMPTS * 1e6:.0f}"
+    """request_1k_us, request_1k_one_process_us, added_ttft_ms."""
+    async with (
+        fleet(0.0) as (engines, model),
+        stack.pointsman(engines, model) as (gateway, router),
+        stack.one_process(engines, model) as both,
+    ):
+        for number, served in enumerate((gateway, both)):
+            await stack.load(served.port, connections=16, requests=200, seed=10 + number)
+        processes = (gateway, router, both)
+        before = [stack.cpu_s(*one.pids) for one in processes]
+        for number, served in enumerate((gateway, both) * 2):
+            await stack.load(served.port, connections=16, requests=PROMPTS // 2, seed=20 + number)
+        us = [(stack.cpu_s(*one.pids) - was) / PROMPTS * 1e6 for one, was in zip(processes, before, strict=True)]
+        share = f"gateway {us[0]:.0f}, router {us[1]:.0f}"
         direct = await stack.load(engines[0].port, connections=1, requests=200, chunks=1, seed=3)
         through = await stack.load(gateway.port, connections=1, requests=200, chunks=1, seed=4)
     added = percentile(through["first_ms"], 0.5) - percentile(direct["first_ms"], 0.5)
     return [
         Figure(
             "request_1k_us",
-            sum(spent) / PROMPTS * 1e6,
+            us[0] + us[1],
             "us",
             600.0,
             f"CPU of gateway and router ({share}), new 1 KB chats, C=16, tokenised, placed by prefix; baseline is the goal",
+        ),
+        Figure(
+            "request_1k_one_process_us",
+            us[2],
+            "us",
+            us[0] + us[1],
+            "the same through `pointsman serve`; baseline is gateway and router as two processes in the same run",
         ),
         Figure(
             "added_ttft_ms",

@@ -153,17 +153,23 @@ async def router(*flags: str) -> AsyncIterator[tuple[str, ServerProcess]]:
     address = f"127.0.0.1:{free_port()}"
     command = pointsman_command("router", "--listen", address, "--metrics-listen", "", "--log-level", "error", *flags)
     with process(command) as child:
-        async with open_channel(address) as channel, asyncio.timeout(READY_WITHIN_S):
-            # grpc-stubs types the synchronous calls only.
-            stub: Any = placement_pb2_grpc.PlacementServiceStub(channel)
-            none = placement_pb2.Finished(request_id="none", outcome=placement_pb2.OUTCOME_CANCELLED)
-            nothing = placement_pb2.FinishRequest(finished=none)
-            while True:
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    await stub.Finish(nothing, timeout=1)
-                    break
-                await asyncio.sleep(0.05)
+        async with open_channel(address) as channel:
+            await _answers(channel)
         yield address, ServerProcess(0, (child.pid,))
+
+
+async def _answers(channel: grpc.aio.Channel) -> None:
+    """Wait until a router answers. Raises TimeoutError after READY_WITHIN_S."""
+    # grpc-stubs types the synchronous calls only.
+    stub: Any = placement_pb2_grpc.PlacementServiceStub(channel)
+    none = placement_pb2.Finished(request_id="none", outcome=placement_pb2.OUTCOME_CANCELLED)
+    nothing = placement_pb2.FinishRequest(finished=none)
+    async with asyncio.timeout(READY_WITHIN_S):
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await stub.Finish(nothing, timeout=1)
+                return
+            await asyncio.sleep(0.05)
 
 
 @contextlib.asynccontextmanager
@@ -174,24 +180,50 @@ async def pointsman(
 
     `max_model_len` is reported for the engines (0: not reported).
     """
-    async with router() as (router_at, placing), open_channel(router_at) as channel:
+    async with router() as (router_at, placing):
         port = free_port()
         command = pointsman_command("gateway", "--listen", f"127.0.0.1:{port}", "--routers", router_at, *flags)
         with process([*command, "--log-level", "error"]) as child:
-            client = Client(channel)
-            reports = [Report(client) for _ in engines]
-            for one, report in zip(engines, reports, strict=True):
-                url = f"http://127.0.0.1:{one.port}"
-                await report.join(f"i{one.port}", url=url, model_root=model, max_model_len=max_model_len)
-            reporting = asyncio.create_task(_keep_reporting(reports))
-            try:
+            async with _reported(engines, router_at, model, max_model_len):
                 await wait_until_ready(port)
                 yield ServerProcess(port, (child.pid,)), placing
-            finally:
-                reporting.cancel()
-                await asyncio.gather(reporting, return_exceptions=True)
-                for report in reports:
-                    report.call.cancel()
+
+
+@contextlib.asynccontextmanager
+async def one_process(engines: list[ServerProcess], model: str) -> AsyncIterator[ServerProcess]:
+    """Run a router and a gateway in one process before `engines`; yield it."""
+    port, router_at = free_port(), f"127.0.0.1:{free_port()}"
+    environment = {
+        "POINTSMAN_GATEWAY_LISTEN": f"127.0.0.1:{port}",
+        "POINTSMAN_ROUTER_LISTEN": router_at,
+        "POINTSMAN_ROUTER_METRICS_LISTEN": "",
+    }
+    with process(pointsman_command("serve", "--log-level", "error"), env=os.environ | environment) as child:
+        async with _reported(engines, router_at, model, 0):
+            await wait_until_ready(port)
+            yield ServerProcess(port, (child.pid,))
+
+
+@contextlib.asynccontextmanager
+async def _reported(
+    engines: list[ServerProcess], router_at: str, model: str, max_model_len: int
+) -> AsyncIterator[None]:
+    """Report `engines` to the router inside the block, as their agents would."""
+    async with open_channel(router_at) as channel:
+        await _answers(channel)
+        client = Client(channel)
+        reports = [Report(client) for _ in engines]
+        for one, report in zip(engines, reports, strict=True):
+            url = f"http://127.0.0.1:{one.port}"
+            await report.join(f"i{one.port}", url=url, model_root=model, max_model_len=max_model_len)
+        reporting = asyncio.create_task(_keep_reporting(reports))
+        try:
+            yield
+        finally:
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
+            for report in reports:
+                report.call.cancel()
 
 
 _NGINX = """

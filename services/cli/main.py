@@ -59,6 +59,15 @@ def _gateway() -> None:
     )
 
 
+def _serve() -> None:
+    from pointsman.cli.serve import OneProcessSettings, run_serve
+    from pointsman.common.io.settings import add_settings_command
+
+    add_settings_command(
+        app, "serve", OneProcessSettings, run_serve, help_="Run a router and a gateway in one process, for one gateway."
+    )
+
+
 def _shadow() -> None:
     from pointsman.shadow.io.commands import add_shadow_commands
 
@@ -97,6 +106,7 @@ GROUPS = (
     Group(_router, "router", ("router",)),
     Group(_agent, "agent", ("agent",)),
     Group(_gateway, "gateway", ("gateway",)),
+    Group(_serve, "all", ("serve",)),
     Group(_shadow, "shadow", ("shadow",)),
     Group(
         _lab,

@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings
 from pointsman.agent.io.settings import AgentSettings
 from pointsman.cli import fleet_commands
 from pointsman.cli.router_call import DEFAULT_ROUTER
+from pointsman.cli.serve import OneProcessSettings
 from pointsman.cli.up import UpSettings
 from pointsman.common.io.settings import ARGUMENT, Tokens
 from pointsman.common.io.tls import TlsSettings
@@ -56,6 +57,12 @@ def page() -> str:
     parts += _section("Agent", "`pointsman agent`, one on every node with engines.", AgentSettings, flags=True)
     parts += _section("Gateway", "`pointsman gateway`.", GatewaySettings, flags=True)
     parts += _section("Gateway: keys of clients", "In addition to `api_keys_file`.", KeysFromEnvironment, flags=False)
+    parts += _section(
+        "Router and gateway in one process",
+        "`pointsman serve`; both also read their own variables, but for the gateway's `routers`.",
+        OneProcessSettings,
+        flags=True,
+    )
     parts += _section("One node", "`pointsman up`; its services also read their own variables.", UpSettings, flags=True)
     parts += _section("Shadow", "`pointsman shadow serve`.", ServeSettings, flags=True)
     parts += _section("Shadow: a log", "`pointsman shadow read`.", ReadSettings, flags=True)

@@ -1,8 +1,9 @@
-"""`pointsman up`: router, agent and gateway as child processes on one node, without Redis."""
+"""`pointsman up`: an agent, and router and gateway in one process, as child processes on one node, without Redis."""
 
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import typer
@@ -49,7 +50,7 @@ class UpSettings(BaseSettings):
 
 
 def run_up(settings: UpSettings) -> None:
-    """Start the three services, print when they are ready, and stop them all when one ends or on SIGTERM or SIGINT. Blocks."""
+    """Start the services, print when they are ready, and stop them all when one ends or on SIGTERM or SIGINT. Blocks."""
     if taken := unusable_addresses(settings):
         for problem in taken:
             typer.echo(f"pointsman up: {problem}", err=True)
@@ -57,8 +58,8 @@ def run_up(settings: UpSettings) -> None:
     children = ChildProcesses()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        for name, arguments in _services(settings):
-            children.start(name, arguments)
+        for name, variables in _services(settings):
+            children.start(name, variables)
         base = f"http://{settings.listen}"
         missing = wait_ready(f"{base}/health", children)
         if missing:
@@ -98,18 +99,28 @@ def unusable_addresses(settings: UpSettings) -> list[str]:
     return found
 
 
-def _services(settings: UpSettings) -> list[tuple[str, list[str]]]:
-    engines = [flag for url in settings.engine for flag in ("--engines", url)]
-    tokenizers = [flag for pair in settings.tokenizer for flag in ("--tokenizers", pair)]
-    level = ["--log-level", settings.log_level]
-    return [
-        ("router", ["--listen", settings.router_listen, "--metrics-listen", settings.router_metrics,
-                    "--console-listen", settings.console, "--policy", settings.policy, *level]),
-        ("agent", [*engines, "--routers", settings.router_listen, "--state-dir", str(settings.state_dir),
-                   "--metrics-listen", settings.agent_metrics, *level]),
-        ("gateway", ["--listen", settings.listen, "--routers", settings.router_listen,
-                     "--drain-timeout-s", str(STOP_TIMEOUT_S - 5), *tokenizers, *level]),
-    ]  # fmt: skip
+def _services(settings: UpSettings) -> list[tuple[str, dict[str, str]]]:
+    """Return the commands to run, in their order of start, and the variables of each."""
+    agent = {
+        "POINTSMAN_AGENT_ENGINES": " ".join(settings.engine),
+        "POINTSMAN_AGENT_ROUTERS": settings.router_listen,
+        "POINTSMAN_AGENT_STATE_DIR": str(settings.state_dir),
+        "POINTSMAN_AGENT_METRICS_LISTEN": settings.agent_metrics,
+        "POINTSMAN_AGENT_LOG_LEVEL": settings.log_level,
+    }
+    both = {
+        "POINTSMAN_SERVE_LOG_LEVEL": settings.log_level,
+        "POINTSMAN_ROUTER_LISTEN": settings.router_listen,
+        "POINTSMAN_ROUTER_METRICS_LISTEN": settings.router_metrics,
+        "POINTSMAN_ROUTER_CONSOLE_LISTEN": settings.console,
+        "POINTSMAN_ROUTER_POLICY": settings.policy,
+        "POINTSMAN_GATEWAY_LISTEN": settings.listen,
+        "POINTSMAN_GATEWAY_DRAIN_TIMEOUT_S": str(STOP_TIMEOUT_S - 5),
+    }
+    # Without the option, the gateway's own variable counts.
+    if settings.tokenizer:
+        both["POINTSMAN_GATEWAY_TOKENIZERS"] = " ".join(settings.tokenizer)
+    return [("agent", agent), ("serve", both)]
 
 
 class ChildProcesses:
@@ -118,11 +129,11 @@ class ChildProcesses:
     def __init__(self) -> None:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str, arguments: Sequence[str]) -> None:
-        """Start `pointsman NAME ARGUMENTS`."""
-        command = [sys.executable, "-m", "pointsman.cli.main", name, *arguments]
+    def start(self, name: str, variables: Mapping[str, str]) -> None:
+        """Start `pointsman NAME` with `variables` in its environment."""
+        command = [sys.executable, "-m", "pointsman.cli.main", name]
         # A separate process group: a terminal's Ctrl-C must reach only the parent, which stops the children in order.
-        self._running[name] = subprocess.Popen(command, process_group=0)
+        self._running[name] = subprocess.Popen(command, process_group=0, env=os.environ | variables)
 
     def ended(self) -> tuple[str, int] | None:
         """Return a child that has ended, with its status; None if all run."""
@@ -138,7 +149,7 @@ class ChildProcesses:
         return ended
 
     def stop(self) -> None:
-        """Stop all children in reverse order: the gateway first, so that streams drain while router and agent still run."""
+        """Stop all children in reverse order: the gateway first, so that streams drain while the agent still runs."""
         for name, process in reversed(self._running.items()):
             if process.poll() is None:
                 process.terminate()

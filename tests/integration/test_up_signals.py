@@ -36,5 +36,5 @@ def test_signals_in_a_row_leave_no_child(tmp_path: Path) -> None:
             up.send_signal(signal.SIGTERM)
             time.sleep(0.01)
         up.wait(60.0)
-    assert len(children) == 3
+    assert len(children) == 2
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []

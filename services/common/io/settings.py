@@ -150,22 +150,27 @@ def add_settings_command(
     """
 
     def command(**given: Any) -> None:
-        try:
-            loaded = settings(**{key: value for key, value in given.items() if value not in (None, [])})
-        except ValidationError as invalid:
-            for error in invalid.errors(include_url=False, include_input=False):
-                typer.echo(f"pointsman {name}: {_invalid(settings, error)}", err=True)
-            raise typer.Exit(2) from None
-        except SettingsError as unreadable:
-            typer.echo(f"pointsman {name}: {unreadable}", err=True)
-            raise typer.Exit(2) from None
-        run(loaded)
+        run(load_settings(name, settings, **{key: value for key, value in given.items() if value not in (None, [])}))
 
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [_parameter(key, field) for key, field in settings.model_fields.items()]
     )
     command.__annotations__ = {key: _flag_type(field) for key, field in settings.model_fields.items()}
     app.command(name, help=_as_it_is(help_))(command)
+
+
+def load_settings(command: str, settings: type[S], **given: Any) -> S:
+    """Return `settings` from `given` and the environment. An invalid value ends the command with status 2 and a message with the
+    field's name."""
+    try:
+        return settings(**given)
+    except ValidationError as invalid:
+        for error in invalid.errors(include_url=False, include_input=False):
+            typer.echo(f"pointsman {command}: {_invalid(settings, error)}", err=True)
+        raise typer.Exit(2) from None
+    except SettingsError as unreadable:
+        typer.echo(f"pointsman {command}: {unreadable}", err=True)
+        raise typer.Exit(2) from None
 
 
 def _invalid(settings: type[BaseSettings], error: ErrorDetails) -> str:

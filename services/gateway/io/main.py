@@ -18,6 +18,7 @@ import structlog
 
 from pointsman.common.io import event_loop
 from pointsman.common.io.auth import is_loopback
+from pointsman.common.io.channel import open_channel
 from pointsman.common.io.logs import configure_logs
 from pointsman.common.io.tls import server_context
 from pointsman.gateway.io.http.client_connection import LINGER_S
@@ -26,6 +27,7 @@ from pointsman.gateway.io.http.server_types import ServerLimits
 from pointsman.gateway.io.processes.parent import run_processes
 from pointsman.gateway.io.processes.sibling_processes import SiblingProcesses
 from pointsman.gateway.io.routes import Gateway
+from pointsman.gateway.io.routing.router_stream import Dial
 from pointsman.gateway.io.settings import GatewaySettings
 
 log = structlog.get_logger()
@@ -42,14 +44,18 @@ SWITCH_S = 0.0005
 
 @asynccontextmanager
 async def serving(
-    settings: GatewaySettings, siblings: SiblingProcesses | None = None, hurry: asyncio.Event | None = None
+    settings: GatewaySettings,
+    siblings: SiblingProcesses | None = None,
+    hurry: asyncio.Event | None = None,
+    dial: Dial = open_channel,
 ) -> AsyncIterator[tuple[Gateway, str]]:
-    """Yield a gateway that serves inside the block, and its base URL. Raises OSError if the address is in use.
+    """Yield a gateway that serves inside the block, and its base URL. Raises OSError if the address is in use. `dial` opens the
+    channels to routers.
 
     At the end of the block the gateway stops accepting and waits for open requests until drain_timeout_s has passed or `hurry`
     is set. It then cancels the remaining requests and reports to the router.
     """
-    gateway = Gateway(settings, siblings)
+    gateway = Gateway(settings, siblings, dial)
     await gateway.start()
     limits = ServerLimits(
         settings.max_body_bytes,
@@ -95,10 +101,15 @@ def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:
     return server_context(settings.tls_cert, settings.tls_key, settings.tls_client_ca, ["http/1.1"])
 
 
-async def _serve(
-    settings: GatewaySettings, siblings: SiblingProcesses | None = None, ready: Connection | None = None
+async def serve(
+    settings: GatewaySettings,
+    siblings: SiblingProcesses | None = None,
+    ready: Connection | None = None,
+    dial: Dial = open_channel,
+    stop: asyncio.Event | None = None,
 ) -> None:
-    stop, hurry = asyncio.Event(), asyncio.Event()
+    """Serve until SIGTERM or SIGINT, or until `stop` is set. Raises SystemExit with the reason if it cannot start."""
+    stop, hurry = stop or asyncio.Event(), asyncio.Event()
     if (parent := multiprocessing.parent_process()) is not None:
         asyncio.get_running_loop().add_reader(parent.sentinel, stop.set)
     stopped_at = math.inf
@@ -116,7 +127,7 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, told)
     async with AsyncExitStack() as stack:
         try:
-            gateway, url = await stack.enter_async_context(serving(settings, siblings, hurry))
+            gateway, url = await stack.enter_async_context(serving(settings, siblings, hurry, dial))
         except (OSError, ValueError) as error:
             # An address in use or an unusable keys file is the operator's to mend: a message, not a traceback.
             raise SystemExit(f"pointsman gateway: {error}") from None
@@ -142,7 +153,7 @@ def run(settings: GatewaySettings) -> None:
     """Serve until SIGTERM or SIGINT. Blocks."""
     configure_logs("gateway", settings.log_level)
     if settings.processes == 1:
-        event_loop.run(_serve(settings))
+        event_loop.run(serve(settings))
         return
     try:
         run_processes(settings, _child)
@@ -152,4 +163,4 @@ def run(settings: GatewaySettings) -> None:
 
 def _child(settings: GatewaySettings, siblings: SiblingProcesses, ready: Connection) -> None:
     configure_logs("gateway", settings.log_level)
-    event_loop.run(_serve(settings, siblings, ready))
+    event_loop.run(serve(settings, siblings, ready))

@@ -19,6 +19,7 @@ from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from pointsman.common.io.auth import showing
+from pointsman.common.io.channel import open_channel
 from pointsman.common.io.line_file import LostLines
 from pointsman.common.io.settings import Tokens
 from pointsman.common.io.tls import TlsSettings
@@ -57,6 +58,7 @@ from pointsman.gateway.io.request.unplaced_proxy import STORED_RESPONSE_PATH, Un
 from pointsman.gateway.io.routing.lease_client import LeaseClient
 from pointsman.gateway.io.routing.model_pools import ModelPools
 from pointsman.gateway.io.routing.router_client import NoRouter, RouterClient
+from pointsman.gateway.io.routing.router_stream import Dial
 from pointsman.gateway.io.settings import GatewaySettings
 from pointsman.gateway.io.telemetry.line_log import LineLog
 from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
@@ -93,9 +95,12 @@ class Route:
 class Gateway:
     """One gateway: all of its components, and the handler of its HTTP server. Call start() first and close() at the end."""
 
-    def __init__(self, settings: GatewaySettings, siblings: SiblingProcesses | None = None) -> None:
-        """`siblings`: this process and the others that share the address. Raises ValueError or OSError for an unusable
-        api_keys_file, breakdown_file or usage_file, and for invalid TLS settings of connections to routers."""
+    def __init__(
+        self, settings: GatewaySettings, siblings: SiblingProcesses | None = None, dial: Dial = open_channel
+    ) -> None:
+        """`siblings`: this process and the others that share the address. `dial` opens the channels to routers. Raises ValueError
+        or OSError for an unusable api_keys_file, breakdown_file or usage_file, and for invalid TLS settings of connections to
+        routers."""
         TlsSettings().for_channel()
         self._siblings = siblings
         self._settings = settings
@@ -129,6 +134,7 @@ class Gateway:
             settings.router_grace_s,
             self.pools.update,
             self.telemetry.router.set,
+            dial,
         )
         self.telemetry.open.set_function(lambda: self.router.open_count)
         self.telemetry.unconfirmed_ends.set_function(lambda: self.router.unconfirmed_ends)

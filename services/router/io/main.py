@@ -20,6 +20,7 @@ from pointsman.common.io import event_loop
 from pointsman.common.io.auth import TokenInterceptor, is_loopback
 from pointsman.common.io.channel import SERVER_OPTIONS
 from pointsman.common.io.garbage import collect_garbage
+from pointsman.common.io.local_calls import LocalServer
 from pointsman.common.io.logs import configure_logs
 from pointsman.common.io.metrics_page import metrics_page
 from pointsman.common.io.settings import Tokens
@@ -44,7 +45,8 @@ SHUTDOWN_GRACE_S = 0.3
 
 
 class RouterServer:
-    """A router and its listening servers. `port` is the port of the gRPC server; it is 0 before `start`."""
+    """A router and its listening servers. `port` is the port of the gRPC server; it is 0 before `start`. `local` has the services
+    that a gateway of this process calls."""
 
     def __init__(self, settings: RouterSettings, tokens: Tokens) -> None:
         self.settings = settings
@@ -63,11 +65,12 @@ class RouterServer:
         add_agent_service(
             AgentService(self.router, functools.partial(interceptor.may_speak_for, "agent")), self._server
         )
-        placement_pb2_grpc.add_PlacementServiceServicer_to_server(
-            PlacementService(self.router, functools.partial(interceptor.may_speak_for, "gateway")), self._server
-        )
+        placement = PlacementService(self.router, functools.partial(interceptor.may_speak_for, "gateway"))
         fleet = FleetService(self.router)
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, self._server)
+        self.local = LocalServer()
+        for server in (self._server, self.local):
+            placement_pb2_grpc.add_PlacementServiceServicer_to_server(placement, server)  # type: ignore[arg-type]
+            fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)  # type: ignore[arg-type]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if settings.reflection:
             reflection.enable_server_reflection(

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import structlog
 
 from pointsman.common.io.auth import CallMetadata
+from pointsman.common.io.channel import open_channel
 from pointsman.gateway.core.pool_owners import PoolOwners
 from pointsman.gateway.core.session_ends import SessionEnds
-from pointsman.gateway.io.routing.router_stream import RouterSession
+from pointsman.gateway.io.routing.router_stream import Dial, RouterSession
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
 
 log = structlog.get_logger()
@@ -95,6 +96,7 @@ class RouterClient:
         grace_s: float,
         on_pools: Callable[[Sequence[placement_pb2.Pool]], None],
         on_connected: Callable[[bool], None],
+        dial: Dial = open_channel,
     ) -> None:
         self._configured = list(dict.fromkeys(routers))
         self._gateway_id = gateway_id
@@ -103,6 +105,7 @@ class RouterClient:
         self._grace_s = grace_s
         self._on_pools = on_pools
         self._on_connected = on_connected
+        self._open_channel = dial
         self._owners = PoolOwners()
         self._session_ends = SessionEnds()
         self._sessions: dict[str, RouterSession] = {}
@@ -273,7 +276,7 @@ class RouterClient:
         session = self._route(request.model) or next((one for one in self._sessions.values() if one.connected), None)
         if session is None or session.channel is None:
             raise NoRouter
-        stub = fleet_pb2_grpc.FleetServiceStub(session.channel)
+        stub = fleet_pb2_grpc.FleetServiceStub(session.channel)  # type: ignore[arg-type]
         answer = await stub.Explain(
             fleet_pb2.ExplainRequest(request=request), timeout=timeout_s, metadata=self._metadata()
         )
@@ -376,6 +379,7 @@ class RouterClient:
             self._session_down,
             self._receive,
             self._is_reached_elsewhere,
+            self._open_channel,
         )
         self._sessions[address] = session
         session.start()

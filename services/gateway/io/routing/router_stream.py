@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -14,7 +14,8 @@ import structlog
 from pointsman.common.core.block_keys import KEY_SCHEME
 from pointsman.common.io.auth import CallMetadata
 from pointsman.common.io.batch_queue import BatchQueue
-from pointsman.common.io.channel import END_OF_STREAM, open_channel
+from pointsman.common.io.channel import END_OF_STREAM
+from pointsman.common.io.local_calls import LocalChannel
 from pointsman.gateway.core.told_fleet import OutOfStep
 from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
 
@@ -29,6 +30,8 @@ STARTUP_S = 10.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 
 _Queue = BatchQueue[placement_pb2.SessionRequest]
+# Returns a channel to a router's address.
+Dial: TypeAlias = "Callable[[str], grpc.aio.Channel | LocalChannel]"
 
 
 class RouterSession:
@@ -47,15 +50,17 @@ class RouterSession:
         on_down: Callable[[RouterSession], None],
         on_message: Callable[[RouterSession, placement_pb2.SessionResponse], None],
         reached: Callable[[RouterSession, str], bool],
+        dial: Dial,
     ) -> None:
         self.address = address
         self.router_id = ""
         self.accounts_usage = False
-        self.channel: grpc.aio.Channel | None = None
+        self.channel: grpc.aio.Channel | LocalChannel | None = None
         self._metadata = metadata
         self._hello = hello
         self._on_up, self._on_down, self._on_message = on_up, on_down, on_message
         self._reached = reached
+        self._dial = dial
         self._last_id = ""
         self._batch_queue: _Queue | None = None
         self._closing = False
@@ -128,9 +133,9 @@ class RouterSession:
 
     async def _session(self) -> None:
         """Run one stream from the hello to its end. Returns when the router ends it. Raises AioRpcError or TimeoutError."""
-        async with open_channel(self.address) as channel:
+        async with self._dial(self.address) as channel:
             # grpc-stubs has types for the synchronous call only.
-            open_session: Any = placement_pb2_grpc.PlacementServiceStub(channel).Session
+            open_session: Any = placement_pb2_grpc.PlacementServiceStub(channel).Session  # type: ignore[arg-type]
             call = open_session(metadata=self._metadata())
             # From here on reports are queued behind the hello, so the end of a request between hello and welcome is not lost. A
             # request that is placed locally in this time is not announced. The router does not count it until it ends, which is
