@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pointsman.lab.engine.block_cache import BlocksRemoved, BlocksStored
@@ -200,6 +200,46 @@ def compare(vllm: Vllm, model: Path, script: dict[str, Any]) -> list[dict[str, A
     return theirs
 
 
+# The load of an aborted request ends within a step.
+STEPS: list[list[Any]] = [["step", None]] * 3 + [["wait", 1.27]]
+ABORTED_LOAD: dict[str, Any] = {
+    "config": {
+        "block_size": 16,
+        "kv_blocks": 12,
+        "host_blocks": 4,
+        "max_num_batched_tokens": 20,
+        "max_num_seqs": 1,
+        "scheduling_policy": "fcfs",
+        "host_s": 1.613,
+        "host_token_s": 0.00071,
+        "storage_s": 0.0171,
+        "storage_token_s": 0.00037,
+    },
+    "storage": False,
+    "requests": {
+        "r0": {"prompt": [4] * 150, "max_tokens": 1, "priority": 0},
+        "r1": {"prompt": [4] * 96, "max_tokens": 1, "priority": 0},
+        "r2": {"prompt": [3, 3], "max_tokens": 1, "priority": 0},
+        "r3": {"prompt": [3] * 150, "max_tokens": 1, "priority": 0},
+    },
+    "actions": [
+        ["submit", "r0"],
+        *STEPS,
+        *STEPS,
+        ["step", None],
+        ["submit", "r1"],
+        *STEPS[1:],
+        ["step", None],
+        ["abort", "r1"],
+        ["submit", "r2"],
+        ["submit", "r3"],
+        *STEPS[1:],
+        ["step", None],
+    ],
+}
+
+
+@example(script=ABORTED_LOAD)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(script=scripts())
 def test_every_step_is_vllms(vllm: Vllm, model_folder: Path, script: dict[str, Any]) -> None:

@@ -57,6 +57,8 @@ async def test_a_restarted_router_knows_the_open_requests_the_sessions_and_what_
             await owns(server)
             assert server.router.state.prefill_observer.mean_work("m") == mean_work
             assert server.router.store.epoch == 2
+            # Sessions are read after the pool is owned.
+            await eventually(lambda: len(server.router.state.affinity) == 1, "the session is known")
             status = (await client.instances())["a"]
             assert (status.num_requests, status.ongoing_tokens, status.sessions) == (1, 100, 1)
             session = Session(client)

@@ -9,6 +9,7 @@ a set of blocks beside vLLM's TieringOffloadingManager.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any
 
 import torch
@@ -231,9 +232,9 @@ class Runner:
                 prefills[name] = [stats.num_local_cached_tokens, stats.num_external_cached_tokens]
             sampled.append([self.requests[name]["answer"][request.num_output_tokens]] if whole else [])
         running, waiting = scheduler.get_request_counts()
-        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         positions = {name: at for at, name in enumerate(ids)}
         done = self._done(self.now)
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() + self._freed_by(done)
         # vLLM hears of these in the next step.
         self._storage_done()
         scheduler.update_from_output(output, ModelRunnerOutput(ids, positions, sampled, kv_connector_output=done))
@@ -258,6 +259,16 @@ class Runner:
         stored, loaded = self.stores.ended(now), self.loads.ended(now)
         meta = OffloadingWorkerMetadata(completed_jobs={job: 1 for _, job, _ in (*stored, *loaded)})
         return KVConnectorOutput(finished_recving={name for _, _, name in loaded}, kv_connector_worker_meta=meta)
+
+    def _freed_by(self, done: KVConnectorOutput) -> int:
+        """Number of blocks that these ends of loads will free, because their requests were aborted meanwhile."""
+        scheduler = self.scheduler
+        aborted = [name for name in done.finished_recving if scheduler.requests[name].is_finished()]
+        held = Counter(
+            block.block_id for name in aborted for block in scheduler.kv_cache_manager.get_blocks(name).blocks[0]
+        )
+        pool = scheduler.kv_cache_manager.block_pool
+        return sum(pool.blocks[block].ref_cnt == users for block, users in held.items())
 
     def _storage_done(self) -> None:
         if self.tiers is not None:
