@@ -64,8 +64,9 @@ SCENARIOS: Mapping[str, Scenario] = {
         clients={"pools": 2, "tenants": (Tenant("large", sessions=9), Tenant("small", sessions=1))},
     ),
     "light": Scenario("two hours at 0.5", Arrivals("sustained", rate=0.5)),
-    "knee": Scenario("two hours at 1.0", Arrivals("sustained", rate=1.0)),
-    "overload": Scenario("two hours at 1.25", Arrivals("sustained", rate=1.25)),
+    # Without admission, session times of two hours at 0.7 do not grow; at 1.0 the fleet collapses.
+    "knee": Scenario("two hours at 0.8", Arrivals("sustained", rate=0.8)),
+    "overload": Scenario("two hours at 1.0", Arrivals("sustained", rate=1.0)),
     "chat": Scenario(
         "recorded chats alone, 20 minutes at 1.0", Arrivals("sustained", rate=1.0, sustained_s=1200.0), CHAT
     ),
