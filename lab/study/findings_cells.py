@@ -265,7 +265,7 @@ def _cell(trace: str, setup: Setup, load: str, threshold: int, name: str, trials
     cell = Cell(
         policy=name,
         load=f"{trace} {load} {threshold}",
-        workload=Workload(setup.source, starts, sessions=30 if quick else setup.sessions),
+        workload=Workload(setup.source, starts, sessions=15 if quick else setup.sessions),
         simulation=SimulationConfig(
             policy=policy,
             policy_settings=settings,

@@ -245,7 +245,8 @@ def test_an_overloaded_router_answers_all_and_serves_lower_classes_too(
 
     def come(priority: Priority, tenant: str, tokens: int) -> None:
         asked.append(f"{priority}-{next(numbers)}")
-        given_ = ask(router, asked[-1], tokens=tokens, priority=priority, tenant=tenant)
+        new = request(asked[-1], tokens=tokens, priority=priority, tenant=tenant)
+        given_ = answers(router.handle(ev.PlaceRequested(new, "g"), 0.0))
         assert all(isinstance(one, ev.Refused) for one in given_)
         answered.extend(one.request_id for one in given_)
 
