@@ -8,14 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from pointsman.common.core.block_keys import KEY_SCHEME
-from pointsman.gateway.io.routing import router_stream
 from pointsman.gateway.io.routing.router_client import RouterClient
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.instance_orders import OrderChange
@@ -391,11 +389,6 @@ class ScriptedRouter:
         return [one.place.request_id for one in self.heard if one.HasField("place")]
 
 
-def dialling(network: Network) -> AbstractContextManager[object]:
-    """Make gateways connect to routers by this network inside the block."""
-    return mock.patch.object(router_stream, "open_channel", lambda address: Channel(network, address))
-
-
 async def two_routers() -> tuple[RouterClient, ScriptedRouter, ScriptedRouter]:
     """Return a gateway's client that is connected to two routers, and the routers. The first owns the pool."""
     network = Network(random.Random(1))
@@ -405,10 +398,17 @@ async def two_routers() -> tuple[RouterClient, ScriptedRouter, ScriptedRouter]:
         network.listen(
             f"{one.router_id}:1", Node(one.router_id), {"/pointsman.router.v1.PlacementService/Session": method}
         )
-    with dialling(network):
-        client = RouterClient(["r0:1", "r1:1"], "g", tuple, 5.0, lambda pools: None, lambda connected: None)
-        await client.start()
-        await asyncio.sleep(1.0)
+    client = RouterClient(
+        ["r0:1", "r1:1"],
+        "g",
+        tuple,
+        5.0,
+        lambda pools: None,
+        lambda connected: None,
+        lambda address: Channel(network, address),  # type: ignore[arg-type,return-value]
+    )
+    await client.start()
+    await asyncio.sleep(1.0)
     await routers[0].owner("r0", 1)
     await asyncio.sleep(0.5)
     return client, *routers
@@ -465,8 +465,7 @@ def test_a_router_that_tells_what_changed_of_an_unknown_pool_is_asked_for_the_wh
         unknown = pb.PoolUpdate(model="n", removed_instance_ids=["x"])
         await first.context.write(pb.SessionResponse(fleet_update=pb.FleetUpdate(pools=[unknown])))
         asking = asyncio.create_task(client.first_step(pb.PlacementRequest(request_id="x", model="m"), 9.0))
-        with dialling(first.network):
-            await asyncio.sleep(1.5)
+        await asyncio.sleep(1.5)
         assert (first.sessions, second.sessions, client.connected) == (2, 1, True)
         await first.place("x")
         assert (await asking).step.instance.instance_id == "e"

@@ -29,7 +29,6 @@ from pointsman.gateway.core.tokens.token_cache import TokenCache
 from pointsman.gateway.io.engines.remote_prefill import EngineIdCache, KvReleases
 from pointsman.gateway.io.request.request_runner import RequestRunner
 from pointsman.gateway.io.request.shared_context import SharedContext
-from pointsman.gateway.io.routing import router_stream
 from pointsman.gateway.io.routing.router_client import RouterClient
 from pointsman.gateway.io.telemetry.line_log import LineLog
 from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
@@ -87,6 +86,7 @@ class GatewayNode:
             2.0,
             on_pools=self._take_pools,
             on_connected=lambda _: None,
+            dial=lambda address: Channel(self._world.network, address),
         )
         up = upstream(self._world.network, self._world.engines)
         pools: Any = SimpleNamespace(check_token_count=lambda *_: None)
@@ -289,7 +289,6 @@ class World:
         with (
             self.charges.charging(),
             mock.patch.object(redis_store.redis.asyncio.Redis, "from_url", from_url),
-            mock.patch.object(router_stream, "open_channel", lambda address: Channel(self.network, address)),
         ):
             everything: list[Any] = [*self.routers.values(), *self.agents.values(), *self.gateways.values()]
             for one in everything:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import structlog.testing
 
+from pointsman.common.io.channel import open_channel
 from pointsman.gateway.io.routing import router_stream
 from pointsman.gateway.io.routing.router_stream import RouterSession
 from pointsman.router.v1 import placement_pb2
@@ -29,6 +30,7 @@ async def test_a_router_that_may_be_starting_is_no_warning(startup_s: float, mon
         on_down=lambda _: None,
         on_message=lambda *_: None,
         reached=lambda *_: False,
+        dial=open_channel,
     )
     with structlog.testing.capture_logs() as logs:
         session.start()

@@ -134,7 +134,7 @@ def test_work_under_way_and_small_sessions_are_never_parked() -> None:
 
 
 def test_a_higher_class_goes_first_and_of_one_class_the_smaller_session() -> None:
-    router = fleet(capacity=100_000)
+    router = fleet(capacity=90_000)
     ask(router, session("fills", 81_900), 0.0)
     ask(router, session("large", 20_000), 1.0)
     ask(router, session("smaller", 10_000), 1.5)
@@ -143,7 +143,7 @@ def test_a_higher_class_goes_first_and_of_one_class_the_smaller_session() -> Non
 
 
 def test_the_tenant_with_the_least_weighted_size_for_its_weight_goes_first() -> None:
-    router = fleet(capacity=100_000)
+    router = fleet(capacity=90_000)
     ask(router, session("fills", 81_900, tenant="heavy"), 0.0)
     ask(router, session("h", 10_000, tenant="heavy"), 1.0)
     ask(router, session("l", 20_000, tenant="light"), 2.0)
