@@ -84,4 +84,5 @@ def _credit(cases: Mapping[str, Cell]) -> list[tuple[str, list[tuple[str, Estima
 
 
 def _told(difference: Estimate | None, digits: int = 2) -> str:
-    return difference_text(difference, digits).strip(" ()") or "-"
+    text = difference_text(difference, digits).strip(" ()")
+    return "no difference" if text == "=" else f"{text} s" if text else "-"
