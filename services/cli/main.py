@@ -60,7 +60,8 @@ def _gateway() -> None:
 
 
 def _serve() -> None:
-    from pointsman.cli.serve import OneProcessSettings, run_serve
+    from pointsman.cli.one_process import run_serve
+    from pointsman.cli.one_process_settings import OneProcessSettings
     from pointsman.common.io.settings import add_settings_command
 
     add_settings_command(

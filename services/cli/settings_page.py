@@ -15,8 +15,8 @@ from pydantic_settings import BaseSettings
 
 from pointsman.agent.io.settings import AgentSettings
 from pointsman.cli import fleet_commands
+from pointsman.cli.one_process_settings import OneProcessSettings
 from pointsman.cli.router_call import DEFAULT_ROUTER
-from pointsman.cli.serve import OneProcessSettings
 from pointsman.cli.up import UpSettings
 from pointsman.common.io.settings import ARGUMENT, Tokens
 from pointsman.common.io.tls import TlsSettings

@@ -33,12 +33,13 @@ NOT_ITS_OWN = {
     "shadow": {"matplotlib", "nvidia-ml-py", "pyzmq", "redis", "scipy"},
     "cli": {"aiohttp", "matplotlib", "numpy", "nvidia-ml-py", "pyzmq", "tokenizers"},
 }  # fmt: skip
-# Imports everything that the files of a part import, also inside functions, without cli's main.py, which imports the other parts.
+# Imports everything that the files of a part import, also inside functions, without the files of cli that are made of other
+# parts.
 IMPORT_ALL = """
 import ast, importlib, pathlib, sys
 import pointsman
 part = pathlib.Path(pointsman.__path__[0]) / sys.argv[1]
-for file in {*part.rglob("*.py")} - {part / "main.py"}:
+for file in {*part.rglob("*.py")} - {part / "main.py", part / "one_process.py"}:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             for one in node.names:

@@ -10,9 +10,8 @@ import asyncio
 import sys
 
 import grpc.aio
-from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from pointsman.cli.one_process_settings import OneProcessSettings
 from pointsman.common.io import event_loop
 from pointsman.common.io.channel import open_channel
 from pointsman.common.io.local_calls import LocalChannel
@@ -23,14 +22,6 @@ from pointsman.gateway.io.settings import GatewaySettings
 from pointsman.router.core.policy.base import SettingError
 from pointsman.router.io.main import RouterServer
 from pointsman.router.io.settings import RouterSettings
-
-
-class OneProcessSettings(BaseSettings):
-    """Settings of `pointsman serve`. Router and gateway also read their own variables, except the gateway's `routers`."""
-
-    model_config = SettingsConfigDict(env_prefix="POINTSMAN_SERVE_")
-
-    log_level: str = Field("info", description="debug, info, warning or error")
 
 
 def run_serve(settings: OneProcessSettings) -> None:
