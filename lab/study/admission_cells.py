@@ -64,8 +64,9 @@ SCENARIOS: Mapping[str, Scenario] = {
         clients={"pools": 2, "tenants": (Tenant("large", sessions=9), Tenant("small", sessions=1))},
     ),
     "light": Scenario("two hours at 0.5", Arrivals("sustained", rate=0.5)),
-    # Without admission, session times of two hours at 0.7 do not grow; at 1.0 the fleet collapses.
-    "knee": Scenario("two hours at 0.8", Arrivals("sustained", rate=0.8)),
+    # Without admission, session times of two hours at 0.7 do not grow, at 0.8 the fleet collapses in some draws, at 1.0 in all.
+    "knee": Scenario("two hours at 0.7", Arrivals("sustained", rate=0.7)),
+    "limit": Scenario("two hours at 0.8", Arrivals("sustained", rate=0.8)),
     "overload": Scenario("two hours at 1.0", Arrivals("sustained", rate=1.0)),
     "chat": Scenario(
         "recorded chats alone, 20 minutes at 1.0", Arrivals("sustained", rate=1.0, sustained_s=1200.0), CHAT
@@ -108,7 +109,7 @@ ADMISSIONS: Mapping[str, Admission] = {
 # Scenario, policies, ways to admit, in the order in which they are run.
 PLAN = (
     (("burst",), ("foresight",), (NONE, OURS, "ThunderAgent", "CONCUR", "12 requests")),
-    (("knee", "light", "chat"), ("foresight",), (NONE, OURS, "ThunderAgent")),
+    (("knee", "limit", "light", "chat"), ("foresight",), (NONE, OURS, "ThunderAgent")),
     (("burst",), ("unified",), (NONE, OURS)),
     (("burst",), ("foresight",), ("Pointsman, 30 s", "Pointsman, 600 s", "CONCUR 0.5", "8 requests", "85 % of KV")),
     (
