@@ -55,7 +55,9 @@ def run(settings: AdmissionStudySettings) -> None:
         raise typer.Exit(2)
     missing = len(planned) * len(seeds) - len(trials)
     text = section(trials, missing, settings.instances, quick=settings.quick)
-    settings.out.write_text(with_section(settings.out.read_text(), ADMISSION, text))
+    settings.out.parent.mkdir(parents=True, exist_ok=True)
+    document = settings.out.read_text() if settings.out.exists() else ""
+    settings.out.write_text(with_section(document, ADMISSION, text))
     settings.out.with_name(PLOT).write_text(plot(trials))
     typer.echo(f"{settings.out}: written from {len(trials)} trials; {missing} planned trials are missing")
 
