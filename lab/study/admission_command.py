@@ -13,7 +13,7 @@ from pointsman.lab.study.admission_cells import INSTANCES, plan_cells
 from pointsman.lab.study.admission_page import PLOT, plot, section
 from pointsman.lab.study.admission_runs import AdmissionTrial, read_trials, run_missing
 from pointsman.lab.study.findings_command import TRACES
-from pointsman.lab.study.marked_sections import ADMISSION, with_section
+from pointsman.lab.study.marked_sections import ADMISSION, write_section
 
 
 class AdmissionStudySettings(BaseSettings):
@@ -55,9 +55,7 @@ def run(settings: AdmissionStudySettings) -> None:
         raise typer.Exit(2)
     missing = len(planned) * len(seeds) - len(trials)
     text = section(trials, missing, settings.instances, quick=settings.quick)
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
-    document = settings.out.read_text() if settings.out.exists() else ""
-    settings.out.write_text(with_section(document, ADMISSION, text))
+    write_section(settings.out, ADMISSION, text)
     settings.out.with_name(PLOT).write_text(plot(trials))
     typer.echo(f"{settings.out}: written from {len(trials)} trials; {missing} planned trials are missing")
 

@@ -24,7 +24,7 @@ from pointsman.lab.report.bundle import git_commit
 from pointsman.lab.study.default_cells import BASELINE, DefaultCell, default_cells
 from pointsman.lab.study.default_limits import PASS, SEEDS, changes, failed_more, figures, seeds_needed, table, verdict
 from pointsman.lab.study.findings_command import TRACES
-from pointsman.lab.study.marked_sections import DEFAULT, with_section
+from pointsman.lab.study.marked_sections import DEFAULT, write_section
 
 TEMPLATE = Path(__file__).parents[1] / "data" / "findings_default.md.jinja"
 
@@ -139,6 +139,4 @@ def _write(found: Mapping[str, Trials], settings: DefaultStudySettings) -> None:
         first_seed=settings.first_seed,
         seeds=settings.seeds,
     )
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
-    document = settings.out.read_text() if settings.out.exists() else ""
-    settings.out.write_text(with_section(document, DEFAULT, section))
+    write_section(settings.out, DEFAULT, section)

@@ -25,7 +25,7 @@ from pointsman.lab.study.findings_figures import StoredTrial, cells_of
 from pointsman.lab.study.findings_opening import plots, with_opening
 from pointsman.lab.study.findings_page import render
 from pointsman.lab.study.findings_tiers import tier_section
-from pointsman.lab.study.marked_sections import OF_STUDIES, TIERS, section_of, with_section
+from pointsman.lab.study.marked_sections import OF_STUDIES, TIERS, section_of, with_section, write_section
 
 # The folder is beside the repository on the machines where the project is developed.
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
@@ -95,8 +95,7 @@ def run(settings: FindingsSettings) -> None:
         for cell, one in sorted(found, key=lambda pair: place[pair[0].key])
     ]
     if settings.tiers_only:
-        section = tier_section(cells_of(told), cells[0].trace)
-        settings.out.write_text(with_section(settings.out.read_text(), TIERS, section))
+        write_section(settings.out, TIERS, tier_section(cells_of(told), cells[0].trace))
     else:
         calibrated, agreements = _calibrated(settings.calibration), _agreements(settings.agreements)
         _write(settings.out, render(told, LOADS, missing, settings.quick, calibrated, agreements))

@@ -1,6 +1,8 @@
-"""The sections of docs/findings.md that are made apart from the rest, each between two marks. Pure."""
+"""The sections of docs/findings.md that are made apart from the rest, each between two marks."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 ADMISSION, DEFAULT, OPENING, TIERS = "admission", "default", "opening", "tiers"
 # The sections that other commands than `pointsman findings` write.
@@ -15,6 +17,12 @@ def with_section(document: str, name: str, text: str) -> str:
     if not mark:
         return f"{document.rstrip()}\n\n{section}\n"
     return f"{before}{section}{rest.partition(end)[2]}"
+
+
+def write_section(file: Path, name: str, text: str) -> None:
+    """Write `text` as the section `name` of a document, which is made if there is none."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(with_section(file.read_text() if file.exists() else "", name, text))
 
 
 def section_of(document: str, name: str) -> str:
