@@ -10,6 +10,7 @@ import zmq.asyncio
 
 from pointsman.agent.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from pointsman.common.core.block_keys import prompt_keys
+from pointsman.router.core.types import InstanceState
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from tests.support.fakes.agent_peers import FakeEngine
 from tests.support.fakes.agent_peers import running as agent_running
@@ -70,12 +71,17 @@ async def test_offloaded_blocks_are_credited_where_they_can_be_loaded(
         gone = [hash_of(path) for path in prefixes(ON_GPU, len(PATH))]
         await one.publish(BlockRemoved(block_hashes=gone, medium="GPU", group_idx=0))
         tiers = server.router.state.lower_tiers
+
+        def both_are_ready() -> bool:
+            known = [server.router.state.instances.get(name_of(engine)) for engine in engines]
+            return all(instance is not None and instance.state is InstanceState.READY for instance in known)
+
         await eventually(
             lambda: (
                 server.router.state.index.count(name_of(one)) == ON_GPU * BLOCK // 16
                 and tiers.count(name_of(one), 2) == 30 * BLOCK // 16
                 and tiers.count(name_of(one), 3) == len(PATH) * BLOCK // 16
-                and server.router.state.instances.get(name_of(other)) is not None
+                and both_are_ready()
             ),
             "the router has the blocks of all tiers",
         )
