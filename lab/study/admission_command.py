@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pointsman.lab.study.admission_cells import INSTANCES, plan_cells
 from pointsman.lab.study.admission_page import PLOT, plot, section
-from pointsman.lab.study.admission_runs import AdmissionTrial, read_trials, run_missing
+from pointsman.lab.study.admission_runs import AdmissionTrial, planned_trials, run_missing
 from pointsman.lab.study.findings_command import TRACES
 from pointsman.lab.study.marked_sections import ADMISSION, write_section
 
@@ -30,7 +30,10 @@ class AdmissionStudySettings(BaseSettings):
     )
     quick: bool = Field(False, description="smoke test: few small sessions; its figures prove nothing")
     render_only: bool = Field(False, description="run no trials; write the section from the stored ones")
-    state: Path = Field(Path("runs/study_admission"), description="folder of the trials; those in it are not run again")
+    results: Path = Field(
+        Path("docs/results/admission.jsonl"),
+        description="file of the trials; trials in it are not run again, so remove it when the code has changed what they show",
+    )
     out: Path = Field(
         Path("docs/findings.md"), description="document with the section's marks; the plot is written beside it"
     )
@@ -46,12 +49,12 @@ def run(settings: AdmissionStudySettings) -> None:
             one for one in planned if re.search(settings.only, f"{one.scenario} / {one.policy} / {one.admission}")
         ]
         try:
-            run_missing(chosen, seeds, settings.state, _print)
+            run_missing(chosen, seeds, settings.results, _print)
         except KeyboardInterrupt:
             typer.echo("interrupted")
-    trials = read_trials(planned, seeds, settings.state)
+    trials = planned_trials(planned, seeds, settings.results)
     if not trials:
-        typer.echo(f"pointsman study admission: no trials in {settings.state}", err=True)
+        typer.echo(f"pointsman study admission: no trials in {settings.results}", err=True)
         raise typer.Exit(2)
     missing = len(planned) * len(seeds) - len(trials)
     text = section(trials, missing, settings.instances, quick=settings.quick)

@@ -6,7 +6,7 @@ has no session time, so its share stands beside the times.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -20,6 +20,8 @@ Fate = Literal["done", "refused", "left", "failed", "never began"]
 ALL = "all"
 # Waits up to this are not counted as parked, s.
 PARKED_S = 1e-6
+# Length of a bin of session starts, s.
+BIN_S = 120.0
 
 
 class SessionOutcome(msgspec.Struct, frozen=True, array_like=True):
@@ -115,11 +117,22 @@ def _of_requests(records: Sequence[RequestRecord]) -> Iterator[tuple[str, float]
             yield f"ttft_p{share}_s", float(np.percentile(values, share))
 
 
-def times_by_start(found: Sequence[SessionOutcome], bin_s: float, end_s: float) -> Mapping[float, list[float]]:
-    """Return the times of sessions that are done, by the middle of the bin of `bin_s` in which they started, up to `end_s`."""
-    bins: dict[float, list[float]] = {(at + 0.5) * bin_s: [] for at in range(round(end_s / bin_s))}
+class StartBin(msgspec.Struct, frozen=True, array_like=True):
+    """The sessions that started within the same BIN_S: how many there are, how many are done, and the sum of the times of these,
+    s."""
+
+    sessions: int = 0
+    done: int = 0
+    time_s: float = 0.0
+
+    def __add__(self, other: StartBin) -> StartBin:
+        return StartBin(self.sessions + other.sessions, self.done + other.done, self.time_s + other.time_s)
+
+
+def bins_by_start(found: Iterable[SessionOutcome]) -> list[StartBin]:
+    """Return the bins of BIN_S from 0 on, up to the last one in which a session started."""
+    bins: dict[int, StartBin] = {}
     for one in found:
-        middle = (one.start_s // bin_s + 0.5) * bin_s
-        if one.fate == "done" and middle in bins:
-            bins[middle].append(one.time_s)
-    return bins
+        at, done = int(one.start_s // BIN_S), one.fate == "done"
+        bins[at] = bins.get(at, StartBin()) + StartBin(1, int(done), round(one.time_s, 1) if done else 0.0)
+    return [bins.get(at, StartBin()) for at in range(max(bins, default=-1) + 1)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import jinja2
@@ -12,14 +13,14 @@ from matplotlib.figure import Figure
 
 from pointsman.lab.experiments.paired_statistics import CONFIDENCE, Estimate, difference_by_seed
 from pointsman.lab.study.admission_cells import ADMISSIONS, INSTANCES, NONE, SCENARIOS
-from pointsman.lab.study.admission_measures import ALL, times_by_start
+from pointsman.lab.study.admission_measures import ALL, BIN_S, StartBin
 from pointsman.lab.study.admission_runs import AdmissionTrial, by_cell
 from pointsman.lab.study.findings_opening import PLOT_STYLE, as_svg
 
 TEMPLATE = Path(__file__).parents[1] / "data" / "findings_admission.md.jinja"
 PLOT = "findings_admission.svg"
-# Width of a bin of the plot, and end of its time axis, s.
-BIN_S, PLOT_END_S = 120.0, 2_400.0
+# End of the plot's time axis, s.
+PLOT_END_S = 2_400.0
 COLOURS = ("#8a8f98", "#0b6e4f", "#1f6feb", "#b35900", "#8250df", "#c2255c", "#0c8599", "#846a00", "#5c636a", "#d9480f")
 
 Trials = Mapping[int, AdmissionTrial]
@@ -92,15 +93,17 @@ def plot(trials: Sequence[AdmissionTrial], scenario: str = "burst", policy: str 
         figure = Figure(figsize=(9.6, 5.2), layout="constrained")
         times, lost = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
         for colour, name in zip(COLOURS, sorted(cells, key=list(ADMISSIONS).index), strict=False):
-            sessions = [one for trial in cells[name].values() for one in trial.sessions]
-            bins = times_by_start(sessions, BIN_S, PLOT_END_S)
-            drawn = {middle / 60: statistics.fmean(found) for middle, found in bins.items() if found}
-            times.plot([*drawn], [*drawn.values()], color=colour, label=name, marker="o", markersize=3)
-            shares = {
-                middle / 60: 100 * statistics.fmean(one.fate != "done" for one in begun)
-                for middle in bins
-                if (begun := [one for one in sessions if abs(one.start_s - middle) <= BIN_S / 2])
+            # By the minute in the middle of each bin.
+            bins = {
+                (at + 0.5) * BIN_S / 60: sum(found, StartBin())
+                for at, found in enumerate(
+                    zip_longest(*(trial.by_start for trial in cells[name].values()), fillvalue=StartBin())
+                )
+                if (at + 1) * BIN_S <= PLOT_END_S
             }
+            drawn = {minute: one.time_s / one.done for minute, one in bins.items() if one.done}
+            times.plot([*drawn], [*drawn.values()], color=colour, label=name, marker="o", markersize=3)
+            shares = {minute: 100 - 100 * one.done / one.sessions for minute, one in bins.items() if one.sessions}
             lost.plot([*shares], [*shares.values()], color=colour, marker="o", markersize=3)
         for axes in (times, lost):
             begin = arrivals.before_burst_s / 60

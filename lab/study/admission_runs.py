@@ -1,4 +1,4 @@
-"""Runs the trials of `pointsman study admission`, each once, and keeps them in a folder: one JSON file per cell and seed."""
+"""Runs the trials of `pointsman study admission`, each once, and keeps them in a file: one line of JSON per cell and seed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -13,11 +14,12 @@ import msgspec
 from pointsman.lab.experiments.trials import drawn, run_trial
 from pointsman.lab.report.bundle import git_commit
 from pointsman.lab.study.admission_cells import PlannedCell
-from pointsman.lab.study.admission_measures import SessionMeasures, SessionOutcome, measure_sessions, outcomes
+from pointsman.lab.study.admission_measures import SessionMeasures, StartBin, bins_by_start, measure_sessions, outcomes
+from pointsman.lab.study.stored_trials import append_trial, read_trials
 
 
 class AdmissionTrial(msgspec.Struct, frozen=True):
-    """A trial: a cell under a seed. `key` is PlannedCell.key, `run_s` the time that the run took."""
+    """A trial: a cell under a seed. `key` is PlannedCell.key, `run_s` the CPU time that the run took."""
 
     scenario: str
     policy: str
@@ -27,32 +29,42 @@ class AdmissionTrial(msgspec.Struct, frozen=True):
     commit: str
     run_s: float
     measures: SessionMeasures
-    sessions: list[SessionOutcome]
+    by_start: list[StartBin]
 
 
 def run_missing(
-    cells: Sequence[PlannedCell], seeds: Sequence[int], folder: Path, on_trial: Callable[[AdmissionTrial], None]
+    cells: Sequence[PlannedCell], seeds: Sequence[int], file: Path, on_trial: Callable[[AdmissionTrial], None]
 ) -> None:
-    """Run the trials that are not in `folder`, tier by tier and in each seed by seed: what is there is paired if time runs out.
+    """Run the trials that are not in `file`, tier by tier and in each seed by seed: what is there is paired if time runs out.
 
-    Several processes may run at once on one folder: a trial that another process has begun is left to it.
+    Several processes may run at once on one file: a trial that another process has begun is left to it. The claims are in a
+    folder beside the file.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    claims = file.with_suffix(".claims")
+    claims.mkdir(parents=True, exist_ok=True)
     # That of the code that this process has loaded, whatever is committed while it runs.
     commit = git_commit()
     for tier in sorted({one.tier for one in cells}):
         for seed in seeds:
             for one in cells:
-                file = _file(folder, one, seed)
-                if one.tier == tier and not file.exists() and _claim(file):
-                    on_trial(_run(one, seed, file, commit))
+                if one.tier != tier or (one.key, seed) in _stored(file):
+                    continue
+                with _claimed(claims / f"{hashlib.sha256(one.key.encode()).hexdigest()[:16]}-{seed}") as mine:
+                    # Another process may have stored it before its claim ended.
+                    if mine and (one.key, seed) not in _stored(file):
+                        on_trial(_run(one, seed, file, commit))
 
 
-def read_trials(cells: Sequence[PlannedCell], seeds: Sequence[int], folder: Path) -> list[AdmissionTrial]:
-    """Return the trials of `cells` that are in `folder`, in the order of the cells."""
-    decoder = msgspec.json.Decoder(AdmissionTrial)
-    files: Iterator[Path] = (_file(folder, one, seed) for one in cells for seed in seeds)
-    return [decoder.decode(file.read_bytes()) for file in files if file.exists()]
+def planned_trials(cells: Sequence[PlannedCell], seeds: Sequence[int], file: Path) -> list[AdmissionTrial]:
+    """Return the trials of `cells` that are in `file`, in the order of the cells."""
+    stored = _stored(file)
+    wanted = ((one.key, seed) for one in cells for seed in seeds)
+    return [stored[name] for name in wanted if name in stored]
+
+
+def _stored(file: Path) -> Mapping[tuple[str, int], AdmissionTrial]:
+    """Return the trials in the file by key and seed."""
+    return {(one.key, one.seed): one for one in read_trials(file, AdmissionTrial)}
 
 
 def _run(one: PlannedCell, seed: int, file: Path, commit: str) -> AdmissionTrial:
@@ -69,27 +81,27 @@ def _run(one: PlannedCell, seed: int, file: Path, commit: str) -> AdmissionTrial
         commit,
         round(time.process_time() - began, 1),
         measures,
-        outcomes(sessions, records),
+        bins_by_start(outcomes(sessions, records)),
     )
-    # Renamed when it is complete: an interrupted run leaves no half a trial.
-    part = file.with_suffix(".part")
-    part.write_bytes(msgspec.json.encode(trial))
-    part.replace(file)
-    _lock(file).unlink(missing_ok=True)
+    append_trial(file, trial)
     return trial
 
 
-def _claim(file: Path) -> bool:
-    """Return whether this process now has the trial. The claim of a process that has ended is void."""
-    lock = _lock(file)
-    if lock.exists() and not _alive(lock.read_text()):
-        lock.unlink(missing_ok=True)
+@contextmanager
+def _claimed(claim: Path) -> Iterator[bool]:
+    """Yield whether this process has the trial within the block. The claim of a process that has ended is void."""
+    if claim.exists() and not _alive(claim.read_text()):
+        claim.unlink(missing_ok=True)
     try:
-        with lock.open("x") as claimed:
+        with claim.open("x") as claimed:
             claimed.write(str(os.getpid()))
     except FileExistsError:
-        return False
-    return True
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        claim.unlink(missing_ok=True)
 
 
 def _alive(pid: str) -> bool:
@@ -98,17 +110,6 @@ def _alive(pid: str) -> bool:
     except (ValueError, ProcessLookupError):
         return False
     return True
-
-
-def _lock(file: Path) -> Path:
-    return file.with_suffix(".lock")
-
-
-def _file(folder: Path, one: PlannedCell, seed: int) -> Path:
-    name = "-".join(
-        "".join(c if c.isalnum() else "_" for c in part) for part in (one.scenario, one.policy, one.admission)
-    )
-    return folder / f"{name}-{seed}-{hashlib.sha256(one.key.encode()).hexdigest()[:8]}.json"
 
 
 def by_cell(trials: Sequence[AdmissionTrial]) -> Mapping[tuple[str, str, str], Mapping[int, AdmissionTrial]]:

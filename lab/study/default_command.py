@@ -25,6 +25,7 @@ from pointsman.lab.study.default_cells import BASELINE, DefaultCell, default_cel
 from pointsman.lab.study.default_limits import PASS, SEEDS, changes, failed_more, figures, seeds_needed, table, verdict
 from pointsman.lab.study.findings_command import TRACES
 from pointsman.lab.study.marked_sections import DEFAULT, write_section
+from pointsman.lab.study.stored_trials import append_trial, read_trials
 
 TEMPLATE = Path(__file__).parents[1] / "data" / "findings_default.md.jinja"
 
@@ -43,7 +44,7 @@ class DefaultStudySettings(BaseSettings):
     first_seed: int = Field(2_000, ge=0, description="seed of the first trial; the policies were tuned on other seeds")
     seeds: int = Field(SEEDS[-1], ge=1, description="maximum number of seeds of a cell")
     results: Path = Field(
-        Path("runs/study_default.jsonl"),
+        Path("docs/results/default.jsonl"),
         description="file of the trials; trials in it are not run again, so remove it when a policy's code has changed",
     )
     render_only: bool = Field(False, description="run no trials; write the section from the stored ones")
@@ -98,23 +99,17 @@ def _run(cell: DefaultCell, policy: str, seed: int, results: Path) -> Mapping[st
     started = time.perf_counter()
     told = figures(*run_trial(cell.cell(policy), seed))
     took_s = time.perf_counter() - started
-    line = StoredFigures(cell.name, policy, seed, cell.key(policy), git_commit(), took_s, told)
-    results.parent.mkdir(parents=True, exist_ok=True)
-    with results.open("ab") as file:
-        file.write(msgspec.json.encode(line) + b"\n")
+    append_trial(results, StoredFigures(cell.name, policy, seed, cell.key(policy), git_commit(), took_s, told))
     return told
 
 
 def _stored(cell: DefaultCell, settings: DefaultStudySettings) -> Trials:
-    """Return the stored trials of a cell. An incomplete last line, as after a kill, is ignored."""
+    """Return the stored trials of a cell."""
     policies = (BASELINE, settings.policy)
     keys = {cell.key(policy): policy for policy in policies}
     trials: Trials = {policy: {} for policy in policies}
-    lines = settings.results.read_bytes().split(b"\n") if settings.results.exists() else []
-    decoder = msgspec.json.Decoder(StoredFigures)
     seeds = range(settings.first_seed, settings.first_seed + settings.seeds)
-    for line in filter(None, lines[:-1]):
-        one = decoder.decode(line)
+    for one in read_trials(settings.results, StoredFigures):
         if one.key in keys and one.seed in seeds:
             trials[keys[one.key]][one.seed] = one.figures
     return trials

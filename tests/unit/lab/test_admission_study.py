@@ -11,9 +11,9 @@ from pointsman.lab.experiments.trials import drawn
 from pointsman.lab.report.request_record import RequestRecord
 from pointsman.lab.study.admission_cells import NONE, PLAN, SCENARIOS, plan_cells
 from pointsman.lab.study.admission_command import AdmissionStudySettings, run
-from pointsman.lab.study.admission_measures import measure_sessions, outcomes, times_by_start
+from pointsman.lab.study.admission_measures import StartBin, bins_by_start, measure_sessions, outcomes
 from pointsman.lab.study.admission_page import section
-from pointsman.lab.study.admission_runs import AdmissionTrial, read_trials, run_missing
+from pointsman.lab.study.admission_runs import AdmissionTrial, planned_trials, run_missing
 from pointsman.lab.study.marked_sections import ADMISSION, section_of, with_section
 from pointsman.lab.workload.mixture import mixed
 from pointsman.lab.workload.session_starts import Arrivals, Session
@@ -75,7 +75,9 @@ def test_only_sessions_whose_turns_were_all_answered_are_done_and_have_a_time() 
     # Of the three that are done, one ended after the last start.
     assert whole["done_per_hour"] == pytest.approx(2 * 3600 / 40)
     assert (whole["parked"], whole["longest_wait_s"], whole["computed_tokens"]) == (0.25, 30.0, 6 * 60)
-    assert times_by_start(outcomes(SESSIONS, RECORDS), 10.0, 40.0) == {5.0: [8.0], 15.0: [20.0], 25.0: [], 35.0: [60.0]}
+    late = session("later", 250.0, 1)
+    bins = bins_by_start(outcomes([*SESSIONS, late], [*RECORDS, answer("later", 1, 250.0, 5.0)]))
+    assert bins == [StartBin(6, 3, 8.0 + 20.0 + 60.0), StartBin(), StartBin(1, 1, 5.0)]
 
 
 def test_sustained_arrivals_have_no_phases() -> None:
@@ -125,7 +127,7 @@ def test_a_trial_is_run_once_and_the_section_keeps_its_place(tmp_path: Path) -> 
         instances=2,
         seeds=1,
         only=f"^burst / foresight / ({'|'.join(ways)})$",
-        state=tmp_path / "state",
+        results=tmp_path / "trials.jsonl",
         out=out,
     )
     cells = [
@@ -145,23 +147,48 @@ def test_a_trial_is_run_once_and_the_section_keeps_its_place(tmp_path: Path) -> 
     run(settings.model_copy(update={"out": tmp_path / "new" / "findings.md"}))
     assert (tmp_path / "new" / "findings.md").read_text().strip().startswith("<!-- admission -->\n## Admission")
     seen: list[AdmissionTrial] = []
-    run_missing(cells, range(1), tmp_path / "state", seen.append)
+    run_missing(cells, range(1), settings.results, seen.append)
     assert seen == []
-    trials = read_trials(cells, range(1), tmp_path / "state")
+    trials = planned_trials(cells, range(1), settings.results)
     assert len(trials) == len(cells)
-    assert all(one.measures["all"]["sessions"] == len(one.sessions) > 10 for one in trials)
-    # Another process has begun a trial, and this process has left one without an end.
-    files = sorted((tmp_path / "state").glob("burst-*.json"))
-    for file, owner in zip(files, ("1", "999999999"), strict=False):
-        file.unlink()
-        file.with_suffix(".lock").write_text(owner)
-    run_missing(cells, range(1), tmp_path / "state", seen.append)
-    assert len(seen) == 1
+    assert all(
+        one.measures["all"]["sessions"] == sum(started.sessions for started in one.by_start) > 10 for one in trials
+    )
+
+
+def test_a_trial_that_another_process_has_begun_is_left_to_it(tmp_path: Path) -> None:
+    cells = [
+        one for one in plan_cells(tmp_path, 2, quick=True) if (one.scenario, one.policy) == ("burst", "foresight")
+    ][:2]
+    file = tmp_path / "trials.jsonl"
+    run_missing(cells[:1], range(1), file, lambda _: None)
+    first = file.read_bytes()
+    claims = tmp_path / "trials.claims"
+    assert list(claims.iterdir()) == []
+    claimed: list[str] = []
+
+    def others_see(trial: AdmissionTrial) -> None:
+        claimed.extend(one.name for one in claims.iterdir())
+
+    # A line that was cut off, and a claim that a dead process has left.
+    file.write_bytes(first[:-20])
+    run_missing(cells[:1], range(1), file, others_see)
+    assert len(claimed) == 1
+    file.write_bytes(b"")
+    for owner, runs in (("1", 0), ("999999999", 1)):
+        (claims / claimed[0]).write_text(owner)
+        seen: list[AdmissionTrial] = []
+        run_missing(cells[:1], range(1), file, seen.append)
+        assert len(seen) == runs
 
 
 def test_without_trials_there_is_no_section(tmp_path: Path) -> None:
     with pytest.raises(typer.Exit):
-        run(AdmissionStudySettings(traces=tmp_path, render_only=True, state=tmp_path, out=tmp_path / "none.md"))
+        run(
+            AdmissionStudySettings(
+                traces=tmp_path, render_only=True, results=tmp_path / "none.jsonl", out=tmp_path / "none.md"
+            )
+        )
 
 
 def test_the_section_tells_differences_that_are_paired_by_seed() -> None:
