@@ -1,4 +1,4 @@
-"""`pointsman up`: an agent, and router and gateway in one process, as child processes on one node, without Redis."""
+"""`pointsman up`: an agent, a router and a gateway on one node, without Redis. Router and gateway share a process if they can."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run_up(settings: UpSettings) -> None:
     children = ChildProcesses()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        for name, variables in _services(settings):
+        for name, variables in services(settings, os.environ):
             children.start(name, variables)
         base = f"http://{settings.listen}"
         missing = wait_ready(f"{base}/health", children)
@@ -99,8 +99,11 @@ def unusable_addresses(settings: UpSettings) -> list[str]:
     return found
 
 
-def _services(settings: UpSettings) -> list[tuple[str, dict[str, str]]]:
-    """Return the commands to run, in their order of start, and the variables of each."""
+def services(settings: UpSettings, environment: Mapping[str, str]) -> list[tuple[str, dict[str, str]]]:
+    """Return the commands to run, in their order of start, and the variables that each gets besides `environment`.
+
+    Several gateway processes cannot share a router's process, so that the gateway is a service of its own then.
+    """
     agent = {
         "POINTSMAN_AGENT_ENGINES": " ".join(settings.engine),
         "POINTSMAN_AGENT_ROUTERS": settings.router_listen,
@@ -108,19 +111,25 @@ def _services(settings: UpSettings) -> list[tuple[str, dict[str, str]]]:
         "POINTSMAN_AGENT_METRICS_LISTEN": settings.agent_metrics,
         "POINTSMAN_AGENT_LOG_LEVEL": settings.log_level,
     }
-    both = {
-        "POINTSMAN_SERVE_LOG_LEVEL": settings.log_level,
+    router = {
+        "POINTSMAN_ROUTER_LOG_LEVEL": settings.log_level,
         "POINTSMAN_ROUTER_LISTEN": settings.router_listen,
         "POINTSMAN_ROUTER_METRICS_LISTEN": settings.router_metrics,
         "POINTSMAN_ROUTER_CONSOLE_LISTEN": settings.console,
         "POINTSMAN_ROUTER_POLICY": settings.policy,
+    }
+    gateway = {
+        "POINTSMAN_GATEWAY_LOG_LEVEL": settings.log_level,
+        "POINTSMAN_GATEWAY_ROUTERS": settings.router_listen,
         "POINTSMAN_GATEWAY_LISTEN": settings.listen,
         "POINTSMAN_GATEWAY_DRAIN_TIMEOUT_S": str(STOP_TIMEOUT_S - 5),
     }
     # Without the option, the gateway's own variable counts.
     if settings.tokenizer:
-        both["POINTSMAN_GATEWAY_TOKENIZERS"] = " ".join(settings.tokenizer)
-    return [("agent", agent), ("serve", both)]
+        gateway["POINTSMAN_GATEWAY_TOKENIZERS"] = " ".join(settings.tokenizer)
+    if environment.get("POINTSMAN_GATEWAY_PROCESSES", "1") != "1":
+        return [("agent", agent), ("router", router), ("gateway", gateway)]
+    return [("agent", agent), ("serve", {"POINTSMAN_SERVE_LOG_LEVEL": settings.log_level} | router | gateway)]
 
 
 class ChildProcesses:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
 from pathlib import Path
+
+import pytest
 
 from tests.support.processes.pointsman import pointsman_command
 from tests.support.processes.process import free_port
 from tests.support.waiting import until
 
 
-def test_signals_in_a_row_leave_no_child(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("gateway_processes", "services"), [(1, 2), (2, 3)])
+def test_signals_in_a_row_leave_no_child(tmp_path: Path, gateway_processes: int, services: int) -> None:
     """`timeout` sends its signal to its child and at once to the process group, so that the child receives it twice."""
     gateway, *others = (f"127.0.0.1:{free_port()}" for _ in range(4))
     names = ("--router-listen", "--router-metrics", "--agent-metrics")
@@ -26,6 +30,7 @@ def test_signals_in_a_row_leave_no_child(tmp_path: Path) -> None:
             ),
             stdout=log,
             stderr=log,
+            env=os.environ | {"POINTSMAN_GATEWAY_PROCESSES": str(gateway_processes)},
         )
     children: list[str] = []
     try:
@@ -36,5 +41,5 @@ def test_signals_in_a_row_leave_no_child(tmp_path: Path) -> None:
             up.send_signal(signal.SIGTERM)
             time.sleep(0.01)
         up.wait(60.0)
-    assert len(children) == 2
+    assert len(children) == services
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
