@@ -18,9 +18,12 @@ settings.load_profile("pointsman")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from tests.support.leaks import Leaks  # Imported only after its assertions are registered for rewriting.
+    # Imported only after their assertions are registered for rewriting.
+    from tests.support.cpu_report import CpuReport
+    from tests.support.leaks import Leaks
 
     config.pluginmanager.register(Leaks(), "leaks")
+    config.pluginmanager.register(CpuReport(), "cpu report")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
