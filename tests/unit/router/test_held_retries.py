@@ -332,13 +332,13 @@ def test_a_trial_that_is_due_when_nothing_waits_any_more_is_due_once() -> None:
 async def test_the_process_tries_again_by_a_timer_and_not_with_the_next_tick() -> None:
     """Its ticks are never begun here."""
     router = Router(RouterSettings(router_id="t", max_requests_per_instance=1, startup_wait_s=0.0))
-    answered = asyncio.Event()
+    tried = asyncio.Event()
     submit = router.submit
 
     def told(event: ev.Event) -> list[ev.Effect]:
         effects = submit(event)
-        if isinstance(event, ev.RetryDue) and any(isinstance(effect, ev.Placed) for effect in effects):
-            answered.set()
+        if isinstance(event, ev.RetryDue):
+            tried.set()
         return effects
 
     router.submit = told  # type: ignore[method-assign]
@@ -352,6 +352,8 @@ async def test_the_process_tries_again_by_a_timer_and_not_with_the_next_tick() -
     for name in names:
         router.submit(ev.Finished(name, "OK"))
     async with asyncio.timeout(30):
-        await answered.wait()
-    assert len(router.state.held_requests.queue) == 0
+        # Nothing is held already if the machine stood still between two ends: the second one may try again itself then.
+        while router.state.held_requests.queue:
+            tried.clear()
+            await tried.wait()
     router.decisions.close()
