@@ -13,8 +13,11 @@ from pointsman.router.core.policy.foresight import Foresight
 from pointsman.router.core.policy.unified import Unified
 from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult, PoolFacts
 
-# `foresight` with higher prices on slowing down running answers than by default, for a TPOT that nobody has to choose.
-_FORESIGHT = Foresight(interference=0.2, remainder_weight=1.0)
+# `foresight` for those who choose nothing, so that no measure becomes much worse: higher prices on slowing down running answers
+# and shorter slices than by default, for TPOT, and for the longest TTFT more weight on caches and a faster rise of held requests.
+_FORESIGHT = Foresight(
+    interference=0.2, remainder_weight=1.0, lost_cache_weight=0.6, ageing_rate=0.4, slice_factor=0.15
+)
 _UNIFIED = Unified()
 # Minimum share of a pool's instances with exact prefixes, and of those with a learned curve, for `foresight`. Below 1, since in
 # a large pool some instance always starts or is resynchronised.
@@ -37,7 +40,7 @@ class Auto(Policy):
         2. `unified`, if for under half of them the prefill curve of their hardware is learned, that is from 12 samples
         3. `unified`, if the mean prefill costs less than half as much as a prompt of 5,000 tokens of which nothing is cached:
            then prefills hardly wait for each other, and holding them costs more than it saves
-        4. `foresight` with interference=0.2 and remainder_weight=1
+        4. `foresight` with interference=0.2, remainder_weight=1, lost_cache_weight=0.6, ageing_rate=0.4 and slice_factor=0.15
     Then the request is decided as under that policy, also its hold, and the rest of a prompt of which slices are computed. Each
     decision names the policy and the reason. The mean prefill is the moving average by which `foresight` itself is scaled.
 
