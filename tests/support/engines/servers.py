@@ -19,6 +19,7 @@ from urllib.parse import quote
 import msgspec
 import zmq
 
+from tests.support.engines.preloaded import launch
 from tests.support.http_request import Reply, ask
 from tests.support.processes.process import Process, free_port
 from tests.support.repository import REPOSITORY
@@ -114,6 +115,7 @@ class Engine:
         }
         self.process = Process(
             name=f"engine {spec.name}",
+            launch=launch,
             argv=[
                 *(() if spec.core is None else ("taskset", "--cpu-list", str(spec.core))),
                 str(ENGINE_PYTHON),

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from tests.support import leaks
 from tests.support.waiting import until
@@ -41,12 +42,53 @@ def free_port() -> int:
     raise RuntimeError(f"no free port between {_FIRST_PORT} and {_END_PORT}")
 
 
+class Child(Protocol):
+    """A process that was started, as subprocess.Popen has it."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """Return the exit status, None while the process runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status at the process's end. Raises subprocess.TimeoutExpired after `timeout` s."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal to the process."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a process is started with."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: Path | None
+    log: Path
+
+
+def by_command(start: Start) -> Child:
+    """Start a process in a session of its own."""
+    with start.log.open("ab") as log:
+        return subprocess.Popen(
+            # Not by preexec_fn: Python code in a child that is forked while gRPC's threads run may crash before exec.
+            ["setpriv", "--pdeathsig", "TERM", *start.argv],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=start.env,
+            cwd=start.cwd,
+            start_new_session=True,
+        )
+
+
 @dataclass
 class Process:
     """A command with its log, in a process group of its own. It dies when the test process ends, in whatever way.
 
     start() may be called again after stop() or kill(), and then appends to the log. `env` is added to this process's environment,
-    or is the whole environment with `only_env`.
+    or is the whole environment with `only_env`. `launch` starts it.
     """
 
     name: str
@@ -55,23 +97,15 @@ class Process:
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: Path | None = None
     only_env: bool = False
-    _child: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
+    launch: Callable[[Start], Child] = by_command
+    _child: Child | None = field(default=None, init=False, repr=False)
     _owner: object = field(default_factory=leaks.owner, init=False, repr=False)
 
     def start(self) -> None:
         """Start the process. Must be called in the main thread: the kernel ends the process when the calling thread ends."""
         assert not self.alive, f"{self.name} runs already"
-        with self.log.open("ab") as log:
-            self._child = subprocess.Popen(
-                # Not by preexec_fn: Python code in a child that is forked while gRPC's threads run may crash before exec.
-                ["setpriv", "--pdeathsig", "TERM", *self.argv],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**({} if self.only_env else os.environ), **self.env},
-                cwd=self.cwd,
-                start_new_session=True,
-            )
+        env = {**({} if self.only_env else os.environ), **self.env}
+        self._child = self.launch(Start(self.argv, env, self.cwd, self.log))
         leaks.give(self._owner, self._child.pid)
 
     @property
