@@ -21,9 +21,7 @@ from pointsman.router.io.convert.operator_messages import admission_status
 from tests.support.router_values import join, place, request, set_policy, state
 
 KNOWN = PoolFacts(instances=4, exact=4, learned=4, mean_cost=5.0)
-OURS = Foresight(
-    interference=0.2, remainder_weight=1.0, lost_cache_weight=0.6, ageing_rate=0.4, slice_factor=0.15
-)
+OURS = Foresight(interference=0.2, remainder_weight=1.0, lost_cache_weight=0.6, ageing_rate=0.4, slice_factor=0.15)
 
 
 @pytest.mark.parametrize(
