@@ -46,11 +46,9 @@ def run_missing(
     commit = git_commit()
     for tier in sorted({one.tier for one in cells}):
         for seed in seeds:
-            for one in cells:
-                if one.tier != tier or (one.key, seed) in _stored(file):
-                    continue
+            for one in (one for one in cells if one.tier == tier):
                 with _claimed(claims / f"{hashlib.sha256(one.key.encode()).hexdigest()[:16]}-{seed}") as mine:
-                    # Another process may have stored it before its claim ended.
+                    # Read with the claim: another process may just have stored it.
                     if mine and (one.key, seed) not in _stored(file):
                         on_trial(_run(one, seed, file, commit))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -14,9 +15,13 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 def append_trial(file: Path, trial: msgspec.Struct) -> None:
     """Add a trial to the file, which is made if it is missing. Several processes may add to one file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    # One write, so that lines of several processes do not mix.
-    with file.open("ab", buffering=0) as lines:
-        lines.write((b"\n" if _cut_off(file) else b"") + msgspec.json.encode(trial) + b"\n")
+    with file.open("ab+", buffering=0) as lines:
+        cut_off = False
+        if lines.tell():
+            lines.seek(-1, os.SEEK_END)
+            cut_off = lines.read(1) != b"\n"
+        # One write, so that lines of several processes do not mix.
+        lines.write(b"\n" * cut_off + msgspec.json.encode(trial) + b"\n")
 
 
 def read_trials(file: Path, kind: type[_T]) -> Iterator[_T]:
@@ -32,8 +37,3 @@ def read_trials(file: Path, kind: type[_T]) -> Iterator[_T]:
             raise
         except msgspec.DecodeError:
             continue
-
-
-def _cut_off(file: Path) -> bool:
-    content = file.read_bytes()
-    return bool(content) and not content.endswith(b"\n")

@@ -157,11 +157,9 @@ def test_a_trial_is_run_once_and_the_section_keeps_its_place(tmp_path: Path) -> 
 
 
 def test_a_trial_that_another_process_has_begun_is_left_to_it(tmp_path: Path) -> None:
-    cells = [
-        one for one in plan_cells(tmp_path, 2, quick=True) if (one.scenario, one.policy) == ("burst", "foresight")
-    ][:2]
+    cells = plan_cells(tmp_path, 2, quick=True)[:1]
     file = tmp_path / "trials.jsonl"
-    run_missing(cells[:1], range(1), file, lambda _: None)
+    run_missing(cells, range(1), file, lambda _: None)
     first = file.read_bytes()
     claims = tmp_path / "trials.claims"
     assert list(claims.iterdir()) == []
@@ -172,13 +170,13 @@ def test_a_trial_that_another_process_has_begun_is_left_to_it(tmp_path: Path) ->
 
     # A line that was cut off, and a claim that a dead process has left.
     file.write_bytes(first[:-20])
-    run_missing(cells[:1], range(1), file, others_see)
+    run_missing(cells, range(1), file, others_see)
     assert len(claimed) == 1
     file.write_bytes(b"")
     for owner, runs in (("1", 0), ("999999999", 1)):
         (claims / claimed[0]).write_text(owner)
         seen: list[AdmissionTrial] = []
-        run_missing(cells[:1], range(1), file, seen.append)
+        run_missing(cells, range(1), file, seen.append)
         assert len(seen) == runs
 
 
