@@ -15,7 +15,7 @@ from tests.support.processes.process import Child, Process, Start, by_command
 from tests.support.repository import REPOSITORY
 
 # vLLM's and its libraries' settings that are read when they are loaded.
-_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+LOADING_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
 LOADED_WITHIN_S = 240.0
 # The socket of the running preloaded_vllm.py.
 _address: Path | None = None
@@ -28,7 +28,7 @@ def preloaded(python: Path, folder: Path) -> Iterator[None]:
     address = folder / "preloaded.sock"
     script = Path(__file__).with_name("preloaded_vllm.py")
     process = Process(
-        "preloaded vLLM", [str(python), str(script), str(address)], folder / "preloaded.log", _ENVIRONMENT
+        "preloaded vLLM", [str(python), str(script), str(address)], folder / "preloaded.log", LOADING_ENVIRONMENT
     )
     process.start()
     try:
@@ -44,11 +44,7 @@ def launch(start: Start) -> Child:
     """Start `python -m MODULE ...`, by a fork inside preloaded()'s block, else by the command itself."""
     if _address is None:
         return by_command(start)
-    argv = list(start.argv)
-    core = None
-    if argv[0] == "taskset":
-        _, _, core, *argv = argv
-    _, _, *module = argv
+    _, _, *module = start.argv
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(_address))
     told = {
@@ -56,7 +52,6 @@ def launch(start: Start) -> Child:
         "env": dict(start.env),
         "cwd": str(start.cwd or REPOSITORY),
         "log": str(start.log),
-        "core": None if core is None else int(core),
     }
     connection.sendall(json.dumps(told).encode() + b"\n")
     return _Fork(connection)

@@ -2,7 +2,7 @@
 
 A server then starts in seconds; loading vLLM takes two of its processes 13 s of CPU each. Listens at the Unix socket whose path
 is its argument, until SIGTERM. A connection is one server: it gets the start as a line of JSON (module and its arguments,
-environment, working folder, log, CPU core), and answers with two lines: the process id, and at its end the status as
+environment, working folder, log), and answers with two lines: the process id, and at its end the status as
 os.waitstatus_to_exitcode has it.
 """
 
@@ -67,8 +67,6 @@ def _serve(connection: socket.socket, start: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(start["env"])
     os.chdir(start["cwd"])
-    if start["core"] is not None:
-        os.sched_setaffinity(0, {start["core"]})
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     multiprocessing.get_context = _forking  # type: ignore[assignment]
     module, *sys.argv[1:] = start["argv"]

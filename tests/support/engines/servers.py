@@ -19,7 +19,7 @@ from urllib.parse import quote
 import msgspec
 import zmq
 
-from tests.support.engines.preloaded import launch
+from tests.support.engines.preloaded import LOADING_ENVIRONMENT, launch
 from tests.support.http_request import Reply, ask
 from tests.support.processes.process import Process, free_port
 from tests.support.repository import REPOSITORY
@@ -131,14 +131,12 @@ class Engine:
                 "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(self.bootstrap_port),
                 "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(KV_EXPIRES_S),
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.bootstrap_port),
-                "HF_HUB_OFFLINE": "1",
-                "VLLM_NO_USAGE_STATS": "1",
+                **LOADING_ENVIRONMENT,
                 "VLLM_HOST_IP": "127.0.0.1",
                 "VLLM_ENABLE_RESPONSES_API_STORE": "1",
                 # Without this a CPU engine does not listen to "uni": its worker is a process of its own, which after each step
                 # looks for the next one without pause, for a second, at a whole core's cost.
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "OMP_NUM_THREADS": "1",
                 **spec.env,
             },
             log=self.folder / f"engine-{spec.name}.log",
