@@ -44,8 +44,9 @@ class CopyingEngine:
     def __init__(self) -> None:
         self.writes: list[tuple[float, float, int]] = []
         self.write_s = 0.0
-        # How long after a write is reported as complete its bytes arrive, s.
-        self.late_s = 0.0
+        # Whether a write is reported as complete before its bytes arrive, which they do by `arrive_late`.
+        self.late = False
+        self._late_copies: list[tuple[int, bytes]] = []
         # Called before the bytes of a write are read.
         self.before_reading: Callable[[], None] = lambda: None
 
@@ -65,12 +66,17 @@ class CopyingEngine:
         copies = [
             (target, ctypes.string_at(source, length)) for source, target, length in zip(src, dst, lengths, strict=True)
         ]
-        if self.late_s:
-            threading.Timer(self.late_s, self._arrive, [copies]).start()
+        if self.late:
+            self._late_copies += copies
         else:
             self._arrive(copies)
         self.writes.append((began, time.perf_counter(), sum(lengths)))
         return 1
+
+    def arrive_late(self) -> None:
+        """The bytes of all writes arrive."""
+        self.late = False
+        self._arrive(self._late_copies)
 
     def _arrive(self, copies: list[tuple[int, bytes]]) -> None:
         for target, bytes_ in copies:
@@ -161,7 +167,8 @@ class Pair:
         self.source, self.target, self.names = source, target, names
         self._generator = torch.Generator().manual_seed(1)
         self._right = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
-        self.gated = False
+        # How many writes must have read their bytes before this layer is computed.
+        self.writes_before: Callable[[int], int] = lambda layer: 0
         # Called in the stream before the checksums of the steps that are launched from now on.
         self.before_sums: Callable[[], object] = lambda: None
         self._computed = 0
@@ -262,6 +269,23 @@ class Pair:
         for _ in range(10):
             self._in_sender(lambda: None)
 
+    def check_before_arrival(self, before_further: Callable[[], None]) -> None:
+        """The bytes of all writes arrive after the receiver's first check. `before_further` is called before each further one."""
+        sums, checks = self.receiver._block_sums, itertools.count()
+        assert sums is not None
+        self.engine.late = True
+
+        class Early:
+            def of(_, blocks: list[int]) -> torch.Tensor:  # noqa: N805
+                if next(checks):
+                    before_further()
+                found = sums.of(blocks).clone()
+                if self.engine.late:
+                    self.engine.arrive_late()
+                return found
+
+        self.receiver._block_sums = Early()
+
     def _in_sender(self, call: Callable[[], Any]) -> Any:
         async def called() -> Any:
             return call()
@@ -269,8 +293,7 @@ class Pair:
         return asyncio.run_coroutine_threadsafe(called(), self.sender.sender_loop).result(WITHIN_S)
 
     def _compute(self, name: str, blocks: list[int], values: torch.Tensor) -> None:
-        if self.gated:
-            self._until(lambda: len(self.engine.writes) >= self._computed)
+        self._until(lambda: len(self.engine.writes) >= self.writes_before(self._computed))
         self._computed += 1
         self._fill(name, blocks, values)
 
@@ -316,7 +339,8 @@ def layer_by_layer(
         for number in range(prompts):
             both.ask(f"t{number}", received[number])
             both.begin(f"t{number}")
-        both.gated = gated
+        if gated:
+            both.writes_before = lambda layer: layer
         launched = time.perf_counter()
         for number in range(prompts):
             both.step(f"t{number}", sent[number], layer_s=layer_ms / 1e3, launch_s=launch_ms / 1e3)
@@ -365,23 +389,26 @@ def wrong_kv(model_folder: str, fault: str, rank: int = 0) -> dict[str, Any]:
     sent, received = list(range(1, 9)), list(range(40, 48))
     with pair(model_folder, 6) as both:
         sender = both.sender
+        overwritten = threading.Event()
         if fault == "early":
             sender.save_layer = lambda layer: sender._post(sender._saved, layer)
             sender._in_loop = sender._post
+            both.writes_before = lambda layer: 1
         if fault == "one name":
             sender._layers_in = lambda region: [both.names[0]]
+            both.writes_before = lambda layer: min(layer, 1)
         if fault == "reused":
-            # The stream has gone on before the last bytes are read.
-            both.engine.before_reading = lambda: time.sleep(0.2)
+            both.engine.before_reading = partial(overwritten.wait, WITHIN_S)
         if fault == "late":
-            both.engine.late_s = 0.2
+            both.check_before_arrival(lambda: None)
         both.ask("t", received)
         # The sender, which is alone, has heard of a receiver that is alone.
         both.receiver.tp_rank = rank
         both.begin("t")
-        both.step("t", sent, layer_s=0.02)
+        both.step("t", sent, layer_s=0.001)
         if fault == "reused":
             both.overwrite(sent)
+            both.stream.launch(0.0, overwritten.set)
         told = both.arrived("t")
         refused = "P" in both.receiver._refused
         same = both.equal(sent, received)
@@ -398,17 +425,11 @@ def wrong_kv(model_folder: str, fault: str, rank: int = 0) -> dict[str, Any]:
 def repeated_check_fails(model_folder: str) -> dict[str, Any]:
     """Right KV arrives after its answer, so that it is checked again, and the further check raises an error."""
     with pair(model_folder, 6) as both:
-        both.engine.late_s = 0.2
-        sums, checks = both.receiver._block_sums, itertools.count()
-        assert sums is not None
 
-        class Failing:
-            def of(_, blocks: list[int]) -> torch.Tensor:  # noqa: N805
-                if next(checks):
-                    raise torch.OutOfMemoryError("no memory for checksums")
-                return sums.of(blocks)
+        def fail() -> None:
+            raise torch.OutOfMemoryError("no memory for checksums")
 
-        both.receiver._block_sums = Failing()
+        both.check_before_arrival(fail)
         both.ask("t", list(range(40, 48)))
         both.begin("t")
         both.step("t", list(range(1, 9)), layer_s=0.005)
