@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import openai
@@ -17,8 +15,6 @@ from tests.support.engines.servers import ADAPTER, ENGINE_PYTHON, Engine, Engine
 from tests.support.engines.vllm_questions import Vllm, asking_vllm
 from tests.support.processes.control_plane import ControlPlane
 
-# Not by default: a restarted engine counts as left open by its test, and its core has no name of its own.
-PRELOADED = os.environ.get("POINTSMAN_TEST_PRELOADED") == "1"
 # An engine with /sleep, /pause and /load_lora_adapter.
 SWITCHABLE = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
@@ -31,10 +27,10 @@ def engine_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def starts_in_seconds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """With POINTSMAN_TEST_PRELOADED=1 engines are forks of a process that has loaded vLLM, for tests while one writes them."""
+    """Engines are forks of a process that has loaded vLLM."""
     if not ENGINE_PYTHON.exists():
         pytest.fail(f"{ENGINE_PYTHON} is missing: `make test` makes it (requirements/engine.lock)", pytrace=False)
-    with preloaded(ENGINE_PYTHON, tmp_path_factory.mktemp("preloaded")) if PRELOADED else nullcontext():
+    with preloaded(ENGINE_PYTHON, tmp_path_factory.mktemp("preloaded")):
         yield
 
 

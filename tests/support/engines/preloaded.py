@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.support.repository import REPOSITORY
 # vLLM's and its libraries' settings that are read when they are loaded.
 LOADING_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
 LOADED_WITHIN_S = 240.0
+POLL_S = 0.02
 # The socket of the running preloaded_vllm.py.
 _address: Path | None = None
 
@@ -45,54 +47,55 @@ def launch(start: Start) -> Child:
     if _address is None:
         return by_command(start)
     _, _, *module = start.argv
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(str(_address))
     told = {
         "argv": module,
         "env": dict(start.env),
         "cwd": str(start.cwd or REPOSITORY),
         "log": str(start.log),
     }
-    connection.sendall(json.dumps(told).encode() + b"\n")
-    return _Fork(connection)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(_address))
+        connection.sendall(json.dumps(told).encode() + b"\n")
+        pid, watcher = map(int, connection.makefile().readline().split())
+        return _Fork(pid, watcher, _address.parent / f"{pid}.status")
 
 
 class _Fork:
-    """A server that was forked. The connection tells its end."""
+    """A server that was forked. A file tells its end: an open connection would belong to the test that happened to start it."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._told = b""
-        self.pid = int(self._line(None))
+    def __init__(self, pid: int, watcher: int, status: Path) -> None:
+        self.pid = pid
         self.returncode: int | None = None
+        self._watcher, self._status = watcher, status
 
     def poll(self) -> int | None:
         """Return the exit status, None while the server runs."""
-        try:
-            return self.wait(0.0)
-        except subprocess.TimeoutExpired:
-            return None
+        if self.returncode is None:
+            watched = _runs(self._watcher)
+            if self._status.exists():
+                self.returncode = int(self._status.read_text())
+            elif not watched:  # killed, and its server with it
+                self.returncode = -signal.SIGKILL
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit status at the server's end. Raises subprocess.TimeoutExpired after `timeout` s."""
-        if self.returncode is None:
-            try:
-                # Without a word, the process that watched it has been killed.
-                self.returncode = int(self._line(timeout) or -signal.SIGKILL)
-            except (TimeoutError, BlockingIOError):
-                raise subprocess.TimeoutExpired("a forked server", timeout or 0.0) from None
-            self._connection.close()
-        return self.returncode
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a forked server", timeout or 0.0)
+            time.sleep(POLL_S)
+        return status
 
     def send_signal(self, sig: int) -> None:
         """Send a signal to the server."""
         if self.poll() is None:
             os.kill(self.pid, sig)
 
-    def _line(self, timeout: float | None) -> bytes:
-        """Return the next line; what came of it if the connection ends. Raises TimeoutError or BlockingIOError at the timeout."""
-        self._connection.settimeout(timeout)
-        while b"\n" not in self._told and (more := self._connection.recv(64)):
-            self._told += more
-        line, _, self._told = self._told.partition(b"\n")
-        return line
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

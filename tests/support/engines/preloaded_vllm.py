@@ -2,8 +2,8 @@
 
 A server then starts in seconds; loading vLLM takes two of its processes 13 s of CPU each. Listens at the Unix socket whose path
 is its argument, until SIGTERM. A connection is one server: it gets the start as a line of JSON (module and its arguments,
-environment, working folder, log), and answers with two lines: the process id, and at its end the status as
-os.waitstatus_to_exitcode has it.
+environment, working folder, log), and is answered by a line with the process ids of the server and of the process that watches
+it. At the server's end a file PID.status beside the socket has the status as os.waitstatus_to_exitcode has it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import runpy
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
+import setproctitle
 import vllm.entrypoints.openai.api_server
 import vllm.v1.engine.core
 import vllm.v1.worker.cpu_worker  # noqa: F401
@@ -33,6 +35,8 @@ def main() -> None:
     listener.listen()
     # The kernel reaps the watchers.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # It finds its memory by the environment that the process was started with, which servers replace.
+    setproctitle.getproctitle()
     while True:
         connection, _ = listener.accept()
         if not os.fork():
@@ -47,19 +51,25 @@ def _watch(connection: socket.socket) -> None:
     _die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     start = json.loads(connection.makefile().readline())
+    watcher = os.getpid()
     server = os.fork()
+    status_file = Path(sys.argv[1]).with_name(f"{server or os.getpid()}.status")
     if not server:
-        _serve(connection, start)
+        status_file.unlink(missing_ok=True)  # an earlier server with this process id
+        connection.sendall(b"%d %d\n" % (os.getpid(), watcher))
+        connection.close()
+        _serve(start)
+    connection.close()
     _, status = os.waitpid(server, 0)
-    connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+    written = status_file.with_suffix(".part")
+    written.write_text(str(os.waitstatus_to_exitcode(status)))
+    written.rename(status_file)
 
 
-def _serve(connection: socket.socket, start: dict[str, Any]) -> None:
+def _serve(start: dict[str, Any]) -> None:
     """Become the server: what Python does when it is started with these arguments."""
     _die_with_parent()
     os.setsid()
-    connection.sendall(b"%d\n" % os.getpid())
-    connection.close()
     log = os.open(start["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
