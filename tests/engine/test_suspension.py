@@ -81,7 +81,12 @@ def test_a_sleep_that_keeps_the_cache_keeps_the_keys(
     keys = plane.instance(engine).keys
     tell(engine, "/sleep?level=0")
     try:
-        assert wait_for_state(plane, engine, "SUSPENDED").load.suspended == "asleep (its scheduler is paused)"
+        # It is paused before it says that it is asleep.
+        until(
+            lambda: plane.instance(engine).load.suspended == "asleep (its scheduler is paused)",
+            within_s=SEEN_WITHIN_S,
+            what="an engine that is asleep",
+        )
     finally:
         tell(engine, "/wake_up?tags=scheduling")
     wait_for_state(plane, engine, "READY")

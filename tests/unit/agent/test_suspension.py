@@ -89,7 +89,6 @@ def test_the_ranks_of_an_engine_sleep_each() -> None:
         (page(), page(LEVEL_0, completed={"sleep": 1}), True, False),
         (page(), page(LEVEL_0, completed={"release_kv_cache_memory": 1}), True, True),
         (page(LEVEL_0, completed={"sleep": 1}), page(completed={"sleep": 1, "wake": 1}), False, False),
-        (page(), page(), True, True),
         (page(completed={"update": 4}), page(completed={"update": 5}), False, True),
         (page(completed={"init": 4}), page(completed={"init": 5}), False, False),
     ],
@@ -98,6 +97,28 @@ def test_resets_that_no_event_tells_yet(before: Scrape, after: Scrape, paused: b
     resets = CacheResets()
     resets.observe(before, paused=False)
     assert bool(resets.observe(after, paused=paused)) is reset
+
+
+@pytest.mark.parametrize(
+    ("pages", "resets"),
+    [
+        # (what a scrape shows, whether the engine then says that it is paused): whether a reset is told.
+        (((page(), True), (page(), True), (page(), True)), [False, True, True]),
+        (((page(), True), (page(), False), (page(), False)), [False, True, False]),
+        # It falls asleep between the scrape and the answer, and wakes up between a late answer and the scrape.
+        (((page(), True), (page(LEVEL_0, completed={"sleep": 1}), True)), [False, False]),
+        (((page(), True), (page(in_flight="sleep"), True), (page(LEVEL_0, completed={"sleep": 1}), True)), [False] * 3),
+        (
+            ((page(LEVEL_0), True), (page(completed={"wake": 1}), True), (page(completed={"wake": 1}), False)),
+            [False] * 3,
+        ),
+        (((page(), True), (page(LEVEL_1, completed={"sleep": 1}), True)), [False, True]),
+    ],
+)
+def test_a_pause_is_told_by_two_scrapes(pages: tuple[tuple[Scrape, bool], ...], resets: list[bool]) -> None:
+    observer = CacheResets()
+    observer.observe(page(), paused=False)
+    assert [bool(observer.observe(scrape, paused=paused)) for scrape, paused in pages] == resets
 
 
 def test_what_happened_before_the_first_scrape_is_no_reset() -> None:
