@@ -30,8 +30,9 @@ OPTIONS = ("--durations=20", "--durations-min=5")
 PATIENT = ("--timeout=900",)
 # Ports that the runs share out among them.
 PORTS = range(20_000, 32_000)
-# More failures than these have another reason than a busy machine.
-AGAIN_AT_MOST = 3
+# Engines are shared: one failure may be followed by those of tests that find an engine out of step. More than these have
+# another reason than a busy machine.
+AGAIN_AT_MOST = 5
 TESTS_FAILED = 1  # pytest's exit status
 
 
