@@ -21,7 +21,15 @@ from pointsman.router.io.convert.operator_messages import admission_status
 from tests.support.router_values import join, place, request, set_policy, state
 
 KNOWN = PoolFacts(instances=4, exact=4, learned=4, mean_cost=5.0)
-OURS = Foresight(interference=0.2, remainder_weight=1.0, lost_cache_weight=0.6, ageing_rate=0.4, slice_factor=0.15)
+LONGER = Foresight(
+    interference=0.2,
+    remainder_weight=1.0,
+    lost_cache_weight=0.6,
+    ageing_rate=1.0,
+    slice_factor=0.15,
+    slice_growth=0.5,
+)
+OURS = dataclasses.replace(LONGER, ageing_rate=0.4, slice_growth=1.0, light_factor=4.0)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +42,9 @@ OURS = Foresight(interference=0.2, remainder_weight=1.0, lost_cache_weight=0.6, 
         (replace(KNOWN, exact=1, learned=1), Unified(), "few_exact_prefixes"),
         (replace(KNOWN, mean_cost=0.5), OURS, "times_predictable"),
         (replace(KNOWN, mean_cost=0.4), Unified(), "prefills_short"),
+        (replace(KNOWN, mean_cost=8.0), LONGER, "prefills_longer"),
+        (replace(KNOWN, mean_cost=19.9), LONGER, "prefills_longer"),
+        (replace(KNOWN, mean_cost=20.0), Unified(), "prefills_long"),
         (PoolFacts(), Unified(), "few_exact_prefixes"),
     ],
 )
@@ -49,6 +60,7 @@ def test_a_pool_gets_the_best_policy_for_what_is_known_of_it(facts: PoolFacts, p
         ("auto", replace(KNOWN, learned=0), False, AdmissionChoice(False, "curve_not_learned")),
         ("auto", replace(KNOWN, learned=0), True, AdmissionChoice(True, "setting")),
         ("auto", replace(KNOWN, mean_cost=0.1), False, AdmissionChoice(False, "prefills_short")),
+        ("auto", replace(KNOWN, mean_cost=30.0), False, AdmissionChoice(True, "prefills_long")),
         ("foresight", KNOWN, False, AdmissionChoice(False, "setting")),
         ("foresight", KNOWN, True, AdmissionChoice(True, "setting")),
     ],
@@ -61,7 +73,7 @@ def test_sessions_are_admitted_by_the_setting_or_where_auto_takes_foresight(
 
 def test_a_hold_that_ends_is_placed_by_foresight_without_holds() -> None:
     placed_by = Auto().without_holds()
-    assert placed_by == dataclasses.replace(OURS, light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT)
+    assert placed_by == dataclasses.replace(LONGER, light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT)
 
 
 def decided(router: RouterState, name: str, now: float, **asked: object) -> Decision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -39,7 +40,11 @@ def one(name: str, tokens: int, cached: int = 0, open_tokens: int = 0, decodes: 
 
 
 def rule(tokens: int, *candidates: Candidate, policy: Foresight | None = None, **changes: Any) -> PolicyResult:
-    asked: PlacementRequest = request(tokens=tokens, sliceable_tokens=changes.pop("sliceable_tokens", tokens))
+    asked: PlacementRequest = request(
+        tokens=tokens,
+        sliceable_tokens=changes.pop("sliceable_tokens", tokens),
+        age_s=changes.pop("age_s", 0.0),
+    )
     return (policy or SLICES).choose(asked, seen(*candidates, **changes), RNG)
 
 
@@ -95,6 +100,18 @@ def test_a_heavy_prompt_goes_in_slices_of_so_many_usual_requests() -> None:
     [step] = rule(10_000, one("a", 10_000), policy=Foresight()).steps
     assert step.prefix_tokens == 1_024, "the minimum length of a slice"
     assert rule(90_000, one("a", 90_000, chunk_limit=4_096)).reason == "slice", "also if the engine cuts prompts"
+
+
+def test_a_slice_is_longer_the_longer_its_prompt_has_waited() -> None:
+    growing = dataclasses.replace(SLICES, slice_growth=0.5)
+    lengths = [
+        rule(10_000, one("a", 10_000), policy=growing, age_s=age_s).steps[0].prefix_tokens for age_s in (0.0, 0.1, 0.2)
+    ]
+    assert lengths[0] == 1_488
+    assert lengths[0] < lengths[1] < lengths[2]
+    assert rule(10_000, one("a", 10_000), policy=growing, age_s=60.0).steps[0].kind is StepKind.SERVE, "the whole rest"
+    [step] = rule(10_000, one("a", 10_000), age_s=60.0).steps
+    assert step.prefix_tokens == 1_488, "without growth"
 
 
 def test_the_last_part_of_a_heavy_prompt_goes_whole() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from msgspec import structs
@@ -14,21 +14,31 @@ from pointsman.router.core.policy.unified import Unified
 from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult, PoolFacts
 
 # `foresight` for those who choose nothing, so that no measure becomes much worse: higher prices on slowing down running answers
-# and shorter slices than by default, for TPOT, and for the longest TTFT more weight on caches and a faster rise of held requests.
+# and shorter slices than by default, for TPOT, and for the longest TTFT more weight on caches, and slices that grow.
 _FORESIGHT = Foresight(
-    interference=0.2, remainder_weight=1.0, lost_cache_weight=0.6, ageing_rate=0.4, slice_factor=0.15
+    interference=0.2,
+    remainder_weight=1.0,
+    lost_cache_weight=0.6,
+    ageing_rate=1.0,
+    slice_factor=0.15,
+    slice_growth=0.5,
 )
+# Where prefills are shorter, few prompts are so long that slices of them gain more than they cost these prompts.
+_FEWER_SLICES = replace(_FORESIGHT, ageing_rate=0.4, slice_growth=1.0, light_factor=4.0)
 _UNIFIED = Unified()
 # Minimum share of a pool's instances with exact prefixes, and of those with a learned curve, for `foresight`. Below 1, since in
 # a large pool some instance always starts or is resynchronised.
 KNOWN_SHARE = 0.5
-# Mean cost of a prefill from which `foresight` is taken, as a multiple of that of a cold prompt of LIGHT_NEW_TOKENS.
-SHORT_COST = 0.5
+# Mean costs of a prefill, as multiples of that of a cold prompt of LIGHT_NEW_TOKENS: below the first `unified` is taken, from it
+# on `foresight` with fewer slices, from the second on `foresight` with more, and from the third on `unified` again.
+SHORT_COST, LONGER_COST, LONG_COST = 0.5, 8.0, 20.0
 
 _BY_PREFIXES = TakenPolicy(_UNIFIED, "few_exact_prefixes")
 _BY_CURVE = TakenPolicy(_UNIFIED, "curve_not_learned")
-_BY_COST = TakenPolicy(_UNIFIED, "prefills_short")
-_BEST = TakenPolicy(_FORESIGHT, "times_predictable", admits_sessions=True)
+_SHORT = TakenPolicy(_UNIFIED, "prefills_short")
+_MEDIUM = TakenPolicy(_FEWER_SLICES, "times_predictable", admits_sessions=True)
+_LONGER = TakenPolicy(_FORESIGHT, "prefills_longer", admits_sessions=True)
+_LONG = TakenPolicy(_UNIFIED, "prefills_long", admits_sessions=True)
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,10 @@ class Auto(Policy):
         2. `unified`, if for under half of them the prefill curve of their hardware is learned, that is from 12 samples
         3. `unified`, if the mean prefill costs less than half as much as a prompt of 5,000 tokens of which nothing is cached:
            then prefills hardly wait for each other, and holding them costs more than it saves
-        4. `foresight` with interference=0.2, remainder_weight=1, lost_cache_weight=0.6, ageing_rate=0.4 and slice_factor=0.15
+        4. `unified`, if it costs 20 times as much or more: then slices of one prompt slow down the answers of all others
+        5. `foresight` with interference=0.2, remainder_weight=1, lost_cache_weight=0.6, ageing_rate=1, slice_factor=0.15 and
+           slice_growth=0.5, if it costs 8 times as much or more
+        6. `foresight` with these, but ageing_rate=0.4, slice_growth=1 and light_factor=4
     Then the request is decided as under that policy, also its hold, and the rest of a prompt of which slices are computed. Each
     decision names the policy and the reason. The mean prefill is the moving average by which `foresight` itself is scaled.
 
@@ -48,7 +61,7 @@ class Auto(Policy):
         `foresight`'s: `at_once`, `held`, `slice`, `last_part`
         `unified`'s: `session_affinity`, `least_load_x_work`, `ceiling_changed_choice`
         of the choice: `few_exact_prefixes` (1), `curve_not_learned` (2), `prefills_short` (3),
-            `times_predictable` (4)
+            `prefills_long` (4), `prefills_longer` (5), `times_predictable` (6)
     Source: Pointsman's own study (docs/findings.md).
     """
 
@@ -65,7 +78,11 @@ class Auto(Policy):
             return _BY_PREFIXES
         if facts.learned < KNOWN_SHARE * facts.instances:
             return _BY_CURVE
-        return _BEST if facts.mean_cost >= SHORT_COST else _BY_COST
+        if facts.mean_cost < SHORT_COST:
+            return _SHORT
+        if facts.mean_cost >= LONG_COST:
+            return _LONG
+        return _LONGER if facts.mean_cost >= LONGER_COST else _MEDIUM
 
     def without_holds(self) -> Policy:
         """Return `foresight` without holds: of the policies that are taken, only `foresight` holds requests."""

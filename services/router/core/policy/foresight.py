@@ -62,6 +62,9 @@ class Foresight(Policy):
     slice_factor: float = setting(
         0.3, 0.0, 1e6, "length of a slice, in multiples of the mean request cost; 0: no slices"
     )
+    slice_growth: float = setting(
+        0.0, 0.0, 1e6, "seconds by which a slice is longer for each second that the request has waited"
+    )
     slice_min_tokens: float = setting(1024.0, 16.0, 1e9, "minimum length of a slice, in tokens")
     light_factor: float = setting(
         2.0, 0.0, 1e6, "maximum cost of a light request, in multiples of the mean request cost"
@@ -156,7 +159,9 @@ class Foresight(Policy):
         if not self.slice_factor:
             return 0
         there = one.present_tokens
-        tokens = max(curve.tokens_in(self.slice_factor * unit, there), self.slice_min_tokens)
+        # Behind each slice others go first, so in slices of one length the longest prompts of a busy instance wait most of all.
+        seconds = self.slice_factor * unit + self.slice_growth * request.age_s
+        tokens = max(curve.tokens_in(seconds, there), self.slice_min_tokens)
         tokens = min(tokens, request.sliceable_tokens - there)
         if tokens < self.slice_min_tokens or tokens * (1 + SMALL_REST) >= request.input_tokens - there:
             return 0
