@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
 def _build(keys: int, instances: int, sessions: int) -> World:
     """Build a fleet whose engines have `keys` cached keys each; the fleet is not started."""
     world = World(random.Random(0), policy="unified", engines=instances, capacity_blocks=keys)
-    world.checks_all = False
+    world.check_each = 0
     for at, engine in enumerate(world.engines.values()):
         engine.fill(_chains(at, keys // CHAIN_BLOCKS))
     for model in MODELS:

@@ -58,7 +58,7 @@ async def _storm(rng: random.Random, answers: Counter[int], parked: list[int]) -
     settings = {"session_admission": True, "admission_standard_s": BOUND_S, "admission_batch_s": BOUND_S}
     settings |= {"admission_interactive_s": BOUND_S, "max_requests_per_instance": 0}
     world = World(rng, AS_BUILT, "unified", router_settings=settings)
-    world.checks_all = False
+    world.check_each = 0
     loop = asyncio.get_running_loop()
     with world.running():
         await asyncio.sleep(START_S)

@@ -1,4 +1,4 @@
-"""Routers of a virtual fleet: the router's own code, charged for its CPU time and checked after every event."""
+"""Routers of a virtual fleet: the router's own code, charged for its CPU time and checked after its events."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ SETTINGS: dict[str, dict[str, float | bool | str]] = {
 
 
 class CheckedRouter(Router):
-    """A router that is charged for every event, and whose invariants are checked after the event."""
+    """A router that is charged for every event, and whose invariants are checked after every
+    `world.check_each`-th one."""
 
     def __init__(self, settings: RouterSettings, world: Any, node: Node) -> None:
         super().__init__(settings)
         self._world, self._node = world, node
         self._ticked_at = time.monotonic()
+        self._events = 0
         store: Any = self.store
         store._renewed = world.leases.watch(node, store._renewed)
 
@@ -46,7 +48,8 @@ class CheckedRouter(Router):
         effects = self._world.charges.submit(super().submit, event, held=held)
         if passes:
             invariants.check_held(self.state, self._ticked_at, time.monotonic())
-        if self._world.checks_all:
+        self._events += 1
+        if self._world.check_each and not self._events % self._world.check_each:
             self.state.check_invariants()
         return effects
 

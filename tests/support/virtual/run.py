@@ -38,18 +38,26 @@ class Run:
     answers: dict[int, int] = field(default_factory=dict)
 
 
-def run(seed: int, declared: Declared | None = None, policy: str = "", trouble: Trouble | None = None) -> Run:
+def run(
+    seed: int,
+    declared: Declared | None = None,
+    policy: str = "",
+    trouble: Trouble | None = None,
+    *,
+    check_each: int = 1,
+) -> Run:
     """Run one seed and return its result; a failure is in the result, not raised.
 
     The seed draws the size that its fleet stands for, the policy and the faults, unless they are given. `trouble` causes the
-    faults, and returns when all have ended or will end soon.
+    faults, and returns when all have ended or will end soon. A router's own invariants are checked after every `check_each`-th
+    event, which changes nothing else.
     """
     result = Run(seed)
     random.seed(seed)
     loop = new_loop()
     with virtual_clocks(loop, clock_offset_s):
         try:
-            watch(loop, result, _live(random.Random(seed), result, declared, policy, trouble or any_faults))
+            watch(loop, result, _live(random.Random(seed), result, declared, policy, trouble or any_faults, check_each))
         finally:
             loop.end()
     return result
@@ -84,9 +92,16 @@ def watch(loop: VirtualLoop, result: Run, work: Coroutine[Any, Any, None]) -> No
         structlog.configure(**logging_before)
 
 
-async def _live(rng: random.Random, result: Run, declared: Declared | None, policy: str, trouble: Trouble) -> None:
+async def _live(
+    rng: random.Random,
+    result: Run,
+    declared: Declared | None,
+    policy: str,
+    trouble: Trouble,
+    check_each: int,
+) -> None:
     declared = draw(rng) if declared is None else declared
-    world = World(rng, declared, policy)
+    world = World(rng, declared, policy, check_each=check_each)
     with world.running():
         await asyncio.sleep(START_S)
         await story(world, result, trouble)
