@@ -45,6 +45,8 @@ OURS = dataclasses.replace(LONGER, ageing_rate=0.4, slice_growth=1.0, light_fact
         (replace(KNOWN, mean_cost=8.0), LONGER, "prefills_longer"),
         (replace(KNOWN, mean_cost=19.9), LONGER, "prefills_longer"),
         (replace(KNOWN, mean_cost=20.0), Unified(), "prefills_long"),
+        (PoolFacts(3, 3, 3, mean_cost=5.0), OURS, "times_predictable"),
+        (PoolFacts(2, 2, 2, mean_cost=5.0), Unified(), "few_instances"),
         (PoolFacts(), Unified(), "few_exact_prefixes"),
     ],
 )
@@ -60,6 +62,7 @@ def test_a_pool_gets_the_best_policy_for_what_is_known_of_it(facts: PoolFacts, p
         ("auto", replace(KNOWN, learned=0), False, AdmissionChoice(False, "curve_not_learned")),
         ("auto", replace(KNOWN, learned=0), True, AdmissionChoice(True, "setting")),
         ("auto", replace(KNOWN, mean_cost=0.1), False, AdmissionChoice(False, "prefills_short")),
+        ("auto", PoolFacts(2, 2, 2, mean_cost=5.0), False, AdmissionChoice(True, "few_instances")),
         ("auto", replace(KNOWN, mean_cost=30.0), False, AdmissionChoice(True, "prefills_long")),
         ("foresight", KNOWN, False, AdmissionChoice(False, "setting")),
         ("foresight", KNOWN, True, AdmissionChoice(True, "setting")),
@@ -76,17 +79,27 @@ def test_a_hold_that_ends_is_placed_by_foresight_without_holds() -> None:
     assert placed_by == dataclasses.replace(LONGER, light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT)
 
 
+OTHERS = ("b", "c")
+
+
+def join_three(router: RouterState) -> None:
+    """Instance a and OTHERS, which no request gets."""
+    for number, name in enumerate(("a", *OTHERS), start=1):
+        join(router, name, number)
+
+
 def decided(router: RouterState, name: str, now: float, **asked: object) -> Decision:
-    answer = place(router, request(name, **asked), now)  # type: ignore[arg-type]
+    answer = place(router, request(name, exclude=OTHERS, **asked), now)  # type: ignore[arg-type]
     assert isinstance(answer, ev.Placed)
     return answer.decision
 
 
 def learn(router: RouterState, first: int, count: int, start: float) -> None:
-    """Let prefills of 8,000 tokens end, one after another, while the agent reports."""
+    """Let prefills of 8,000 tokens end, one after another, while the agents report."""
     for number in range(first, first + count):
         at = start + number
-        router.handle(ev.LoadReported(1, "a", Load(at)), at)
+        for agent, instance in enumerate(("a", *OTHERS), start=1):
+            router.handle(ev.LoadReported(agent, instance, Load(at)), at)
         decided(router, f"r{number}", at, tokens=8_000)
         router.handle(ev.FirstToken(f"r{number}"), at + 0.5)
         router.handle(ev.Finished(f"r{number}", "OK"), at + 0.6)
@@ -94,13 +107,13 @@ def learn(router: RouterState, first: int, count: int, start: float) -> None:
 
 def test_a_pool_changes_its_policy_when_its_curve_is_learned() -> None:
     router = state("auto")
-    join(router, "a", 1)
+    join_three(router)
     learn(router, 0, LEARNED_AFTER - 1, 0.0)
     before = decided(router, "before", LEARNED_AFTER, tokens=8_000)
     assert (before.policy.name, before.result.policy) == ("auto", "unified")
     assert before.result.policy_reason == "curve_not_learned"
     facts = before.view.facts
-    assert (facts.instances, facts.exact, facts.learned) == (1, 1, 0)
+    assert (facts.instances, facts.exact, facts.learned) == (3, 3, 0)
     assert facts.mean_cost == pytest.approx(8_000 / 5_000, rel=0.2)
     router.handle(ev.FirstToken("before"), LEARNED_AFTER + 0.5)
     after = decided(router, "after", LEARNED_AFTER + 0.5 + MAX_AGE_S, tokens=1_000)
@@ -113,7 +126,7 @@ def test_a_pool_changes_its_policy_when_its_curve_is_learned() -> None:
 def test_sessions_are_counted_for_admission_from_when_auto_takes_foresight() -> None:
     router, by_hand = state("auto"), state("foresight")
     for one in (router, by_hand):
-        join(one, "a", 1)
+        join_three(one)
         learn(one, 0, LEARNED_AFTER, 0.0)
         decided(one, "late", LEARNED_AFTER + MAX_AGE_S, tokens=8_000, session_id="s", tenant="t")
     assert router.admission.applies("m", LEARNED_AFTER + MAX_AGE_S)
@@ -127,7 +140,7 @@ def test_sessions_are_counted_for_admission_from_when_auto_takes_foresight() -> 
 
 def test_a_decision_of_another_policy_is_decided_as_auto_would_have_on_the_facts_of_then() -> None:
     router = state("lpwl")
-    join(router, "a", 1)
+    join_three(router)
     was = decided(router, "r", 0.0, tokens=1_000)
     assert (was.result.policy, was.result.policy_reason) == ("", "")
     learn(router, 1, LEARNED_AFTER, 1.0)
@@ -151,10 +164,10 @@ def test_instances_that_are_not_ready_or_only_prefill_do_not_count() -> None:
 
 def test_a_request_that_foresight_held_is_placed_when_the_pool_gets_another_policy() -> None:
     router = state("auto")
-    join(router, "a", 1)
+    join_three(router)
     learn(router, 0, LEARNED_AFTER, 0.0)
     decided(router, "first", 20.0, tokens=60_000)
-    held = router.handle(ev.PlaceRequested(request("held", 55_000), "g"), 20.1)
+    held = router.handle(ev.PlaceRequested(request("held", 55_000, exclude=OTHERS), "g"), 20.1)
     assert not [one for one in held if isinstance(one, ev.Placed)]
     set_policy(router, make_policy("foresight"), 20.2)
     assert len(router.held_requests.queue) == 1
