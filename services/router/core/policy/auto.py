@@ -29,8 +29,8 @@ _UNIFIED = Unified()
 # Minimum share of a pool's instances with exact prefixes, and of those with a learned curve, for `foresight`. Below 1, since in
 # a large pool some instance always starts or is resynchronised.
 KNOWN_SHARE = 0.5
-# Minimum number of instances for the admission of sessions. Two hold so few sessions at once that those that are parked wait
-# longer than those that are not gain: TTFT p99, from the client's send, is up to 24 % above that of `unified`, without it -7 %.
+# Minimum number of instances for `foresight` and for the admission of sessions. With two, TTFT p99 varies so much between draws
+# that 20 of them do not exclude a change of +22 % against `unified`.
 FEW_INSTANCES = 3
 # Mean costs of a prefill, as multiples of that of a cold prompt of LIGHT_NEW_TOKENS: below the first `unified` is taken, from it
 # on `foresight` with fewer slices, from the second on `foresight` with more, and from the third on `unified` again.
@@ -42,7 +42,7 @@ _SHORT = TakenPolicy(_UNIFIED, "prefills_short")
 _MEDIUM = TakenPolicy(_FEWER_SLICES, "times_predictable", admits_sessions=True)
 _LONGER = TakenPolicy(_FORESIGHT, "prefills_longer", admits_sessions=True)
 _LONG = TakenPolicy(_UNIFIED, "prefills_long", admits_sessions=True)
-_MEDIUM_FEW, _LONGER_FEW, _LONG_FEW = (one._replace(admits_sessions=False) for one in (_MEDIUM, _LONGER, _LONG))
+_FEW = TakenPolicy(_UNIFIED, "few_instances")
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Auto(Policy):
         2. `unified`, if for under half of them the prefill curve of their hardware is learned, that is from 12 samples
         3. `unified`, if the mean prefill costs less than half as much as a prompt of 5,000 tokens of which nothing is cached:
            then prefills hardly wait for each other, and holding them costs more than it saves
-        4. `unified`, if it costs 20 times as much or more: then slices of one prompt slow down the answers of all others
-        5. `foresight` with interference=0.2, remainder_weight=1, lost_cache_weight=0.6, ageing_rate=1, slice_factor=0.15 and
+        4. `unified`, if the pool has fewer than 3 instances: with two, the longest TTFT varies too much to be sure of it
+        5. `unified`, if the mean prefill costs 20 times as much or more: then slices of one prompt slow down the answers of all others
+        6. `foresight` with interference=0.2, remainder_weight=1, lost_cache_weight=0.6, ageing_rate=1, slice_factor=0.15 and
            slice_growth=0.5, if it costs 8 times as much or more
-        6. `foresight` with these, but ageing_rate=0.4, slice_growth=1 and light_factor=4
-    In 4 to 6 sessions are admitted by what the caches hold, if the pool has 3 instances or more.
+        7. `foresight` with these, but ageing_rate=0.4, slice_growth=1 and light_factor=4
     Then the request is decided as under that policy, also its hold, and the rest of a prompt of which slices are computed. Each
     decision names the policy and the reason. The mean prefill is the moving average by which `foresight` itself is scaled.
 
@@ -66,7 +66,7 @@ class Auto(Policy):
         `foresight`'s: `at_once`, `held`, `slice`, `last_part`
         `unified`'s: `session_affinity`, `least_load_x_work`, `ceiling_changed_choice`
         of the choice: `few_exact_prefixes` (1), `curve_not_learned` (2), `prefills_short` (3),
-            `prefills_long` (4), `prefills_longer` (5), `times_predictable` (6)
+            `few_instances` (4), `prefills_long` (5), `prefills_longer` (6), `times_predictable` (7)
     Source: Pointsman's own study (docs/findings.md).
     """
 
@@ -85,12 +85,11 @@ class Auto(Policy):
             return _BY_CURVE
         if facts.mean_cost < SHORT_COST:
             return _SHORT
-        few = facts.instances < FEW_INSTANCES
+        if facts.instances < FEW_INSTANCES:
+            return _FEW
         if facts.mean_cost >= LONG_COST:
-            return _LONG_FEW if few else _LONG
-        if facts.mean_cost >= LONGER_COST:
-            return _LONGER_FEW if few else _LONGER
-        return _MEDIUM_FEW if few else _MEDIUM
+            return _LONG
+        return _LONGER if facts.mean_cost >= LONGER_COST else _MEDIUM
 
     def without_holds(self) -> Policy:
         """Return `foresight` without holds: of the policies that are taken, only `foresight` holds requests."""
