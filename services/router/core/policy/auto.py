@@ -55,7 +55,8 @@ class Auto(Policy):
         3. `unified`, if the mean prefill costs less than half as much as a prompt of 5,000 tokens of which nothing is cached:
            then prefills hardly wait for each other, and holding them costs more than it saves
         4. `unified`, if the pool has fewer than 3 instances: with two, the longest TTFT varies too much to be sure of it
-        5. `unified`, if the mean prefill costs 20 times as much or more: then slices of one prompt slow down the answers of all others
+        5. `unified`, if the mean prefill costs 20 times as much or more: then slices of one prompt slow down the answers of all
+           others
         6. `foresight` with interference=0.2, remainder_weight=1, lost_cache_weight=0.6, ageing_rate=1, slice_factor=0.15 and
            slice_growth=0.5, if it costs 8 times as much or more
         7. `foresight` with these, but ageing_rate=0.4, slice_growth=1 and light_factor=4
