@@ -24,6 +24,7 @@ from pointsman.lab.workload.synthetic_trace import generate
 from pointsman.lab.workload.trace_files import load_trace, save_trace
 from pointsman.lab.workload.traces import TraceError, by_session
 from tests.support.processes.pointsman import pointsman_command
+from tests.support.processes.process import alive
 
 
 @pytest.fixture
@@ -186,14 +187,6 @@ def descendants(pid: int) -> list[int]:
             if parent == pid:
                 found += [int(entry.name), *descendants(int(entry.name))]
     return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def assert_bundle_is_whole(bundle: Bundle, folder: Path) -> None:

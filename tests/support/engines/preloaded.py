@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.processes.process import Child, Process, Start, by_command
+from tests.support.processes.process import Child, Process, Start, alive, by_command
 from tests.support.repository import REPOSITORY
 
 # vLLM's and its libraries' settings that are read when they are loaded.
@@ -71,7 +71,7 @@ class _Fork:
     def poll(self) -> int | None:
         """Return the exit status, None while the server runs."""
         if self.returncode is None:
-            watched = _runs(self._watcher)
+            watched = alive(self._watcher)
             if self._status.exists():
                 self.returncode = int(self._status.read_text())
             elif not watched:  # killed, and its server with it
@@ -91,11 +91,3 @@ class _Fork:
         """Send a signal to the server."""
         if self.poll() is None:
             os.kill(self.pid, sig)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

@@ -42,6 +42,15 @@ def free_port() -> int:
     raise RuntimeError(f"no free port between {_FIRST_PORT} and {_END_PORT}")
 
 
+def alive(pid: int) -> bool:
+    """Return whether a process with this id exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 class Child(Protocol):
     """A process that was started, as subprocess.Popen has it."""
 

@@ -30,7 +30,7 @@ _UNIFIED = Unified()
 # a large pool some instance always starts or is resynchronised.
 KNOWN_SHARE = 0.5
 # Minimum number of instances for `foresight` and for the admission of sessions. With two, TTFT p99 varies so much between draws
-# that 20 of them do not exclude a change of +22 % against `unified`.
+# that 20 of them do not exclude a change of +24 % against `unified`.
 FEW_INSTANCES = 3
 # Mean costs of a prefill, as multiples of that of a cold prompt of LIGHT_NEW_TOKENS: below the first `unified` is taken, from it
 # on `foresight` with fewer slices, from the second on `foresight` with more, and from the third on `unified` again.
