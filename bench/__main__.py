@@ -110,7 +110,8 @@ def names_of(words: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Run the benchmarks; append each figure to results.jsonl and print a table at the end."""
+    """Run the benchmarks. Each figure is printed and appended to results.jsonl when its benchmark ends; a table follows at the
+    end."""
     names = names_of(sys.argv[1:])
     configure_logs("bench", "error")
     table = Table("metric", "value", "unit", "baseline", "ratio", "note", box=None, pad_edge=False)
@@ -123,6 +124,8 @@ def main() -> None:
                 ratio = "" if figure.ratio is None else f"{figure.ratio:.2f}"
                 baseline = "" if figure.baseline is None else f"{figure.baseline:,g}"
                 table.add_row(figure.metric, f"{figure.value:,.2f}", figure.unit, baseline, ratio, figure.note)
+                print(f"{name}: {figure.metric} {figure.value:,.2f} {figure.unit}", file=sys.stderr, flush=True)
+            results.flush()
     Console(width=180).print(table)
 
 

@@ -28,7 +28,7 @@ from pointsman.lab.workload.traces import TraceRequest
 from pointsman.router.core.policy.base import Policy
 from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.router_state import StateSettings
-from pointsman.router.core.types import FleetView, PlacementRequest, PolicyRef, PolicyResult
+from pointsman.router.core.types import FleetView, PlacementRequest, PolicyRef, PolicyResult, PoolFacts
 
 VARIABLE = "POINTSMAN_BENCH_FIRST_CHOICE"
 CASES = ",".join(
@@ -66,8 +66,8 @@ class _Shown(Policy):
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         return self.inner.choose(request, view, rng)
 
-    def without_holds(self) -> Policy | None:
-        without = self.inner.without_holds()
+    def without_holds(self, facts: PoolFacts) -> Policy | None:
+        without = self.inner.without_holds(facts)
         return None if without is None else type(self)(without)
 
     def ref(self) -> PolicyRef:

@@ -30,7 +30,7 @@ from pointsman.lab.report.bundle import git_commit
 from pointsman.lab.report.terminal import make_console, make_progress
 from pointsman.lab.workload.session_starts import Starts
 from pointsman.router.core.policy.base import SettingError
-from pointsman.router.core.policy.registry import make_policy
+from pointsman.router.core.policy.registry import DEFAULT_POLICY, make_policy
 
 DEFAULT_BASELINE = "unified"
 # SWEEP_STEP: number of rates that a sweep adds at a time. SWEEP_RATES: number of rates from which a sweep adds no more; the 20th
@@ -45,7 +45,7 @@ class CompareSettings(RunSettings):
 
     config: Path | None = Field(None, description="TOML file of these settings under the same names; flags override it")
     policies: list[str] = Field(
-        ["round_robin", "lmetric", "unified", FLOOR],
+        ["round_robin", "lmetric", "unified", DEFAULT_POLICY, FLOOR],
         description="NAME or NAME:SETTING=VALUE,...; repeat the flag for each. floor: lower bound without queues, every block "
         "cached on every instance; pooled: the same with one shared cache as large as all instances' together",
     )

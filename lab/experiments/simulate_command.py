@@ -27,6 +27,7 @@ from pointsman.lab.workload.synthetic_trace import SHAPES, SessionShape, generat
 from pointsman.lab.workload.traces import TINY_TRACE, TraceRequest
 from pointsman.router.core.admission.session_admission import AdmissionSettings
 from pointsman.router.core.instances.saturation import SaturationLimits
+from pointsman.router.core.policy.registry import DEFAULT_POLICY
 from pointsman.router.core.requests.hold_queue import QueueSettings
 from pointsman.router.core.router_state import StateSettings
 
@@ -144,7 +145,7 @@ class SimulateSettings(RunSettings):
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_SIMULATE_")
 
     policy: str = Field(
-        "unified",
+        DEFAULT_POLICY,
         description="placement policy, or floor, the lower bound: no queues, and every block cached on every instance",
     )
     policy_settings: str = Field(

@@ -43,6 +43,7 @@ from pointsman.lab.workload.chat_maker import ChatMaker
 from pointsman.lab.workload.tokenizer import ChatTokenizer
 from pointsman.lab.workload.trace_files import load_trace, save_trace
 from pointsman.lab.workload.traces import TINY_TRACE, TraceError, TraceRequest, first_sessions
+from pointsman.router.core.policy.registry import DEFAULT_POLICY
 
 
 class CalibrateSettings(MeasureSettings):
@@ -57,7 +58,7 @@ class CalibrateSettings(MeasureSettings):
     sessions: int = Field(0, ge=0, description="number of sessions used, the first ones of the trace; 0: all")
     token_scale: float = Field(0.08, gt=0, description="factor on prompt and answer lengths")
     time_scales: Numbers = Field([1.0, 0.5, 0.25], description="factors on the trace's times, one for each load")
-    policy: str = Field("unified", description="placement policy of the router")
+    policy: str = Field(DEFAULT_POLICY, description="placement policy of the router")
     out: Path = Field(
         Path("runs/calibration"), description="folder of calibration.json, calibration.md and the bundles"
     )

@@ -31,6 +31,7 @@ from pointsman.lab.report.run_summary import print_summary
 from pointsman.lab.report.terminal import make_console
 from pointsman.lab.workload.trace_files import load_trace
 from pointsman.lab.workload.traces import TINY_TRACE, TraceError
+from pointsman.router.core.policy.registry import DEFAULT_POLICY
 
 # Number of rows that the live table shows.
 SHOWN_ROWS = 16
@@ -45,7 +46,7 @@ class DemoSettings(BaseSettings):
     listen_port: int = Field(8080, ge=1, le=65535, description="port of the gateway; if taken, the next free port")
     router_port: int = Field(50051, ge=1, le=65535, description="port of the router; if taken, the next free port")
     console_port: int = Field(9102, ge=1, le=65535, description="port of the console; if taken, the next free port")
-    policy: str = Field("unified", description="placement policy")
+    policy: str = Field(DEFAULT_POLICY, description="placement policy")
     trace: Path = Field(TINY_TRACE, description="trace to replay")
     time_scale: float = Field(0.2, gt=0, description="factor on the trace's times")
     token_scale: float = Field(0.25, gt=0, description="factor on the trace's prompt and answer lengths")

@@ -1,4 +1,4 @@
-"""The cells in which a policy must be no worse than the default one before it may replace it. Pure.
+"""The cells in which a policy must be no worse than `unified` to become the default. Pure.
 
 A cell is a kind of traffic at a load on a fleet. Clients wait for an answer before they think and send the next turn, so that a
 session's time depends on the policy.

@@ -1,5 +1,5 @@
-"""`pointsman study default`: runs the cells in which a policy must be no worse than the default one, and writes the section of
-docs/findings.md that tells the changes.
+"""`pointsman study default`: runs the cells in which a policy must be no worse than `unified` to become the default,
+and writes the section of docs/findings.md that tells the changes.
 
 Each trial's figures are a line of a file, so an interrupted run resumes with the missing trials. A cell gets more seeds until all
 its limits are decided.
@@ -38,7 +38,7 @@ class DefaultStudySettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_STUDY_DEFAULT_")
 
-    policy: str = Field("auto", description="policy that is compared with the default one")
+    policy: str = Field("auto", description="policy that is compared with unified")
     traces: Path = Field(TRACES, description="folder of the shared traces; cells of missing traces are left out")
     cells: str = Field("*", description="names of the cells to run and to show, as a pattern: 'agentic*'")
     first_seed: int = Field(2_000, ge=0, description="seed of the first trial; the policies were tuned on other seeds")

@@ -1,6 +1,6 @@
-"""Decides from paired trials whether a policy is no worse than the default one in a cell, within limits. Pure.
+"""Decides from paired trials whether a policy is no worse than `unified` in a cell, within limits. Pure.
 
-The figure is the relative change against the default policy under the same draw. Latencies differ by factors between draws, so
+The figure is the relative change against `unified` under the same draw. Latencies differ by factors between draws, so
 the changes are averaged as logarithms: the mean is a geometric one.
 """
 
@@ -82,7 +82,7 @@ def changes(ours: Mapping[int, Mapping[str, float]], base: Mapping[int, Mapping[
 
 
 def failed_more(ours: Mapping[int, Mapping[str, float]], base: Mapping[int, Mapping[str, float]]) -> bool:
-    """Return whether more requests failed than under the default policy, over the seeds that both have."""
+    """Return whether more requests failed than under `unified`, over the seeds that both have."""
     seeds = ours.keys() & base.keys()
     return sum(ours[seed][FAILED] for seed in seeds) > sum(base[seed][FAILED] for seed in seeds)
 

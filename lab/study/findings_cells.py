@@ -21,7 +21,7 @@ from pointsman.lab.experiments.trials import Cell, TraceSource, Workload
 from pointsman.lab.simulation.config import SimulationConfig
 from pointsman.lab.workload.session_starts import Arrivals
 from pointsman.lab.workload.synthetic_trace import AGENTIC, SMALL, SessionShape, shape_with
-from pointsman.router.core.policy.registry import POLICIES, make_policy
+from pointsman.router.core.policy.registry import DEFAULT_POLICY, POLICIES, make_policy
 
 REAL, GENERATED, CHAT = "agentic", "generated", "chat"
 FILES = {REAL: "agentic_coding_1214.jsonl.gz", CHAT: "mooncake_conversation.jsonl.gz"}
@@ -54,7 +54,7 @@ LOADS = {
 
 BASE, OURS = "unified", "foresight"
 # Policies that were best in some cell or are widely used. They run in all cells, all other policies under the main loads only.
-CONTENDERS = (BASE, OURS, "lpwl", "lmetric1", "additive", "elastic", "dynamo_kv", "preble")
+CONTENDERS = (BASE, OURS, DEFAULT_POLICY, "lpwl", "lmetric1", "additive", "elastic", "dynamo_kv", "preble")
 # Policies with other settings, which the claims mention.
 LOOSER = "unified (of 2.0, dw 0)"
 VARIANTS: Mapping[str, tuple[str, Mapping[str, object]]] = {

@@ -21,6 +21,7 @@ from pointsman.lab.experiments.latency_bounds import BOUNDS, FLOOR
 from pointsman.lab.report.plots import LIGHT_STYLE
 from pointsman.lab.study.findings_cells import BASE, CHAT, GENERATED, OURS, REAL
 from pointsman.lab.study.marked_sections import OPENING, with_section
+from pointsman.router.core.policy.registry import DEFAULT_POLICY
 
 TTFT, E2E, TPOT = "TTFT p90 s", "E2E p90 s", "TPOT p90 ms"
 TRAFFIC = {REAL: "coding agents, recorded", GENERATED: "coding agents, made up", CHAT: "chat, recorded"}
@@ -34,7 +35,8 @@ ROUTERS = {
     "llmd_default": "llm-d default",
     "sglang_cache_aware": "SGLang cache-aware",
     "preble": "Preble",
-    BASE: "Pointsman, the default",
+    BASE: "Pointsman",
+    DEFAULT_POLICY: "Pointsman, the default",
     OURS: "Pointsman",
 }
 PLOT_STYLE: Any = LIGHT_STYLE | {"svg.hashsalt": "pointsman findings"}
@@ -130,7 +132,7 @@ def _opening(tables: Tables) -> str:
         "![TTFT p90 by load, for each policy](findings_ttft.svg)\n",
         "TTFT p90 by load, on a logarithmic scale. `floor` is the bound: nothing waits, and one cache has everything.\n",
         "### Your traffic, your policy, what you gain\n",
-        f"The policy with the lowest TTFT p90 of all that were run, against the default, `{BASE}`. In brackets the gain's 95 %\n"
+        f"The policy with the lowest TTFT p90 of all that were run, against `{BASE}`. In brackets the gain's 95 %\n"
         "confidence interval; `=` is no difference beyond chance. TPOT p90 is the price: decodes run beside prefills.\n",
         _gains(tables),
     ]

@@ -20,6 +20,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pointsman.common.io.settings import Entries
 from pointsman.common.io.tls import TlsSettings
+from pointsman.router.core.policy.registry import DEFAULT_POLICY
 
 # Maximum time until the gateway is ready, s.
 READY_TIMEOUT_S = 120.0
@@ -39,7 +40,7 @@ class UpSettings(BaseSettings):
     router_metrics: str = Field("127.0.0.1:9100", description="HOST:PORT of the router's /metrics; empty: none")
     console: str = Field("127.0.0.1:9102", description="HOST:PORT of the router's console; empty: none")
     agent_metrics: str = Field("127.0.0.1:9101", description="HOST:PORT of the agent's /metrics; empty: none")
-    policy: str = Field("unified", description="policy at start")
+    policy: str = Field(DEFAULT_POLICY, description="policy at start")
     tokenizer: Entries = Field(
         default_factory=list, description="MODEL=FOLDER of a tokenizer; default: the engine's own, if readable here"
     )

@@ -20,6 +20,7 @@ import pytest
 from pointsman.cli import doctor
 from pointsman.cli.doctor import redis_finding
 from pointsman.cli.findings import Finding
+from pointsman.router.core.policy.registry import DEFAULT_POLICY
 from tests.support.docs.command_parsers import command_line
 from tests.support.docs.shell_blocks import BLOCKS, PAGES, Block
 from tests.support.processes.pointsman import pointsman_command
@@ -240,7 +241,7 @@ def test_the_pages_commands_work_as_written(
         assert done.stdout.strip(), "no output"
     finally:
         if "set-policy" in text:
-            fleet.ask("set-policy", "unified", "--router", fleet.router)
+            fleet.ask("set-policy", DEFAULT_POLICY, "--router", fleet.router)
 
 
 SHOWN = re.compile(

@@ -9,6 +9,7 @@ from playwright.async_api import Route, expect
 
 from pointsman.router.core.instances.instance_orders import OrderChange
 from pointsman.router.core.policy.reasons import REASONS, ROUTE_CLASSES, explained
+from pointsman.router.core.policy.registry import DEFAULT_POLICY
 from tests.support.console_page import CONTRAST, EVIL, browser
 from tests.support.router_past import give_past
 
@@ -209,7 +210,7 @@ async def test_a_gateways_token_may_look_and_an_operators_may_act() -> None:
         await shown.sign_in("gateways")
         await page.get_by_role("link", name="10.0.0.0:8000").click()
         await expect(page.get_by_role("button", name="Drain")).to_be_disabled()
-        await expect(page.get_by_role("button", name="policy unified")).to_be_disabled()
+        await expect(page.get_by_role("button", name=f"policy {DEFAULT_POLICY}")).to_be_disabled()
         await page.get_by_role("button", name="Sign out (gateway)").click()
         await expect(page.get_by_text("10.0.0.0:8000")).to_have_count(0)
         await shown.sign_in("operators")
@@ -228,7 +229,7 @@ async def test_a_gateways_token_may_look_and_an_operators_may_act() -> None:
         await page.get_by_role("button", name="Uncordon").click()
         await page.get_by_role("dialog").get_by_role("button", name="Uncordon").click()
         await expect(page.locator(".facts").first).to_contain_text("draining")
-        await page.get_by_role("button", name="policy unified").click()
+        await page.get_by_role("button", name=f"policy {DEFAULT_POLICY}").click()
         await page.get_by_role("dialog").get_by_role("combobox").select_option("lmetric")
         await page.get_by_role("dialog").get_by_role("button", name="Change").click()
         await expect(page.get_by_role("button", name="policy lmetric")).to_be_visible()

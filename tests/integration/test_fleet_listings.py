@@ -148,7 +148,11 @@ async def test_a_router_by_itself_tells_its_own_health() -> None:
         ]
         (pool,) = answer.pools
         assert (pool.model, pool.owner.router_id, pool.owner.address, pool.instances) == ("m", "one", address, 1)
-        assert (pool.policy.name, pool.policy.reason, pool.policy.ready_instances) == ("unified", "", 1)
+        assert (pool.policy.name, pool.policy.reason, pool.policy.ready_instances) == (
+            "unified",
+            "few_exact_prefixes",
+            1,
+        )
         (replica,) = answer.replicas
         assert (replica.version, replica.open_requests, replica.held_requests, replica.gateways) == (VERSION, 1, 0, 1)
         assert abs(replica.start_time.ToNanoseconds() / 1e9 - time.time()) < 60

@@ -21,7 +21,7 @@ from redis import Redis
 from pointsman.agent.v1 import agent_pb2
 from pointsman.common.core.block_keys import prompt_keys
 from pointsman.router.core.policy.base import Policy
-from pointsman.router.core.policy.registry import POLICIES, make_policy
+from pointsman.router.core.policy.registry import DEFAULT_POLICY, POLICIES, make_policy
 from pointsman.router.core.types import Decision
 from pointsman.router.io.main import RouterServer
 from pointsman.router.io.operator_config import OperatorConfig
@@ -110,7 +110,9 @@ async def test_numbers_words_and_switches_are_set_and_what_is_known_stays() -> N
         made = await decision(client, "next")
         assert (made.policy, made.session_owner) == (told, "b")
         assert next(one for one in made.candidates if one.instance_id == "b").num_requests == 1
-        assert (await decision(client, "open")).policy.name == "unified", "a decision keeps the policy that made it"
+        assert (await decision(client, "open")).policy.name == DEFAULT_POLICY, (
+            "a decision keeps the policy that made it"
+        )
         for name in ("open", "next"):
             await session.finish(name)
 
@@ -317,7 +319,7 @@ async def test_replicas_share_a_policy_and_keep_it_over_restarts(tmp_path: Path)
     with redis_server(tmp_path) as (url, redis):
         shared = {"redis_url": url, "owner_lease_s": 0.5}
         async with running(router_id="one", **shared) as (_, one), running(router_id="two", **shared) as (_, two):
-            assert [await in_force(one), await in_force(two)] == ["unified", "unified"]
+            assert [await in_force(one), await in_force(two)] == [DEFAULT_POLICY, DEFAULT_POLICY]
             request = fleet_pb2.SetPolicyRequest(policy=policy("elastic", decider="heuristic"))
             assert not (await one.fleet.SetPolicy(request)).this_replica_only
             await eventually(places_by(two, "elastic"), "two follows")
@@ -356,7 +358,7 @@ async def test_a_policy_that_a_replica_does_not_know_changes_nothing(tmp_path: P
                 return server.router.store.answered_at is not None
 
             await eventually(seen, "Redis has answered")
-            assert (await one.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy.name == "unified"
+            assert (await one.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy.name == DEFAULT_POLICY
             assert ReplicaInfo.read("what another version tells") == ReplicaInfo.read("") == ReplicaInfo()
             # A policy that is set now gets a higher version.
             await one.fleet.SetPolicy(fleet_pb2.SetPolicyRequest(policy=policy("sticky")))

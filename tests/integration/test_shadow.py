@@ -23,6 +23,7 @@ import pytest
 
 from pointsman.common.io.settings import Tokens
 from pointsman.lab.emulator.emulated_engine import EmulatedEngine, EmulateSettings, start
+from pointsman.router.core.policy.registry import DEFAULT_POLICY
 from pointsman.router.io.main import RouterServer
 from pointsman.router.io.settings import RouterSettings
 from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
@@ -222,7 +223,7 @@ async def test_it_says_what_really_comes(engines: list[EmulatedEngine], tmp_path
     assert f"{MODEL}, 3 engines: 50 requests, {as_it_is.prompt_tokens:,} prompt tokens" in told
     # The same figures as the running shadow reported.
     assert told["as it was placed"][:5] == said["as it was placed"][:5]
-    assert told["by Pointsman (unified)"][:4] == said["by Pointsman (unified)"][:4]
+    assert told[f"by Pointsman ({DEFAULT_POLICY})"][:4] == said[f"by Pointsman ({DEFAULT_POLICY})"][:4]
     found = [json.loads((tmp_path / name).read_text())["models"][MODEL] for name in ("log.json", "record.json")]
     gain = really.cached_tokens - as_it_is.cached_tokens
     assert gain > 0

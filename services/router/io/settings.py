@@ -12,6 +12,7 @@ from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pointsman.common.io.settings import OtlpEndpoint
+from pointsman.router.core.policy.registry import DEFAULT_POLICY
 from pointsman.router.core.router_state import StateSettings
 
 # The defaults of settings that are passed on to the state: StateSettings defines them.
@@ -60,7 +61,7 @@ class RouterSettings(BaseSettings):
     router_id: str = Field(
         default_factory=_router_id, description="id of this process, unique among the fleet's routers"
     )
-    policy: str = Field("unified", description="policy at start")
+    policy: str = Field(DEFAULT_POLICY, description="policy at start")
     policy_settings: dict[str, float | bool | str] = Field(
         default_factory=dict, description="JSON object of the policy's settings"
     )
@@ -108,7 +109,7 @@ class RouterSettings(BaseSettings):
     )
     hold_expiry: Literal["place", "refuse"] = Field(
         _STATE.queue.expiry,
-        description="what to do with a request that the policy held until the timeout: place by the default policy, or refuse",
+        description="what to do with a request that the policy held until the timeout: place it at once, or refuse it",
     )
     session_admission: bool = Field(
         _STATE.admission.on,

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pointsman.common.io.settings import ARGUMENT, Entries, HostPort, Pairs, by_name
+from pointsman.router.core.policy.registry import DEFAULT_POLICY
 
 
 class ModelSettings(BaseSettings):
@@ -26,7 +27,7 @@ class ModelSettings(BaseSettings):
         default_factory=list,
         description="HOST:PORT of every engine, as the log names upstreams; default: all that the router or the log names",
     )
-    policy: str = Field("unified", description="Pointsman's policy to compare with")
+    policy: str = Field(DEFAULT_POLICY, description="Pointsman's policy to compare with")
     policy_settings: str = Field("{}", description="JSON object of the policy's settings that differ from its defaults")
     assumed: str = Field(
         "round_robin", description="policy for requests that the other router placed at an unknown engine"

@@ -176,7 +176,7 @@ def change_a_default(project: Project) -> None:
         ),
         (kill_too_soon, "vllm-0: ends in up to 300 s, and is killed after 10s"),
         (add_undocumented_variable, "variable SEED is not in .env.example"),
-        (change_a_default, "variable POLICY: the default is 'lpwl', .env.example says 'unified'"),
+        (change_a_default, "variable POLICY: the default is 'lpwl', .env.example says 'auto'"),
     ],
 )
 def test_mistake_is_refused(

@@ -78,9 +78,19 @@ def test_sessions_are_admitted_by_the_setting_or_where_auto_takes_foresight(
     assert admission_choice(make_policy(policy), facts, switched_on=switched_on) == expected
 
 
-def test_a_hold_that_ends_is_placed_by_foresight_without_holds() -> None:
-    placed_by = Auto().without_holds()
-    assert placed_by == dataclasses.replace(LONGER, light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT)
+@pytest.mark.parametrize(
+    ("facts", "policy"),
+    [
+        (KNOWN, dataclasses.replace(OURS, light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT)),
+        (
+            replace(KNOWN, mean_cost=8.0),
+            dataclasses.replace(LONGER, light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT),
+        ),
+        (replace(KNOWN, learned=1), Unified()),
+    ],
+)
+def test_a_hold_that_ends_is_placed_by_the_policy_that_the_pool_has(facts: PoolFacts, policy: Policy) -> None:
+    assert Auto().without_holds(facts) == policy
 
 
 OTHERS = ("b", "c")

@@ -20,7 +20,7 @@ from pointsman.router.core.analysis.decision_replay import differences, inputs_d
 from pointsman.router.core.policy.decision_rng import rng_of
 from pointsman.router.core.policy.registry import POLICIES, make_policy
 from pointsman.router.core.router_state import RouterState, StateSettings
-from pointsman.router.core.types import LISTED_PREFILLS, Decision, Load
+from pointsman.router.core.types import LISTED_PREFILLS, NO_FACTS, Decision, Load
 from pointsman.router.io.console.decision_stream import DecisionStream
 from pointsman.router.io.telemetry.decision_log import (
     ClosedLine,
@@ -190,7 +190,7 @@ def test_decisions_are_filtered_by_time() -> None:
 def busy_fleet(instances: int, each: int, policy: str = "unified") -> RouterState:
     """A router with `instances` instances, which have about `each` open prefills each."""
     router = state(policy)
-    set_policy(router, router.policy.without_holds() or router.policy)
+    set_policy(router, router.policy.without_holds(NO_FACTS) or router.policy)
     for number in range(instances):
         join(router, f"i{number:03}", number)
     for number in range(instances * each):

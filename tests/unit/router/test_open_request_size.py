@@ -10,7 +10,7 @@ import pytest
 
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.prefix.provisional_blocks import PROVISIONAL_S
-from pointsman.router.core.types import Phase
+from pointsman.router.core.types import NO_FACTS, Phase
 from tests.support.interpreter_steps import Steps
 from tests.support.router_values import join, place, request, set_policy, state
 
@@ -73,7 +73,7 @@ def test_one_of_many_that_prefill_on_an_instance_takes_no_more(answered: bool) -
 @pytest.mark.parametrize("policy", ["unified", "foresight"])
 def test_a_placement_costs_the_same_however_many_prefill(policy: str) -> None:
     router = state(policy)
-    set_policy(router, router.policy.without_holds() or router.policy)
+    set_policy(router, router.policy.without_holds(NO_FACTS) or router.policy)
     for number in range(4):
         join(router, f"i{number}", number)
     steps = []

@@ -92,9 +92,10 @@ class Auto(Policy):
             return _LONG
         return _LONGER if facts.mean_cost >= LONGER_COST else _MEDIUM
 
-    def without_holds(self) -> Policy:
-        """Return `foresight` without holds: of the policies that are taken, only `foresight` holds requests."""
-        return _FORESIGHT.without_holds()
+    def without_holds(self, facts: PoolFacts) -> Policy:
+        """Return the policy that is taken, without its holds."""
+        taken = self.taken(facts).policy
+        return taken.without_holds(facts) or taken
 
 
 class AdmissionChoice(NamedTuple):

@@ -95,8 +95,9 @@ class Policy(ABC):
         others."""
         return TakenPolicy(self)
 
-    def without_holds(self) -> Policy | None:
-        """Return the policy that places a request which this policy has held for the maximum time; None: the default policy."""
+    def without_holds(self, facts: PoolFacts) -> Policy | None:
+        """Return the policy that places a request which this policy has held for the maximum time, in a pool of which `facts` are
+        known; None: `unified`."""
         return None
 
     def ref(self) -> PolicyRef:

@@ -11,7 +11,15 @@ from msgspec import structs
 
 from pointsman.router.core.policy.base import Policy, hold, rotated, serve, setting, slice_of
 from pointsman.router.core.prefill_curve import DEFAULT_CURVE, PrefillCurve
-from pointsman.router.core.types import Candidate, FleetView, PlacementRequest, PolicyResult, PrefillBacklog
+from pointsman.router.core.types import (
+    NO_FACTS,
+    Candidate,
+    FleetView,
+    PlacementRequest,
+    PolicyResult,
+    PoolFacts,
+    PrefillBacklog,
+)
 
 AT_ONCE, SLICE, LAST_PART, HELD = "at_once", "slice", "last_part", "held"
 # Maximum share of a prefill's predicted cost that counts as done while no event reports its end.
@@ -133,7 +141,7 @@ class Foresight(Policy):
         result = slice_of(best, prefix, SLICE, scores) if prefix else serve(best, LAST_PART, scores)
         return structs.replace(result, figures=figures, queue_penalty_s=queue_penalty)
 
-    def without_holds(self) -> Policy:
+    def without_holds(self, facts: PoolFacts = NO_FACTS) -> Policy:
         """Return the same policy with unlimited waits, which holds no request."""
         return replace(self, light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT)
 

@@ -44,6 +44,8 @@ _KINDS: tuple[type[Policy], ...] = (
     Preble,
 )
 POLICIES: dict[str, type[Policy]] = {kind.name: kind for kind in _KINDS}
+# The policy of those who choose none. docs/findings.md compares it with `unified` on all kinds of traffic.
+DEFAULT_POLICY = Auto.name
 
 
 def make_policy(name: str, settings: Mapping[str, object] | None = None) -> Policy:

@@ -1,4 +1,4 @@
-"""`unified`, the default: the session's owner while that is cheap, else the least work x requests. Pure."""
+"""`unified`: the session's owner while that is cheap, else the least work x requests. Pure."""
 
 from __future__ import annotations
 

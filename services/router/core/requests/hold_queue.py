@@ -25,7 +25,7 @@ class QueueSettings:
     one tenant may have (at least one request).
 
     `timeout_s`: maximum time that a request is held. `expiry`: whether a request that the policy still holds then is placed by
-    the default policy, or refused. `ageing_tokens_per_s`: number of new tokens that a second of waiting outweighs. `fair`:
+    its rule without holds, or refused. `ageing_tokens_per_s`: number of new tokens that a second of waiting outweighs. `fair`:
     whether the tenants of a class are served by weight and cost; otherwise tenants do not matter. `lower_class_share`: the share
     of the work of higher classes that a waiting class is owed, and the share of the places that each class keeps. `keys`:
     maximum number of block keys of all held prompts together.

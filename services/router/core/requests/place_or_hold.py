@@ -439,7 +439,8 @@ class HeldRequests:
         """Answer a request that may not wait, or not any longer."""
         policy = None
         if self._is_placed_by_default(held):
-            policy = self._decider.policy.without_holds() or self._fallback
+            facts = self._views.facts(held.pool, now)
+            policy = self._decider.policy.without_holds(facts) or self._fallback
         verdict = self._decider.decide(_aged(held, now), now, policy)
         if _elsewhere(verdict, held):
             return self._moved(held, now)
