@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.admission.cache_capacity import CacheCapacity
 from pointsman.router.core.admission.session_admission import AdmissionSettings, SessionAdmission
 from pointsman.router.core.admission_rule import AdmissionOutcome
 from pointsman.router.core.agent_reports import Reports
@@ -129,7 +130,13 @@ class RouterState:
             settings.stale_report_s,
         )
         self.admission = SessionAdmission(
-            settings.admission, self.instances, self.index, self.prefill_observer, self.affinity, self._admits
+            settings.admission,
+            self.instances,
+            self.index,
+            self.prefill_observer,
+            self.affinity,
+            CacheCapacity(self.lower_tiers, self.prefill_observer),
+            self._admits,
         )
         self.requests = OpenRequests(
             HoldQueue(settings.queue),

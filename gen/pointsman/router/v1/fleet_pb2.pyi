@@ -1286,7 +1286,7 @@ class Admission(_message.Message):
     weighted: _builtins.float
     """Sum of the sizes of the sessions under way, each times its chance to need its KV soon."""
     capacity: _builtins.float
-    """What the pool's caches are to hold. 0 if unknown."""
+    """What the pool's caches are to hold, lower tiers at their worth. 0 if unknown."""
     largest: _builtins.int
     """KV of the largest instance."""
     before: _builtins.int
@@ -2507,7 +2507,7 @@ class AdmissionStatus(_message.Message):
     weighted: _builtins.float
     """Sum of their sizes, each times its chance to need its KV soon."""
     capacity: _builtins.float
-    """What the pool's caches are to hold. 0 if unknown."""
+    """What the pool's caches are to hold, lower tiers at their worth. 0 if unknown."""
     recomputed_share: _builtins.float
     """Share of the last minute's prefill that computed again what the caches had evicted."""
     def __init__(

@@ -6,23 +6,22 @@ instances. An armed pool stays so until the sessions fit well and nobody is park
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pointsman.common.core.block_keys import KEY_TOKENS
+from pointsman.router.core.admission.cache_capacity import CacheCapacity, Capacity
 from pointsman.router.core.admission.recomputation import Recomputation
 from pointsman.router.core.admission.session_ledger import SessionLedger
 from pointsman.router.core.admission_rule import AdmissionView
-from pointsman.router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
+from pointsman.router.core.instances.instance_registry import InstanceRegistry
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.load.affinity import Affinity
 from pointsman.router.core.prefix.exact_index import PrefixIndex
 from pointsman.router.core.priority import Priority
-from pointsman.router.core.types import Decision, InstanceState, PlacementRequest
+from pointsman.router.core.types import Decision, PlacementRequest
 
-# States of the instances whose KV counts. One that syncs its keys has its cache, and is placed on.
-SERVING = (InstanceState.READY, InstanceState.SYNCING)
 # A pool is armed when at least ARM_SHARE of its prefill of the last minute is recomputed, and the sessions' weighted size is at
 # least ARM_SIZE of its capacity: near a fleet's limit, sizes reach the capacity for moments without harm. It is disarmed below
 # DISARM_SIZE of the capacity.
@@ -45,34 +44,6 @@ class AdmissionSettings:
         if priority is Priority.INTERACTIVE:
             return self.interactive_s
         return self.batch_s if priority is Priority.BATCH else self.standard_s
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """What a pool's caches hold. `tokens`: the KV of the instances that may answer; 0 if unknown, for `reason`. In the study of
-    admission, 0.9 of it parks twice as many near a fleet's limit, and with 1.1 of it a burst's sessions take longer.
-    `largest`: KV of the largest one. `ids`: the instances. `hardware`: that of most of them."""
-
-    tokens: float = 0.0
-    largest: int = 0
-    ids: tuple[str, ...] = ()
-    hardware: str = ""
-    reason: str = "no instance of the pool is ready"
-
-
-def capacity_of(instances: Iterable[InstanceRecord]) -> Capacity:
-    """Return the capacity of a pool with these instances."""
-    serving = [one.info for one in instances if one.state in SERVING and not one.produces_only]
-    if not serving:
-        return Capacity()
-    ids = tuple(one.instance_id for one in serving)
-    kinds = [one.hardware for one in serving]
-    hardware = max(sorted(set(kinds)), key=kinds.count)
-    sizes = [one.kv_capacity_tokens for one in serving]
-    if not all(sizes):
-        unknown = next(one.instance_id for one in serving if not one.kv_capacity_tokens)
-        return Capacity(0.0, 0, ids, hardware, f"the KV capacity of {unknown} is unknown")
-    return Capacity(float(sum(sizes)), max(sizes), ids, hardware, "")
 
 
 class AdmissionStatus(NamedTuple):
@@ -109,6 +80,7 @@ class SessionAdmission:
         index: PrefixIndex,
         prefill_observer: PrefillObserver,
         affinity: Affinity,
+        capacity: CacheCapacity,
         applies: Callable[[str, float], bool],
     ) -> None:
         self.settings = settings
@@ -118,6 +90,7 @@ class SessionAdmission:
         self._index = index
         self._prefill_observer = prefill_observer
         self._affinity = affinity
+        self._capacity = capacity
 
     def view(
         self,
@@ -159,7 +132,7 @@ class SessionAdmission:
         """Bring a pool up to date: its idle sessions, its capacity, and whether it is armed. `parked`: whether requests of the
         pool are parked."""
         state.ledger.advance(now)
-        state.capacity = capacity_of(self._instances.members(pool, pool))
+        state.capacity = self._capacity.of(pool, self._instances.members(pool, pool))
         state.ledger.hosted_by(max(len(state.capacity.ids), 1))
         curve = self._prefill_observer.curve(pool, state.capacity.hardware)
         state.prefill_rate = 1.0 / max(curve.token_s, 1e-9)
@@ -181,7 +154,7 @@ class SessionAdmission:
         """Return the admission of a pool at `now`. Mutates nothing but sums over time."""
         state = self.pools.get(pool)
         if state is None:
-            capacity = capacity_of(self._instances.members(pool, pool))
+            capacity = self._capacity.of(pool, self._instances.members(pool, pool))
             return AdmissionStatus(False, capacity.reason, 0, 0.0, capacity.tokens, 0.0)
         return AdmissionStatus(
             state.armed,
