@@ -1,12 +1,14 @@
 """CPU time, added TTFT and memory of Pointsman, vllm-router, SMG and nginx in front of the same mock engines, in one run.
 
-Pointsman is its gateway and its router. vllm-router and SMG run their cache_aware policies, nginx its round robin.
+Pointsman is its gateway and its router, as two processes and as one (`pointsman serve`). vllm-router and SMG run their
+cache_aware policies, nginx its round robin.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -23,7 +25,9 @@ NEW_PROMPTS = 600
 # Answers of 300 chunks, one each INTERVAL_MS.
 ANSWERS, CHUNKS, INTERVAL_MS = 64, 300, 20.0
 STREAMS = 1_000
-OURS, VLLM_ROUTER, SMG, NGINX = "pointsman", "vllm-router", "smg", "nginx"
+OURS, ONE_PROCESS = "pointsman", "pointsman serve"
+VLLM_ROUTER, SMG, NGINX = "vllm-router", "smg", "nginx"
+PROXIES = (OURS, ONE_PROCESS, VLLM_ROUTER, SMG, NGINX)
 # Metric -> unit, the proxy of the baseline, and the ratio to it that is the goal (0: none).
 GOALS: Mapping[str, tuple[str, str, float]] = {
     "side_new_1k_us": ("us", VLLM_ROUTER, 1.8),
@@ -38,7 +42,8 @@ Found = dict[str, dict[str, list[float]]]
 
 
 async def side_by_side() -> list[Figure]:
-    """side_*: medians over rounds, each of which measures all proxies in turn; the baseline is another proxy's figure."""
+    """side_*, and side_serve_* for one process: medians over rounds, each of which measures all proxies in turn; the baseline is
+    another proxy's figure."""
     stack.allow_files(4 * STREAMS)
     found: Found = defaultdict(lambda: defaultdict(list))
     text = text_of_code()
@@ -51,6 +56,7 @@ async def side_by_side() -> list[Figure]:
                 for name, proxy in proxies.items():
                     await _requests(found, name, proxy, number)
                     await _turns(found, name, proxy, text, number)
+                    _say(number, name)
                 await _added_ttft(found, engines[0], proxies, number)
         async with _proxies(INTERVAL_MS, model) as (_, proxies):
             await _warm_up(proxies)
@@ -58,12 +64,13 @@ async def side_by_side() -> list[Figure]:
                 for name, proxy in proxies.items():
                     found["side_chunk_us"][name].append(await chunk_us(proxy))
                     await _answers(found, name, proxy, number)
+                    _say(number, name)
         async with _proxies(1_000.0, model) as (_, proxies):
             for name, proxy in proxies.items():
                 async with stack.open_streams(proxy.port, STREAMS):
                     resident = sum(stack.rss_mb(pid) for pid in proxy.pids)
                 found["side_rss_mb_1000_streams"][name].append(resident)
-    return [_figure(metric, found[metric]) for metric in GOALS]
+    return [_figure(metric, name, found[metric]) for metric in GOALS for name in (OURS, ONE_PROCESS)]
 
 
 @contextlib.asynccontextmanager
@@ -76,11 +83,17 @@ async def _proxies(
         gateway, router = await running.enter_async_context(stack.pointsman(engines, model))
         proxies = {
             OURS: ServerProcess(gateway.port, (*gateway.pids, *router.pids)),
+            ONE_PROCESS: await running.enter_async_context(stack.one_process(engines, model)),
             VLLM_ROUTER: await running.enter_async_context(stack.vllm_router(engines, "cache_aware")),
             SMG: await running.enter_async_context(stack.smg(engines, "cache_aware")),
             NGINX: await running.enter_async_context(stack.nginx(engines)),
         }
         yield engines, proxies
+
+
+def _say(number: int, name: str) -> None:
+    """Tell the progress: a run takes minutes."""
+    print(f"side_by_side: round {number + 1} of {ROUNDS}, {name}", file=sys.stderr, flush=True)
 
 
 async def _warm_up(proxies: Mapping[str, ServerProcess]) -> None:
@@ -97,7 +110,7 @@ async def _requests(found: Found, name: str, proxy: ServerProcess, number: int) 
 async def _turns(found: Found, name: str, proxy: ServerProcess, text: str, number: int) -> None:
     """Measure turns after a conversation's first one. Each proxy and round has conversations of its own."""
     for size, (_, _, conversations, _) in SIZES.items():
-        first = (number * len(GOALS) + [OURS, VLLM_ROUTER, SMG, NGINX].index(name)) * 10
+        first = (number * len(PROXIES) + PROXIES.index(name)) * 10
         talks = [Conversation(size, text, first + at) for at in range(conversations)]
         await run_turns(proxy.port, talks, 1)
         before = stack.cpu_s(*proxy.pids)
@@ -123,9 +136,10 @@ async def _answers(found: Found, name: str, proxy: ServerProcess, number: int) -
     found["side_answer_300_us"][name].append((stack.cpu_s(*proxy.pids) - before) / ANSWERS * 1e6)
 
 
-def _figure(metric: str, by_name: Mapping[str, Sequence[float]]) -> Figure:
+def _figure(metric: str, ours: str, by_name: Mapping[str, Sequence[float]]) -> Figure:
     unit, against, goal = GOALS[metric]
     middle = {name: percentile(values, 0.5) for name, values in by_name.items()}
-    others = ", ".join(f"{name} {value:,.3g}" for name, value in middle.items() if name != OURS)
+    others = ", ".join(f"{name} {value:,.3g}" for name, value in middle.items() if name != ours)
     aim = f"; goal of the ratio {goal:g}" if goal else ""
-    return Figure(metric, middle[OURS], unit, middle[against], f"{others}; baseline is {against}{aim}")
+    name = metric if ours == OURS else metric.replace("side_", "side_serve_", 1)
+    return Figure(name, middle[ours], unit, middle[against], f"{others}; baseline is {against}{aim}")

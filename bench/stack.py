@@ -276,6 +276,14 @@ async def smg(engines: list[ServerProcess], policy: str) -> AsyncIterator[Server
 
 
 @contextlib.asynccontextmanager
+async def sglang_router(engines: list[ServerProcess], policy: str) -> AsyncIterator[ServerProcess]:
+    """Run sglang-router, installed on first use. Raises NotRunnable if it cannot be installed."""
+    python = await asyncio.to_thread(environment, "sglang-router") / "python"
+    async with _rust_router([str(python), "-m", "sglang_router.launch_router"], engines, policy, "error") as running:
+        yield running
+
+
+@contextlib.asynccontextmanager
 async def _rust_router(
     command: list[str], engines: list[ServerProcess], policy: str, log_level: str
 ) -> AsyncIterator[ServerProcess]:

@@ -38,8 +38,8 @@ def test_ties_go_at_random_through_the_seed(name: str) -> None:
 
 def test_dynamo_adds_prefill_and_decode_blocks() -> None:
     seen = view(
-        holding("a", 800, pending_prefill_tokens=160, ongoing_decode_tokens=1_600),  # (10 + 100 - 50) + 100
-        holding("b", 0, ongoing_decode_tokens=320),  # 100 + 20
+        holding("a", 800, pending_prefill_tokens=160, ongoing_tokens=1_600),  # (10 + 100 - 50) + 100
+        holding("b", 0, ongoing_tokens=320),  # 100 + 20
         holding("c", 0, pending_prefill_tokens=480),  # 30 + 100
     )
     decision = ruled("dynamo_kv", seen)
@@ -77,8 +77,8 @@ def test_dynamo_disaggregates_on_conditions(
 ) -> None:
     seen = view(
         holding("d", cached, 8_000),
-        holding("p", 0, 8_000, pending_prefill_tokens=p_pending, ongoing_decode_tokens=90_000),
-        holding("q", 0, 8_000, pending_prefill_tokens=p_pending + 1, ongoing_decode_tokens=90_000),
+        holding("p", 0, 8_000, pending_prefill_tokens=p_pending, ongoing_tokens=90_000),
+        holding("q", 0, 8_000, pending_prefill_tokens=p_pending + 1, ongoing_tokens=90_000),
     )
     decision = ruled("dynamo_kv", seen, 8_000, **settings)
     assert outcome(decision) == ("d", reason)

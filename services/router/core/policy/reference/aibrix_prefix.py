@@ -23,7 +23,7 @@ class AibrixPrefix(Policy):
     Ties at random.
 
     Reasons: `imbalanced` (1), `prefix_match` (2), `least_requests` (3).
-    Source: AIBrix's description of its prefix-cache routing.
+    Source: AIBrix's description of its prefix-cache routing. A reading of what is published: not compared with the program.
     """
 
     name: ClassVar[str] = "aibrix_prefix"

@@ -21,14 +21,16 @@ class DynamoKv(Policy):
 
     Score, in blocks of 16 tokens:
         cost = prefill_load_scale * max(active_prefill + incoming - overlap, 0) + decode_blocks
-        active_prefill: prompts still to be prefilled; incoming: this prompt; overlap: its cached part; decode_blocks: context of
-            the streams past their first token
+        active_prefill: prompts still to be prefilled; incoming: this prompt; overlap: its cached part; decode_blocks: prompts of
+            all open requests, those still to be prefilled included
     Rule: argmin cost, ties at random; with `temperature` t > 0 a draw with weights exp(-cost / ((max - min) * t)). With
     `disaggregate` the prefill goes to the other instance with the least active prefill, unless uncached < local_tokens and
     uncached / prompt < local_ratio, or that instance has more than busy_blocks of prefill.
 
     Reasons: `kv_cost`, `kv_softmax` (temperature), `remote_prefill` (disaggregate).
-    Source: Dynamo 1.6.1, its KV scheduler and conditional disaggregation.
+    Source: Dynamo 1.6.1, its KV scheduler and conditional disaggregation. `python -m bench rival_rules` compares the rule with
+    Dynamo's own selection core. It differs where open requests of one instance share blocks: Dynamo counts these once, and the
+    view does not know them.
     """
 
     name: ClassVar[str] = "dynamo_kv"
@@ -47,7 +49,7 @@ class DynamoKv(Policy):
         scores = {
             one.instance_id: (
                 self.prefill_load_scale * max(one.pending_prefill_tokens + request.input_tokens - one.cached_tokens, 0)
-                + one.ongoing_decode_tokens
+                + one.ongoing_tokens
             )
             / DYNAMO_BLOCK_TOKENS
             for one in eligible

@@ -23,7 +23,7 @@ class LlmdDefault(Policy):
     the other instances.
 
     Reasons: `weighted_score`, `pd_threshold`.
-    Source: llm-d-router's default scorer weights.
+    Source: llm-d-router's default scorer weights. A reading of what is published: not compared with the program.
     """
 
     name: ClassVar[str] = "llmd_default"

@@ -27,6 +27,7 @@ class Preble(Policy):
     Reasons: `exploit` (1), `explore` (2).
     Source: Preble (E2), without its rebalancing. Preble weighs evicted tokens by their hit rate, and sums work over a time
     window. The view has neither, so eviction_weight and the open requests replace them.
+    A reading of what is published: not compared with the program.
     """
 
     name: ClassVar[str] = "preble"

@@ -1,0 +1,63 @@
+"""`rival_rules`: compares Pointsman's readings of other routers' rules with what their own programs choose in drawn states."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from bench import stack
+from bench.figures import Figure
+from bench.rival_rules.http_states import http_states
+from bench.scoreboard.environments import environment
+from bench.stack import ServerProcess
+from tests.support.rival_choices import State, agrees, write_states
+
+# Number of states of each program, and the seed of their draw.
+STATES, SEED = 1_200, 1
+# Timeout of Dynamo's states, s.
+DYNAMO_S = 300.0
+
+
+async def rival_rules() -> list[Figure]:
+    """rule_*_share: the share of drawn states in which a program chooses an instance that is best by our reading of its rule.
+    Stores the states for the unit tests. Installs the programs in the scoreboard's environments."""
+    return [
+        _figure("dynamo", await _dynamo_states()),
+        _figure("sglang-router", await http_states("sglang-router", _sglang, STATES, SEED)),
+        _figure("smg", await http_states("smg", lambda engines: stack.smg(engines, "cache_aware"), STATES, SEED)),
+    ]
+
+
+def _figure(rival: str, states: list[State]) -> Figure:
+    write_states(rival, states)
+    share = sum(map(agrees, states)) / len(states)
+    note = f"{len(states)} states"
+    if apart := [one for one in states if one.get("shared_blocks") == 0]:
+        note += f"; {sum(map(agrees, apart)) / len(apart):.3f} of {len(apart)} in which open requests share no blocks"
+    return Figure(f"rule_{rival.replace('-', '_')}_share", share, "", 1.0, f"{note}; baseline is the goal")
+
+
+async def _dynamo_states() -> list[State]:
+    python = await asyncio.to_thread(environment, "dynamo") / "python"
+    script = Path(__file__).with_name("dynamo_states.py")
+    child = await asyncio.create_subprocess_exec(
+        python, script, str(STATES), str(SEED), stdout=asyncio.subprocess.PIPE,
+        # Block hashes are hashes of Python's; DYN_LOG: its own lines go to stdout.
+        env=os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": "", "DYN_LOG": "error"},
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(DYNAMO_S):
+            told, _ = await child.communicate()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+    if child.returncode:
+        raise RuntimeError(f"{script.name} ended with {child.returncode}")
+    return [json.loads(line) for line in told.splitlines()]
+
+
+def _sglang(engines: list[ServerProcess]) -> contextlib.AbstractAsyncContextManager[ServerProcess]:
+    return stack.sglang_router(engines, "cache_aware")

@@ -1,0 +1,58 @@
+"""What the programs of other routers choose in drawn states, and what Pointsman's readings of their rules choose there.
+
+`python -m bench rival_rules` draws the states with the programs and stores them in tests/data/rival_choices.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pointsman.router.core.policy.registry import make_policy
+from tests.support.repository import REPOSITORY
+from tests.support.router_values import candidate, request, view
+
+# Program -> the policy that has its rule.
+POLICY_OF = {"dynamo": "dynamo_kv", "sglang-router": "sglang_cache_aware", "smg": "sglang_cache_aware"}
+FOLDER = REPOSITORY / "tests" / "data" / "rival_choices"
+
+State = dict[str, Any]
+
+
+def read_states(rival: str) -> list[State]:
+    """Return the stored states of a program."""
+    with gzip.open(_file(rival), "rt") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def write_states(rival: str, states: Iterable[State]) -> None:
+    """Store the states of a program; equal states make an equal file."""
+    text = "".join(json.dumps(one) + "\n" for one in states)
+    _file(rival).write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+def agrees(state: State) -> bool:
+    """Return whether the program chose one of the instances that are best by our policy. Ties are drawn, there and here."""
+    candidates = [
+        candidate(
+            name,
+            cached=one["cached"],
+            new=state["input"] - one["cached"],
+            num_requests=one["requests"],
+            pending_prefill_tokens=one.get("pending", 0),
+            ongoing_tokens=one.get("ongoing", 0),
+            ongoing_decode_tokens=one.get("decoding", 0),
+        )
+        for name, one in state["instances"].items()
+    ]
+    policy = make_policy(POLICY_OF[state["rival"]])
+    scores = policy.choose(request(tokens=state["input"]), view(*candidates), random.Random(0)).scores
+    return bool(scores[state["chosen"]] == min(scores.values()))
+
+
+def _file(rival: str) -> Path:
+    return FOLDER / f"{rival}.jsonl.gz"
