@@ -150,7 +150,7 @@ async def test_a_router_by_itself_tells_its_own_health() -> None:
         assert (pool.model, pool.owner.router_id, pool.owner.address, pool.instances) == ("m", "one", address, 1)
         assert (pool.policy.name, pool.policy.reason, pool.policy.ready_instances) == (
             "unified",
-            "few_exact_prefixes",
+            "curve_not_learned",
             1,
         )
         (replica,) = answer.replicas
