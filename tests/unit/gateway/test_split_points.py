@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -330,3 +331,35 @@ def test_keys_reach_the_wire_as_they_are(keys: list[int]) -> None:
     request = placement_pb2.PlacementRequest(request_id="r", input_tokens=3)
     set_keys(request, array("Q", keys))
     assert request == placement_pb2.PlacementRequest(request_id="r", input_tokens=3, keys=keys)
+
+
+_NEWLINE = re.compile(r"\n(?=[!-.0-~])")
+
+
+def cut_everywhere(text: str, tokens: tuple[str, ...], least: int, line: int) -> list[str]:
+    """The pieces by the rule itself: each occurrence of each token is visited."""
+    ends = sorted(at for token in tokens for at in range(len(text)) if text.startswith(token, at))
+    pieces, start = [], 0
+    for end in (*ends, len(text)):
+        while end - start > line and (found := _NEWLINE.search(text, start + line, end)):
+            pieces.append(text[start : found.end()])
+            start = found.end()
+        if end - start >= least or (end == len(text) and start < end):
+            pieces.append(text[start:end])
+            start = end
+    return pieces
+
+
+@given(
+    st.lists(st.sampled_from(["<a>", "<b>", "x", "yz", "\n", "\nq", " ", "long text "]), max_size=60).map("".join),
+    st.integers(1, 12),
+    st.integers(0, 20),
+)
+def test_pieces_are_those_that_a_visit_of_each_token_gives(text: str, least: int, more: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(split_points, "MIN_PIECE_CHARS", least)
+        patch.setattr(split_points, "NEWLINE_PIECE_CHARS", least + more)
+        pieces = SplitPoints(("<a>", "<b>"), lines=True).pieces(text)
+    assert "".join(pieces) == text
+    if len(text) > least:
+        assert pieces == cut_everywhere(text, ("<a>", "<b>"), least, least + more)

@@ -35,6 +35,7 @@ _MEDIA_TYPES = {
     "video_url": "video",
 }
 _MEDIA_TAG = "MEDIA_TAG"
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 _BILLING_HEADER = "x-anthropic-billing-header"
 _RESERVED_KWARGS = frozenset(
     {"messages", "tools", "documents", "chat_template", "tokenize", "return_dict", "continue_final_message", "padding"}
@@ -92,12 +93,22 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox that vLLM renders in, with a short way for `message.role`: it looks for an attribute of that name first, and
+    raises and catches an AttributeError for each key of each message."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
 class ChatTemplate:
     """One compiled template. `special_tokens` (bos_token, ...) are variables of the template; strftime_now reads `clock`."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], clock: Callable[[], datetime]) -> None:
         """Raises jinja2.TemplateError if `source` is not a valid template."""
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson
@@ -196,6 +207,8 @@ def _normalise(message: Message, parts_as_dicts: bool, mark: str) -> Message:
     """Return one message as vLLM's `_parse_chat_message_content` and `_postprocess_messages` pass it to the template. If `mark`
     is not empty, that text replaces the message's media."""
     role, content = message["role"], message.get("content")
+    if isinstance(content, str) and role in ("user", "assistant") and len(message) == 2:
+        return {"role": role, "content": [{"type": "text", "text": content}] if parts_as_dicts else content}
     parts = [] if content is None else [content] if isinstance(content, str) else content
     if role == "system":
         parts = _without_billing(parts)

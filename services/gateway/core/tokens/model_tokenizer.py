@@ -200,19 +200,20 @@ class ModelTokenizer:
         if text.around is None:
             return self._encode(text.pieces, add_special_tokens=True)[0]
         before, after = text.around
-        known = {piece: ids for piece, ids in zip(text.pieces, text.found, strict=True) if ids is not None}
+        made: dict[str, TokenIds] = {}
         count = sum(len(ids) for ids in text.found if ids is not None)
-        for batch in _batches(list(dict.fromkeys(piece for piece in text.pieces if piece not in known))):
+        new = dict.fromkeys(piece for piece, ids in zip(text.pieces, text.found, strict=True) if ids is None)
+        for batch in _batches(list(new)):
             if most and count > most:
                 break
-            made = self._encode(batch)
-            for piece, ids in zip(batch, made, strict=True):
-                known[piece] = ids
+            encoded = self._encode(batch)
+            for piece, ids in zip(batch, encoded, strict=True):
+                made[piece] = ids
                 self._cache.keep(self._space, piece, ids)
-            count += sum(map(len, made))
+            count += sum(map(len, encoded))
         all_ids = before[:]
-        for piece in text.pieces:
-            all_ids += known.get(piece, _NONE)
+        for piece, known in zip(text.pieces, text.found, strict=True):
+            all_ids += made.get(piece, _NONE) if known is None else known
             if most and len(all_ids) > most:
                 return all_ids
         return all_ids + after

@@ -21,7 +21,7 @@ keeps its pieces.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenizers import AddedToken, Tokenizer
@@ -58,8 +58,11 @@ class SplitPoints:
         """Return `text` in pieces, in order; one piece if there is no split point."""
         if len(text) <= MIN_PIECE_CHARS or not (self.tokens or self.lines):
             return [text]
-        pieces, start = [], 0
-        for end in (*sorted(at for token in self.tokens for at in _occurrences(text, token)), len(text)):
+        pieces, start, length = [], 0, len(text)
+        # Token -> its next occurrence from which a piece may begin. No token is searched twice in the same text.
+        following = {token: _next(text, token, MIN_PIECE_CHARS) for token in self.tokens}
+        end = min(following.values(), default=length)
+        while start < length:
             while (
                 self.lines
                 and end - start > NEWLINE_PIECE_CHARS
@@ -67,9 +70,15 @@ class SplitPoints:
             ):
                 pieces.append(text[start : found.end()])
                 start = found.end()
-            if end - start >= MIN_PIECE_CHARS or (end == len(text) and start < end):
+            if end - start >= MIN_PIECE_CHARS or (end == length and start < end):
                 pieces.append(text[start:end])
                 start = end
+            # Nearer ends would make no piece.
+            least = start + MIN_PIECE_CHARS
+            for token, at in following.items():
+                if at < least:
+                    following[token] = _next(text, token, least)
+            end = min(following.values(), default=length)
         return pieces
 
 
@@ -107,8 +116,7 @@ def _cuts_lines(tokenizer: Tokenizer, added: Sequence[AddedToken]) -> bool:
     return NEWLINES in parts and parts.index(NEWLINES) < min(blanks, default=len(parts))
 
 
-def _occurrences(text: str, token: str) -> Iterator[int]:
-    at = text.find(token)
-    while at >= 0:
-        yield at
-        at = text.find(token, at + len(token))
+def _next(text: str, token: str, start: int) -> int:
+    """Return where `token` occurs next from `start` on; the text's length if nowhere."""
+    at = text.find(token, start)
+    return at if at >= 0 else len(text)

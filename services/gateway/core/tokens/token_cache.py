@@ -7,7 +7,7 @@ import sys
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeAlias
 
 from xxhash import xxh3_128_intdigest
@@ -41,12 +41,21 @@ class ByteBoundedLru:
 
     def get(self, key: Hashable) -> TokenIds | None:
         """Return the value and mark it as used; None if it is not kept."""
+        return self.get_all((key,))[0]
+
+    def get_all(self, keys: Iterable[Hashable]) -> list[TokenIds | None]:
+        """Return the value of each key, as `get`."""
+        values = self._values
+        found: list[TokenIds | None] = []
         with self._lock:
-            found = self._values.get(key)
-            if found is None:
-                return None
-            self._values.move_to_end(key)
-        return found[0]
+            for key in keys:
+                value = values.get(key)
+                if value is None:
+                    found.append(None)
+                else:
+                    values.move_to_end(key)
+                    found.append(value[0])
+        return found
 
     def put(self, key: Hashable, value: TokenIds, key_bytes: int) -> None:
         """Keep a value, unless it is larger than the limit or its key is present."""
@@ -88,9 +97,11 @@ class TokenCache:
 
     def find(self, space: int, pieces: Sequence[str]) -> list[TokenIds | None]:
         """Return the tokens of each piece, None if they are not cached. Counts hits and misses."""
-        found = [self._pieces.get((space, piece)) for piece in pieces]
-        missing = sum(len(piece) for piece, ids in zip(pieces, found, strict=True) if ids is None)
-        self.misses += missing
+        found = self._pieces.get_all((space, piece) for piece in pieces)
+        missing = 0
+        if None in found:
+            missing = sum(len(piece) for piece, ids in zip(pieces, found, strict=True) if ids is None)
+            self.misses += missing
         self.hits += sum(map(len, pieces)) - missing
         return found
 
