@@ -12,6 +12,7 @@ from pointsman.lab.experiments.latency_bounds import BOUNDS, FLOOR
 from pointsman.lab.experiments.paired_statistics import Estimate, difference_by_seed
 from pointsman.lab.report.measures import ALL, Measures
 from pointsman.lab.study.findings_cells import ABLATIONS, BASE, OURS
+from pointsman.router.core.policy.registry import DEFAULT_POLICY
 
 TTFT = "ttft_p90_s"
 
@@ -95,8 +96,8 @@ class Cell(dict[str, dict[int, Mapping[str, float]]]):
 
     @property
     def other_policies(self) -> list[str]:
-        """All policies except `OURS`, its ablations and the bounds."""
-        return [name for name in self if name not in (OURS, *BOUNDS, *ABLATIONS)]
+        """All policies except `OURS`, its ablations, the default, which takes it with other settings, and the bounds."""
+        return [name for name in self if name not in (OURS, DEFAULT_POLICY, *BOUNDS, *ABLATIONS)]
 
     def best_other_policy(self) -> tuple[str, float]:
         """Return the other policy with the lowest TTFT p90, and the ratio of that to `OURS` on common draws."""
