@@ -114,7 +114,7 @@ def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: Jso
     for order in _orders_for_unknown(router):
         console.print(f"{order.instance_id}: no agent reports it ({order_words(order)})", highlight=False, markup=False)
     console.print(
-        f"policy {answer.policy.name} {_settings(answer.policy)}  router {answer.router_id}"
+        f"policy {_policy(answer.policy)}  router {answer.router_id}"
         + (f"  {answer.held_requests} requests held" if answer.held_requests else "")
     )
     if answer.policy.name == Auto.name:
@@ -321,7 +321,7 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
             ),
             markup=False,
         )
-    console.print(f"policy {decision.policy.name} {_settings(decision.policy)}")
+    console.print(f"policy {_policy(decision.policy)}")
     if decision.taken_policy:
         console.print(f"took {decision.taken_policy} ({explained(decision.taken_policy_reason)})", highlight=False)
     for step in decision.steps:
@@ -378,9 +378,10 @@ def _score(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
 
 
-def _settings(policy: fleet_pb2.Policy) -> str:
+def _policy(policy: fleet_pb2.Policy) -> str:
+    """Return a policy's name and settings as text."""
     settings = json_format.MessageToDict(policy.settings)
-    return ", ".join(f"{name}={value}" for name, value in sorted(settings.items()))
+    return f"{policy.name} {', '.join(f'{name}={value}' for name, value in sorted(settings.items()))}".rstrip()
 
 
 def _dry_run(gateway: str, prompt: Path, model: str, session: str) -> fleet_pb2.Decision:
