@@ -43,7 +43,7 @@ PLOT_STYLE: Any = LIGHT_STYLE | {"svg.hashsalt": "pointsman findings"}
 _COLOURS = {
     FLOOR: "#8a8f98",
     OURS: "#0b6e4f",
-    DEFAULT_POLICY: "#6f42c1",
+    DEFAULT_POLICY: "#1b1f24",
     BASE: "#1f6feb",
     "round_robin": "#b35900",
     "least_requests": "#8250df",
