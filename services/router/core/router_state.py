@@ -135,7 +135,7 @@ class RouterState:
             self.index,
             self.prefill_observer,
             self.affinity,
-            CacheCapacity(self.lower_tiers, self.prefill_observer),
+            CacheCapacity(self.prefix_knowledge),
             self._admits,
         )
         self.requests = OpenRequests(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.admission.cache_capacity import Capacity
+from pointsman.router.core.admission.cache_capacity import MOST_BELOW, Capacity
 from pointsman.router.core.admission.session_admission import AdmissionSettings
-from pointsman.router.core.instances.report_sync import Delta
+from pointsman.router.core.instances.report_sync import Delta, SnapshotBegin
 from pointsman.router.core.prefix.lower_tiers import TIER_HOST, TIER_STORAGE
 from pointsman.router.core.router_state import RouterState
+from pointsman.router.core.types import InstanceState
 from tests.support.router_values import join, state
 
 CAPACITY = 16_000
@@ -17,18 +20,28 @@ CAPACITY = 16_000
 TOKEN_BYTES = 131_072
 
 
-def fleet(*names: str) -> RouterState:
+def fleet(*names: str, storage: str = "") -> RouterState:
     router = state(admission=AdmissionSettings(on=True))
     for number, name in enumerate(names, start=1):
-        join(router, name, number, kv_capacity_tokens=CAPACITY, kv_token_bytes=TOKEN_BYTES)
+        described: dict[str, Any] = {
+            "kv_capacity_tokens": CAPACITY,
+            "kv_token_bytes": TOKEN_BYTES,
+            "shared_storage": storage,
+        }
+        join(router, name, number, **described)
     return router
+
+
+def report(router: RouterState, name: str, message: Delta | SnapshotBegin) -> None:
+    record = router.instances.get(name)
+    assert record is not None
+    router.handle(ev.KeysReported(record.stream_id, name, message), 0.0)
 
 
 def store(router: RouterState, name: str, tier: int, blocks: int, first: int = 0) -> None:
     record = router.instances.get(name)
     assert record is not None
-    seq = record.sync.seq + 1
-    router.handle(ev.KeysReported(record.stream_id, name, Delta(seq, tier, tuple(range(first, first + blocks)))), 0.0)
+    report(router, name, Delta(record.sync.seq + 1, tier, tuple(range(first, first + blocks))))
 
 
 def capacity(router: RouterState) -> Capacity:
@@ -65,3 +78,47 @@ def test_storage_counts_with_what_exceeds_the_host_tier_at_its_own_worth() -> No
     alone = fleet("a")
     store(alone, "a", TIER_STORAGE, 3_000)
     assert capacity(alone).below == pytest.approx(storage)
+
+
+def test_an_instance_that_sends_its_keys_anew_has_what_it_had() -> None:
+    router = fleet("a", "b")
+    store(router, "a", TIER_HOST, 3_000)
+    before = capacity(router)
+    assert before.below > 0
+    report(router, "a", SnapshotBegin(10))
+    record = router.instances.get("a")
+    assert record is not None
+    assert record.state is InstanceState.SYNCING
+    assert not router.lower_tiers.count("a", TIER_HOST)
+    assert capacity(router) == before
+
+
+def test_tiers_that_do_not_have_what_they_report_count_nothing() -> None:
+    router = fleet("a")
+    store(router, "a", TIER_HOST, 3_000)
+    assert capacity(router).below > 0
+    router.prefix_knowledge._unloaded["a"] = 60.0
+    assert capacity(router).below == 0
+
+
+def test_a_store_that_instances_share_has_each_block_once() -> None:
+    alone, shared = fleet("a"), fleet("a", "b", "c", storage="s")
+    store(alone, "a", TIER_STORAGE, 9_000)
+    for name in ("a", "b", "c"):
+        store(shared, name, TIER_STORAGE, 9_000)
+    # The blocks of one instance, less the KV of all three, whose copies may be among them.
+    worth = capacity(alone).below / (9_000 * 16 - CAPACITY)
+    assert capacity(shared).below == pytest.approx((9_000 * 16 - 3 * CAPACITY) * worth)
+    apart = fleet("a", "b", "c", storage="s")
+    for at, name in enumerate(("a", "b", "c")):
+        store(apart, name, TIER_STORAGE, 9_000, first=9_000 * at)
+    assert capacity(apart).below == pytest.approx((3 * 9_000 * 16 - 3 * CAPACITY) * worth)
+
+
+def test_a_store_that_never_removes_counts_up_to_a_limit() -> None:
+    router = fleet("a")
+    store(router, "a", TIER_STORAGE, 60_000)
+    found = capacity(router)
+    assert found.below <= MOST_BELOW * CAPACITY
+    store(router, "a", TIER_STORAGE, 60_000, first=60_000)
+    assert capacity(router) == found

@@ -30,8 +30,8 @@ ARM_SHARE, ARM_SIZE, DISARM_SIZE = 0.05, 1.25, 0.8
 
 @dataclass(frozen=True, slots=True)
 class AdmissionSettings:
-    """Settings of session admission. `on`: whether sessions are admitted under every policy; `auto` switches it on where it takes
-    `foresight`. The others: how long a new session of each class
+    """Settings of session admission. `on`: whether sessions are admitted under every policy; without it `auto` admits them
+    where its rules say so. The others: how long a new session of each class
     is parked at most before it is refused, s."""
 
     on: bool = False
@@ -218,6 +218,7 @@ class SessionAdmission:
     def forget_pool(self, pool: str) -> None:
         """Drop all that is known of a pool. Mutates."""
         self.pools.pop(pool, None)
+        self._capacity.forget_pool(pool)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a pool's ledger is inconsistent."""

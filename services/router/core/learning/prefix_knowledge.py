@@ -105,6 +105,10 @@ class PrefixKnowledge:
             blocks = {name: count for name, count in blocks.items() if name not in self._unloaded}
         return self.lower_tiers.continued(keys, blocks)
 
+    def trusts_lower_tiers(self, instance_id: str) -> bool:
+        """Return whether an instance's answers agree with what it reports of its lower tiers."""
+        return instance_id not in self._unloaded
+
     # ---- agents ----
 
     def heard(self, record: InstanceRecord, now: float) -> list[ev.Effect]:

@@ -64,6 +64,15 @@ class LowerTiers:
         index = self._indexes.get(tier)
         return index.count(instance_id) if index is not None else 0
 
+    def different(self, tier: int) -> int:
+        """Return how many different keys all instances together have reported in a tier."""
+        index = self._indexes.get(tier)
+        return len(index) if index is not None else 0
+
+    def store_of(self, instance_id: str) -> tuple[str, str] | None:
+        """Return pool and name of the store that an instance shares with others; None if it shares none."""
+        return self._store_of.get(instance_id)
+
     def share(self, instance_id: str, pool: str, name: str) -> None:
         """Set the name of the store in which an instance's STORAGE blocks are, among the instances of its pool; empty: no other
         instance uses it. Mutates."""
