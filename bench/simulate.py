@@ -14,6 +14,7 @@ from pointsman.lab.simulation.simulator import Simulator
 from pointsman.lab.workload.synthetic_trace import generate
 from pointsman.lab.workload.trace_files import load_trace
 from pointsman.lab.workload.traces import TINY_TRACE, TraceRequest
+from pointsman.router.core.policy.registry import DEFAULT_POLICY
 
 GOAL_S = 2.0
 # The file is beside the repository on the machines where the project is developed. Without it the tiny trace of the package is
@@ -40,7 +41,7 @@ def _run(metric: str, requests: list[TraceRequest], instances: int, note: str, g
 
 
 def _spent_s(requests: list[TraceRequest], instances: int) -> float:
-    simulator = Simulator(requests, SimulationConfig(instances=instances, engine=ENGINE))
+    simulator = Simulator(requests, SimulationConfig(policy=DEFAULT_POLICY, instances=instances, engine=ENGINE))
     started = time.process_time()
     simulator.run()
     return time.process_time() - started

@@ -139,9 +139,10 @@ def _opening(tables: Tables) -> str:
     ]
     if routers := router_table(tables):
         parts += ["### Your router today\n", "TTFT p90 on recorded coding agents. Other routers' rules get Pointsman's exact "
-                  "knowledge here; at home they have less. `dynamo_kv`\nand `sglang_cache_aware` are compared with the routers' own "
-                  "programs (`python -m bench rival_rules`); `llmd_default`,\n`aibrix_prefix` and `preble` are readings of what "
-                  "is published.\n", routers]  # fmt: skip
+                  "knowledge here; at home they have less.\n`sglang_cache_aware` and `dynamo_kv` are compared with the routers' "
+                  "own programs (`python -m bench rival_rules`). The former chooses\nas they do; the latter differs where open "
+                  "requests of one instance share blocks, which Dynamo counts once: in a tenth of such states.\n`llmd_default`, "
+                  "`aibrix_prefix` and `preble` are readings of what is published.\n", routers]  # fmt: skip
     parts += [
         "### What is left to gain, and the price\n",
         "![Share of the gap to the bound that is closed, by cell](findings_gap.svg)\n",

@@ -113,7 +113,8 @@ class RouterSettings(BaseSettings):
     )
     session_admission: bool = Field(
         _STATE.admission.on,
-        description="park new sessions while the caches evict what sessions under way need again, and have no room for more",
+        description="park new sessions under every policy while the caches evict what sessions under way need again, and have "
+        "no room for more; false: only where the policy auto does",
     )
     admission_interactive_s: float = Field(
         _STATE.admission.interactive_s,

@@ -32,7 +32,9 @@ def test_dynamo_kv_chooses_as_dynamos_selection_core_does() -> None:
     # Dynamo counts whole blocks, the view tokens: costs that are nearly equal may change places.
     assert sum(map(agrees, apart)) >= 0.99 * len(apart)
     # Dynamo counts blocks once that several open requests of an instance share; the view does not know them.
-    assert sum(map(agrees, states)) >= 0.94 * len(states)
+    shared = [one for one in states if one["shared_blocks"]]
+    assert len(shared) >= 300
+    assert sum(map(agrees, shared)) >= 0.9 * len(shared)
 
 
 def test_smg_differs_little_from_its_predecessor() -> None:

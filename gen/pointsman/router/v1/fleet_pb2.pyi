@@ -1200,7 +1200,7 @@ class Decision(_message.Message):
     @_builtins.property
     def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Other influences on the placement: why a session left its owner (owner_draining, owner_saturated, owner_gone, ...), or why
-        the default policy placed a held request (hold_expired, queue_full).
+        a held request was placed without a further hold (hold_expired, queue_full).
         """
 
     @_builtins.property

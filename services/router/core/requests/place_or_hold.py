@@ -386,9 +386,9 @@ class HeldRequests:
 
     def _needs_no_view(self, held: HeldRequest) -> bool:
         """Return whether a request whose time has passed is refused if all instances are saturated, without a decision."""
-        return not self._is_placed_by_default(held) and held.first_token_by == inf and not held.request.exclude
+        return not self._is_placed_in_the_end(held) and held.first_token_by == inf and not held.request.exclude
 
-    def _is_placed_by_default(self, held: HeldRequest) -> bool:
+    def _is_placed_in_the_end(self, held: HeldRequest) -> bool:
         """Return whether the request, when its time has passed, is placed by a policy that does not hold it."""
         return not held.for_room and self.queue.settings.expiry == "place"
 
@@ -438,7 +438,7 @@ class HeldRequests:
     def _answer(self, held: HeldRequest, now: float, note: str, why: str) -> list[ev.Effect]:
         """Answer a request that may not wait, or not any longer."""
         policy = None
-        if self._is_placed_by_default(held):
+        if self._is_placed_in_the_end(held):
             facts = self._views.facts(held.pool, now)
             policy = self._decider.policy.without_holds(facts) or self._fallback
         verdict = self._decider.decide(_aged(held, now), now, policy)
