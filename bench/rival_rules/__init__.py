@@ -10,13 +10,17 @@ from pathlib import Path
 
 from bench import stack
 from bench.figures import Figure
-from bench.rival_rules.http_states import http_states
+from bench.rival_rules.http_states import Program, http_states
 from bench.scoreboard.environments import environment
-from bench.stack import ServerProcess
 from tests.support.rival_choices import State, agrees, write_states
 
 # Number of states of each program, and the seed of their draw.
 STATES, SEED = 1_200, 1
+# The programs that are asked over HTTP.
+PROGRAMS: dict[str, Program] = {
+    "sglang-router": lambda engines: stack.sglang_router(engines, "cache_aware"),
+    "smg": lambda engines: stack.smg(engines, "cache_aware"),
+}
 # Timeout of Dynamo's states, s.
 DYNAMO_S = 300.0
 
@@ -26,8 +30,7 @@ async def rival_rules() -> list[Figure]:
     Stores the states for the unit tests. Installs the programs in the scoreboard's environments."""
     return [
         _figure("dynamo", await _dynamo_states()),
-        _figure("sglang-router", await http_states("sglang-router", _sglang, STATES, SEED)),
-        _figure("smg", await http_states("smg", lambda engines: stack.smg(engines, "cache_aware"), STATES, SEED)),
+        *[_figure(rival, await http_states(rival, program, STATES, SEED)) for rival, program in PROGRAMS.items()],
     ]
 
 
@@ -57,7 +60,3 @@ async def _dynamo_states() -> list[State]:
     if child.returncode:
         raise RuntimeError(f"{script.name} ended with {child.returncode}")
     return [json.loads(line) for line in told.splitlines()]
-
-
-def _sglang(engines: list[ServerProcess]) -> contextlib.AbstractAsyncContextManager[ServerProcess]:
-    return stack.sglang_router(engines, "cache_aware")

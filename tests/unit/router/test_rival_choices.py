@@ -21,7 +21,8 @@ def test_the_states_of_sglang_router_lead_to_each_part_of_its_rule() -> None:
     settings = policy.ref().settings
     assert sum(high - low > settings["balance_abs"] for low, high in zip(least, most, strict=True)) >= 10
     matched = [max(one["cached"] for one in state["instances"].values()) / state["input"] for state in states]
-    assert min(sum(share > 0.3 for share in matched), sum(share <= 0.3 for share in matched)) >= 200
+    threshold = settings["cache_threshold"]
+    assert min(sum(share > threshold for share in matched), sum(share <= threshold for share in matched)) >= 200
 
 
 def test_dynamo_kv_chooses_as_dynamos_selection_core_does() -> None:

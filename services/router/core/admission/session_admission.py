@@ -151,7 +151,7 @@ class SessionAdmission:
             self._update(pool, state, now, parked=pool in parked)
 
     def status(self, pool: str, now: float) -> AdmissionStatus:
-        """Return the admission of a pool at `now`. Mutates nothing but sums over time."""
+        """Return the admission of a pool at `now`. Mutates nothing but sums over time and what is remembered of caches."""
         state = self.pools.get(pool)
         if state is None:
             capacity = self._capacity.of(pool, self._instances.members(pool, pool))
