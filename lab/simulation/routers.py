@@ -1,7 +1,7 @@
 """The routers of a simulation: a single router, or replicas that share pools as they do through Redis. Pure.
 
 Every replica is a RouterState and receives every report over its own channel. The next owner of a pool starts with what the last
-owner stored for the pool: open reservations, owners of sessions and the mean work. All other state is lost.
+owner stored for the pool: open reservations, owners of sessions, the mean work and the idle sessions. All other state is lost.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import partial
 from pointsman.lab.simulation.event_queue import EventQueue
 from pointsman.lab.simulation.report_channel import Deliver, ReportChannel
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.idle_sessions import IdleSessions
 from pointsman.router.core.load.reservations import Reservation
 from pointsman.router.core.ownership import preferred
 from pointsman.router.core.prefill_curve import MeanWork
@@ -29,6 +30,8 @@ class _StoredPool:
     reservations: dict[str, Reservation] = field(default_factory=dict)
     sessions: dict[str, str] = field(default_factory=dict)
     mean_work: MeanWork | None = None
+    idle_sessions: IdleSessions | None = None
+    idle_stored_at: float = 0.0
 
 
 class Routers:
@@ -96,6 +99,9 @@ class Routers:
                 case ev.MeanWorkSet(mean_work, pool):
                     if pool in self._stored:
                         self._stored[pool].mean_work = mean_work
+                case ev.IdleSessionsSet(idle_sessions, pool):
+                    if pool in self._stored:
+                        self._stored[pool].idle_sessions, self._stored[pool].idle_stored_at = idle_sessions, now
                 case _:
                     self._on_effect(name, effect, now)
         scheduled = self._retry_at.get(name, now)
@@ -127,6 +133,8 @@ class Routers:
         others = [name for name in self.states if name != self._last.get(pool)] or list(self.states)
         name = self._owner[pool] = preferred(pool, others)
         stored = self._stored[pool]
-        self.deliver(name, ev.PoolTaken(pool, tuple(stored.reservations.values()), stored.mean_work), now)
+        reservations, age_s = tuple(stored.reservations.values()), now - stored.idle_stored_at
+        taken = ev.PoolTaken(pool, reservations, stored.mean_work, stored.idle_sessions, age_s)
+        self.deliver(name, taken, now)
         self.deliver(name, ev.SessionsRead(pool, dict(stored.sessions)), now)
         return name

@@ -172,7 +172,7 @@ async def test_what_another_version_has_written_is_taken_as_far_as_it_can_be_rea
     with redis_server(tmp_path) as (url, _):
         with redis.Redis.from_url(url) as client:
             client.hset("pointsman:{default:m}:open", mapping={name: json.dumps(one) for name, one in kept.items()})
-            client.hset("pointsman:{default:m}:mean_work", "work", json.dumps({"work": 7}))
+            client.hset("pointsman:{default:m}:mean_work", mapping={"work": json.dumps({"work": 7}), "idle": "[]"})
         async with running(redis_url=url, owner_lease_s=0.5) as (server, agent):
             await Report(agent).join("a")
 
@@ -181,6 +181,25 @@ async def test_what_another_version_has_written_is_taken_as_far_as_it_can_be_rea
                 return {one.request_id for one in found} == {"older", "newer"}
 
             await eventually(taken, "what can be read is open")
+
+
+async def test_a_new_owner_counts_the_idle_sessions_of_the_owner_that_ended(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as (url, _):
+        async with running(redis_url=url, router_id="two", owner_lease_s=0.5, session_admission=True) as (two, second):
+            async with running(redis_url=url, router_id="one", owner_lease_s=0.5, session_admission=True) as (
+                one,
+                first,
+            ):
+                await Report(first).join("a")
+                await owns(one)
+                ledger = one.router.state.admission._state("m").ledger
+                ledger.opened("t/s", "t", 9_000, (), 0, time.monotonic())
+                ledger.closed("t/s", 9_000, 1_000, "TOOL_CALLS", time.monotonic())
+                async with redis.asyncio.Redis.from_url(url) as store:
+                    await eventually(lambda: store.hexists(POOL + "mean_work", "idle"), "the idle session is stored")
+            await Report(second).join("a")
+            await owns(two)
+            assert 8_000 < two.router.state.admission.pools["m"].ledger.weighted() < 10_000
 
 
 async def test_a_store_that_is_told_to_end_as_a_command_is_written_ends(

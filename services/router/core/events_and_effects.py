@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from pointsman.router.core.admission_rule import AdmissionRecord
+from pointsman.router.core.idle_sessions import IdleSessions
 from pointsman.router.core.instances.instance_orders import InstanceOrder
 from pointsman.router.core.instances.report_sync import KeyMessage
 from pointsman.router.core.load.reservations import Reservation
@@ -204,12 +205,15 @@ class StoreState(msgspec.Struct, frozen=True, gc=False):
 
 
 class PoolTaken(msgspec.Struct, frozen=True, gc=False):
-    """This replica owns `pool` from now on. The shared store's open reservations and mean work replace this replica's. The pool's
-    sessions follow (SessionsRead)."""
+    """This replica owns `pool` from now on. The shared store's open reservations and what it has of earlier owners' knowledge
+    replace this replica's: the mean work, and the idle sessions of `idle_age_s` ago (s). The pool's sessions follow
+    (SessionsRead)."""
 
     pool: str
     reservations: tuple[Reservation, ...] = ()
     mean_work: MeanWork | None = None
+    idle_sessions: IdleSessions | None = None
+    idle_age_s: float = 0.0
 
 
 class SessionsRead(msgspec.Struct, frozen=True, gc=False):
@@ -430,6 +434,13 @@ class MeanWorkSet(msgspec.Struct, frozen=True, gc=False):
     pool: str
 
 
+class IdleSessionsSet(msgspec.Struct, frozen=True, gc=False):
+    """For the shared store: what a pool's next owner needs of its idle sessions."""
+
+    idle_sessions: IdleSessions
+    pool: str
+
+
 Effect = (
     Welcome
     | Pace
@@ -451,4 +462,5 @@ Effect = (
     | SessionDisowned
     | SessionEndApplied
     | MeanWorkSet
+    | IdleSessionsSet
 )

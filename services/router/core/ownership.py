@@ -58,20 +58,20 @@ class SettledReplicas:
 
 
 class OwnedPools:
-    """The pools whose requests this replica places: all pools (without a shared store), or those it owns."""
+    """The pools whose requests this replica places: all pools (`everything`, without a shared store), or those it owns."""
 
     def __init__(self, *, everything: bool) -> None:
-        self._everything = everything
+        self.everything = everything
         self._taken: set[str] = set()
 
     def owns(self, pool: str) -> bool:
         """Return whether this replica places the pool's requests."""
-        return self._everything or pool in self._taken
+        return self.everything or pool in self._taken
 
     @property
     def any(self) -> bool:
         """Whether this replica places the requests of any pool, now or as soon as instances exist."""
-        return self._everything or bool(self._taken)
+        return self.everything or bool(self._taken)
 
     def take(self, pool: str) -> None:
         """Add an owned pool. Mutates."""

@@ -433,6 +433,8 @@ class RouterState:
         self.admission.forget_pool(event.pool)
         self._close_circuits(event.pool)
         self.prefill_observer.take_over(event.pool, event.mean_work)
+        if event.idle_sessions is not None:
+            self.admission.take_over(event.pool, event.idle_sessions, event.idle_age_s, now)
         if not self.instances.members(event.pool, event.pool):
             self._gone_pools.left((event.pool,), now)
         yield [*waited, ev.FleetChanged()]
@@ -515,7 +517,17 @@ class RouterState:
         self.held_requests.expire(now)
         self.parking.expire(now)
         self.admission.tick(self.parking.queue.pools(), now)
+        effects += self._idle_sessions(now)
         return effects + self._forget_gone_pools(now)
+
+    def _idle_sessions(self, now: float) -> list[ev.Effect]:
+        """Return what is to be stored of idle sessions for later owners of the pools, if there may be any."""
+        if self.owned.everything:
+            return []
+        known = (
+            (pool, self.admission.idle_sessions(pool, now)) for pool in self.admission.pools if self.owned.owns(pool)
+        )
+        return [ev.IdleSessionsSet(idle, pool) for pool, idle in known if idle is not None]
 
     def _forget_gone_pools(self, now: float) -> list[ev.Effect]:
         self._gone_pools.left(self.instances.pools_left(), now)

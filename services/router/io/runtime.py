@@ -304,7 +304,9 @@ class Router:
         fleet_changed = ignored = False
         for effect in effects:
             match effect:
-                case ev.Reserved() | ev.Released() | ev.SessionOwnerSet() | ev.SessionDisowned() | ev.MeanWorkSet():
+                case ev.Reserved() | ev.Released() | ev.SessionOwnerSet() | ev.SessionDisowned():
+                    kept.append(effect)
+                case ev.MeanWorkSet() | ev.IdleSessionsSet():
                     kept.append(effect)
                 case ev.SessionEndApplied():
                     ends.append(effect)
@@ -619,6 +621,8 @@ class Router:
         self._finish()
         if mean_work := self.state.prefill_observer.mean_work_record(pool):
             yield ev.MeanWorkSet(mean_work, pool)
+        if (admission := self.state.admission.pools.get(pool)) is not None:
+            yield ev.IdleSessionsSet(admission.ledger.idle(), pool)
         for one in self.state.reservations.of_pool(pool):
             reservation = self.state.reservations.get(one.request_id)
             if reservation is not None and reservation.pool == pool:

@@ -10,13 +10,11 @@ those that ended their turn.
 from __future__ import annotations
 
 from bisect import bisect_right
-from enum import IntEnum
 from itertools import pairwise
 from math import exp, log
 
-# Lower ends of the bins of idle time, s, and the end of the last bin: a session that is idle for longer is forgotten.
-EDGES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 240.0, 600.0, 1_200.0, 3_600.0)
-BINS = len(EDGES_S) - 1
+from pointsman.router.core.idle_sessions import BINS, EDGES_S, KINDS, AnswerKind, Observed, bin_of
+
 # How long a cache is to keep a session for its next request, s. A session counts by the chance that it returns within this time.
 KEEP_S = 120.0
 # PRIOR_SESSIONS: number of idle sessions whose returns the prior stands for. MOST_RETURNS: number of returns of a kind from which
@@ -24,39 +22,9 @@ KEEP_S = 120.0
 PRIOR_SESSIONS, MOST_RETURNS = 20.0, 4_000.0
 # Number of observations of a kind after which its chances are computed anew.
 REFRESH_AFTER = 128
-
-
-class AnswerKind(IntEnum):
-    """How the last answer of a session ended. A session's first answer is a kind of its own, because most sessions of one-turn
-    traffic have no second one."""
-
-    TOOL = 0
-    STOP = 1
-    OTHER = 2
-    FIRST_TOOL = 3
-    FIRST_STOP = 4
-    FIRST_OTHER = 5
-
-
-KINDS = tuple(AnswerKind)
 # By kind modulo 3: shares of sessions that have returned by these idle times, s. OTHER (no reason known): the mean of both.
 _TIMES_S = (0.0, 30.0, 120.0, 600.0, 3_600.0)
 _RETURNED = ((0.0, 0.81, 0.92, 0.98, 0.992), (0.0, 0.18, 0.34, 0.62, 0.87), (0.0, 0.5, 0.63, 0.8, 0.93))
-
-
-def answer_kind(finish_reason: str, turns: int) -> AnswerKind:
-    """Return the kind of an answer by its finish reason (as in ev.Finished) and the number of answers of its session."""
-    ended = AnswerKind.OTHER
-    if finish_reason == "TOOL_CALLS":
-        ended = AnswerKind.TOOL
-    elif finish_reason == "STOP":
-        ended = AnswerKind.STOP
-    return AnswerKind(ended + 3) if turns <= 1 else ended
-
-
-def bin_of(idle_s: float) -> int:
-    """Return the bin of an idle time; BINS if it is beyond the last one."""
-    return bisect_right(EDGES_S, max(idle_s, 0.0)) - 1
 
 
 class ReturnChances:
@@ -68,6 +36,25 @@ class ReturnChances:
         self._exposure_s = [list(exposure) for _, exposure in prior]
         self._unread = [0 for _ in KINDS]
         self._chances = [self._computed(kind) for kind in KINDS]
+
+    def observed(self) -> tuple[Observed, Observed]:
+        """Return what is observed, by kind and bin: the returns, and the seconds of exposure."""
+        returns, exposure_s = self._returns, self._exposure_s
+        return tuple(map(tuple, returns)), tuple(map(tuple, exposure_s))
+
+    def restore(self, returns: Observed, exposure_s: Observed) -> None:
+        """Replace what is observed by what another router's `observed` returned. Mutates."""
+        self._returns, self._exposure_s = list(map(list, returns)), list(map(list, exposure_s))
+        self._unread = [0 for _ in KINDS]
+        self._chances = [self._computed(kind) for kind in KINDS]
+
+    def stays_idle(self, kind: AnswerKind, idle_s: float, until_s: float) -> float:
+        """Return the probability that a session that is idle for `idle_s` is still idle at the idle time `until_s`. O(BINS)."""
+        total = 0.0
+        for bin_ in range(bin_of(idle_s), min(bin_of(until_s) + 1, BINS)):
+            inside = min(EDGES_S[bin_ + 1], until_s) - max(EDGES_S[bin_], idle_s)
+            total += self._returns[kind][bin_] / self._exposure_s[kind][bin_] * max(inside, 0.0)
+        return exp(-total)
 
     def chance(self, kind: AnswerKind, bin_: int) -> float:
         """Return the probability that a session that has just entered `bin_` returns within KEEP_S."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from pointsman.common.core.block_keys import KEY_TOKENS
@@ -15,6 +16,7 @@ from pointsman.router.core.admission.cache_capacity import CacheCapacity, Capaci
 from pointsman.router.core.admission.recomputation import Recomputation
 from pointsman.router.core.admission.session_ledger import SessionLedger
 from pointsman.router.core.admission_rule import AdmissionView
+from pointsman.router.core.idle_sessions import IdleSessions
 from pointsman.router.core.instances.instance_registry import InstanceRegistry
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.load.affinity import Affinity
@@ -26,6 +28,8 @@ from pointsman.router.core.types import Decision, PlacementRequest
 # least ARM_SIZE of its capacity: near a fleet's limit, sizes reach the capacity for moments without harm. It is disarmed below
 # DISARM_SIZE of the capacity.
 ARM_SHARE, ARM_SIZE, DISARM_SIZE = 0.05, 1.25, 0.8
+# How often the sums of a pool's idle sessions are stored for its next owner, s. They matter at once only if the pool is armed.
+STORED_EVERY_ARMED_S, STORED_EVERY_S = 1.0, 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ class PoolAdmission:
     capacity: Capacity = field(default_factory=Capacity)
     armed: bool = False
     prefill_rate: float = 1.0
+    stored_at: float = -inf
 
 
 class SessionAdmission:
@@ -184,7 +189,9 @@ class SessionAdmission:
                 cached = max((one.cached_tokens for one in view.candidates), default=0)
             again = min(max(prefix - cached, 0), new)
         state.recomputation.add(new, again, now)
-        state.ledger.opened(name, request.tenant, request.input_tokens, keys, 0 if known else cached, now)
+        # What is cached of the prompt of a session that an earlier owner of the pool has placed is its own.
+        own = known or self._affinity.owner(decision.pool, request.session, now)
+        state.ledger.opened(name, request.tenant, request.input_tokens, keys, 0 if own else cached, now)
         return name
 
     def announced(self, request: PlacementRequest, pool: str, now: float) -> str:
@@ -209,6 +216,19 @@ class SessionAdmission:
         state = self._state(pool)
         self._update(pool, state, now, parked=True)
         state.armed = state.capacity.tokens > 0
+
+    def idle_sessions(self, pool: str, now: float) -> IdleSessions | None:
+        """Return what the pool's next owner needs of its idle sessions, if it is to be stored now: each second while the pool is
+        armed, else every STORED_EVERY_S. Mutates."""
+        state = self.pools.get(pool)
+        if state is None or now < state.stored_at + (STORED_EVERY_ARMED_S if state.armed else STORED_EVERY_S):
+            return None
+        state.stored_at = now
+        return state.ledger.idle()
+
+    def take_over(self, pool: str, idle: IdleSessions, age_s: float, now: float) -> None:
+        """Count the idle sessions that the pool's last owner stored `age_s` ago. Mutates."""
+        self._state(pool).ledger.inherit(idle, age_s, now)
 
     def session_ended(self, session: str, now: float) -> None:
         """Forget a session that its client has ended, in all pools. Mutates; O(pools)."""

@@ -1,6 +1,7 @@
 """Counts the KV of the sessions of one pool that are under way: how much each has, and how likely it needs it again soon. Pure.
 
-    weighted size = sum over sessions of weight x size, plus the copies of shared prefixes
+    weighted size = sum over sessions of weight x size, plus the copies of shared prefixes, plus what earlier owners of the pool
+                    stored of their idle sessions (inherited_sessions.py)
 
 A session's size is the tokens of its last prompt and answer (of all open prompts, while several are open), less the tokens that
 it shared with other sessions at its first request. Its weight is 1 while a request is open, else the chance that it returns
@@ -19,15 +20,9 @@ from collections.abc import Sequence
 import msgspec
 
 from pointsman.common.core.block_keys import KEY_TOKENS
-from pointsman.router.core.admission.return_chances import (
-    BINS,
-    EDGES_S,
-    KINDS,
-    AnswerKind,
-    ReturnChances,
-    answer_kind,
-    bin_of,
-)
+from pointsman.router.core.admission.inherited_sessions import InheritedSessions
+from pointsman.router.core.admission.return_chances import ReturnChances
+from pointsman.router.core.idle_sessions import BINS, EDGES_S, KINDS, AnswerKind, IdleSessions, answer_kind, bin_of
 
 # Maximum number of sessions of a pool that are counted. Beyond it those that are idle for longest are forgotten.
 MAX_SESSIONS = 200_000
@@ -90,6 +85,7 @@ class SessionLedger:
         self._tenants: dict[str, float] = {}
         # Tail key -> (session, the key that followed it in the request that continued it).
         self._tails: dict[int, tuple[str, int]] = {}
+        self._inherited = InheritedSessions(self.chances)
 
     def __len__(self) -> int:
         return len(self.sessions)
@@ -102,7 +98,7 @@ class SessionLedger:
 
     def weighted(self) -> float:
         """Return the weighted size in tokens, as of the last `advance`. O(kinds x bins)."""
-        total = float(self._open_sum + self._shared_sum)
+        total = float(self._open_sum + self._shared_sum) + self._inherited.weighted()
         for kind, sums in zip(KINDS, self._sums, strict=True):
             if any(sums):
                 total += sum(chance * size for chance, size in zip(self.chances.chances(kind), sums, strict=True))
@@ -203,6 +199,7 @@ class SessionLedger:
     def advance(self, now: float) -> None:
         """Move idle sessions to the bins of their idle times, and forget those that are idle for longer than the last bin.
         Mutates; O(kinds x bins + moves)."""
+        self._inherited.advance(now)
         for kind, bins in zip(KINDS, self._idle, strict=True):
             for bin_, idle in enumerate(bins):
                 while idle:
@@ -217,6 +214,16 @@ class SessionLedger:
                     else:
                         session.bin = bin_ + 1
                         self._list(session)
+
+    def idle(self) -> IdleSessions:
+        """Return what the next owner of the pool needs of the idle sessions, as of the last `advance`. O(kinds x bins)."""
+        inherited = self._inherited.tokens()
+        tokens = tuple(tuple(map(sum, zip(*sums, strict=True))) for sums in zip(self._sums, inherited, strict=True))
+        return IdleSessions(tokens, *self.chances.observed())
+
+    def inherit(self, idle: IdleSessions, age_s: float, now: float) -> None:
+        """Count the idle sessions that an earlier owner of the pool stored `age_s` ago. Mutates."""
+        self._inherited.take_over(idle, age_s, now)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a sum or a list contradicts the sessions."""

@@ -67,7 +67,8 @@ return {version + 1, ARGV[2]}
 """
 
 # Takes a free pool or renews its lease.
-# KEYS: lease, and the pool's state: epoch, number of the last change, open reservations, session owners, their expiry, mean work.
+# KEYS: lease, and the pool's state: epoch, number of the last change, open reservations, session owners, their expiry, what
+# the owner has learned.
 # ARGV: router id, address, lease in ms, the caller's epoch in this pool (0: it does not own the pool), the highest epoch that it
 # has seen, take.
 # A free pool is taken if take is 2, or if take is 1 and Redis has not lost its data. A caller whose epoch is the newest keeps it,
@@ -99,7 +100,8 @@ return {ARGV[1], ARGV[2], epoch, tonumber(redis.call('GET', KEYS[3]) or '0')}
 """
 
 # Writes an owner's changes of a pool.
-# KEYS: epoch, number of the last change, open reservations, session owners, their expiry, mean work.
+# KEYS: epoch, number of the last change, open reservations, session owners, their expiry, what
+# the owner has learned.
 # ARGV: epoch, time to live of sessions in ms, changes as JSON, number of the first change, maximum number of sessions.
 # Returns 1, or 0 without a change if the epoch is not the newest.
 # An owner numbers its changes without gaps, and changes that were applied before are skipped. So a write that timed out may be
@@ -122,7 +124,8 @@ for _, change in ipairs(cjson.decode(ARGV[3])) do
     elseif change[1] == 'disown' then
       redis.call('HDEL', KEYS[4], change[2])
       redis.call('ZREM', KEYS[5], change[2])
-    elseif change[1] == 'mean_work' then redis.call('HSET', KEYS[6], 'work', change[2])
+    elseif change[1] == 'learned' then
+      redis.call('HSET', KEYS[6], change[2], change[3], change[2] .. '_at', string.format('%.0f', now))
     elseif change[1] == 'complete' then redis.call('HDEL', KEYS[6], 'incomplete')
     else
       redis.call('UNLINK', KEYS[3], KEYS[6])

@@ -1,9 +1,10 @@
 """Pools that several replicas share through Redis.
 
 Each pool has one owner, by a lease with an epoch that grows with each change of the owner. Redis keeps the pool's current state
-(open reservations, session owners, the mean work), not a log of changes. Only the owner writes the state, and a new owner reads
-it once. Every write carries the owner's epoch, so that Redis rejects the writes of an owner that slept past its lease. A
-placement is sent to its gateway once Redis has its reservation, so that a new owner knows every placement that was ever sent.
+(open reservations, session owners, what the owner has learned), not a log of changes. Only the owner writes the state, and a new
+owner reads it once. Every write carries the owner's epoch, so that Redis rejects the writes of an owner that slept past its
+lease. A placement is sent to its gateway once Redis has its reservation, so that a new owner knows every placement that was ever
+sent.
 
 A pool may have a million sessions. They are read and rewritten in pages, and leases are renewed and changes written between two
 pages. The open reservations are read first and without pauses, since a new owner does not place before it has them.
@@ -29,6 +30,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.idle_sessions import IdleSessions
 from pointsman.router.core.load.affinity import MAX_SESSIONS
 from pointsman.router.core.load.reservations import Reservation
 from pointsman.router.core.ownership import Owner, SettledReplicas, preferred
@@ -62,6 +64,8 @@ class _Reading:
     only once it knows them. The sessions follow page by page."""
 
     mean_work: MeanWork | None = None
+    idle_sessions: IdleSessions | None = None
+    idle_age_s: float = 0.0
     reservations: dict[str, Reservation] = field(default_factory=dict)
     reservations_read: bool = False
     sessions: int = 0
@@ -81,7 +85,7 @@ class _Pool:
 
     name: str
     lease_key: str
-    # Redis keys of: epoch, number of the last change, open reservations, session owners, their expiry, mean work.
+    # Redis keys of: epoch, number of the last change, open reservations, session owners, their expiry, what the owner learned.
     state_keys: list[str]
     epoch: int = 0
     seen: int = 0
@@ -208,6 +212,7 @@ class RedisStore:
             else:
                 # The braces keep all keys of a pool on one node of a Redis cluster.
                 key = f"pointsman:{{{self._fleet}:{pool}}}:"
+                # "mean_work" has all that the owner has learned. Another name would need another fleet at an upgrade.
                 names = ("epoch", "number", "open", "affinity", "affinity_expiry", "mean_work")
                 self._pools[pool] = _Pool(pool, key + "lease", [key + name for name in names])
                 self._poll_at = 0.0
@@ -430,13 +435,18 @@ class RedisStore:
                 pool.unwritten, pool.told_after = self._snapshot(pool.name), waiting
             return
         kept = await self._redis.hgetall(pool.state_keys[-1])
+        seconds, micros = await self._redis.time() if "idle" in kept else (0, 0)
         self._drop_pending(pool, kept=False)
         if pool.epoch:
             # Another router owned the pool in between, so this replica's state of it is obsolete. Drop it before reading.
             pool.epoch = 0
             self._on_event(ev.PoolLost(pool.name))
         pool.epoch, pool.owner, pool.written = epoch, None, 0
-        pool.reading = _Reading(_read(kept["work"], MeanWork) if "work" in kept else None)
+        pool.reading = _Reading(
+            _read(kept["work"], MeanWork) if "work" in kept else None,
+            _read(kept["idle"], IdleSessions) if "idle" in kept else None,
+            seconds + micros / 1e6 - float(kept.get("idle_at", 0.0)) / 1e3,
+        )
         if kept.get("incomplete"):
             log.warning("the previous owner of a pool did not finish its rewrite", pool=pool.name)
 
@@ -500,7 +510,7 @@ class RedisStore:
         reading.reservations_read = True
         opened, reading.reservations = tuple(reading.reservations.values()), {}
         log.info("took ownership of a pool", pool=pool.name, epoch=pool.epoch, open=len(opened))
-        self._on_event(ev.PoolTaken(pool.name, opened, reading.mean_work))
+        self._on_event(ev.PoolTaken(pool.name, opened, reading.mean_work, reading.idle_sessions, reading.idle_age_s))
         pool.owner = Owner(self._router_id, self.address, pool.epoch)
         self._on_owners()
 
@@ -624,7 +634,7 @@ class RedisStore:
 
 def _read(value: str | bytes, kind: type[T]) -> T | None:
     """Decode a stored value; None if it cannot be read, because a router of another version wrote it. That is no lasting loss:
-    gateways report open requests again, and the mean work is learned again."""
+    gateways report open requests again, and the rest is learned again."""
     try:
         return msgspec.json.decode(value, type=kind)
     except msgspec.MsgspecError as error:
@@ -645,4 +655,6 @@ def _change(effect: StoreEffect) -> list[str]:
         case ev.SessionDisowned(session):
             return ["disown", session]
         case ev.MeanWorkSet(mean_work):
-            return ["mean_work", msgspec.json.encode(mean_work).decode()]
+            return ["learned", "work", msgspec.json.encode(mean_work).decode()]
+        case ev.IdleSessionsSet(idle_sessions):
+            return ["learned", "idle", msgspec.json.encode(idle_sessions).decode()]

@@ -12,7 +12,7 @@ from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.ownership import Owner
 
 StoreEvent = ev.PoolTaken | ev.SessionsRead | ev.PoolLost | ev.StoreState
-StoreEffect = ev.Reserved | ev.Released | ev.SessionOwnerSet | ev.SessionDisowned | ev.MeanWorkSet
+StoreEffect = ev.Reserved | ev.Released | ev.SessionOwnerSet | ev.SessionDisowned | ev.MeanWorkSet | ev.IdleSessionsSet
 Stored = Callable[[bool], None]
 
 
