@@ -10,6 +10,7 @@ from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.admission.cache_capacity import MOST_BELOW, Capacity
 from pointsman.router.core.admission.session_admission import AdmissionSettings
 from pointsman.router.core.instances.report_sync import Delta, SnapshotBegin
+from pointsman.router.core.prefix.exact_index import SWEEP_AFTER
 from pointsman.router.core.prefix.lower_tiers import TIER_HOST, TIER_STORAGE
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import InstanceState
@@ -51,40 +52,44 @@ def capacity(router: RouterState) -> Capacity:
     return found
 
 
+def below(router: RouterState) -> float:
+    """What the tiers below the GPUs add."""
+    found = capacity(router)
+    return found.tokens - CAPACITY * len(found.ids)
+
+
 def test_without_tiers_the_capacity_is_the_kv_of_the_instances() -> None:
-    assert capacity(fleet("a", "b")) == Capacity(2 * CAPACITY, 0.0, CAPACITY, ("a", "b"), "", "")
+    assert capacity(fleet("a", "b")) == Capacity(2 * CAPACITY, CAPACITY, ("a", "b"), "", "")
 
 
 def test_a_host_tier_counts_with_what_exceeds_the_gpu_and_less_than_kv_of_a_gpu() -> None:
     router = fleet("a", "b")
     store(router, "a", TIER_HOST, 1_000)
-    assert capacity(router).below == 0, "a copy of what is on the GPU"
+    assert below(router) == 0, "a copy of what is on the GPU"
     store(router, "a", TIER_HOST, 2_000, first=1_000)
-    found = capacity(router)
-    assert 0.5 * 32_000 < found.below < 32_000
-    assert found.tokens == 2 * CAPACITY + found.below
-    assert found.largest == CAPACITY
+    assert 0.5 * 32_000 < below(router) < 32_000
+    assert capacity(router).largest == CAPACITY
 
 
 def test_storage_counts_with_what_exceeds_the_host_tier_at_its_own_worth() -> None:
     router = fleet("a")
     store(router, "a", TIER_HOST, 3_000)
-    host = capacity(router).below
+    host = below(router)
     store(router, "a", TIER_STORAGE, 3_000)
-    assert capacity(router).below == host
+    assert below(router) == host
     store(router, "a", TIER_STORAGE, 2_000, first=3_000)
-    storage = capacity(router).below - host
+    storage = below(router) - host
     assert 0 <= storage < host, "the same number of blocks, which take longer to load"
     alone = fleet("a")
     store(alone, "a", TIER_STORAGE, 3_000)
-    assert capacity(alone).below == pytest.approx(storage)
+    assert below(alone) == pytest.approx(storage)
 
 
 def test_an_instance_that_sends_its_keys_anew_has_what_it_had() -> None:
     router = fleet("a", "b")
     store(router, "a", TIER_HOST, 3_000)
     before = capacity(router)
-    assert before.below > 0
+    assert below(router) > 0
     report(router, "a", SnapshotBegin(10))
     record = router.instances.get("a")
     assert record is not None
@@ -93,12 +98,27 @@ def test_an_instance_that_sends_its_keys_anew_has_what_it_had() -> None:
     assert capacity(router) == before
 
 
+def test_a_store_that_instances_share_keeps_its_size_while_they_send_their_keys_anew() -> None:
+    names = [f"i{number}" for number in range(SWEEP_AFTER)]
+    router = fleet(*names, storage="s")
+    for at, name in enumerate(names):
+        store(router, name, TIER_STORAGE, 2_000, first=2_000 * at)
+    before = capacity(router)
+    assert below(router) > 0
+    for name in names:
+        report(router, name, SnapshotBegin(10))
+    for _ in range(1_000):
+        router.sweep()
+    assert router.lower_tiers.different(TIER_STORAGE) == 0
+    assert capacity(router) == before
+
+
 def test_tiers_that_do_not_have_what_they_report_count_nothing() -> None:
     router = fleet("a")
     store(router, "a", TIER_HOST, 3_000)
-    assert capacity(router).below > 0
+    assert below(router) > 0
     router.prefix_knowledge._unloaded["a"] = 60.0
-    assert capacity(router).below == 0
+    assert below(router) == 0
 
 
 def test_a_store_that_instances_share_has_each_block_once() -> None:
@@ -107,18 +127,18 @@ def test_a_store_that_instances_share_has_each_block_once() -> None:
     for name in ("a", "b", "c"):
         store(shared, name, TIER_STORAGE, 9_000)
     # The blocks of one instance, less the KV of all three, whose copies may be among them.
-    worth = capacity(alone).below / (9_000 * 16 - CAPACITY)
-    assert capacity(shared).below == pytest.approx((9_000 * 16 - 3 * CAPACITY) * worth)
+    worth = below(alone) / (9_000 * 16 - CAPACITY)
+    assert below(shared) == pytest.approx((9_000 * 16 - 3 * CAPACITY) * worth)
     apart = fleet("a", "b", "c", storage="s")
     for at, name in enumerate(("a", "b", "c")):
         store(apart, name, TIER_STORAGE, 9_000, first=9_000 * at)
-    assert capacity(apart).below == pytest.approx((3 * 9_000 * 16 - 3 * CAPACITY) * worth)
+    assert below(apart) == pytest.approx((3 * 9_000 * 16 - 3 * CAPACITY) * worth)
 
 
 def test_a_store_that_never_removes_counts_up_to_a_limit() -> None:
     router = fleet("a")
     store(router, "a", TIER_STORAGE, 60_000)
     found = capacity(router)
-    assert found.below <= MOST_BELOW * CAPACITY
+    assert below(router) <= MOST_BELOW * CAPACITY
     store(router, "a", TIER_STORAGE, 60_000, first=60_000)
     assert capacity(router) == found

@@ -22,13 +22,12 @@ MOST_BELOW = 16.0
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a pool's caches hold. `tokens`: the KV of the instances that may answer, plus `below`, that of the tiers below them at
-    its worth; 0 if unknown, for `reason`. In the study of admission, 0.9 of it parks twice as many near a fleet's limit, and with
+    """What a pool's caches hold. `tokens`: the KV of the instances that may answer, plus that of the tiers below them at its
+    worth; 0 if unknown, for `reason`. In the study of admission, 0.9 of it parks twice as many near a fleet's limit, and with
     1.1 of it a burst's sessions take longer. `largest`: KV of the largest instance. `ids`: the instances. `hardware`: that of
     most of them."""
 
     tokens: float = 0.0
-    below: float = 0.0
     largest: int = 0
     ids: tuple[str, ...] = ()
     hardware: str = ""
@@ -57,6 +56,8 @@ class CacheCapacity:
         self._knowledge = prefix_knowledge
         # Pool -> instance -> what it held when it was READY last.
         self._held: dict[str, dict[str, _Held]] = {}
+        # Pool -> number of different blocks in STORAGE when none of its instances sent its keys anew.
+        self._different: dict[str, int] = {}
 
     def of(self, pool: str, instances: Iterable[InstanceRecord]) -> Capacity:
         """Return the capacity of a pool with these instances. O(instances). Mutates what is remembered of them."""
@@ -70,20 +71,23 @@ class CacheCapacity:
         sizes = [one.kv_capacity_tokens for one in serving]
         if not all(sizes):
             unknown = next(one.instance_id for one in serving if not one.kv_capacity_tokens)
-            return Capacity(0.0, 0.0, 0, ids, hardware, f"the KV capacity of {unknown} is unknown")
-        below = self._below(pool, records) if self._knowledge.lower_tiers else 0.0
-        return Capacity(sum(sizes) + below, below, max(sizes), ids, hardware, "")
+            return Capacity(0.0, 0, ids, hardware, f"the KV capacity of {unknown} is unknown")
+        tiers = self._knowledge.lower_tiers or pool in self._held
+        below = self._below(pool, records) if tiers else 0.0
+        return Capacity(sum(sizes) + below, max(sizes), ids, hardware, "")
 
     def forget_pool(self, pool: str) -> None:
         """Drop what is remembered of a pool. Mutates."""
         self._held.pop(pool, None)
+        self._different.pop(pool, None)
 
     def _below(self, pool: str, records: Sequence[InstanceRecord]) -> float:
         before = self._held.get(pool, {})
         held = self._held[pool] = {one.info.instance_id: self._held_by(one, before) for one in records}
         worths: dict[tuple[str, int], tuple[float, float]] = {}
         total = 0.0
-        # Shared store -> KV of the instances that use it, what they have above it, the sum of what they have reported, its worth.
+        # Store -> KV of the instances that use it, what they have above it, the sum of what they have reported, its worth. An
+        # instance that shares none has a store of its own.
         stores: dict[tuple[str, str], list[float]] = {}
         for record in records:
             one = record.info
@@ -94,16 +98,20 @@ class CacheCapacity:
             _, host, storage = held[one.instance_id]
             gpu = one.kv_capacity_tokens
             total += _beyond(host, gpu, gpu) * host_worth
-            above = max(gpu, host)
-            if (store := self._knowledge.lower_tiers.store_of(one.instance_id)) is None:
-                total += _beyond(storage, above, gpu) * storage_worth
-            else:
-                sums = stores.setdefault(store, [0.0, 0.0, 0.0, storage_worth])
-                for at, tokens in enumerate((gpu, above, storage)):
-                    sums[at] += tokens
+            store = self._knowledge.lower_tiers.store_of(one.instance_id) or (pool, f" {one.instance_id}")
+            sums = stores.setdefault(store, [0.0, 0.0, 0.0, storage_worth])
+            for at, tokens in enumerate((gpu, max(gpu, host), storage)):
+                sums[at] += tokens
         # Instances may report the same block of a shared store: it has no more than all stores have different blocks.
-        most = self._knowledge.lower_tiers.different(TIER_STORAGE) * KEY_TOKENS
+        most = self._different_blocks(pool, records) * KEY_TOKENS
         return total + sum(_beyond(min(held, most), above, gpu) * worth for gpu, above, held, worth in stores.values())
+
+    def _different_blocks(self, pool: str, records: Sequence[InstanceRecord]) -> int:
+        different = self._knowledge.lower_tiers.different(TIER_STORAGE)
+        if any(one.state is InstanceState.SYNCING for one in records):
+            different = max(different, self._different.get(pool, 0))
+        self._different[pool] = different
+        return different
 
     def _held_by(self, record: InstanceRecord, before: Mapping[str, _Held]) -> _Held:
         instance_id, incarnation = record.info.instance_id, record.info.incarnation
