@@ -62,6 +62,20 @@ REQUESTS = [
         {f"sum by (model, priority) ({R}held_requests)": "{{model}} {{priority}}"},
         about="In the routers' queues.",
     ),
+    Panel(
+        "Parked sessions by priority",
+        {f"sum by (model, priority) ({R}parked_requests)": "{{model}} {{priority}}"},
+        about="First requests of new sessions that wait until the caches have room.",
+    ),
+    Panel(
+        "Tokens of sessions under way",
+        {
+            f"sum by (model) ({R}session_tokens)": "{{model}}: sessions, each by its chance to return soon",
+            f"sum by (model) ({R}session_capacity_tokens)": "{{model}}: caches",
+        },
+        about="New sessions are parked while sessions exceed the caches and evict each other.",
+    ),
+    Panel("Sessions admitted and refused", rates(f"{R}admissions_total", "outcome"), "reqps", stacked=True),
     Panel("Time held by priority, p90", quantiles(f"{R}held_seconds", "priority"), "s", "Of requests that were held."),
     Panel(
         "Open requests",
