@@ -208,11 +208,12 @@ def page(runs: Sequence[StoredRun]) -> str:
     agreed = [one for one in decided if one.verdict == "one sign"]
     errors = [abs(one.error) for one in means if one.metric in GOAL_METRICS]
     trials = [one.trials for one in means] or [0]
+    draws = " to ".join(str(number) for number in sorted({min(trials), max(trials)}))
     delays = [run.wake_delay_s for run in live] or [0.0]
     failed = sum(run.measures.get("failed", 0.0) for run in live)
     lines += [
         "",
-        f"{min(trials)} to {max(trials)} paired draws of each load. The intervals are at 95 % (Student's t, paired).",
+        f"{draws} paired draws of each load. The intervals are at 95 % (Student's t, paired).",
         f"The live interval excludes 0 for {len(decided)} of {len(signs)} differences; of these, live and simulated difference "
         f"have one sign for {len(agreed)}.",
         f"The greatest error of a mean TTFT or session time is {max(errors, default=0.0):.1%} (goal: {GOAL:.0%}).",

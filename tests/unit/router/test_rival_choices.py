@@ -29,7 +29,7 @@ def test_dynamo_kv_chooses_as_dynamos_selection_core_does() -> None:
     states = read_states("dynamo")
     assert len(states) >= 1_000
     apart = [one for one in states if not one["shared_blocks"]]
-    assert len(apart) >= 500
+    assert len(apart) >= 400
     # Dynamo counts whole blocks, the view tokens: costs that are nearly equal may change places.
     assert sum(map(agrees, apart)) >= 0.99 * len(apart)
     # Dynamo counts blocks once that several open requests of an instance share; the view does not know them.
