@@ -1,4 +1,5 @@
 """Stat logger that shows agents on the engine's /metrics what the engine is: its limits, KV transfer support and tokenizer.
+It also lets the API server continue answers (answer_continuation.py).
 
 vLLM loads `MetricsAnnouncer` through the entry-point group vllm.stat_logger_plugins, in the processes that serve /metrics. It
 also counts the requests whose KV was checked.
@@ -6,13 +7,15 @@ also counts the requests whose KV was checked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from pointsman_connector.announcement import announce
+from pointsman_connector.answer_continuation import register
 from pointsman_connector.engine_info import announce_engine
 from pointsman_connector.kv_check_metrics import count_check, counts_checks
 from pointsman_connector.vllm_version import warn_if_untested, warn_without
@@ -29,13 +32,16 @@ class MetricsAnnouncer(StatLoggerBase):
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0, *_: Any, **__: Any) -> None:
         self._warned = False
         self._engine = engine_index
-        for part, tell in (
-            ("the announcement of its limits and devices", announce_engine),
-            ("the announcement of its KV transfer support and tokenizer", announce),
-        ):
+        parts: tuple[tuple[str, Callable[[], None]], ...] = (
+            ("the announcement of its limits and devices", partial(announce_engine, vllm_config)),
+            ("the announcement of its KV transfer support and tokenizer", partial(announce, vllm_config)),
+            # Here and not in the general plug-in, which all processes load: only API servers have the modules already.
+            ("continued answers", register),
+        )
+        for part, begin in parts:
             try:
                 warn_if_untested()
-                tell(vllm_config)
+                begin()
             except Exception as error:
                 warn_without(part, error)
 

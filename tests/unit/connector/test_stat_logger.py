@@ -44,6 +44,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "vllm.v1.metrics.loggers": {"StatLoggerBase": StatLoggerBase},
         "pointsman_connector.announcement": {"announce": lambda _: None},
         "pointsman_connector.engine_info": {"announce_engine": lambda _: None},
+        "pointsman_connector.answer_continuation": {"register": lambda: None},
     }
     for name, values in contents.items():
         made = ModuleType(name)

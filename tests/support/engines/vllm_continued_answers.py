@@ -1,0 +1,167 @@
+"""vLLM's API server with a scripted engine core: what a client gets of an answer that is cut after each event and continued.
+
+A module for inside_vllm.py. The output processor, the parsers and the stream's generator are vLLM's own; the outputs of the
+engine core are those of the script.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.parser.parser_manager import ParserManager
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+
+from pointsman_connector.answer_continuation import register
+
+SPECIAL = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_start|>", "<|im_end|>")
+PROMPT = "a prompt"
+
+
+def tokenizer() -> Any:
+    """A token for each byte, and one for each special text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={one: at for at, one in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_tokens([AddedToken(one, normalized=False) for one in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+class Server:
+    """An API server. `parsers`: names of the tool and the reasoning parser."""
+
+    def __init__(self, tool_parser: str | None, reasoning_parser: str | None) -> None:
+        register()
+        self.tokenizer = tokenizer()
+        self.chat = chat = object.__new__(OpenAIServingChat)
+        values: dict[str, Any] = {
+            "parser_cls": ParserManager.get_parser(
+                tool_parser_name=tool_parser,
+                reasoning_parser_name=reasoning_parser,
+                enable_auto_tools=tool_parser is not None,
+                tokenizer=self.tokenizer,
+            ),
+            "model_config": SimpleNamespace(),
+            "_include_reasoning_tokens_details": reasoning_parser is not None,
+            "enable_force_include_usage": False,
+            "enable_log_outputs": False,
+            "enable_log_deltas": False,
+            "enable_prompt_tokens_details": True,
+            "enable_per_request_metrics": False,
+            "request_logger": None,
+            "response_role": "assistant",
+            "default_chat_template_kwargs": {},
+            "chat_template": None,
+            "chat_template_content_format": "auto",
+        }
+        for name, value in values.items():
+            setattr(chat, name, value)
+        type(chat).system_fingerprint = None
+
+    async def stream(self, script: list[list[int]], told: str, stop: list[str]) -> list[str]:
+        """The events of an answer whose engine core puts out `script` after what is told."""
+        request = ChatCompletionRequest(
+            model="m",
+            messages=[{"role": "user", "content": PROMPT}],
+            stream=True,
+            stream_options={"include_usage": True},
+            tools=[{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}],
+            stop=stop,
+            vllm_xargs={"pointsman_answer": told},
+        )
+        processor = OutputProcessor(self.tokenizer, log_stats=False)
+        queue = RequestOutputCollector(RequestOutputKind.DELTA, "r")
+        total = sum(map(len, script))
+        params = SamplingParams(
+            max_tokens=10_000,
+            stop=stop,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=dict(request.vllm_xargs or {}),
+            skip_special_tokens=False,
+        )
+        ids = self.tokenizer.encode(PROMPT)
+        core = EngineCoreRequest("r", ids, None, params, None, 0.0, None, None, None, external_req_id="r")
+        processor.add_request(core, PROMPT, None, 0, queue)
+        assert core.prompt_token_ids is not None
+        before = len(core.prompt_token_ids) - len(ids)
+
+        async def outputs() -> Any:
+            at = 0
+            for number, piece in enumerate(script):
+                at += len(piece)
+                if at <= before:
+                    continue
+                last = FinishReason.STOP if number == len(script) - 1 else None
+                processor.process_outputs([EngineCoreOutput("r", piece, finish_reason=last)])
+                while (output := queue.get_nowait()) is not None:
+                    yield output
+            while (output := queue.get_nowait()) is not None:
+                yield output
+
+        assert total
+        metadata = RequestResponseMetadata(request_id="r")
+        events = self.chat.chat_completion_stream_generator(
+            request, outputs(), "r", "m", [], self.tokenizer, metadata, {}
+        )
+        return [one async for one in events]
+
+
+def gist(events: list[str]) -> dict[str, Any]:
+    """What a client has of these events, and what is told."""
+    found: dict[str, Any] = {
+        "content": "",
+        "reasoning": "",
+        "calls": {},
+        "roles": 0,
+        "finish": "",
+        "usage": None,
+        "told": "",
+    }
+    for line in "".join(events).split("\n"):
+        if line.startswith(":"):
+            found["told"] += line
+        if not line.startswith("data: {"):
+            continue
+        chunk = json.loads(line[6:])
+        assert "error" not in chunk, chunk
+        found["usage"] = chunk.get("usage") or found["usage"]
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            found["roles"] += "role" in delta
+            found["finish"] = choice.get("finish_reason") or found["finish"]
+            for name in ("content", "reasoning"):
+                found[name] += delta.get(name) or ""
+            for call in delta.get("tool_calls") or ():
+                known = found["calls"].setdefault(str(call["index"]), ["", ""])
+                known[0] += (call.get("function") or {}).get("name") or ""
+                known[1] += (call.get("function") or {}).get("arguments") or ""
+    return found
+
+
+def cut_everywhere(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return the whole answer and, for each number of events, what a client has whose answer is cut there and continued."""
+    server = Server(asked["tool_parser"], asked["reasoning_parser"])
+    ids = server.tokenizer.encode(asked["text"] + "<|im_end|>")
+    script, at = [], 0
+    for size in asked["sizes"] * len(ids):
+        if piece := ids[at : at + size]:
+            script.append(piece)
+        at += size
+    stop = asked["stop"]
+    whole = asyncio.run(server.stream(script, "", stop))
+    joined = []
+    for events in range(1, len(whole)):
+        told = gist(whole[:events])["told"]
+        rest = asyncio.run(server.stream(script, told, stop))
+        joined.append(gist(whole[:events] + rest))
+    return {"whole": gist(whole), "joined": joined}
