@@ -81,6 +81,9 @@ class ResponseWriter(Protocol):
     def begin(self, status: int, headers: dict[str, str], source: Source) -> None:
         """Set the response head. It is sent with the first piece."""
 
+    def go_on(self, source: Source) -> None:
+        """Replace the source of the body. Raises nothing."""
+
     def write(self, piece: bytes) -> None:
         """Write one non-empty piece of the body."""
 

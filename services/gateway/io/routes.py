@@ -38,6 +38,7 @@ from pointsman.gateway.core.pool_state import TokenizerStatus
 from pointsman.gateway.core.rate_limit_headers import anthropic_fields, openai_fields
 from pointsman.gateway.core.rate_limits import Admission, LimitStatus, RateLimited, RateLimiter
 from pointsman.gateway.core.request.attempt_report import AttemptBreakdown
+from pointsman.gateway.core.request.continuation import Continuations
 from pointsman.gateway.core.request.failures import RETRY_S
 from pointsman.gateway.core.request.prepare import IncomingCall
 from pointsman.gateway.core.request.request_context import RequestContext
@@ -162,6 +163,7 @@ class Gateway:
             self._breakdown,
             settings.expose_placement,
             settings.mark_session_ends,
+            Continuations(settings.continue_mb << 20, settings.continued_per_minute),
         )
         self._unplaced_proxy = UnplacedProxy(self._upstream, self.pools, self.router, settings.first_byte_timeout_s)
         routes = [

@@ -206,6 +206,8 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     For session admission. `continues`: its last message answers the model (a tool result), so the session is under way. `parent`:
     the session that started this one and waits for it; empty: none. `parkable`: its gateway waits longer when the request is
     parked. `parked_s`: how long earlier owners of the pool parked it, s. `admitted`: its admission, if one was decided.
+
+    `resumed`: it continues a stream whose instance is gone.
     """
 
     request_id: str
@@ -227,6 +229,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     parent: str = ""
     parkable: bool = False
     parked_s: float = 0.0
+    resumed: bool = False
     admitted: AdmissionRecord | None = None
 
     @property

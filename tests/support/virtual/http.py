@@ -142,6 +142,9 @@ class ResponseWriter:
         assert status == 200
         self.begun = True
 
+    def go_on(self, source: object) -> None:
+        """Do nothing: nobody pauses a source."""
+
     def write(self, piece: bytes) -> None:
         """Append a part of the body."""
         self.body += piece

@@ -21,6 +21,7 @@ from pointsman.gateway.core.http_message import Headers, Request
 from pointsman.gateway.core.memory_budget import Holding, MemoryBudget
 from pointsman.gateway.core.pool_state import PoolState
 from pointsman.gateway.core.rate_limits import Admission
+from pointsman.gateway.core.request.continuation import Continuations
 from pointsman.gateway.core.request.prepare import set_keys
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.request_events import RequestTimeouts
@@ -102,6 +103,7 @@ class GatewayNode:
             breakdown=LineLog(None),
             expose_placement=True,
             mark_session_ends=False,
+            continuations=Continuations(1 << 20, 600),
         )
         await client.start()
 

@@ -84,6 +84,64 @@ def test_a_failure_before_the_first_byte_goes_elsewhere_at_most_twice() -> None:
     assert machine.phase is Phase.DONE
 
 
+def streaming() -> RequestStateMachine:
+    machine = serving()
+    machine.handle(ev.ResponseStarted(), 2.0)
+    return machine
+
+
+BROKEN = ev.UpstreamFailed("broke off", 200, continuable=True)
+
+
+def test_a_stream_that_another_instance_can_continue_goes_on_there() -> None:
+    machine = streaming()
+    assert machine.handle(BROKEN, 3.0) == [
+        ev.AbortUpstream(),
+        ev.ReportFinished("r", Outcome.FAILED, "broke off", 200, continued=True),
+        ev.AskRouter("r.1", ("a",)),
+    ]
+    assert machine.deadline == 13.0
+    step = StepAssigned("r.1", B)
+    assert machine.handle(step, 4.0) == [ev.Serve(step)]
+    assert machine.handle(ev.ResponseStarted(), 5.0) == [ev.ReportFirstToken("r.1")]
+    assert machine.handle(ev.ResponseEnded(), 6.0) == [ev.ReportFinished("r.1", Outcome.OK)]
+
+
+def test_a_stream_is_continued_at_most_as_often_as_a_request_is_retried() -> None:
+    machine = streaming()
+    for attempt in (1, 2):
+        assert machine.handle(BROKEN, 3.0)[-1] == ev.AskRouter(f"r.{attempt}", ("a", "a1")[:attempt])
+        machine.handle(StepAssigned(f"r.{attempt}", Target(f"a{attempt}", "")), 3.0)
+        machine.handle(ev.ResponseStarted(), 3.0)
+    assert machine.handle(BROKEN, 4.0) == [
+        ev.AbortUpstream(),
+        ev.ReportFinished("r.2", Outcome.FAILED, "broke off", 200),
+        ev.EndStreamWithError(),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("events", "last"),
+    [
+        ([ev.PlacementRefused("r.1", ev.UNAVAILABLE, "none left")], []),
+        ([ev.Tick()], [ev.AbortUpstream(), ev.ReportFinished("r.1", Outcome.FAILED, "no step in time")]),
+        (
+            [StepAssigned("r.1", B), ev.ResponseRejected(400)],
+            [ev.ReportFinished("r.1", Outcome.REJECTED, "rejected", 400)],
+        ),
+    ],
+)
+def test_a_stream_with_which_no_instance_goes_on_ends_with_an_error_event(
+    events: list[ev.Event], last: list[ev.Effect]
+) -> None:
+    machine = streaming()
+    machine.handle(BROKEN, 3.0)
+    for event in events[:-1]:
+        machine.handle(event, 20.0)
+    assert machine.handle(events[-1], 20.0) == [*last, ev.EndStreamWithError()]
+    assert machine.phase is Phase.DONE
+
+
 def test_the_same_5xx_of_two_instances_is_final_and_nobodys_fault() -> None:
     machine = serving()
     assert machine.handle(ev.UpstreamFailed("status 500", 500, refused=True), 2.0)[-1] == ev.AskRouter("r.1", ("a",))
@@ -480,7 +538,7 @@ EVENTS = st.one_of(
     st.builds(ev.PullEnded, st.sampled_from(["", "broke"])),
     st.builds(ev.ResponseEnded, st.sampled_from(["", "broke"])),
     st.builds(ev.ResponseRejected, st.just(400)),
-    st.builds(ev.UpstreamFailed, st.just("no"), st.sampled_from([0, 500])),
+    st.builds(ev.UpstreamFailed, st.just("no"), st.sampled_from([0, 500]), continuable=st.booleans()),
     st.sampled_from([ev.ResponseStarted(), ev.ClientDisconnected(), ev.Tick()]),
 )
 
@@ -513,7 +571,7 @@ def test_every_attempt_ends_exactly_once_whatever_happens(
     assert effects == []
     assert len(ended) == len(set(ended)) == len(asked) - refused
     assert set(ended) <= asked
-    assert len(first) == len(set(first)) <= 1
+    assert len(first) == len(set(first)) <= 1 + LIMITS.max_retries
 
 
 class Conversation(RuleBasedStateMachine):
@@ -582,11 +640,12 @@ class Conversation(RuleBasedStateMachine):
                 case ev.AbortUpstream():
                     self.upstream = self.early = self.ended_early = None
                 case ev.ReportFirstToken():
-                    self.answers.append("stream")
+                    if self.answers != ["stream"]:
+                        self.answers.append("stream")
                 case ev.ReportFinished(attempt_id, outcome):
                     assert attempt_id not in self.ended
                     self.ended.append(attempt_id)
-                    if outcome is Outcome.REJECTED:
+                    if outcome is Outcome.REJECTED and self.answers != ["stream"]:
                         self.answers.append("rejection")
                     elif outcome is Outcome.CANCELLED and not self.answers and self.machine.phase is Phase.DONE:
                         self.answers.append("nobody listens")
@@ -660,11 +719,13 @@ class Conversation(RuleBasedStateMachine):
         self.tell(event)
 
     @precondition(lambda self: isinstance(self.upstream, ev.Serve))
-    @rule(status=st.sampled_from([0, 500]), refused=st.booleans())
-    def serve_failed(self, status: int, refused: bool) -> None:
-        if status and refused:
+    @rule(status=st.sampled_from([0, 500]), refused=st.booleans(), continuable=st.booleans())
+    def serve_failed(self, status: int, refused: bool, continuable: bool) -> None:
+        refused = bool(status) and refused
+        if refused:
             self.upstream = None  # its answer is read to its end: there is nothing to abort
-        self.tell(ev.UpstreamFailed("broke", status, refused=bool(status) and refused))
+        continuable = continuable and self.machine.phase is Phase.STREAMING
+        self.tell(ev.UpstreamFailed("broke", status, refused, continuable))
 
     @precondition(lambda self: self.machine.phase is Phase.STREAMING)
     @rule(error=st.sampled_from(["", "its own"]))
@@ -707,7 +768,7 @@ class Conversation(RuleBasedStateMachine):
             assert len(self.answers) == 1
             assert self.upstream is None
         elif self.machine.phase is not Phase.STREAMING:
-            assert self.answers == []
+            assert self.answers in ([], ["stream"])
             assert self.machine.deadline is not None
 
     def teardown(self) -> None:

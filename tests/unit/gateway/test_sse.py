@@ -280,3 +280,74 @@ def test_the_end_of_a_torn_event_is_not_taken_for_an_event() -> None:
 )
 def test_streams_that_begin_with_an_error(piece: bytes, error: bool) -> None:
     assert begins_with_error(piece) is error
+
+
+# ---- answers that another instance can continue ----
+
+
+def chunked(body: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(body), body)
+
+
+def event(word: str) -> bytes:
+    return stream({"choices": [{"delta": {"content": word}}]}, done=False)
+
+
+def told_filter() -> SseFilter:
+    events = SseFilter(Endpoint.CHAT)
+    events.told = bytearray()
+    return events
+
+
+def test_what_the_client_has_is_told_by_chunks_that_pass_unchanged_and_by_others() -> None:
+    events = told_filter()
+    assert not events.can_continue
+    assert events.pass_unchanged(chunked(b":5\n\n" + event("a")))
+    assert events.feed(b":6:7,8\n\n" + event("b") + b":9\n\n" + event("c")) != b""
+    assert events.pass_unchanged(chunked(event("no comment")))
+    assert not events.pass_unchanged(chunked(b":1\n\n" + event("x") + b":2\n\n" + event("y")))
+    assert events.pass_unchanged(chunked(b":10.\n\n" + event("d")))
+    assert events.told == b":5:6:7,8:9:10."
+    assert events.can_continue
+    assert events.count == 5
+
+
+@given(CUTS, st.lists(st.integers(0, 99_999), min_size=1, max_size=30))
+def test_what_is_told_and_what_is_sent_agree_however_the_stream_is_cut(cuts: list[int], ids: list[int]) -> None:
+    whole = b"".join(b":%d\n\n" % one + event(f"{one}\\n:3") for one in ids)
+    events, out = told_filter(), b""
+    for piece in cut_up(whole, cuts)[:-1]:
+        out += events.feed(piece)
+        sent = [line[1:] for line in out.split(b"\n\n") if line.startswith(b":")]
+        assert events.told == b"".join(b":" + one for one in sent)
+        assert out.endswith(b"\n\n") or not out
+        assert out.count(b"data:") == len(sent), "a comment is not sent without its event"
+
+
+def test_an_error_of_the_instance_is_not_sent_if_another_one_can_go_on() -> None:
+    events = told_filter()
+    failed = b'data: {"error": {"message": "at 10.0.0.7", "code": 500}}\n\ndata: [DONE]\n\n'
+    first = b":5\n\n" + event("a")
+    assert events.feed(first + failed) == first
+    assert not events.pass_unchanged(chunked(event("late")))
+    assert events.feed(event("late")) == b""
+    assert not events.stream_end().complete
+    assert events.can_continue
+    events.begin_again()
+    rest = b":6.\n\n" + event("b") + b"data: [DONE]\n\n"
+    assert events.feed(rest) == rest
+    assert events.told == b":5:6."
+    assert events.stream_end().complete
+
+
+def test_an_error_before_anything_is_told_is_sent_redacted() -> None:
+    events = told_filter()
+    assert b"at <address>" in events.feed(b'data: {"error": {"message": "at 10.0.0.7", "code": 500}}\n\n')
+
+
+def test_the_beginning_of_an_event_is_dropped_with_its_instance() -> None:
+    events = told_filter()
+    events.feed(b":5\n\n" + event("a") + b"data: {")
+    assert events.flush() == b""
+    events.begin_again()
+    assert events.feed(b":6\n\n" + event("b")) == b":6\n\n" + event("b")

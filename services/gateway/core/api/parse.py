@@ -9,6 +9,7 @@ import msgspec
 
 from pointsman.gateway.core.api import anthropic_messages, embeddings_and_scores, openai_chat, openai_responses
 from pointsman.gateway.core.api.api_call import ApiCall, ClientRules, Endpoint, with_fields
+from pointsman.gateway.core.api.continuable import is_continuable
 from pointsman.gateway.core.api.decode_body import decode_body, is_light
 from pointsman.gateway.core.api.errors import ApiRequestError
 from pointsman.gateway.core.api.field_checks import check_model
@@ -16,7 +17,7 @@ from pointsman.gateway.core.api.prompt_length import check_items
 
 # Fields that a client may not set, because they control the engine's internals (docs/security.md).
 FORBIDDEN_FIELDS = ("kv_transfer_params", "ec_transfer_params", "priority")
-FORBIDDEN_XARGS = ("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode")
+FORBIDDEN_XARGS = ("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", "pointsman_answer")
 
 # Fields whose effect on the prompt's tokens is known only to the engine. Requests with them are answered, without block keys.
 OPAQUE_FIELDS = ("prompt_embeds", "truncate_prompt_tokens", "chat_template", "mm_processor_kwargs", "suffix")
@@ -117,6 +118,7 @@ def _parse(
         previous_response_id=(body.get("previous_response_id") or "") if endpoint is Endpoint.RESPONSES else "",
         stripped=stripped,
         hide_usage=hide_usage,
+        continuable=is_continuable(endpoint, body),
     )
 
 

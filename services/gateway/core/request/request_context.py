@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.gateway.core.api import ApiCall, Endpoint, with_fields
 from pointsman.gateway.core.api.openai_responses import response_id
 from pointsman.gateway.core.pool_state import PoolState
@@ -33,9 +34,16 @@ class RequestContext:
     trace: RequestTrace | None
     first_token_by: float | None = None
     ends_session: bool = False
+    kept_payload: bytes = b""  # the body, while its answer is streamed and may be continued elsewhere
+    rest: TokenIds | None = None  # the prompt's tokens after the last whole block; None if only estimated
 
-    def drop_prompt(self) -> None:
-        """Release what only sending needs. Call it once an answer has begun: the request is then not sent again. Mutates."""
+    def drop_prompt(self, *, keep: bool) -> None:
+        """Release what only sending needs, once an answer has begun. `keep`: the answer may be continued elsewhere, for which
+        the body is kept. Mutates."""
+        if keep:
+            self.kept_payload = self.call.payload
+            if self.exact_tokens and self.ids is not None:
+                self.rest = self.ids[len(self.placement.keys) * KEY_TOKENS :]
         self.call.drop_prompt()
         self.ids = None
 
@@ -49,6 +57,6 @@ class RequestContext:
         """Return the body to send to an instance. The id of a Responses response contains the instance that stores it, so the
         body depends on the placement."""
         if self.call.endpoint is not Endpoint.RESPONSES:
-            return self.call.payload
+            return self.kept_payload or self.call.payload
         id_ = response_id(instance_id, self.placement.tenant, self.request_id)
         return with_fields(self.call.payload, {"request_id": id_})

@@ -137,11 +137,13 @@ class ResponseEnded:
 @dataclass(frozen=True)
 class UpstreamFailed:
     """The connection was refused or lost, or the instance answered 5xx or was silent. `status` is 0 without an answer. `refused`:
-    the instance answered 5xx, which the request or the instance may have caused."""
+    the instance answered 5xx, which the request or the instance may have caused. `continuable`: another instance can go on with
+    the stream."""
 
     error: str
     status: int = 0
     refused: bool = False
+    continuable: bool = False
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,8 @@ class ReportFirstToken:
 @dataclass(frozen=True)
 class ReportFinished:
     """Report an attempt's end. `error` contains no address. `refused`: the instance answered 5xx, which the request itself may
-    have caused. `refused_by`: as in ReportFirstToken, for an attempt that is rejected without a first token."""
+    have caused. `refused_by`: as in ReportFirstToken, for an attempt that is rejected without a first token. `continued`: the
+    next attempt goes on with its answer, and has the usage of the whole."""
 
     attempt_id: str
     outcome: Outcome
@@ -260,6 +263,7 @@ class ReportFinished:
     status: int = 0
     refused: bool = False
     refused_by: tuple[str, ...] = ()
+    continued: bool = False
 
 
 @dataclass(frozen=True)

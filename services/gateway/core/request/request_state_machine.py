@@ -7,10 +7,11 @@ for the KV while it is computed, and a failure of either request ends both.
 
 Every wait has a deadline. A PREFILL or a transfer that fails is reported to the router, and only a plain SERVE may follow in that
 attempt. A plain SERVE that fails before its first byte is retried at another instance, in a new attempt with its own id that
-excludes the failed instance. If two instances answer the request with the same 5xx, the request itself is at fault: the client
-gets that answer, and the failure counts against no instance. If the router is lost after a part of the prompt is computed, a new
-attempt asks the next router, which finds that part cached. If no router answers, one SERVE follows at the instance that computed
-the part. Every attempt that the router may have placed ends in exactly one Finished, however the request ends.
+excludes the failed instance. So is one that fails in the middle of its stream, if another instance can go on with it. If two
+instances answer the request with the same 5xx, the request itself is at fault: the client gets that answer, and the failure
+counts against no instance. If the router is lost after a part of the prompt is computed, a new attempt asks the next router,
+which finds that part cached. If no router answers, one SERVE follows at the instance that computed the part. Every attempt that
+the router may have placed ends in exactly one Finished, however the request ends.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class RequestStateMachine:
         self._attempts = 0
         self._place_locally = False
         self._deadline = 0.0
+        self._begun = False  # the client has the beginning of an answer
         self._attempt_open = False  # the attempt may be placed at a router and is not finished
         self.attempt_id = request_id
         self.phase = Phase.PLACING
@@ -111,6 +113,10 @@ class RequestStateMachine:
         """Return the effects of `event`. Mutates."""
         if self.phase is Phase.DONE:
             return []
+        begun, effects = self._begun, self._handle(event, now)
+        return _of_a_begun_stream(effects) if begun else effects
+
+    def _handle(self, event: Event, now: float) -> list[Effect]:
         match event:
             case ClientDisconnected():
                 return self._end(Outcome.CANCELLED, "client left")
@@ -293,7 +299,7 @@ class RequestStateMachine:
         if self._early_step is None and self.phase is not Phase.SERVING:
             return []
         effects = self._promote_early_step()
-        self.phase = Phase.STREAMING
+        self.phase, self._begun = Phase.STREAMING, True
         return [*effects, ReportFirstToken(self.attempt_id, self._take_refused_by())]
 
     def _early_step_failed(self, failed: UpstreamFailed | PullEnded, now: float) -> list[Effect]:
@@ -323,6 +329,8 @@ class RequestStateMachine:
         if self._early_step is not None:
             return self._early_step_failed(failed, now)
         if self.phase is Phase.STREAMING:
+            if failed.continuable and self._attempts < self._timeouts.max_retries:
+                return self._continue_elsewhere(failed, now)
             return [*self._end(Outcome.FAILED, failed.error, failed.status), EndStreamWithError()]
         if self.phase is not Phase.SERVING:
             return []
@@ -344,12 +352,21 @@ class RequestStateMachine:
         self._place_locally = False
         return [*effects, *self._start_attempt(now)]
 
-    def _end(self, outcome: Outcome, error: str = "", status: int = 0, *, refused: bool = False) -> list[Effect]:
+    def _continue_elsewhere(self, failed: UpstreamFailed, now: float) -> list[Effect]:
+        assert self.step is not None
+        self._exclude.append(self.step.target.instance_id)
+        ended = self._end(Outcome.FAILED, failed.error, failed.status, continued=True)
+        self._attempts += 1
+        return [*ended, *self._start_attempt(now)]
+
+    def _end(
+        self, outcome: Outcome, error: str = "", status: int = 0, *, refused: bool = False, continued: bool = False
+    ) -> list[Effect]:
         """End the attempt. Upstream connections are closed first, so that nothing runs that the router no longer counts."""
         abort: list[Effect] = [] if outcome in (Outcome.OK, Outcome.REJECTED) else [AbortUpstream()]
         # A 4xx answer shows, as a first byte does, that the earlier 5xx answers were the fault of their instances.
         refused_by = self._take_refused_by() if outcome is Outcome.REJECTED and not refused else ()
-        finished = ReportFinished(self.attempt_id, outcome, error, status, refused, refused_by)
+        finished = ReportFinished(self.attempt_id, outcome, error, status, refused, refused_by, continued)
         report: list[Effect] = [finished] if self._attempt_open else []
         self.phase, self._attempt_open, self._early_step = Phase.DONE, False, None
         return [*abort, *report]
@@ -358,3 +375,13 @@ class RequestStateMachine:
         """Remove and return the instances that answered 5xx to the request, each once. Mutates."""
         refused_by, self._refused_by = tuple(dict.fromkeys(self._refused_by)), []
         return refused_by
+
+
+def _of_a_begun_stream(effects: list[Effect]) -> list[Effect]:
+    """Return effects such that what would be an error answer ends the client's stream with an error event."""
+    told: list[Effect] = []
+    for effect in effects:
+        told.append(EndStreamWithError() if isinstance(effect, FailRequest) else effect)
+        if isinstance(effect, ReportFinished) and effect.outcome is Outcome.REJECTED:
+            told.append(EndStreamWithError())
+    return told

@@ -19,12 +19,14 @@ from pointsman.gateway.core.api import (
     was_aborted,
 )
 from pointsman.gateway.core.streaming.stream_tail import StreamTail
+from pointsman.gateway.core.streaming.told_comments import told_in
 from pointsman.gateway.core.streaming.usage_and_end import StreamEnd
 
 # Maximum size of a held incomplete event, bytes. A longer one is sent in parts.
 MAX_HELD_BYTES = 64 << 10
 _ENDS = (b"\n\n", b"\r\n\r\n")
 _END = re.compile(rb"(\r?\n\r?\n)")
+_COMMENT = ord(":")
 _TELLS_OF_ERROR = re.compile(rb'"error"|event: ?error')
 
 
@@ -34,12 +36,17 @@ class SseFilter:
     Only whole events are sent, so that an error event can follow whenever the instance fails. Except for errors, the events are
     byte for byte the instance's. `hide_usage` drops events that have usage and no choices. The filter keeps the tail of the
     stream, from which its end and usage are read.
+
+    `told` has the token ids of what the client got, if the instance tells them (continuation.py), or is None if the answer cannot
+    be continued elsewhere. While it can be, an error of the instance is not sent: the stream is cut before it.
     """
 
     # A chunk touches all of these fields. They are few because with many open streams none is in the CPU cache.
-    __slots__ = ("_held", "_hide_usage", "_keeps", "_passed", "_tail", "count", "mid_event")
+    __slots__ = ("_cut", "_held", "_hide_usage", "_keeps", "_passed", "_tail", "count", "mid_event", "told")
 
     def __init__(self, endpoint: Endpoint, *, hide_usage: bool = False) -> None:
+        self.told: bytearray | None = None
+        self._cut = False  # nothing more is sent of this instance's answer
         self.count = 0  # events with data, including dropped ones
         self.mid_event = False  # part of an event has been sent, but not its end
         self._tail = StreamTail(endpoint)
@@ -60,6 +67,7 @@ class SseFilter:
         # `in` and endswith() take twice as long as find() and a slice.
         if (
             self._held
+            or self._cut
             or self.mid_event
             or chunk[-5:] != b"}\n\n\r\n"
             or chunk.find(b"error") >= 0
@@ -67,6 +75,14 @@ class SseFilter:
             or chunk.find(b'"usage"') >= 0
         ):
             return False
+        told = self.told
+        if told is not None:
+            # The comment follows the line with the chunk's size.
+            at = chunk.find(b"\n") + 1
+            if chunk.find(b"\n:", at) >= 0:
+                return False
+            if chunk[at] == _COMMENT:
+                told += chunk[at : chunk.find(b"\n", at)]
         # The lines of the framing do not start with "data:".
         self.count += chunk.count(b"\ndata:")
         if self._keeps:
@@ -75,6 +91,8 @@ class SseFilter:
 
     def feed(self, piece: bytes) -> bytes:
         """Add a piece of the stream; return the bytes that can be sent now, possibly none. Mutates."""
+        if self._cut:
+            return b""
         if self._held:
             piece, self._held = self._held + piece, b""
         mid_event = self.mid_event
@@ -93,14 +111,31 @@ class SseFilter:
             return b""
         else:
             self.mid_event = True
-        return self._let_out(piece, mid_event)
+        if self.told is not None and not self.mid_event:
+            # A comment tells of the event behind it, and must not be sent without it.
+            begin = piece.rfind(b"\n\n", 0, -2)
+            begin = begin + 2 if begin >= 0 else 0
+            if piece[begin] == _COMMENT:
+                piece, self._held = piece[:begin], piece[begin:] + self._held
+        return self._let_out(piece, mid_event) if piece else b""
 
     def flush(self) -> bytes:
         """Return the held bytes at the end of the stream, if the last event is incomplete. Mutates."""
         held, self._held = self._held, b""
+        if self.told is not None:
+            return b""
         if held:
             held, self.mid_event = self._let_out(held, self.mid_event), True
         return held
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether what the client got is known by its tokens, and ends with a whole event."""
+        return bool(self.told) and not self.mid_event
+
+    def begin_again(self) -> None:
+        """Go on with the answer of another instance, whose first event follows what the client has. Mutates."""
+        self._held, self._cut = b"", False
 
     def failure_event(self) -> bytes:
         """Return the event that ends the stream if the instance failed."""
@@ -114,13 +149,9 @@ class SseFilter:
     def _let_out(self, piece: bytes, mid_event: bool) -> bytes:
         """Return `piece` as the client may see it. `mid_event`: it begins in the middle of an event. Mutates."""
         if b"error" in piece or was_aborted(piece):
-            events = _END.split(piece)
-            for at in range(2 if mid_event else 0, len(events), 2):
-                if _TELLS_OF_ERROR.search(events[at]) or was_aborted(events[at]):
-                    events[at] = redact_error_event(
-                        self._tail.endpoint.error_format, events[at], self._next_number(b"".join(events[:at]))
-                    )
-            piece = b"".join(events)
+            piece = self._without_errors(_END.split(piece), mid_event)
+        if self.told is not None:
+            self.told += told_in(piece)
         self.count += piece.count(b"\ndata:") + piece.startswith(b"data:")
         if self._passed:
             self._tail.add(self._passed)
@@ -129,6 +160,19 @@ class SseFilter:
         if self._hide_usage and b'"usage"' in piece:
             return _without_usage(piece)
         return piece
+
+    def _without_errors(self, events: list[bytes], mid_event: bool) -> bytes:
+        """Return events, each followed by its end, as one piece in which the instance's errors are redacted; up to the first
+        error, if another instance can go on. Mutates."""
+        for at in range(2 if mid_event else 0, len(events), 2):
+            if not (_TELLS_OF_ERROR.search(events[at]) or was_aborted(events[at])):
+                continue
+            before = b"".join(events[:at])
+            if self.told is not None and (self.told or told_in(before)):
+                self._cut, self._held, self.mid_event = True, b"", False
+                return before
+            events[at] = redact_error_event(self._tail.endpoint.error_format, events[at], self._next_number(before))
+        return b"".join(events)
 
     def _next_number(self, behind: bytes = b"") -> int:
         """Return the sequence number of the event after the bytes `behind`; 0 for APIs that do not number events."""

@@ -88,6 +88,10 @@ class ResponseWriter:
         if not self._connection.lost:
             self.send = self._send_first
 
+    def go_on(self, source: Source) -> None:
+        """Replace the source, which is paused while the client reads slowly."""
+        self._connection.source = source
+
     def write(self, piece: bytes) -> None:
         """Send one non-empty piece of the body."""
         self.send(b"%x\r\n%b\r\n" % (len(piece), piece) if self.chunked else piece)

@@ -7,7 +7,9 @@ import time
 from pointsman.gateway.core.api import ApiRequestError, begins_with_error, redact_error, was_aborted
 from pointsman.gateway.core.forwarded_headers import client_headers
 from pointsman.gateway.core.http_message import Request, Response
+from pointsman.gateway.core.memory_budget import Holding
 from pointsman.gateway.core.request.attempt import Attempt
+from pointsman.gateway.core.request.continuation import with_told_answer
 from pointsman.gateway.core.request.placement_messages import target_of
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.request_events import (
@@ -67,6 +69,8 @@ class EngineSteps:
         self._last_slice: tuple[str, int] | None = None  # instance id and end of the last slice, in tokens
         self._upstream: UpstreamResponse | None = None
         self._sse = SseFilter(context.call.endpoint, hide_usage=context.call.hide_usage)
+        self._kept = Holding(shared.continuations.kept)
+        self._kept.holder = request.holder
         self.whole_response: Response | None = None  # a rejection or an answer that is not streamed
 
     @property
@@ -78,6 +82,29 @@ class EngineSteps:
     def streamed_tokens(self) -> int:
         """Number of tokens sent to the client, one for each event."""
         return self._sse.count
+
+    @property
+    def told(self) -> bytes:
+        """What the client has of an answer, as its engines told it (continuation.py)."""
+        return bytes(self._sse.told or b"")
+
+    def keep_prompt(self) -> None:
+        """Release what only sending needs, but for the body of an answer that may be continued elsewhere, while there is memory
+        for it. Call it when an answer begins."""
+        context = self._context
+        again = bool(context.kept_payload)
+        keep = again or (
+            context.call.continuable and self.whole_response is None and self._kept.take(len(context.call.payload))
+        )
+        if keep and not again:
+            self._sse.told = bytearray()
+        if not again:
+            context.drop_prompt(keep=keep)
+
+    def release_prompt(self) -> None:
+        """Release the kept body: nothing more is sent."""
+        self._kept.let_go()
+        self._context.kept_payload = b""
 
     def step_failed(self) -> None:
         """Handle the failure of a step: state of a transfer is discarded, so that the next transfer starts anew."""
@@ -135,6 +162,9 @@ class EngineSteps:
             if self._context.ends_session and self._shared.mark_session_ends and step.kv_source is None:
                 payload = with_session_end(call.endpoint, payload)
             payload = await self._remote_prefill.payload(step, payload, early=early)
+            told = self.told
+            if call.continuable and self._shared.continuations.kept.limit:
+                payload = with_told_answer(payload, told)
             with self._remote_prefill.fetching(step):
                 headers_up = self._context.headers_of(step)
                 answer = self._upstream = await upstream.post(step.target, call.endpoint.value, payload, headers_up)
@@ -151,6 +181,9 @@ class EngineSteps:
                     raise UpstreamError("the answer began with an error", 500)
                 if streamed and was_aborted(answer.arrived):
                     raise AbortedByEngine
+                if told and not (streamed and answer.arrived.startswith(b":")):
+                    # Its events would repeat what the client has.
+                    raise UpstreamError("the instance cannot continue an answer", answer.status)
             if not streamed:
                 body = await upstream.read_all(answer, held=self._held)
                 if was_aborted(body):
@@ -200,15 +233,22 @@ class EngineSteps:
             return ResponseEnded()
         assert self._upstream is not None
         upstream = self._upstream
-        self._writer.begin(upstream.status, client_headers(upstream.headers) | headers, upstream)
+        if self._writer.begun:
+            self._sse.begin_again()
+            self._writer.go_on(upstream)
+        else:
+            self._writer.begin(upstream.status, client_headers(upstream.headers) | headers, upstream)
         try:
             await relay_stream(upstream, self._sse, self._writer)
         except UpstreamError as error:
-            return UpstreamFailed(error.text, error.status)
+            return UpstreamFailed(error.text, error.status, continuable=self._may_continue())
         stream_end = self.stream_end(attempt)
         if not stream_end.complete:
-            return UpstreamFailed("the stream ended early", upstream.status)
+            return UpstreamFailed("the stream ended early", upstream.status, continuable=self._may_continue())
         return ResponseEnded(stream_end.error)
+
+    def _may_continue(self) -> bool:
+        return self._sse.can_continue and self._shared.continuations.may_continue(time.monotonic())
 
     def stream_end(self, attempt: Attempt) -> StreamEnd:
         """Return the end of the stream as far as it was relayed, and record its usage in the attempt."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import structlog
 
+from pointsman.gateway.core.request.continuation import continued_placement, copy_of
 from pointsman.gateway.core.request.local_placement import place_locally
 from pointsman.gateway.core.request.placement_messages import event_of, target_of
 from pointsman.gateway.core.request.request_context import RequestContext
@@ -33,6 +34,7 @@ class PlacementSteps:
         self._shared = shared
         self._context = context
         self._requests: dict[str, placement_pb2.PlacementRequest] = {}
+        self.told = b""  # the answer so far, which the next attempt continues
 
     async def ask_router(self, effect: AskRouter, on_parked: Callable[[float], None]) -> Event:
         """Ask the router for an attempt's first step. `on_parked` is called with the maximum further wait, s, if the router parks
@@ -91,8 +93,7 @@ class PlacementSteps:
         self._shared.router.placed(self._requests[step.attempt_id], step.target.instance_id, step.cached_tokens)
 
     def _request_for(self, attempt_id: str, exclude: tuple[str, ...]) -> placement_pb2.PlacementRequest:
-        request = placement_pb2.PlacementRequest()
-        request.CopyFrom(self._context.placement)
+        request = continued_placement(self._context, self.told) if self.told else copy_of(self._context.placement)
         request.request_id = attempt_id
         request.exclude.extend(exclude)
         if self._context.trace is not None:

@@ -85,16 +85,19 @@ class RequestRunner:
                 self._shared.telemetry.session_ends.labels("header").inc()
             self._trace(self._failure.message if self._failure is not None else "", time.monotonic())
             self._steps.attempt_ended()
+            self._steps.release_prompt()
 
     def _answer(self) -> Response | None:
         response = self._steps.whole_response
+        if self._stream_broken:
+            self._steps.write_error_event()
+            self._writer.end()
+            return None
         if self._failure is not None and (response is None or self._failure.code != ev.INTERNAL):
             raise _as_api_error(self._failure)
         if response is not None:
             # If all instances failed, the last instance's error answer says more than a general message.
             return response
-        if self._stream_broken:
-            self._steps.write_error_event()
         self._writer.end()
         return None
 
@@ -203,7 +206,7 @@ class RequestRunner:
             self._limit.reschedule(asyncio.get_running_loop().time() + left)
 
     async def _relay_response(self) -> ev.Event:
-        self._context.drop_prompt()
+        self._steps.keep_prompt()
         self._shared.router.set_token_counter(self._state_machine.attempt_id, lambda: self._steps.streamed_tokens)
         try:
             assert self._state_machine.step is not None
@@ -231,10 +234,11 @@ class RequestRunner:
         status = 200 if ok else effect.status or self._steps.status
         prompt = context.placement.input_tokens if usage.prompt is None else usage.prompt
         output = self._steps.streamed_tokens if usage.output is None else usage.output
-        context.admission.charge(prompt + output, now)
-        self._usage.outcome = effect.outcome.name.lower()
+        if not effect.continued:
+            context.admission.charge(prompt + output, now)
+            self._usage.outcome = effect.outcome.name.lower()
         # A request that no instance began to answer has no usage, whatever its rate limit was charged with.
-        if attempt.first_byte_at:
+        if attempt.first_byte_at and not effect.continued:
             self._usage.prompt_tokens, self._usage.completion_tokens = prompt, output
             self._usage.cached_tokens = usage.cached or 0
         self._steps.attempt_ended()
@@ -246,9 +250,13 @@ class RequestRunner:
                 shared.telemetry.tpot.observe((now - attempt.first_byte_at) / (output - 1))
             if context.exact_tokens and usage.prompt is not None:
                 shared.pools.check_token_count(context.state, context.call.endpoint, context.exact_tokens, usage.prompt)
+        if effect.continued:
+            self._placement.told = self._steps.told
+            shared.telemetry.continued.inc()
         if effect.outcome is ev.Outcome.FAILED:
             log.warning(
                 "attempt failed",
+                continued=effect.continued,
                 request_id=effect.attempt_id,
                 instance=attempt.instance_id,
                 error=effect.error,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pointsman.gateway.core.request.attempt_report import AttemptBreakdown
+from pointsman.gateway.core.request.continuation import Continuations
 from pointsman.gateway.core.request.request_events import RequestTimeouts
 from pointsman.gateway.io.engines.engine_client import Upstream
 from pointsman.gateway.io.engines.remote_prefill import EngineIdCache, KvReleases
@@ -29,4 +30,5 @@ class SharedContext:
     breakdown: LineLog[AttemptBreakdown]
     expose_placement: bool
     mark_session_ends: bool
+    continuations: Continuations
     round_robin: int = 0  # counter that rotates among equally loaded instances in placements without a router

@@ -60,6 +60,7 @@ class GatewayMetrics:
         )
         self.outcomes = Counter(f"{name}attempts", "Placed attempts by outcome", ["outcome"], registry=of)
         self.retries = Counter(f"{name}retries", "Attempts after the first", registry=of)
+        self.continued = Counter(f"{name}continued", "Streams that another instance went on with", registry=of)
         self._refusals = Counter(f"{name}refusals", "Requests that the router refused, by code", ["code"], registry=of)
         self.limited = Counter(f"{name}limited", "Requests refused by their key's limits", registry=of)
         self.accounted = Gauge(

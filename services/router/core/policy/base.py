@@ -26,6 +26,8 @@ from pointsman.router.core.types import (
     route_class,
 )
 
+# Note on a decision that continues a stream whose instance is gone.
+RESUMED = "resumed"
 NO_KV_TRANSFER = "no_kv_transfer"
 
 
@@ -263,7 +265,7 @@ def decide(
         margin=margin,
         key_count=len(request.keys),
         degraded=degraded,
-        notes=_owner_note(view) if view.session_owner else (),
+        notes=(*((RESUMED,) if request.resumed else ()), *(_owner_note(view) if view.session_owner else ())),
     )
 
 

@@ -77,6 +77,7 @@ def placement_request(wire: placement_pb2.PlacementRequest) -> PlacementRequest:
         parent=f"{wire.tenant}/{wire.parent_session_id}" if wire.parent_session_id else "",
         parkable=wire.parkable,
         parked_s=max(seconds(wire.parked), 0.0) if wire.HasField("parked") else 0.0,
+        resumed=wire.resumed,
     )
 
 

@@ -1,0 +1,108 @@
+"""Says whether an answer can go on at another engine, as if that engine had generated it from its beginning. Pure.
+
+Only what is known to be right is continued. The other engine computes the rest from the prompt and the answer's tokens. What an
+engine computes from its output so far, and not from the tokens, would begin anew there: the random numbers of a seed, penalties
+for presence and frequency, grammars, limits of thinking, forbidden words. Log-probabilities of the tokens so far are lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pointsman.gateway.core.api.api_call import Endpoint
+
+# Fields with which the rest follows from the prompt and the answer's tokens, whatever their values.
+_FREE = frozenset(
+    {
+        "add_generation_prompt",
+        "add_special_tokens",
+        "allowed_token_ids",
+        "cache_salt",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "documents",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "logit_bias",
+        "max_completion_tokens",
+        "max_tokens",
+        "messages",
+        "metadata",
+        "min_p",
+        "min_tokens",
+        "model",
+        "parallel_tool_calls",
+        "prompt",
+        "prompt_cache_key",
+        "reasoning_effort",
+        "repetition_penalty",
+        "request_id",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "safety_identifier",
+        "service_tier",
+        "session_id",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stop",
+        "stop_token_ids",
+        "store",
+        "stream",
+        "stream_options",
+        "temperature",
+        "tools",
+        "top_k",
+        "top_p",
+        "user",
+    }
+)
+
+
+def _no_constraint(value: Any) -> bool:
+    return not value or value == {"type": "text"}
+
+
+# Fields that are harmless with these values. Null is harmless for any field.
+_HARMLESS: Mapping[str, Callable[[Any], bool]] = {
+    "n": lambda value: value == 1,
+    "best_of": lambda value: value == 1,
+    "echo": lambda value: value is False,
+    "use_beam_search": lambda value: value is False,
+    "logprobs": lambda value: value is False,
+    "top_logprobs": lambda value: value == 0,
+    "presence_penalty": lambda value: value == 0,
+    "frequency_penalty": lambda value: value == 0,
+    "tool_choice": lambda value: value in ("auto", "none"),
+    "response_format": _no_constraint,
+    "bad_words": lambda value: value == [],
+    "include_reasoning": lambda value: value is True,
+}
+
+
+def is_continuable(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
+    """Return whether the answer to a streamed request can be continued. `body` is checked."""
+    if endpoint not in (Endpoint.CHAT, Endpoint.COMPLETION) or body.get("stream") is not True:
+        return False
+    for name in body.keys() - _FREE:
+        value = body[name]
+        if name == "seed":
+            if value is not None and body.get("temperature") != 0:
+                return False
+        elif value is not None and not (name in _HARMLESS and _HARMLESS[name](value)):
+            return False
+    if any(_is_strict(tool) for tool in body.get("tools") or ()):
+        return False
+    # A single prompt, as a text or as token ids.
+    prompt = body.get("prompt")
+    return endpoint is Endpoint.CHAT or isinstance(prompt, str) or (isinstance(prompt, list) and _are_ids(prompt))
+
+
+def _is_strict(tool: Any) -> bool:
+    """Whether a tool's arguments follow a grammar also where the model chooses whether to call it."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and bool(function.get("strict"))
+
+
+def _are_ids(prompt: list[Any]) -> bool:
+    return bool(prompt) and isinstance(prompt[0], int)

@@ -1,0 +1,12 @@
+"""The SSE comments in which an engine tells the token ids of its events (connector/pointsman_connector/told_answer.py). Pure."""
+
+from __future__ import annotations
+
+import re
+
+_COMMENTS = re.compile(rb"^(:[\d:,]*\.?)$", re.MULTILINE)
+
+
+def told_in(events: bytes) -> bytes:
+    """Return what whole events tell of the answer, as the comments one after another."""
+    return b"".join(_COMMENTS.findall(events))

@@ -1,0 +1,172 @@
+"""Streams outlive their engine: another one goes on, token by token as the undisturbed run, whatever the moment of the kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines.chat_client import user
+from tests.support.engines.servers import SERVED_NAME, EngineSpec, running_engines
+from tests.support.engines.vllm_questions import Vllm
+from tests.support.http_request import ask
+from tests.support.instances import IN_STEP
+from tests.support.processes.control_plane import ControlPlane
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+TOKENS = 120
+HEALTHY_WITHIN_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def fleet(model_folder: Path, site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """Two engines with the connector package behind a control plane."""
+    folder = tmp_path_factory.mktemp("continued")
+    more = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    specs = [EngineSpec(name, extra_args=more, env={"PYTHONPATH": str(site)}) for name in ("a", "b")]
+    with (
+        running_engines(specs, model_folder, folder) as engines,
+        ControlPlane(engines, folder).running() as plane,
+    ):
+        yield plane
+
+
+@dataclass
+class Streamed:
+    """What a client has of one stream. `usage` and `ids` are those of the whole answer."""
+
+    text: str = ""
+    ids: set[str] = field(default_factory=set)
+    roles: int = 0
+    finish_reason: str = ""
+    usage: tuple[int, int] = (0, 0)
+    calls: dict[int, list[str]] = field(default_factory=dict)
+
+
+def stream(plane: ControlPlane, body: dict[str, Any], kill_after: int = -1) -> Streamed:
+    """Stream an answer; after so many chunks the engine that gives it is killed."""
+    told = Streamed()
+    chat = "messages" in body
+    with plane.client() as client:
+        create: Any = (client.chat.completions if chat else client.completions).with_raw_response.create
+        raw = create(model=SERVED_NAME, stream=True, stream_options={"include_usage": True}, **body)
+        engine = next(one for one in plane.engines if one.instance_id == raw.headers["x-pointsman-instance"])
+        for number, chunk in enumerate(raw.parse()):
+            if number == kill_after:
+                os.killpg(engine.process.pid, signal.SIGKILL)
+            told.ids.add(chunk.id)
+            if chunk.usage:
+                told.usage = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+            for choice in chunk.choices:
+                _add(told, choice, chat=chat)
+    return told
+
+
+def _add(told: Streamed, choice: Any, *, chat: bool) -> None:
+    told.finish_reason = choice.finish_reason or told.finish_reason
+    if not chat:
+        told.text += choice.text
+        return
+    told.roles += bool(choice.delta.role)
+    told.text += choice.delta.content or ""
+    for call in choice.delta.tool_calls or ():
+        name, arguments = told.calls.setdefault(call.index, ["", ""])
+        told.calls[call.index] = [name + (call.function.name or ""), arguments + (call.function.arguments or "")]
+
+
+def whole_again(plane: ControlPlane) -> None:
+    """Start the engines that were killed, and wait until the router knows both."""
+    for engine in plane.engines:
+        if not engine.process.alive:
+            engine.process.kill()
+            engine.start()
+
+    def there() -> bool:
+        known = plane.instances()
+        return all(one.instance_id in known and known[one.instance_id].state in IN_STEP for one in plane.engines)
+
+    for engine in plane.engines:
+        engine.wait_ready()
+    until(there, within_s=HEALTHY_WITHIN_S, what="both engines known")
+
+
+def continued_streams(plane: ControlPlane) -> int:
+    """How many streams the gateway has had continued."""
+    page = ask(f"{plane.gateway_url}/metrics").text
+    found = re.search(r"^pointsman_gateway_continued_total ([\d.]+)$", page, re.MULTILINE)
+    assert found is not None
+    return int(float(found[1]))
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "chat": {"messages": [user("one two three")], "max_tokens": TOKENS, "temperature": 0},
+    "completion": {"prompt": "one two three", "max_tokens": TOKENS, "temperature": 0},
+    "stop strings held back": {"prompt": "four five", "max_tokens": TOKENS, "temperature": 0, "stop": ["no such end"]},
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_the_text_is_that_of_the_undisturbed_run(fleet: ControlPlane, name: str) -> None:
+    body = BODIES[name]
+    undisturbed = stream(fleet, body)
+    assert undisturbed.usage[1] == TOKENS
+    rng = random.Random(name)
+    before = continued_streams(fleet)
+    for number in range(1, 5):
+        # Not the last tokens: a fast engine may have sent them before it is killed.
+        moment = rng.randrange(TOKENS // 2)
+        continued = stream(fleet, body, kill_after=moment)
+        assert continued_streams(fleet) == before + number
+        assert len(continued.ids) == 1
+        continued.ids = undisturbed.ids
+        assert continued == undisturbed, f"killed after {moment} chunks"
+        whole_again(fleet)
+    fleet.wait_idle()
+
+
+_CUT = "import vllm_continued_answers\nanswer = vllm_continued_answers.cut_everywhere(asked)"
+_ARGUMENTS = '{"city": "Z\u00fcrich", "days": [1, 2], "text": "a \\"b\\" </x>"}'
+_CALL = f'<tool_call>\n{{"name": "get", "arguments": {_ARGUMENTS}}}\n</tool_call>'
+SCRIPTS: dict[str, dict[str, Any]] = {
+    "text": {"text": "Gr\u00fcezi mitenand \U0001f600 and goodbye."},
+    "held back": {"text": "one two three four", "stop": ["never", "so long a text"]},
+    "reasoning": {"text": "<think>\nFirst this.\n</think>\n\nThen that.", "reasoning_parser": "qwen3"},
+    "tool call": {"text": f"I look.\n{_CALL}", "tool_parser": "hermes"},
+    "two tool calls": {"text": f"{_CALL}\n{_CALL}", "tool_parser": "hermes"},
+    "reasoning and a tool call": {
+        "text": f"<think>\nWhich city?\n</think>\n\n{_CALL}",
+        "tool_parser": "hermes",
+        "reasoning_parser": "qwen3",
+    },
+}
+
+
+@pytest.mark.parametrize("sizes", [[1], [2, 1, 3]], ids=["a token at a time", "several tokens at a time"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_parsers_make_of_an_answer_does_not_depend_on_where_it_is_cut(
+    vllm: Vllm, name: str, sizes: list[int]
+) -> None:
+    asked = {"stop": [], "tool_parser": None, "reasoning_parser": None, "sizes": sizes} | SCRIPTS[name]
+    answer = vllm.ask(_CUT, asked)
+    whole = answer["whole"]
+    assert len(answer["joined"]) > 5
+    assert whole["roles"] == 1
+    if "tool" in name:
+        assert json.loads(whole["calls"]["0"][1])["days"] == [1, 2]
+        assert whole["finish"] == "tool_calls"
+    if "reasoning" in name:
+        assert whole["reasoning"].strip()
+    for events, joined in enumerate(answer["joined"], 1):
+        # Pieces that are told together may be told apart, and the comment of a continued stream is in between.
+        joined["told"] = whole["told"]
+        assert joined == whole, f"cut after {events} events"

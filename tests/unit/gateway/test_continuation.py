@@ -1,0 +1,139 @@
+"""Which answers can go on elsewhere, and what the other instance is asked."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from typing import Any
+
+import pytest
+
+from pointsman.common.core.block_keys import prompt_keys
+from pointsman.gateway.core.api import Endpoint
+from pointsman.gateway.core.api.continuable import is_continuable
+from pointsman.gateway.core.api.parse import parse
+from pointsman.gateway.core.request.continuation import Continuations, continued_placement, with_told_answer
+from pointsman.gateway.core.request.prepare import set_keys
+from pointsman.gateway.core.request.request_context import RequestContext
+from pointsman.gateway.core.streaming.told_comments import told_in
+from pointsman.router.v1 import placement_pb2
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": True}
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "a", "stream": True}
+
+HARMLESS: list[dict[str, Any]] = [
+    {
+        "max_tokens": 5,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "stop": ["x"],
+        "logit_bias": {"5": 1},
+        "repetition_penalty": 1.1,
+    },
+    {"n": 1, "logprobs": False, "top_logprobs": 0, "presence_penalty": 0, "frequency_penalty": 0.0, "echo": False},
+    {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto"},
+    {"response_format": {"type": "text"}, "seed": None, "thinking_token_budget": None, "structured_outputs": None},
+    {"seed": 3, "temperature": 0},
+]
+HARMFUL: list[dict[str, Any]] = [
+    {"n": 2},
+    {"logprobs": True},
+    {"prompt_logprobs": 1},
+    {"presence_penalty": 0.1},
+    {"frequency_penalty": -0.1},
+    {"seed": 3},
+    {"seed": 3, "temperature": 0.5},
+    {"tool_choice": "required"},
+    {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+    {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+    {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"regex": "a"}},
+    {"guided_json": {}},
+    {"thinking_token_budget": 100},
+    {"bad_words": ["x"]},
+    {"include_reasoning": False},
+    {"echo": True},
+    {"vllm_xargs": {"x": 1}},
+    {"a_field_of_a_later_vllm": 1},
+]
+
+
+@pytest.mark.parametrize("fields", HARMLESS)
+@pytest.mark.parametrize(("endpoint", "body"), [(Endpoint.CHAT, CHAT), (Endpoint.COMPLETION, COMPLETION)])
+def test_an_answer_that_follows_from_its_tokens_can_be_continued(
+    endpoint: Endpoint, body: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    assert is_continuable(endpoint, body | fields)
+
+
+@pytest.mark.parametrize("fields", HARMFUL)
+@pytest.mark.parametrize(("endpoint", "body"), [(Endpoint.CHAT, CHAT), (Endpoint.COMPLETION, COMPLETION)])
+def test_an_answer_that_depends_on_what_its_engine_had_in_mind_cannot(
+    endpoint: Endpoint, body: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    assert not is_continuable(endpoint, body | fields)
+
+
+def test_whole_answers_several_prompts_and_other_apis_are_not_continued() -> None:
+    assert not is_continuable(Endpoint.CHAT, CHAT | {"stream": False})
+    assert not is_continuable(Endpoint.MESSAGES, CHAT)
+    assert not is_continuable(Endpoint.RESPONSES, {"model": "m", "input": "a", "stream": True})
+    assert not is_continuable(Endpoint.COMPLETION, COMPLETION | {"prompt": ["a", "b"]})
+    assert not is_continuable(Endpoint.COMPLETION, COMPLETION | {"prompt": [[1, 2]]})
+    assert is_continuable(Endpoint.COMPLETION, COMPLETION | {"prompt": [1, 2]})
+
+
+def test_a_client_cannot_ask_an_engine_itself() -> None:
+    call = parse(Endpoint.CHAT, json.dumps(CHAT | {"vllm_xargs": {"pointsman_answer": ":5", "x": 1}}).encode())
+    assert json.loads(call.payload)["vllm_xargs"] == {"x": 1}
+    assert call.stripped == ("vllm_xargs.pointsman_answer",)
+    assert not call.continuable
+
+
+def test_the_body_carries_the_told_answer() -> None:
+    call = parse(Endpoint.CHAT, json.dumps(CHAT).encode())
+    told = told_in(b':5\n\ndata: {"a": ":7"}\n\n:6,7\n\ndata: {}\n\n')
+    assert told == b":5:6,7"
+    sent = json.loads(with_told_answer(call.payload, told))
+    assert sent.pop("vllm_xargs") == {"pointsman_answer": ":5:6,7"}
+    assert sent.items() >= CHAT.items()
+
+
+@pytest.mark.parametrize("prompt_tokens", [32, 40, 7])
+def test_the_rest_is_placed_by_the_tokens_of_the_prompt_and_the_answer(prompt_tokens: int) -> None:
+    ids = list(range(100, 100 + prompt_tokens))
+    answer = list(range(1, 30))
+    call = parse(Endpoint.CHAT, json.dumps(CHAT | {"max_tokens": 100}).encode())
+    placement = placement_pb2.PlacementRequest(
+        request_id="r",
+        model="m",
+        input_tokens=len(ids),
+        max_output_tokens=100,
+        sliceable_tokens=len(ids),
+        parkable=True,
+    )
+    set_keys(placement, array("Q", prompt_keys(ids, "m")))
+    context: Any = object.__new__(RequestContext)
+    context.call, context.placement, context.ids, context.exact_tokens = call, placement, array("I", ids), len(ids)
+    context.kept_payload, context.rest = b"", None
+    context.drop_prompt(keep=True)
+    assert json.loads(context.payload_at("a")).items() >= (CHAT | {"max_tokens": 100}).items()
+    told = b"".join(b":%d" % one for one in answer)
+    request = continued_placement(context, told)
+    assert request.input_tokens == len(ids) + len(answer)
+    assert request.max_output_tokens == 100 - len(answer)
+    whole = prompt_keys(ids + answer, "m")
+    assert list(request.keys) == (whole if prompt_tokens >= 16 else [])
+    assert request.resumed
+    assert request.single_instance
+    assert request.continues_session
+    assert not request.sliceable_tokens
+    assert list(placement.keys) == prompt_keys(ids, "m"), "the first placement is unchanged"
+
+
+def test_so_many_answers_are_continued_in_a_minute() -> None:
+    continuations = Continuations(1 << 20, 60)
+    assert sum(continuations.may_continue(100.0) for _ in range(100)) == 60
+    assert not continuations.may_continue(100.5)
+    assert continuations.may_continue(101.6)
+    assert not Continuations(1 << 20, 0).may_continue(5.0)
