@@ -24,6 +24,7 @@ from pointsman.lab.emulator.mooncake_connector import KvTransfers
 from pointsman.lab.emulator.openai_api import ApiError, GenerationParams
 from pointsman.lab.emulator.scripted_answers import Piece, PieceReader, ScriptedAnswer, collected
 from pointsman.lab.emulator.suspension import Suspension
+from pointsman.lab.emulator.told_answers import comment
 from pointsman.lab.emulator.tool_choice import prepared_answer
 from pointsman.lab.emulator.vllm_metrics import EngineMetrics
 from pointsman.lab.engine.interface import EngineRequest
@@ -147,14 +148,20 @@ class EngineApp:
         if transfer.get("do_remote_prefill"):
             remote, fetch = len(params.prompt), self._transfers.fetcher(transfer)
         given = asked.get("request_id") if kind is Api.RESPONSES else None
-        request_id = given if isinstance(given, str) else f"{kind.value}{uuid.uuid4().hex}"
+        unique = uuid.uuid4().hex
+        # As in vLLM, a client chooses the id that it is told, and the engine's own is unique all the same.
+        request_id = given if isinstance(given, str) else kind.value + request.headers.get("X-Request-ID", unique)
         prepared = self._prepared(body, params)
         reader = PieceReader(prepared, self._tokenizer) if prepared is not None else None
+        ids = params.begun.ids if params.begun is not None and params.stream else ()
+        if params.begun is not None and params.begun.complete and params.stream:
+            return await self._rest_of_complete(request, kind, asked, params, request_id, prepared)
         stream = self._loop.open(
             EngineRequest(
-                request_id=request_id,
-                prompt=params.prompt,
-                max_tokens=params.max_tokens,
+                request_id=f"{request_id}-{unique}",
+                prompt=[*params.prompt, *ids],
+                begun=len(ids),
+                max_tokens=params.max_tokens - len(ids),
                 ignore_eos=params.ignore_eos and reader is None,
                 session_id=params.session_id,
                 cache_salt=params.cache_salt,
@@ -168,7 +175,7 @@ class EngineApp:
             if params.stream:
                 writer = _event_writer(kind, asked, params, request_id, prepared)
                 return await self._stream(request, writer, params, stream, reader)
-            return await self._whole(kind, asked, params, stream, reader, prepared)
+            return await self._whole(kind, asked, params, request_id, stream, reader, prepared)
         finally:
             self._loop.close(stream)
 
@@ -205,6 +212,7 @@ class EngineApp:
         kind: Api,
         asked: dict[str, Any],
         params: GenerationParams,
+        request_id: str,
         stream: Stream,
         reader: PieceReader | None,
         prepared: ScriptedAnswer | None,
@@ -219,7 +227,7 @@ class EngineApp:
             self._transfers.prefilled(str(transfer.get("transfer_id")), prefill_s)
         used = api.usage(len(params.prompt), stream.output_tokens, stream.cached_tokens)
         read = collected(self._pieces(tokens, reader), prepared)
-        request_id, now = stream.request.request_id, int(time.time())
+        now = int(time.time())
         match kind:
             case Api.MESSAGES:
                 body = anthropic_api.message(params, request_id, read, stream.reason, used)
@@ -239,18 +247,48 @@ class EngineApp:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        begun = False
+        told = params.begun
+        before = list(told.ids) if told is not None else []
+        if before:
+            # The client has these events.
+            writer.start(len(params.prompt))
+            writer.pieces(self._pieces(before, reader), "")
+        begun, untold = bool(before), [b":\n\n"] if before else []
+        waiting: list[int] = []
         try:
             while part := await stream.read():
                 start = b"" if begun else writer.start(len(params.prompt))
                 begun = True
+                waiting += part
                 if events := start + writer.pieces(self._pieces(part, reader), stream.reason):
-                    await response.write(events)
-            used = api.usage(len(params.prompt), stream.output_tokens, stream.cached_tokens)
-            end = writer.end(used, stream.reason)
+                    if told is not None:
+                        untold.append(comment(waiting, complete=bool(stream.reason)))
+                    await response.write(b"".join((*untold, events)))
+                    untold, waiting = [], []
+            cached = min(stream.cached_tokens, len(params.prompt))
+            end = writer.end(api.usage(len(params.prompt), len(before) + stream.output_tokens, cached), stream.reason)
         except ApiError as error:
             end = writer.failed(error)
         await response.write(end)
+        await response.write_eof()
+        return response
+
+    async def _rest_of_complete(
+        self,
+        request: web.Request,
+        kind: Api,
+        asked: dict[str, Any],
+        params: GenerationParams,
+        request_id: str,
+        prepared: ScriptedAnswer | None,
+    ) -> web.StreamResponse:
+        """Answer with what follows an answer's last token: the usage, and the end of the stream."""
+        assert params.begun is not None
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        used = api.usage(len(params.prompt), len(params.begun.ids), 0)
+        writer = _event_writer(kind, asked, params, request_id, prepared)
+        await response.write(b":\n\n" + writer.end(used, "stop"))
         await response.write_eof()
         return response
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pointsman.lab.emulator.scripted_answers import REASONING, Piece, ReadAnswer, ScriptedAnswer
+from pointsman.lab.emulator.told_answers import BegunAnswer, begun_answer
 from pointsman.lab.emulator.tool_choice import ToolChoice
 from pointsman.lab.workload.tokenizer import ChatError, ChatTokenizer
 
@@ -51,6 +52,7 @@ class GenerationParams:
     priority: int
     kv_transfer: Mapping[str, Any] | None
     tool_choice: ToolChoice
+    begun: BegunAnswer | None = None  # the answer that the request continues; None: its stream tells no ids
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
@@ -186,6 +188,10 @@ def parse_generation_params(
     transfer = body.get("kv_transfer_params")
     if not isinstance(options, dict) or not (transfer is None or isinstance(transfer, dict)):
         raise ApiError(400, "stream_options and kv_transfer_params must be objects")
+    try:
+        begun = begun_answer(body)
+    except ValueError as error:
+        raise ApiError(400, str(error), "vllm_xargs") from error
     priority = body.get("priority", 0)
     if type(priority) is not int:
         raise ApiError(400, "priority must be an integer", "priority")
@@ -203,6 +209,7 @@ def parse_generation_params(
         priority=priority,
         kv_transfer=transfer,
         tool_choice=choice,
+        begun=begun,
     )
 
 

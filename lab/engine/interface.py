@@ -63,7 +63,8 @@ class EngineRequest:
     """A request to the engine. The KV of the first `remote_tokens` prompt tokens is delivered from another instance.
 
     A smaller `priority` is more urgent; it has an effect only under the scheduling policy "priority". With an `answer` the engine
-    generates these tokens, and then the end-of-sequence token, if the engine has one.
+    generates these tokens, and then the end-of-sequence token, if the engine has one. The last `begun` tokens of the prompt are
+    the beginning of its answer, which another engine has generated.
 
     The answer to a NamedPrompt always has `max_tokens` tokens; no event reports them.
     """
@@ -77,6 +78,7 @@ class EngineRequest:
     remote_tokens: int = 0
     priority: int = 0
     answer: Sequence[int] = ()
+    begun: int = 0
 
 
 class WaitingForRemoteKv(msgspec.Struct, frozen=True, gc=False):

@@ -114,11 +114,13 @@ class EngineModel:
             content = NamedContent(request.prompt)
         else:
             root = root_hash(config.hash_seed, request.cache_salt)
-            content = TokenContent(request.prompt, root, config.block_size, config.vocabulary, config.seed)
+            content = TokenContent(
+                request.prompt, root, config.block_size, config.vocabulary, config.seed, request.begun
+            )
             if not request.ignore_eos and config.eos_token_id is not None:
                 low, high = config.natural_length
                 own = len(request.answer) + 1 if request.answer else low + content.digest % (high - low + 1)
-                natural = length + own
+                natural = length - request.begun + own
         sequence = EngineSequence(
             request=request,
             content=content,
@@ -502,7 +504,8 @@ class EngineModel:
             events.append(FirstToken(request.request_id, sequence.cached or 0, sequence.remote, *loaded))
         stops = sequence.natural_end is not None and sequence.length + 1 >= sequence.natural_end
         if isinstance(content, TokenContent):
-            given = request.answer[index] if index < len(request.answer) else None
+            at = index + request.begun
+            given = request.answer[at] if at < len(request.answer) else None
             token = content.append(self.config.eos_token_id if stops else given)
             events.append(TokenGenerated(request.request_id, index, token))
         sequence.length += 1

@@ -26,17 +26,26 @@ class NamedPrompt:
 
 
 class TokenContent:
-    """Real tokens. Block hashes are computed from them, and an answer is a function of the prompt and a seed."""
+    """Real tokens. Block hashes are computed from them, and an answer is a function of the prompt and a seed. The last `begun`
+    tokens of the prompt are the beginning of its answer."""
 
     __slots__ = ("_block_size", "_hashes", "_ids", "_prompt_length", "_root", "_vocabulary", "digest")
 
-    def __init__(self, prompt: Sequence[int], root: int, block_size: int, vocabulary: Sequence[int], seed: int) -> None:
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        root: int,
+        block_size: int,
+        vocabulary: Sequence[int],
+        seed: int,
+        begun: int = 0,
+    ) -> None:
         self._ids = list(prompt)
-        self._prompt_length = len(prompt)
+        self._prompt_length = len(prompt) - begun
         self._root = root
         self._block_size = block_size
         self._vocabulary = vocabulary
-        self.digest = xxh3_64_intdigest(array("I", prompt).tobytes(), seed)
+        self.digest = xxh3_64_intdigest(array("I", self._ids[: self._prompt_length]).tobytes(), seed)
         self._hashes: list[int] = []
         extend_hashes(self._hashes, root, self._ids, block_size)
 

@@ -257,7 +257,9 @@ async def _piped(pieces: list[bytes], refuse: bytes) -> list[bytes]:
         await asyncio.sleep(0)
     answer = await asking
     piping = asyncio.create_task(
-        answer.pipe(got.append, Passthrough(lambda chunk: refuse not in chunk.partition(b"\r\n")[2], Taker()))
+        answer.pipe(
+            got.append, Passthrough(lambda chunk: chunk if refuse not in chunk.partition(b"\r\n")[2] else b"", Taker())
+        )
     )
     await asyncio.sleep(0)
     for piece in pieces:
@@ -280,7 +282,7 @@ async def test_ordinary_chunks_need_no_parser() -> None:
     class Taker:
         send = taken.append
 
-    piping = asyncio.create_task((await asking).pipe(parsed.append, Passthrough(lambda chunk: True, Taker())))
+    piping = asyncio.create_task((await asking).pipe(parsed.append, Passthrough(lambda chunk: chunk, Taker())))
     await asyncio.sleep(0)
     for _ in range(5):
         connection.data_received(chunk)

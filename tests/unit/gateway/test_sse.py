@@ -90,9 +90,9 @@ def test_chunks_that_pass_and_pieces_that_are_fed_are_one_stream(kinds: list[str
     events = SseFilter(Endpoint.CHAT, hide_usage=ours)
     out = b""
     for endpoint, chunk in zip([*kinds, "done"], chunks, strict=True):
-        pass_unchanged = events.pass_unchanged(framed(chunk))
-        assert pass_unchanged == (endpoint == "word")
-        if pass_unchanged:
+        passed = events.pass_whole(framed(chunk))
+        assert bool(passed) == (endpoint == "word")
+        if passed:
             out += chunk
         else:
             # The parser may receive the chunk in any pieces.
@@ -112,11 +112,11 @@ def test_where_the_last_event_is_json_the_last_chunk_that_passed_tells_the_end(e
     }[endpoint]
     word = b'event: x\ndata: {"sequence_number":8,"type":"x"}\n\n'
     events = SseFilter(endpoint)
-    assert events.pass_unchanged(framed(word))
+    assert events.pass_whole(framed(word))
     assert not events.stream_end().complete
     assert events.feed(b": fed between\n\n")
-    assert events.pass_unchanged(framed(word))
-    assert events.pass_unchanged(framed(last))
+    assert events.pass_whole(framed(word))
+    assert events.pass_whole(framed(last))
     assert events.stream_end().complete
     assert events.stream_end().sequence_number == (9 if endpoint is Endpoint.RESPONSES else -1)
     assert events.count == 3
@@ -125,14 +125,14 @@ def test_where_the_last_event_is_json_the_last_chunk_that_passed_tells_the_end(e
 def test_a_chunk_does_not_pass_into_the_middle_of_an_event() -> None:
     events = SseFilter(Endpoint.CHAT)
     chunk = framed(stream({"a": 1}, done=False))
-    assert events.pass_unchanged(chunk)
+    assert events.pass_whole(chunk)
     assert events.feed(b'data: {"b"') == b""
-    assert not events.pass_unchanged(chunk)
+    assert not events.pass_whole(chunk)
     assert events.feed(b": 1}\n\n") == b'data: {"b": 1}\n\n'
-    assert events.pass_unchanged(chunk)
-    assert not events.pass_unchanged(framed(b"data: {"))
+    assert events.pass_whole(chunk)
+    assert not events.pass_whole(framed(b"data: {"))
     assert events.feed(b"x" * (MAX_HELD_BYTES + 1))
-    assert not events.pass_unchanged(chunk), "a piece of an event is out"
+    assert not events.pass_whole(chunk), "a piece of an event is out"
 
 
 TRACE = 'no KV\nTraceback (most recent call last):\n  File "/srv/secret.py", line 1'
@@ -204,7 +204,7 @@ def test_an_engines_own_error_says_no_more_than_an_error_body_would(
 ) -> None:
     events = SseFilter(endpoint)
     before = stream({"sequence_number": 3}, done=False)
-    assert not events.pass_unchanged(framed(stream(event, done=False)))
+    assert not events.pass_whole(framed(stream(event, done=False)))
     pieces = cut_up(before + stream(event, done=False), [cut] * 2000)
     out = b"".join(events.feed(piece) for piece in pieces)
     name, found, data = out.removeprefix(before).rpartition(b"data: ")
@@ -294,19 +294,19 @@ def event(word: str) -> bytes:
 
 
 def told_filter() -> SseFilter:
-    events = SseFilter(Endpoint.CHAT)
+    events = SseFilter(Endpoint.CHAT, tells=True)
     events.told = bytearray()
     return events
 
 
-def test_what_the_client_has_is_told_by_chunks_that_pass_unchanged_and_by_others() -> None:
+def test_what_the_client_has_is_told_by_chunks_that_pass_whole_and_by_others() -> None:
     events = told_filter()
     assert not events.can_continue
-    assert events.pass_unchanged(chunked(b":5\n\n" + event("a")))
-    assert events.feed(b":6:7,8\n\n" + event("b") + b":9\n\n" + event("c")) != b""
-    assert events.pass_unchanged(chunked(event("no comment")))
-    assert not events.pass_unchanged(chunked(b":1\n\n" + event("x") + b":2\n\n" + event("y")))
-    assert events.pass_unchanged(chunked(b":10.\n\n" + event("d")))
+    assert events.pass_whole(chunked(b":5\n\n" + event("a"))) == chunked(event("a"))
+    assert events.feed(b":6:7,8\n\n" + event("b") + b":9\n\n" + event("c")) == event("b") + event("c")
+    assert events.pass_whole(chunked(event("no comment"))) == chunked(event("no comment"))
+    assert not events.pass_whole(chunked(b":1\n\n" + event("x") + b":2\n\n" + event("y")))
+    assert events.pass_whole(chunked(b":10.\n\n" + event("d"))) == chunked(event("d"))
     assert events.told == b":5:6:7,8:9:10."
     assert events.can_continue
     assert events.count == 5
@@ -318,24 +318,22 @@ def test_what_is_told_and_what_is_sent_agree_however_the_stream_is_cut(cuts: lis
     events, out = told_filter(), b""
     for piece in cut_up(whole, cuts)[:-1]:
         out += events.feed(piece)
-        sent = [line[1:] for line in out.split(b"\n\n") if line.startswith(b":")]
-        assert events.told == b"".join(b":" + one for one in sent)
-        assert out.endswith(b"\n\n") or not out
-        assert out.count(b"data:") == len(sent), "a comment is not sent without its event"
+        sent = [json.loads(one[6:]) for one in out.split(b"\n\n") if one]
+        words = [one["choices"][0]["delta"]["content"].partition("\\")[0] for one in sent]
+        assert events.told == "".join(f":{word}" for word in words).encode(), "an id is told with its event"
 
 
 def test_an_error_of_the_instance_is_not_sent_if_another_one_can_go_on() -> None:
     events = told_filter()
     failed = b'data: {"error": {"message": "at 10.0.0.7", "code": 500}}\n\ndata: [DONE]\n\n'
-    first = b":5\n\n" + event("a")
-    assert events.feed(first + failed) == first
-    assert not events.pass_unchanged(chunked(event("late")))
+    assert events.feed(b":5\n\n" + event("a") + failed) == event("a")
+    assert not events.pass_whole(chunked(event("late")))
     assert events.feed(event("late")) == b""
     assert not events.stream_end().complete
     assert events.can_continue
     events.begin_again()
-    rest = b":6.\n\n" + event("b") + b"data: [DONE]\n\n"
-    assert events.feed(rest) == rest
+    rest = event("b") + b"data: [DONE]\n\n"
+    assert events.feed(b":6.\n\n" + rest) == rest
     assert events.told == b":5:6."
     assert events.stream_end().complete
 
@@ -350,4 +348,13 @@ def test_the_beginning_of_an_event_is_dropped_with_its_instance() -> None:
     events.feed(b":5\n\n" + event("a") + b"data: {")
     assert events.flush() == b""
     events.begin_again()
-    assert events.feed(b":6\n\n" + event("b")) == b":6\n\n" + event("b")
+    assert events.feed(b":6\n\n" + event("b")) == event("b")
+
+
+def test_comments_are_not_sent_either_where_the_answer_cannot_be_continued() -> None:
+    events = SseFilter(Endpoint.CHAT, tells=True)
+    assert events.pass_whole(chunked(b":5\n\n" + event("a"))) == chunked(event("a"))
+    assert events.feed(b":6\n\n" + event("b") + b":\n\n") == event("b")
+    assert not events.can_continue
+    others = SseFilter(Endpoint.CHAT)
+    assert others.feed(b":5\n\n") == b":5\n\n", "a comment that nobody asked for is the instance's own"

@@ -19,7 +19,7 @@ from pointsman.gateway.core.api import (
     was_aborted,
 )
 from pointsman.gateway.core.streaming.stream_tail import StreamTail
-from pointsman.gateway.core.streaming.told_comments import told_in
+from pointsman.gateway.core.streaming.told_comments import told_in, without_comments
 from pointsman.gateway.core.streaming.usage_and_end import StreamEnd
 
 # Maximum size of a held incomplete event, bytes. A longer one is sent in parts.
@@ -37,14 +37,16 @@ class SseFilter:
     byte for byte the instance's. `hide_usage` drops events that have usage and no choices. The filter keeps the tail of the
     stream, from which its end and usage are read.
 
-    `told` has the token ids of what the client got, if the instance tells them (continuation.py), or is None if the answer cannot
-    be continued elsewhere. While it can be, an error of the instance is not sent: the stream is cut before it.
+    With `tells` the instance may tell the token ids of its events in comments (told_comments.py), which are not sent. They are
+    collected in `told` if another instance can go on with the answer, else it is None. While it can, an error of the instance is
+    not sent either: the stream is cut before it.
     """
 
     # A chunk touches all of these fields. They are few because with many open streams none is in the CPU cache.
-    __slots__ = ("_cut", "_held", "_hide_usage", "_keeps", "_passed", "_tail", "count", "mid_event", "told")
+    __slots__ = ("_cut", "_held", "_hide_usage", "_keeps", "_passed", "_tail", "count", "mid_event", "tells", "told")
 
-    def __init__(self, endpoint: Endpoint, *, hide_usage: bool = False) -> None:
+    def __init__(self, endpoint: Endpoint, *, hide_usage: bool = False, tells: bool = False) -> None:
+        self.tells = tells
         self.told: bytearray | None = None
         self._cut = False  # nothing more is sent of this instance's answer
         self.count = 0  # events with data, including dropped ones
@@ -57,11 +59,11 @@ class SseFilter:
         self._hide_usage = hide_usage
         self._held = b""
 
-    def pass_unchanged(self, chunk: bytes) -> bool:
-        """Whether `chunk`, an HTTP chunk with its framing, can be sent unchanged; if not, its body must be passed to feed().
-        Mutates.
+    def pass_whole(self, chunk: bytes) -> bytes:
+        """Return what is sent of `chunk`, an HTTP chunk with its framing: all but a comment that tells token ids. If nothing is
+        returned, the chunk's body must be passed to feed(). Mutates.
 
-        True for whole events that contain no error, no abort and no usage. Called for nearly every token, so that `chunk` is kept
+        Whole events are sent that contain no error, no abort and no usage. Called for nearly every token, so that `chunk` is kept
         only if needed: kept bytes are no longer in the CPU cache when they are read.
         """
         # `in` and endswith() take twice as long as find() and a slice.
@@ -74,20 +76,23 @@ class SseFilter:
             or chunk.find(b'"abort"') >= 0
             or chunk.find(b'"usage"') >= 0
         ):
-            return False
-        told = self.told
-        if told is not None:
+            return b""
+        if self.tells:
             # The comment follows the line with the chunk's size.
             at = chunk.find(b"\n") + 1
             if chunk.find(b"\n:", at) >= 0:
-                return False
+                return b""
             if chunk[at] == _COMMENT:
-                told += chunk[at : chunk.find(b"\n", at)]
+                end = chunk.find(b"\n", at)
+                if self.told is not None:
+                    self.told += chunk[at:end]
+                events = chunk[end + 2 :]
+                chunk = b"%x\r\n%b" % (len(events) - 2, events)
         # The lines of the framing do not start with "data:".
         self.count += chunk.count(b"\ndata:")
         if self._keeps:
             self._passed = chunk
-        return True
+        return chunk
 
     def feed(self, piece: bytes) -> bytes:
         """Add a piece of the stream; return the bytes that can be sent now, possibly none. Mutates."""
@@ -111,7 +116,7 @@ class SseFilter:
             return b""
         else:
             self.mid_event = True
-        if self.told is not None and not self.mid_event:
+        if self.tells and not self.mid_event:
             # A comment tells of the event behind it, and must not be sent without it.
             begin = piece.rfind(b"\n\n", 0, -2)
             begin = begin + 2 if begin >= 0 else 0
@@ -150,8 +155,10 @@ class SseFilter:
         """Return `piece` as the client may see it. `mid_event`: it begins in the middle of an event. Mutates."""
         if b"error" in piece or was_aborted(piece):
             piece = self._without_errors(_END.split(piece), mid_event)
-        if self.told is not None:
-            self.told += told_in(piece)
+        if self.tells:
+            if self.told is not None:
+                self.told += told_in(piece)
+            piece = without_comments(piece)
         self.count += piece.count(b"\ndata:") + piece.startswith(b"data:")
         if self._passed:
             self._tail.add(self._passed)

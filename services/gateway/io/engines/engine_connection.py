@@ -63,10 +63,10 @@ class Out(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Passthrough:
-    """A shortcut past the parser: a chunk that arrives whole and alone is sent with its framing to `out`, if `pass_unchanged`
-    returns true for it."""
+    """A shortcut past the parser: of a chunk that arrives whole and alone `out` gets what `pass_whole` returns, with its framing;
+    if that is empty, the chunk is parsed."""
 
-    pass_unchanged: Callable[[bytes], bool]
+    pass_whole: Callable[[bytes], bytes]
     out: Out
 
 
@@ -252,11 +252,11 @@ class UpstreamConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if (passthrough := self._passthrough) is not None:
             # Bound to a local name first: calling the content of a slot directly is slower.
-            pass_unchanged = passthrough.pass_unchanged
+            pass_whole = passthrough.pass_whole
             line = _SIZE_LINES.get(len(data))
-            if line is not None and data.startswith(line) and data[-2:] == b"\r\n" and pass_unchanged(data):
+            if line is not None and data.startswith(line) and data[-2:] == b"\r\n" and (passed := pass_whole(data)):
                 send = passthrough.out.send
-                send(data)
+                send(passed)
                 self.heard = True
                 return
         self.heard = self._touched = True

@@ -68,7 +68,8 @@ class EngineSteps:
         )
         self._last_slice: tuple[str, int] | None = None  # instance id and end of the last slice, in tokens
         self._upstream: UpstreamResponse | None = None
-        self._sse = SseFilter(context.call.endpoint, hide_usage=context.call.hide_usage)
+        self._tells = context.call.continuable and bool(shared.continuations.kept.limit)
+        self._sse = SseFilter(context.call.endpoint, hide_usage=context.call.hide_usage, tells=self._tells)
         self._kept = Holding(shared.continuations.kept)
         self._kept.holder = request.holder
         self.whole_response: Response | None = None  # a rejection or an answer that is not streamed
@@ -93,9 +94,7 @@ class EngineSteps:
         for it. Call it when an answer begins."""
         context = self._context
         again = bool(context.kept_payload)
-        keep = again or (
-            context.call.continuable and self.whole_response is None and self._kept.take(len(context.call.payload))
-        )
+        keep = again or (self._tells and self.whole_response is None and self._kept.take(len(context.call.payload)))
         if keep and not again:
             self._sse.told = bytearray()
         if not again:
@@ -163,7 +162,7 @@ class EngineSteps:
                 payload = with_session_end(call.endpoint, payload)
             payload = await self._remote_prefill.payload(step, payload, early=early)
             told = self.told
-            if call.continuable and self._shared.continuations.kept.limit:
+            if self._tells:
                 payload = with_told_answer(payload, told)
             with self._remote_prefill.fetching(step):
                 headers_up = self._context.headers_of(step)

@@ -1,0 +1,38 @@
+"""The token ids of an answer beside its stream, as an engine with the connector package tells and continues them. Pure.
+
+The format is that of connector/pointsman_connector/told_answer.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+# Name in `vllm_xargs`.
+FIELD = "pointsman_answer"
+_TOLD = re.compile(r"[:\d,]*\.?")
+_IDS = re.compile(r"\d+")
+
+
+class BegunAnswer(NamedTuple):
+    """What a client has of an answer: its token ids, and whether it is complete but for the usage."""
+
+    ids: tuple[int, ...]
+    complete: bool
+
+
+def begun_answer(body: Mapping[str, Any]) -> BegunAnswer | None:
+    """Return the answer that a request continues; None if it does not even ask for ids. Raises ValueError for another text."""
+    fields = body.get("vllm_xargs")
+    told = fields.get(FIELD) if isinstance(fields, dict) else None
+    if not isinstance(told, str):
+        return None
+    if not _TOLD.fullmatch(told):
+        raise ValueError("not a told answer")
+    return BegunAnswer(tuple(map(int, _IDS.findall(told))), told.endswith("."))
+
+
+def comment(ids: Sequence[int], *, complete: bool) -> bytes:
+    """Return the SSE comment for the event of these ids."""
+    return f":{','.join(map(str, ids))}{'.' if complete else ''}\n\n".encode()
