@@ -3,9 +3,9 @@
 A short benchmark takes a minute or less, except `growth`: 260,000 requests, three to four minutes.
 
 The following benchmarks run only if they are named. `large_fleet` and `first_choice` take an hour each, `soak` half an hour,
-`autoscale_sweep` ten minutes, `autoscale` two, `rival_rules` one, `hostile` and `side_by_side` some minutes. `elastic`,
-`layerwise`, `layerwise_cpu`, `layerwise_cpu_long`, `layerwise_trace` and `report_age` take minutes each, most of them to start
-real engines.
+`autoscale_sweep` ten minutes, `autoscale` two, `rival_rules` and `outlive` one, `hostile` and `side_by_side` some minutes.
+`elastic`, `layerwise`, `layerwise_cpu`, `layerwise_cpu_long`, `layerwise_trace` and `report_age` take minutes each, most of them
+to start real engines.
 `http_lint` installs httplint; `h2load` needs Debian's nghttp2-client.
 """
 
@@ -39,6 +39,7 @@ from bench.layerwise_cpu import layerwise_cpu, layerwise_cpu_long
 from bench.layerwise_trace import layerwise_trace
 from bench.memory import growth, memory
 from bench.open_requests import open_request_bytes
+from bench.outlive import outlive
 from bench.place import place
 from bench.report_age import report_age
 from bench.rival_rules import rival_rules
@@ -88,6 +89,7 @@ LONG: dict[str, Callable[[], object]] = {
         layerwise_trace,
         report_age,
         rival_rules,
+        outlive,
         soak,
         side_by_side,
         hostile,

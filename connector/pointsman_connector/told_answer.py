@@ -1,8 +1,8 @@
 """The token ids of an answer, as an engine tells them beside its stream and as they come back to continue the answer. Pure.
 
-Before each event of a stream that may be continued elsewhere the engine writes an SSE comment: `:17:5,9` for outputs of the engine
-with the ids 17, and 5 and 9. It ends with `.` if the answer is complete. The gateway takes it out. The comments' texts one after
-another are the told answer: what the client has, no more and no less.
+Before each event of a stream that may be continued elsewhere the engine writes an SSE comment: `:17:5,9` for outputs of the
+engine with the ids 17, and 5 and 9. It ends with `.` if the answer is complete. The gateway takes it out. The comments' texts
+one after another are the told answer: what the client has, no more and no less.
 """
 
 from __future__ import annotations

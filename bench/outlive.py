@@ -1,0 +1,141 @@
+"""Streams while their engines are killed one after another: how many break, whether their text is right, and the gap that clients
+see."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from bench import stack
+from bench.figures import Figure, percentile
+from tests.support.processes.fleet import ENGINES, MODEL, Fleet
+
+STREAMS, OPEN_AT_ONCE, TOKENS = 1_000, 200, 150
+# Time between a kill and the next one, s. The killed engine is started again in between.
+BETWEEN_S, AWAY_S = 6.0, 1.0
+
+
+@dataclass
+class _Stream:
+    """One stream. Times in s: when a chunk came last, and the gap after its engine was killed (0: it was not)."""
+
+    instance: str = ""
+    text: str = ""
+    last_at: float = 0.0
+    killed_at: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    broken: str = ""
+
+
+async def outlive() -> list[Figure]:
+    """outlive_*: streams that broke or have another text than undisturbed ones, and the gaps of those whose engine was killed."""
+    stack.allow_files(4 * OPEN_AT_ONCE)
+    with tempfile.TemporaryDirectory() as folder:
+        fleet = Fleet(Path(folder), linked=False, emulate={"speedup": 0.5, "kv_blocks": 40_000})
+        try:
+            await fleet.start()
+            streams, kills = await _under_kills(fleet)
+            wrong = await _wrong_texts(fleet, streams)
+        finally:
+            await fleet.stop()
+    gaps = [gap for one in streams for gap in one.gaps]
+    hit = sum(bool(one.killed_at) for one in streams)
+    note = f"{STREAMS} streams of {TOKENS} tokens, {OPEN_AT_ONCE} at a time; {kills} kills of engines hit {hit} streams"
+    broken = [one.broken for one in streams if one.broken]
+    return [
+        Figure("outlive_broken", len(broken), "", 0, f"{note}{'; first: ' + broken[0] if broken else ''}"),
+        Figure("outlive_wrong_text", wrong, "", 0, "compared with the same prompts, undisturbed"),
+        Figure("outlive_gap_p50_s", percentile(gaps, 0.5), "s", None, "from the last byte before to the first after"),
+        Figure("outlive_gap_p99_s", percentile(gaps, 0.99), "s", None, "the same"),
+    ]
+
+
+async def _under_kills(fleet: Fleet) -> tuple[list[_Stream], int]:
+    streams = [_Stream() for _ in range(STREAMS)]
+    numbers = iter(range(STREAMS))
+    kills = 0
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        load = [asyncio.create_task(_client(fleet, http, streams, numbers)) for _ in range(OPEN_AT_ONCE)]
+        try:
+            for name in itertools.cycle(ENGINES):
+                done, _ = await asyncio.wait(load, timeout=BETWEEN_S)
+                if len(done) == len(load):
+                    break
+                fleet.kill(name)
+                kills += 1
+                now = time.perf_counter()
+                for one in streams:
+                    if one.instance == f"127.0.0.1:{fleet.ports[name]}" and one.last_at:
+                        one.killed_at = now
+                await asyncio.sleep(AWAY_S)
+                fleet.parts[name].start()
+            await asyncio.gather(*load)
+        finally:
+            for task in load:
+                task.cancel()
+    return streams, kills
+
+
+async def _client(fleet: Fleet, http: aiohttp.ClientSession, streams: list[_Stream], numbers: Iterator[int]) -> None:
+    for number in numbers:
+        await _ask(fleet, http, streams[number], number)
+
+
+async def _ask(fleet: Fleet, http: aiohttp.ClientSession, one: _Stream, number: int) -> None:
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": f"Task {number}. " + "Look at the points. " * 20}],
+        "max_tokens": TOKENS,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    async with http.post(f"{fleet.gateway_url}/v1/chat/completions", json=body) as answer:
+        if answer.status != 200:
+            one.broken = f"status {answer.status}"
+            return
+        one.instance = answer.headers["X-Pointsman-Instance"]
+        ended = False
+        async for line in answer.content:
+            if not line.startswith(b"data: "):
+                continue
+            now = time.perf_counter()
+            if one.killed_at > one.last_at > 0:
+                one.gaps.append(now - one.last_at)
+            one.last_at = now
+            if line.startswith(b"data: [DONE]"):
+                ended = True
+                break
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                one.broken = chunk["error"]["message"]
+                break
+            for choice in chunk["choices"]:
+                one.text += choice["delta"].get("content") or ""
+        # What follows is not measured: the engine may be killed again.
+        one.instance, one.last_at = "", 0.0
+        if not ended and not one.broken:
+            one.broken = "no end"
+
+
+async def _wrong_texts(fleet: Fleet, streams: list[_Stream]) -> int:
+    """Return how many of the streams that were hit have another text than their prompts get now."""
+    hit = [number for number, one in enumerate(streams) if one.gaps and not one.broken]
+    again = {number: _Stream() for number in hit}
+    gate = asyncio.Semaphore(OPEN_AT_ONCE)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+
+        async def ask(number: int) -> None:
+            async with gate:
+                await _ask(fleet, http, again[number], number)
+
+        await fleet.wait_until_healthy()
+        await asyncio.gather(*map(ask, hit))
+    return sum(again[number].text != streams[number].text for number in hit)
