@@ -8,15 +8,19 @@ from msgspec.structs import replace
 from pointsman.common.core.block_keys import KEY_SCHEME, prompt_keys
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.agent_reports import load_interval_s
+from pointsman.router.core.analysis.decision_replay import redecide
 from pointsman.router.core.instances.report_sync import ConsistencyCheck, Delta
 from pointsman.router.core.instances.saturation import SaturationLimits
 from pointsman.router.core.load.reservations import Reservation, Reservations
+from pointsman.router.core.policy.base import RESUMED
 from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.requests.hold_queue import QueueSettings
 from pointsman.router.core.requests.open_requests import OpenRequests
 from pointsman.router.core.requests.placed_requests import MAX_STEPS
 from pointsman.router.core.router_state import ENDS_AT_ONCE, RouterState
 from pointsman.router.core.types import Decision, InstanceState, KvRole, Load, Phase, PrefixSource, StepKind
+from pointsman.router.io.convert.gateway_messages import placement_request
+from pointsman.router.v1 import placement_pb2
 from tests.support.router_values import finish, hello, info, join, place, request, state
 
 PROMPT = list(range(200))
@@ -335,6 +339,18 @@ def test_a_unary_placement_ends_with_its_lease() -> None:
     place(router, request("r", tokens=1), gateway="")
     router.handle(ev.Tick(), 5.0)
     assert len(router.reservations) == 0
+
+
+def test_a_decision_on_the_rest_of_a_stream_is_noted() -> None:
+    wire = placement_pb2.PlacementRequest(request_id="r.1", model="m", input_tokens=100, exclude=["a"], resumed=True)
+    router = state()
+    for number, name in enumerate(("a", "b"), 1):
+        join(router, name, number)
+    answer = place(router, placement_request(wire))
+    assert isinstance(answer, ev.Placed)
+    assert answer.decision.notes == (RESUMED,)
+    assert answer.decision.instance_id == "b"
+    assert redecide(answer.decision).notes == (RESUMED,)
 
 
 def test_a_new_owner_starts_from_what_the_store_kept() -> None:
