@@ -9,7 +9,8 @@ What the engine core computes from the output so far begins anew: random numbers
 grammars, limits of thinking. The gateway does not continue such answers.
 
 `register` replaces methods of vLLM's API server: OutputProcessor.add_request, both ways to take an output from a
-RequestOutputCollector, and the generators of streams. A request without the field passes through vLLM's own code alone.
+RequestOutputCollector, and the generators of streams (chat, completions, Messages). A request without the field passes through
+vLLM's own code alone.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
 
-from pointsman_connector.told_answer import CONTINUED, FIELD, asked, comment, read
+from pointsman_connector.told_answer import AFTER, CONTINUED, FIELD, asked, comment, read
 
 _REPLAYED = "pointsman_replayed"  # attribute of a RequestOutput that the client has
 _REPLAY, _READY = "pointsman_replay", "pointsman_ready"  # attributes of a RequestOutputCollector
@@ -28,6 +29,7 @@ _REPLAY, _READY = "pointsman_replay", "pointsman_ready"  # attributes of a Reque
 
 def register() -> None:
     """Replace vLLM's methods in this API server, once. Raises ImportError and AttributeError if this vLLM has others."""
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -36,13 +38,17 @@ def register() -> None:
         return
     added = _continuing(OutputProcessor.add_request)
     taken, taken_now = _after_replay(RequestOutputCollector.get), _now_after_replay(RequestOutputCollector.get_nowait)
-    chat = _telling(OpenAIServingChat.chat_completion_stream_generator, hold_first=True)
+    chat = _telling(
+        OpenAIServingChat.chat_completion_stream_generator, hold_first=True, converted=AnthropicServingMessages
+    )
+    messages = _telling_converted(AnthropicServingMessages.message_stream_converter)
     completion = _telling(OpenAIServingCompletion.completion_stream_generator, hold_first=False)
     # Nothing is replaced unless all of it can be.
     OutputProcessor.add_request = added
     RequestOutputCollector.get, RequestOutputCollector.get_nowait = taken, taken_now
     OpenAIServingChat.chat_completion_stream_generator = chat
     OpenAIServingCompletion.completion_stream_generator = completion
+    AnthropicServingMessages.message_stream_converter = messages
 
 
 # ---- the answer so far, before the engine's own outputs ----
@@ -151,6 +157,7 @@ class _Outputs:
         self._pieces: list[list[int]] = []
         self._complete = False
         self.replayed = False  # whether the client has what the generator makes of the last output
+        self.ended = False
 
     async def passed_on(self) -> AsyncIterator[Any]:
         """Yield the outputs."""
@@ -162,7 +169,7 @@ class _Outputs:
                 self._pieces += [list(one.token_ids) for one in output.outputs if one.token_ids]
                 self._complete = self._complete or output.finished
             yield result
-        self.replayed = False
+        self.replayed, self.ended = False, True
 
     def comment(self) -> str:
         """Return the comment that tells what has come since the last one."""
@@ -171,11 +178,43 @@ class _Outputs:
         return comment(pieces, complete=complete)
 
 
-def _telling(generator: Any, *, hold_first: bool) -> Any:
+class _Events:
+    """The events of a stream whose engine's outputs are kept to be told. `before`: the told answer that it continues."""
+
+    def __init__(self, events: AsyncIterator[str], outputs: _Outputs, before: str, *, hold_first: bool) -> None:
+        self.events = events
+        self.outputs = outputs
+        self.before = before
+        self.hold_first = hold_first
+
+    async def told(self) -> AsyncIterator[str]:
+        """Yield what the client does not have, with comments."""
+        # A continued stream begins with a comment in any case: it shows that this is the rest of the answer.
+        held, holds = CONTINUED if self.before.strip(":") else "", self.hold_first
+        # Events behind the last token that the client has.
+        there = read(self.before)[1] - 1
+        async for text in self.events:
+            if self.outputs.replayed:
+                holds = False
+            elif self.outputs.ended and there > 0:
+                there -= 1
+            elif self.outputs.ended:
+                yield self.outputs.comment() + held + AFTER + text
+                held = ""
+            elif holds:
+                held, holds = held + text, False
+            else:
+                yield self.outputs.comment() + held + text
+                held = ""
+        if held:
+            yield held
+
+
+def _telling(generator: Any, *, hold_first: bool, converted: Any = ()) -> Any:
     """Return a stream's generator such that it tells ids where they are asked for, and sends nothing that the client has.
 
     `hold_first`: the first event has no token (a role), and comes from the same output as the second: they are sent together,
-    since the comment before them tells of both.
+    since the comment before them tells of both. `converted`: class of the servers that convert the events, and tell themselves.
     """
     signature = inspect.signature(generator)
     for name in ("request", "result_generator"):
@@ -183,33 +222,89 @@ def _telling(generator: Any, *, hold_first: bool) -> Any:
             raise AttributeError(f"{generator.__qualname__} has no {name}")
 
     @functools.wraps(generator)
-    def stream(self: Any, *args: Any, **more: Any) -> AsyncIterator[str]:
+    def stream(self: Any, *args: Any, **more: Any) -> Any:
         bound = signature.bind(self, *args, **more)
         told = asked(bound.arguments["request"].vllm_xargs)
         if told is None:
-            result: AsyncIterator[str] = generator(self, *args, **more)
-            return result
+            return generator(self, *args, **more)
         outputs = _Outputs(bound.arguments["result_generator"])
         bound.arguments["result_generator"] = outputs.passed_on()
-        begun = bool(told.strip(":"))
-        return _told(lambda: generator(*bound.args, **bound.kwargs), outputs, begun=begun, hold_first=hold_first)
+        events = _Events(generator(*bound.args, **bound.kwargs), outputs, told, hold_first=hold_first)
+        return events if isinstance(self, converted) else events.told()
 
     return stream
 
 
-async def _told(
-    begin: Callable[[], AsyncIterator[str]], outputs: _Outputs, *, begun: bool, hold_first: bool
-) -> AsyncIterator[str]:
-    # A continued stream begins with a comment in any case: it shows that this is the rest of the answer.
-    held, holds = CONTINUED if begun else "", hold_first
-    async for text in begin():
-        if outputs.replayed:
-            holds = False
-            continue
-        if holds:
-            held, holds = held + text, False
-            continue
-        yield outputs.comment() + held + text
-        held = ""
-    if held:
-        yield held
+# ---- Messages: a stream that is made from a chat's events ----
+
+
+class _Starved:
+    """Awaited by a _Feed that is empty. Whoever drives the coroutine by hand sees that it waits for the next event."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield
+
+
+class _Feed:
+    """An asynchronous iterator over what is put into it."""
+
+    def __init__(self) -> None:
+        self.items: deque[str] = deque()
+        self.closed = False
+
+    def __aiter__(self) -> _Feed:
+        return self
+
+    async def __anext__(self) -> str:
+        while not self.items:
+            if self.closed:
+                raise StopAsyncIteration
+            await _Starved()
+        return self.items.popleft()
+
+
+async def _converted(converter: Callable[[Any], AsyncIterator[str]], events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Yield, as one text, all that `converter` makes of each event, and what it makes of the end.
+
+    A client must not get a part of what one output became: the comment before it tells of the whole. The converter awaits nothing
+    but the next event, so it is driven by hand until it does.
+    """
+    feed = _Feed()
+    made = converter(feed)
+    waiting: Any = None
+
+    def drained() -> str:
+        nonlocal waiting
+        texts = []
+        while True:
+            waiting = waiting or made.__anext__()
+            try:
+                waiting.send(None)
+            except StopIteration as event:
+                texts.append(event.value)
+                waiting = None
+            except StopAsyncIteration:
+                return "".join(texts)
+            else:
+                return "".join(texts)
+
+    async for event in events:
+        feed.items.append(event)
+        if text := drained():
+            yield text
+    feed.closed = True
+    if text := drained():
+        yield text
+
+
+def _telling_converted(converter: Any) -> Any:
+    """Return AnthropicServingMessages.message_stream_converter such that it tells ids where they are asked for."""
+
+    @functools.wraps(converter)
+    def stream(self: Any, generator: Any) -> Any:
+        if not isinstance(generator, _Events):
+            return converter(self, generator)
+        events = _converted(functools.partial(converter, self), generator.events)
+        return _Events(events, generator.outputs, generator.before, hold_first=generator.hold_first).told()
+
+    return stream

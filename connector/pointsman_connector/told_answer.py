@@ -1,8 +1,8 @@
 """The token ids of an answer, as an engine tells them beside its stream and as they come back to continue the answer. Pure.
 
 Before each event of a stream that may be continued elsewhere the engine writes an SSE comment: `:17:5,9` for outputs of the
-engine with the ids 17, and 5 and 9. It ends with `.` if the answer is complete. The gateway takes it out. The comments' texts
-one after another are the told answer: what the client has, no more and no less.
+engine with the ids 17, and 5 and 9. It ends with `.` if the answer is complete; each event after that has the comment `:.`. The
+gateway takes comments out. Their texts one after another are the told answer: what the client has, no more and no less.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 FIELD = "pointsman_answer"
 # The comment with which a continued stream begins.
 CONTINUED = ":\n\n"
-_TOLD = re.compile(r"(?::(?:\d+(?:,\d+)*)?)*\.?")
+# The comment of an event behind the answer's last token.
+AFTER = ":.\n\n"
+_TOLD = re.compile(r"(?::(?:\d+(?:,\d+)*)?\.?)*")
 
 
 def comment(pieces: Sequence[Sequence[int]], *, complete: bool) -> str:
@@ -31,12 +33,13 @@ def told(pieces: Sequence[Sequence[int]], *, complete: bool = False) -> str:
     return (told_pieces or ":") + ("." if complete else "")
 
 
-def read(text: str) -> tuple[list[list[int]], bool]:
-    """Return the outputs' ids of a told answer, and whether the answer is complete. Raises ValueError for any other text."""
+def read(text: str) -> tuple[list[list[int]], int]:
+    """Return the outputs' ids of a told answer, and 0 if the answer is not complete, else 1 and the number of events after it.
+    Raises ValueError for any other text."""
     if not _TOLD.fullmatch(text):
         raise ValueError("not a told answer")
-    pieces = [piece for piece in text.removesuffix(".").split(":") if piece]
-    return [[int(one) for one in piece.split(",")] for piece in pieces], text.endswith(".")
+    pieces = [piece for piece in text.replace(".", "").split(":") if piece]
+    return [[int(one) for one in piece.split(",")] for piece in pieces], text.count(".")
 
 
 def asked(fields: Mapping[str, Any] | None) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 # Name in `vllm_xargs`.
 FIELD = "pointsman_answer"
-_TOLD = re.compile(r"[:\d,]*\.?")
+_TOLD = re.compile(r"[:\d,.]*")
 _IDS = re.compile(r"\d+")
 
 
@@ -30,7 +30,7 @@ def begun_answer(body: Mapping[str, Any]) -> BegunAnswer | None:
         return None
     if not _TOLD.fullmatch(told):
         raise ValueError("not a told answer")
-    return BegunAnswer(tuple(map(int, _IDS.findall(told))), told.endswith("."))
+    return BegunAnswer(tuple(map(int, _IDS.findall(told))), "." in told)
 
 
 def comment(ids: Sequence[int], *, complete: bool) -> bytes:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import pytest
 
 from tests.support.engines.chat_client import user
@@ -108,6 +109,41 @@ def continued_streams(plane: ControlPlane) -> int:
     return int(float(found[1]))
 
 
+def test_a_message_goes_on_for_anthropics_client(fleet: ControlPlane) -> None:
+    asked: dict[str, Any] = {
+        "model": SERVED_NAME,
+        "max_tokens": TOKENS,
+        "messages": [user("six seven eight")],
+        "extra_body": {"temperature": 0},
+    }
+
+    def message(kill_after: int = -1) -> tuple[str, str | None, int, int]:
+        with (
+            anthropic.Anthropic(base_url=fleet.gateway_url, api_key="none", max_retries=0) as client,
+            client.messages.stream(**asked) as streamed,
+        ):
+            name = streamed.response.headers["x-pointsman-instance"]
+            engine = next(one for one in fleet.engines if one.instance_id == name)
+            for number, _ in enumerate(streamed):
+                if number == kill_after:
+                    os.killpg(engine.process.pid, signal.SIGKILL)
+            told = streamed.get_final_message()
+        [block] = told.content
+        assert block.type == "text"
+        return block.text, told.stop_reason, told.usage.input_tokens, told.usage.output_tokens
+
+    undisturbed = message()
+    assert undisturbed[3] == TOKENS
+    before = continued_streams(fleet)
+    for number, moment in enumerate((3, 30, 71), 1):
+        continued = message(moment)
+        # Input tokens are those that were not cached.
+        assert (*continued[:2], continued[3]) == (*undisturbed[:2], undisturbed[3])
+        assert continued_streams(fleet) == before + number
+        whole_again(fleet)
+    fleet.wait_idle()
+
+
 BODIES: dict[str, dict[str, Any]] = {
     "chat": {"messages": [user("one two three")], "max_tokens": TOKENS, "temperature": 0},
     "completion": {"prompt": "one two three", "max_tokens": TOKENS, "temperature": 0},
@@ -153,18 +189,23 @@ SCRIPTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("sizes", [[1], [2, 1, 3]], ids=["a token at a time", "several tokens at a time"])
 @pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("messages", [False, True], ids=["chat", "messages"])
 def test_what_parsers_make_of_an_answer_does_not_depend_on_where_it_is_cut(
-    vllm: Vllm, name: str, sizes: list[int]
+    vllm: Vllm, name: str, sizes: list[int], messages: bool
 ) -> None:
-    asked = {"stop": [], "tool_parser": None, "reasoning_parser": None, "sizes": sizes} | SCRIPTS[name]
+    asked = {"stop": [], "tool_parser": None, "reasoning_parser": None, "sizes": sizes, "messages": messages}
+    asked |= SCRIPTS[name]
     answer = vllm.ask(_CUT, asked)
     whole = answer["whole"]
-    assert len(answer["joined"]) > 5
+    assert len(answer["joined"]) > 3
     assert whole["roles"] == 1
-    if "tool" in name:
+    if messages:
+        kinds = [kind for kind, _, _ in whole["blocks"].values()]
+        assert ("tool_use" in kinds, "thinking" in kinds) == ("tool" in name, "reasoning" in name)
+    elif "tool" in name:
         assert json.loads(whole["calls"]["0"][1])["days"] == [1, 2]
         assert whole["finish"] == "tool_calls"
-    if "reasoning" in name:
+    if "reasoning" in name and not messages:
         assert whole["reasoning"].strip()
     for events, joined in enumerate(answer["joined"], 1):
         # Pieces that are told together may be told apart, and the comment of a continued stream is in between.

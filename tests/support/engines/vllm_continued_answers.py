@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -38,12 +39,13 @@ def tokenizer() -> Any:
 
 
 class Server:
-    """An API server. `parsers`: names of the tool and the reasoning parser."""
+    """An API server, of chat completions or of Messages."""
 
-    def __init__(self, tool_parser: str | None, reasoning_parser: str | None) -> None:
+    def __init__(self, tool_parser: str | None, reasoning_parser: str | None, *, messages: bool) -> None:
         register()
+        self._messages = messages
         self.tokenizer = tokenizer()
-        self.chat = chat = object.__new__(OpenAIServingChat)
+        self.chat = chat = object.__new__(AnthropicServingMessages if messages else OpenAIServingChat)
         values: dict[str, Any] = {
             "parser_cls": ParserManager.get_parser(
                 tool_parser_name=tool_parser,
@@ -74,7 +76,7 @@ class Server:
             model="m",
             messages=[{"role": "user", "content": PROMPT}],
             stream=True,
-            stream_options={"include_usage": True},
+            stream_options={"include_usage": True, "continuous_usage_stats": self._messages},
             tools=[{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}],
             stop=stop,
             vllm_xargs={"pointsman_answer": told},
@@ -113,7 +115,40 @@ class Server:
         events = self.chat.chat_completion_stream_generator(
             request, outputs(), "r", "m", [], self.tokenizer, metadata, {}
         )
+        if self._messages:
+            events = self.chat.message_stream_converter(events)
         return [one async for one in events]
+
+
+def gist_of_messages(events: list[str]) -> dict[str, Any]:
+    """What a client of Messages has of these events, and what is told."""
+    found: dict[str, Any] = {"blocks": {}, "roles": 0, "finish": "", "usage": None, "told": "", "open": [], "order": []}
+    for line in "".join(events).split("\n"):
+        if line.startswith(":"):
+            found["told"] += line
+        if not line.startswith("data: {"):
+            continue
+        event = json.loads(line[6:])
+        match event["type"]:
+            case "message_start":
+                found["roles"] += 1
+            case "content_block_start":
+                block = event["content_block"]
+                assert str(event["index"]) not in found["blocks"], "a block begins twice"
+                found["blocks"][str(event["index"])] = [block["type"], block.get("name") or "", ""]
+                found["open"].append(event["index"])
+            case "content_block_delta":
+                assert found["open"] == [event["index"]], "a part of a block that is not open"
+                delta = event["delta"]
+                text = delta.get("text") or delta.get("thinking") or delta.get("partial_json") or ""
+                found["blocks"][str(event["index"])][2] += text
+            case "content_block_stop":
+                found["open"].remove(event["index"])
+            case "message_delta":
+                found["finish"], found["usage"] = event["delta"]["stop_reason"], event["usage"]
+            case other:
+                found["order"].append(other)
+    return found
 
 
 def gist(events: list[str]) -> dict[str, Any]:
@@ -150,7 +185,10 @@ def gist(events: list[str]) -> dict[str, Any]:
 
 def cut_everywhere(asked: dict[str, Any]) -> dict[str, Any]:
     """Return the whole answer and, for each number of events, what a client has whose answer is cut there and continued."""
-    server = Server(asked["tool_parser"], asked["reasoning_parser"])
+    messages = asked["messages"]
+    server, of = Server(asked["tool_parser"], asked["reasoning_parser"], messages=messages), gist
+    if messages:
+        of = gist_of_messages
     ids = server.tokenizer.encode(asked["text"] + "<|im_end|>")
     script, at = [], 0
     for size in asked["sizes"] * len(ids):
@@ -161,7 +199,7 @@ def cut_everywhere(asked: dict[str, Any]) -> dict[str, Any]:
     whole = asyncio.run(server.stream(script, "", stop))
     joined = []
     for events in range(1, len(whole)):
-        told = gist(whole[:events])["told"]
+        told = of(whole[:events])["told"]
         rest = asyncio.run(server.stream(script, told, stop))
-        joined.append(gist(whole[:events] + rest))
-    return {"whole": gist(whole), "joined": joined}
+        joined.append(of(whole[:events] + rest))
+    return {"whole": of(whole), "joined": joined}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman_connector.told_answer import CONTINUED, asked, comment, read, told
+from pointsman_connector.told_answer import AFTER, CONTINUED, asked, comment, read, told
 
 PIECES = st.lists(st.lists(st.integers(0, 2**31), min_size=1, max_size=5), max_size=20)
 
@@ -21,10 +21,13 @@ def test_comments_one_after_another_are_the_answer(events: list[list[list[int]]]
     texts = [comment(pieces, complete=False) for pieces in events]
     assert all(text == "" or (text.startswith(":") and text.endswith("\n\n")) for text in texts)
     whole = "".join([CONTINUED, *texts]).replace("\n", "")
-    assert read(whole) == ([piece for pieces in events for piece in pieces], False)
+    ids = [piece for pieces in events for piece in pieces]
+    assert read(whole) == (ids, 0)
+    after = comment([[7]], complete=True) + AFTER + AFTER
+    assert read(whole + after.replace("\n", "")) == ([*ids, [7]], 3)
 
 
-@pytest.mark.parametrize("text", [":5x", "5", ":5,", ":5..", ":.5", ":-1", ":5:6\n", "$"])
+@pytest.mark.parametrize("text", [":5x", "5", ":5,", ":5..", ":.5", ".", ":-1", ":5:6\n", "$"])
 def test_other_texts_are_not_answers(text: str) -> None:
     with pytest.raises(ValueError, match="not a told answer"):
         read(text)

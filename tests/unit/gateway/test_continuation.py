@@ -76,11 +76,42 @@ def test_an_answer_that_depends_on_what_its_engine_had_in_mind_cannot(
 
 def test_whole_answers_several_prompts_and_other_apis_are_not_continued() -> None:
     assert not is_continuable(Endpoint.CHAT, CHAT | {"stream": False})
-    assert not is_continuable(Endpoint.MESSAGES, CHAT)
     assert not is_continuable(Endpoint.RESPONSES, {"model": "m", "input": "a", "stream": True})
     assert not is_continuable(Endpoint.COMPLETION, COMPLETION | {"prompt": ["a", "b"]})
     assert not is_continuable(Endpoint.COMPLETION, COMPLETION | {"prompt": [[1, 2]]})
     assert is_continuable(Endpoint.COMPLETION, COMPLETION | {"prompt": [1, 2]})
+
+
+MESSAGES = CHAT | {"max_tokens": 100}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"system": [{"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}], "stop_sequences": ["x"]},
+        {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "auto"}},
+        {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}},
+    ],
+)
+def test_a_message_that_follows_from_its_tokens_can_be_continued(fields: dict[str, Any]) -> None:
+    assert is_continuable(Endpoint.MESSAGES, MESSAGES | fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"thinking": {"type": "enabled", "budget_tokens": 1_024}},
+        {"tool_choice": {"type": "any"}},
+        {"tool_choice": {"type": "tool", "name": "f"}},
+        {"tools": [{"name": "f", "input_schema": {}, "strict": True}]},
+        {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+        {"seed": 1},
+        {"a_field_of_a_later_vllm": 1},
+        {"stream": False},
+    ],
+)
+def test_a_message_that_depends_on_what_its_engine_had_in_mind_cannot(fields: dict[str, Any]) -> None:
+    assert not is_continuable(Endpoint.MESSAGES, MESSAGES | fields)
 
 
 def test_a_client_cannot_ask_an_engine_itself() -> None:

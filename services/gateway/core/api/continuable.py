@@ -59,8 +59,32 @@ _FREE = frozenset(
 )
 
 
+_FREE_OF_MESSAGES = frozenset(
+    {
+        "cache_control",
+        "cache_salt",
+        "max_tokens",
+        "messages",
+        "metadata",
+        "model",
+        "service_tier",
+        "stop_sequences",
+        "stream",
+        "system",
+        "temperature",
+        "tools",
+        "top_k",
+        "top_p",
+    }
+)
+
+
 def _no_constraint(value: Any) -> bool:
     return not value or value == {"type": "text"}
+
+
+def _type_among(*kinds: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and value.get("type") in kinds
 
 
 # Fields that are harmless with these values. Null is harmless for any field.
@@ -78,29 +102,46 @@ _HARMLESS: Mapping[str, Callable[[Any], bool]] = {
     "bad_words": lambda value: value == [],
     "include_reasoning": lambda value: value is True,
 }
+_HARMLESS_IN_MESSAGES: Mapping[str, Callable[[Any], bool]] = {
+    "tool_choice": _type_among("auto", "none"),
+    # A budget of thinking is a limit that would begin anew.
+    "thinking": _type_among("disabled", "adaptive"),
+    "output_config": lambda value: isinstance(value, dict) and value.keys() <= {"effort"},
+}
+_BY_ENDPOINT = {
+    Endpoint.CHAT: (_FREE, _HARMLESS),
+    Endpoint.COMPLETION: (_FREE, _HARMLESS),
+    Endpoint.MESSAGES: (_FREE_OF_MESSAGES, _HARMLESS_IN_MESSAGES),
+}
 
 
 def is_continuable(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
     """Return whether the answer to a streamed request can be continued. `body` is checked."""
-    if endpoint not in (Endpoint.CHAT, Endpoint.COMPLETION) or body.get("stream") is not True:
+    if endpoint not in _BY_ENDPOINT or body.get("stream") is not True:
         return False
-    for name in body.keys() - _FREE:
+    free, harmless = _BY_ENDPOINT[endpoint]
+    for name in body.keys() - free:
         value = body[name]
-        if name == "seed":
+        if name == "seed" and endpoint is not Endpoint.MESSAGES:
             if value is not None and body.get("temperature") != 0:
                 return False
-        elif value is not None and not (name in _HARMLESS and _HARMLESS[name](value)):
+        elif value is not None and not (name in harmless and harmless[name](value)):
             return False
     if any(_is_strict(tool) for tool in body.get("tools") or ()):
         return False
     # A single prompt, as a text or as token ids.
     prompt = body.get("prompt")
-    return endpoint is Endpoint.CHAT or isinstance(prompt, str) or (isinstance(prompt, list) and _are_ids(prompt))
+    return (
+        endpoint is not Endpoint.COMPLETION
+        or isinstance(prompt, str)
+        or (isinstance(prompt, list) and _are_ids(prompt))
+    )
 
 
 def _is_strict(tool: Any) -> bool:
     """Whether a tool's arguments follow a grammar also where the model chooses whether to call it."""
-    function = tool.get("function") if isinstance(tool, dict) else None
+    # Messages have no inner object.
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
     return isinstance(function, dict) and bool(function.get("strict"))
 
 
