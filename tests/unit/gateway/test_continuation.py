@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from array import array
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +14,14 @@ from pointsman.common.core.block_keys import prompt_keys
 from pointsman.gateway.core.api import Endpoint
 from pointsman.gateway.core.api.continuable import is_continuable
 from pointsman.gateway.core.api.parse import parse
+from pointsman.gateway.core.request.attempt import Attempt
+from pointsman.gateway.core.request.attempt_report import finished
 from pointsman.gateway.core.request.continuation import Continuations, continued_placement, with_told_answer
 from pointsman.gateway.core.request.prepare import set_keys
 from pointsman.gateway.core.request.request_context import RequestContext
+from pointsman.gateway.core.request.request_events import Outcome, ReportFinished
 from pointsman.gateway.core.streaming.told_comments import told_in
+from pointsman.gateway.core.streaming.usage_and_end import Usage
 from pointsman.router.v1 import placement_pb2
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": True}
@@ -168,3 +174,14 @@ def test_so_many_answers_are_continued_in_a_minute() -> None:
     assert not continuations.may_continue(100.5)
     assert continuations.may_continue(101.6)
     assert not Continuations(1 << 20, 0).may_continue(5.0)
+
+
+def test_the_router_is_told_of_the_rest_and_the_client_of_the_whole() -> None:
+    call = parse(Endpoint.CHAT, json.dumps(CHAT).encode())
+    context: Any = SimpleNamespace(call=call, received_at=100.0)
+    attempt = Attempt(asked_at=160.0, sent_at=160.5, first_byte_at=161.0, usage=Usage(50, 40, 30), continues=20)
+    told = finished(attempt, ReportFinished("r.1", Outcome.OK), context, 200, 163.0)
+    assert (told.prompt_tokens, told.cached_tokens, told.output_tokens) == (70, 40, 10)
+    assert (told.timings.first_token_ms, told.timings.done_ms) == (1_000, 3_000)
+    first = finished(replace(attempt, continues=0), ReportFinished("r", Outcome.OK), context, 200, 163.0)
+    assert (first.prompt_tokens, first.output_tokens, first.timings.done_ms) == (50, 30, 63_000)

@@ -21,7 +21,8 @@ class StepRun:
 
 @dataclass
 class Attempt:
-    """The record of one attempt. Times are monotonic seconds, 0 for events that did not happen."""
+    """The record of one attempt. Times are monotonic seconds, 0 for events that did not happen. `continues`: number of tokens of
+    the answer that earlier attempts have sent, 0 for an attempt that begins it."""
 
     id: str = ""
     asked_at: float = 0.0
@@ -31,6 +32,7 @@ class Attempt:
     step_runs: list[StepRun] = field(default_factory=list)
     fallback: str = ""
     usage: Usage = field(default_factory=Usage)
+    continues: int = 0
 
     def begin_placement(self, attempt_id: str, now: float) -> None:
         """Record the id and that a placement is requested. Mutates."""

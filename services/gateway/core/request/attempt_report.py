@@ -39,25 +39,28 @@ class AttemptBreakdown(RequestTiming, kw_only=True, omit_defaults=True):
 def finished(
     attempt: Attempt, effect: ReportFinished, context: RequestContext, status: int, now: float
 ) -> placement_pb2.Finished:
-    """Return the message that reports the end of `attempt` to the router."""
+    """Return the message that reports the end of `attempt` to the router. Of an attempt that continues an answer the prompt was
+    placed with the answer so far, and its times are those since it began."""
+    usage, before = attempt.usage, attempt.continues
+    since = attempt.asked_at if before else context.received_at
     report = placement_pb2.Finished(
         request_id=effect.attempt_id,
         outcome=placement_pb2.Outcome.ValueType(effect.outcome.value),
-        prompt_tokens=attempt.usage.prompt,
-        cached_tokens=attempt.usage.cached,
-        output_tokens=attempt.usage.output,
+        prompt_tokens=None if usage.prompt is None else usage.prompt + before,
+        cached_tokens=usage.cached,
+        output_tokens=None if usage.output is None else max(usage.output - before, 0),
         error=effect.error,
         http_status=status,
         refused=effect.refused,
         refused_by=effect.refused_by,
         finish_reason=placement_pb2.FinishReason.ValueType(_FINISH_REASONS.get(attempt.usage.finish_reason, 0)),
     )
-    report.timings.placed_ms = _ms(attempt.placed_at, context.received_at)
-    report.timings.sent_ms = _ms(attempt.sent_at, context.received_at)
+    report.timings.placed_ms = _ms(attempt.placed_at, since)
+    report.timings.sent_ms = _ms(attempt.sent_at, since)
     if context.call.stream:
         # The first byte of an answer that is not streamed arrives with its last: it gives no time to first token.
-        report.timings.first_token_ms = _ms(attempt.first_byte_at, context.received_at)
-    report.timings.done_ms = _ms(now, context.received_at)
+        report.timings.first_token_ms = _ms(attempt.first_byte_at, since)
+    report.timings.done_ms = _ms(now, since)
     return report
 
 

@@ -14,6 +14,7 @@ from pointsman.common.core.block_keys import KEY_TOKENS, extend_keys
 from pointsman.gateway.core.api import with_fields
 from pointsman.gateway.core.memory_budget import MemoryBudget
 from pointsman.gateway.core.request.request_context import RequestContext
+from pointsman.gateway.core.tokens.token_cache import TokenIds
 from pointsman.router.v1 import placement_pb2
 
 # Name in `vllm_xargs`, as in told_answer.py.
@@ -49,6 +50,11 @@ class Continuations:
         return True
 
 
+def ids_of(told: bytes) -> TokenIds:
+    """Return the token ids of a told answer."""
+    return array("I", map(int, _IDS.findall(told)))
+
+
 def copy_of(placement: placement_pb2.PlacementRequest) -> placement_pb2.PlacementRequest:
     """Return a copy of a placement request, for one attempt."""
     request = placement_pb2.PlacementRequest()
@@ -58,7 +64,7 @@ def copy_of(placement: placement_pb2.PlacementRequest) -> placement_pb2.Placemen
 
 def continued_placement(context: RequestContext, told: bytes) -> placement_pb2.PlacementRequest:
     """Return the placement request for the rest of an answer: the prompt and the answer so far are its prompt."""
-    ids = array("I", map(int, _IDS.findall(told)))
+    ids = ids_of(told)
     request = copy_of(context.placement)
     request.input_tokens += len(ids)
     if request.max_output_tokens:

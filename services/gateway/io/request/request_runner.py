@@ -15,6 +15,7 @@ from pointsman.gateway.core.http_message import Request, Response
 from pointsman.gateway.core.request import request_events as ev
 from pointsman.gateway.core.request.attempt import Attempt
 from pointsman.gateway.core.request.attempt_report import breakdown, finished
+from pointsman.gateway.core.request.continuation import ids_of
 from pointsman.gateway.core.request.failures import answer_to
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.request_state_machine import Phase, RequestStateMachine
@@ -45,6 +46,7 @@ class RequestRunner:
         self._pending: list[Coroutine[Any, Any, ev.Event]] = []  # coroutines that are created but not awaited yet
         self._tasks: set[asyncio.Task[ev.Event]] = set()  # two while an early step runs together with its PREFILL
         self._attempt = Attempt()
+        self._continues = 0  # tokens of the answer that the client has, if another instance goes on with it
         self._failure: ev.FailRequest | None = None
         self._stream_broken = False
         self._limit: asyncio.Timeout | None = None  # of the operation that is awaited alone
@@ -147,7 +149,7 @@ class RequestRunner:
                     # The end of a whole answer follows at once and implies the first token; only `refused_by` would be lost.
                     if steps.whole_response is None or effect.refused_by:
                         router.first_token(effect.attempt_id, effect.refused_by)
-                    if self._context.call.stream:
+                    if self._context.call.stream and not self._attempt.continues:
                         self._shared.telemetry.ttft.observe(self._attempt.first_byte_at - self._context.received_at)
                 case ev.ReportFinished():
                     self._report(effect)
@@ -207,7 +209,9 @@ class RequestRunner:
 
     async def _relay_response(self) -> ev.Event:
         self._steps.keep_prompt()
-        self._shared.router.set_token_counter(self._state_machine.attempt_id, lambda: self._steps.streamed_tokens)
+        before = self._steps.streamed_tokens
+        counter = partial(self._streamed_since, before)
+        self._shared.router.set_token_counter(self._state_machine.attempt_id, counter)
         try:
             assert self._state_machine.step is not None
             return await self._steps.relay_response(self._attempt, self._headers(self._state_machine.step))
@@ -218,6 +222,9 @@ class RequestRunner:
             if stream_end.complete or stream_end.error:
                 self._handle(ev.ResponseEnded(stream_end.error))
             raise
+
+    def _streamed_since(self, before: int) -> int:
+        return self._steps.streamed_tokens - before
 
     def _abort(self) -> None:
         for operation in self._pending:
@@ -246,12 +253,13 @@ class RequestRunner:
         shared.telemetry.outcomes.labels(effect.outcome.name.lower()).inc()
         if ok:
             shared.telemetry.total.observe(now - context.received_at)
-            if context.call.stream and attempt.first_byte_at and output > 1:
+            if context.call.stream and attempt.first_byte_at and output > 1 and not attempt.continues:
                 shared.telemetry.tpot.observe((now - attempt.first_byte_at) / (output - 1))
             if context.exact_tokens and usage.prompt is not None:
                 shared.pools.check_token_count(context.state, context.call.endpoint, context.exact_tokens, usage.prompt)
         if effect.continued:
             self._placement.told = self._steps.told
+            self._continues = len(ids_of(self._placement.told))
             shared.telemetry.continued.inc()
         if effect.outcome is ev.Outcome.FAILED:
             log.warning(
@@ -266,7 +274,7 @@ class RequestRunner:
             shared.breakdown.write(breakdown(attempt, effect, context, status, now, shared.breakdown.unix))
         self._trace(effect.error, now)
         # A later attempt has its own times and usage.
-        self._attempt = Attempt()
+        self._attempt = Attempt(continues=self._continues)
 
     def _trace(self, error: str, now: float) -> None:
         """Send the spans of the attempt that has ended. No effect if there is none or its spans are sent."""
