@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
 
-from pointsman_connector.told_answer import AFTER, CONTINUED, FIELD, asked, comment, read
+from pointsman_connector.told_answer import CONTINUED, FIELD, asked, comment, read
 
 _REPLAYED = "pointsman_replayed"  # attribute of a RequestOutput that the client has
 _REPLAY, _READY = "pointsman_replay", "pointsman_ready"  # attributes of a RequestOutputCollector
@@ -75,7 +75,7 @@ def _continuing(add_request: Any) -> Any:
         if not told.strip(":"):
             return add_request(self, request, prompt, parent_req, request_index, queue)
         left = (params.max_tokens or 0) - len(ids)
-        if parent_req is not None or queue is None or request.prompt_token_ids is None or (left <= 0 and not complete):
+        if parent_req is not None or queue is None or (left <= 0 and not complete) or _begins_anew(request, params):
             raise ValueError("this answer cannot be continued")
         # With the parameters of the whole answer: the detokenizer holds as much text back as the first engine's did.
         added = add_request(self, request, prompt, parent_req, request_index, queue)
@@ -83,7 +83,8 @@ def _continuing(add_request: Any) -> Any:
         if complete:
             # Only the usage and the stream's end are missing, for which the engine core has nothing to do.
             *pieces, last = pieces or [[]]
-            outputs = [*_replayed(state, pieces), *_replayed(state, [last], FinishReason.STOP)]
+            reason = FinishReason.STOP if left > 0 else FinishReason.LENGTH
+            outputs = [*_replayed(state, pieces), *_replayed(state, [last], reason)]
             setattr(queue, _READY, deque(outputs))
             self._finish_request(state)
             request.abort_immediately = True
@@ -101,13 +102,30 @@ def _continuing(add_request: Any) -> Any:
 def _replayed(state: Any, pieces: list[list[int]], finish_reason: Any = None) -> list[Any]:
     """Return the RequestOutputs of outputs with these ids, as the first engine's API server made them."""
     outputs = []
+    # The other engine may have put out more or fewer tokens at a time than this one does.
+    interval, state.stream_interval = state.stream_interval, 1
     for piece in pieces:
-        state.detokenizer.update(piece, False)
-        output = state.make_request_output(piece, None, finish_reason, None)
+        stop = state.detokenizer.update(piece, False)
+        output = state.make_request_output(piece, None, finish_reason, stop)
         if output is not None:
             setattr(output, _REPLAYED, True)
             outputs.append(output)
+    state.stream_interval, state.sent_tokens_offset = interval, state.detokenizer.num_output_tokens()
     return outputs
+
+
+def _begins_anew(request: Any, params: Any) -> bool:
+    """Return whether the rest of an answer depends on more than its tokens, also by the engine's own defaults."""
+    return bool(
+        request.prompt_token_ids is None
+        or request.prompt_embeds is not None
+        or params.structured_outputs is not None
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.bad_words
+        or params.thinking_token_budget is not None
+        or params.logprobs is not None
+    )
 
 
 def _ready(collector: Any, output: Any) -> Any:
@@ -160,22 +178,27 @@ class _Outputs:
         self.ended = False
 
     async def passed_on(self) -> AsyncIterator[Any]:
-        """Yield the outputs."""
+        """Yield the outputs. Raises GenerationError if the engine aborts."""
+        from vllm.exceptions import GenerationError
+
         async for result in self._results:
             # Completions have (number of the prompt, output).
             output = result[1] if isinstance(result, tuple) else result
             self.replayed = getattr(output, _REPLAYED, False)
+            if any(one.finish_reason in ("abort", "error") for one in output.outputs):
+                # Not the answer's end: an error event follows, in the place of which another engine goes on.
+                raise GenerationError("the engine has ended the answer")
             if not self.replayed:
                 self._pieces += [list(one.token_ids) for one in output.outputs if one.token_ids]
                 self._complete = self._complete or output.finished
             yield result
         self.replayed, self.ended = False, True
 
-    def comment(self) -> str:
-        """Return the comment that tells what has come since the last one."""
+    def told_with(self, text: str) -> str:
+        """Return events with the comment that tells what has come since the last one."""
         pieces, self._pieces = self._pieces, []
         complete, self._complete = self._complete, False
-        return comment(pieces, complete=complete)
+        return comment(pieces, complete=complete, events=text.count("\n\n")) + text
 
 
 class _Events:
@@ -190,7 +213,7 @@ class _Events:
     async def told(self) -> AsyncIterator[str]:
         """Yield what the client does not have, with comments."""
         # A continued stream begins with a comment in any case: it shows that this is the rest of the answer.
-        held, holds = CONTINUED if self.before.strip(":") else "", self.hold_first
+        first, held, holds = CONTINUED if self.before.strip(":") else "", "", self.hold_first
         # Events behind the last token that the client has.
         there = read(self.before)[1] - 1
         async for text in self.events:
@@ -199,15 +222,18 @@ class _Events:
             elif self.outputs.ended and there > 0:
                 there -= 1
             elif self.outputs.ended:
-                yield self.outputs.comment() + held + AFTER + text
-                held = ""
+                # The last outputs may have become no event.
+                yield (
+                    first + self.outputs.told_with(held) + comment([], complete=True, events=text.count("\n\n")) + text
+                )
+                first = held = ""
             elif holds:
-                held, holds = held + text, False
+                held, holds = text, False
             else:
-                yield self.outputs.comment() + held + text
-                held = ""
-        if held:
-            yield held
+                yield first + self.outputs.told_with(held + text)
+                first = held = ""
+        if first or held:
+            yield first + held
 
 
 def _telling(generator: Any, *, hold_first: bool, converted: Any = ()) -> Any:

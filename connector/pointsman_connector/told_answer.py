@@ -1,8 +1,9 @@
 """The token ids of an answer, as an engine tells them beside its stream and as they come back to continue the answer. Pure.
 
 Before each event of a stream that may be continued elsewhere the engine writes an SSE comment: `:17:5,9` for outputs of the
-engine with the ids 17, and 5 and 9. It ends with `.` if the answer is complete; each event after that has the comment `:.`. The
-gateway takes comments out. Their texts one after another are the told answer: what the client has, no more and no less.
+engine with the ids 17, and 5 and 9. It ends with `.` if the answer is complete; each event after that has the comment `:.`. If it
+tells of several events, `x` and their number follow. The gateway takes comments out. Their texts, without these numbers, one
+after another are the told answer: what the client has, no more and no less.
 """
 
 from __future__ import annotations
@@ -15,16 +16,14 @@ from typing import Any
 FIELD = "pointsman_answer"
 # The comment with which a continued stream begins.
 CONTINUED = ":\n\n"
-# The comment of an event behind the answer's last token.
-AFTER = ":.\n\n"
 _TOLD = re.compile(r"(?::(?:\d+(?:,\d+)*)?\.?)*")
 
 
-def comment(pieces: Sequence[Sequence[int]], *, complete: bool) -> str:
-    """Return the comment for an event with these outputs' ids; empty if there is nothing to tell."""
-    if not pieces and not complete:
+def comment(pieces: Sequence[Sequence[int]], *, complete: bool, events: int = 1) -> str:
+    """Return the comment for so many events with these outputs' ids; empty if there is nothing to tell."""
+    if not pieces and not complete and events <= 1:
         return ""
-    return told(pieces, complete=complete) + "\n\n"
+    return f"{told(pieces, complete=complete)}{f'x{events}' if events > 1 else ''}\n\n"
 
 
 def told(pieces: Sequence[Sequence[int]], *, complete: bool = False) -> str:

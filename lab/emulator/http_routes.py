@@ -24,7 +24,7 @@ from pointsman.lab.emulator.mooncake_connector import KvTransfers
 from pointsman.lab.emulator.openai_api import ApiError, GenerationParams
 from pointsman.lab.emulator.scripted_answers import Piece, PieceReader, ScriptedAnswer, collected
 from pointsman.lab.emulator.suspension import Suspension
-from pointsman.lab.emulator.told_answers import comment
+from pointsman.lab.emulator.told_answers import with_comment
 from pointsman.lab.emulator.tool_choice import prepared_answer
 from pointsman.lab.emulator.vllm_metrics import EngineMetrics
 from pointsman.lab.engine.interface import EngineRequest
@@ -253,7 +253,7 @@ class EngineApp:
             # The client has these events.
             writer.start(len(params.prompt))
             writer.pieces(self._pieces(before, reader), "")
-        begun, untold = bool(before), [b":\n\n"] if before else []
+        begun, first = bool(before), b":\n\n" if before else b""
         waiting: list[int] = []
         try:
             while part := await stream.read():
@@ -262,9 +262,9 @@ class EngineApp:
                 waiting += part
                 if events := start + writer.pieces(self._pieces(part, reader), stream.reason):
                     if told is not None:
-                        untold.append(comment(waiting, complete=bool(stream.reason)))
-                    await response.write(b"".join((*untold, events)))
-                    untold, waiting = [], []
+                        events = first + with_comment(waiting, events, complete=stream.reason in ("stop", "length"))
+                    await response.write(events)
+                    first, waiting = b"", []
             cached = min(stream.cached_tokens, len(params.prompt))
             end = writer.end(api.usage(len(params.prompt), len(before) + stream.output_tokens, cached), stream.reason)
         except ApiError as error:

@@ -33,6 +33,8 @@ def begun_answer(body: Mapping[str, Any]) -> BegunAnswer | None:
     return BegunAnswer(tuple(map(int, _IDS.findall(told))), "." in told)
 
 
-def comment(ids: Sequence[int], *, complete: bool) -> bytes:
-    """Return the SSE comment for the event of these ids."""
-    return f":{','.join(map(str, ids))}{'.' if complete else ''}\n\n".encode()
+def with_comment(ids: Sequence[int], events: bytes, *, complete: bool) -> bytes:
+    """Return events behind the SSE comment that tells their ids."""
+    count = events.count(b"\n\n")
+    number = f"x{count}" if count > 1 else ""
+    return f":{','.join(map(str, ids))}{'.' if complete else ''}{number}\n\n".encode() + events

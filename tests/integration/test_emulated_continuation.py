@@ -54,7 +54,7 @@ async def stream(url: str, path: str, body: dict[str, Any], told: str) -> list[s
 
 
 def told_by(blocks: list[str]) -> str:
-    return "".join(one for one in blocks if one.startswith(":"))
+    return "".join(one.partition("x")[0] for one in blocks if one.startswith(":"))
 
 
 def ids_in(told: str) -> list[str]:

@@ -75,6 +75,10 @@ class ResponseWriter(Protocol):
         """Whether the client has disconnected."""
 
     @property
+    def full(self) -> bool:
+        """Whether so much is unsent that the source is paused."""
+
+    @property
     def send(self) -> Callable[[bytes], None]:
         """A function that sends bytes of the response unchanged; they must already have their chunk framing."""
 

@@ -125,7 +125,7 @@ def gist_of_messages(events: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"blocks": {}, "roles": 0, "finish": "", "usage": None, "told": "", "open": [], "order": []}
     for line in "".join(events).split("\n"):
         if line.startswith(":"):
-            found["told"] += line
+            found["told"] += line.partition("x")[0]
         if not line.startswith("data: {"):
             continue
         event = json.loads(line[6:])
@@ -164,7 +164,7 @@ def gist(events: list[str]) -> dict[str, Any]:
     }
     for line in "".join(events).split("\n"):
         if line.startswith(":"):
-            found["told"] += line
+            found["told"] += line.partition("x")[0]
         if not line.startswith("data: {"):
             continue
         chunk = json.loads(line[6:])

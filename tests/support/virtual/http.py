@@ -130,7 +130,7 @@ def upstream(network: Network, engines: Mapping[str, Engine]) -> Upstream:
 class ResponseWriter:
     """A client's end of a streamed answer, in place of the HTTP server's writer."""
 
-    chunked = False
+    chunked = full = False
     lost = True  # read when a request is cancelled: nothing drains in virtual time
 
     def __init__(self) -> None:

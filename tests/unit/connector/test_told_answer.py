@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman_connector.told_answer import AFTER, CONTINUED, asked, comment, read, told
+from pointsman_connector.told_answer import CONTINUED, asked, comment, read, told
 
 PIECES = st.lists(st.lists(st.integers(0, 2**31), min_size=1, max_size=5), max_size=20)
 
@@ -23,7 +23,7 @@ def test_comments_one_after_another_are_the_answer(events: list[list[list[int]]]
     whole = "".join([CONTINUED, *texts]).replace("\n", "")
     ids = [piece for pieces in events for piece in pieces]
     assert read(whole) == (ids, 0)
-    after = comment([[7]], complete=True) + AFTER + AFTER
+    after = comment([[7]], complete=True) + 2 * comment([], complete=True)
     assert read(whole + after.replace("\n", "")) == ([*ids, [7]], 3)
 
 
@@ -38,3 +38,9 @@ def test_only_a_text_asks() -> None:
     assert asked({"x": 1}) is None
     assert asked({"pointsman_answer": 5}) is None
     assert asked({"pointsman_answer": ""}) == ""
+
+
+def test_several_events_are_counted() -> None:
+    assert comment([[5], [6]], complete=False, events=2) == ":5:6x2\n\n"
+    assert comment([], complete=False, events=2) == ":x2\n\n"
+    assert comment([[5]], complete=True, events=1) == ":5.\n\n"

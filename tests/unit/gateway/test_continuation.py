@@ -50,6 +50,7 @@ HARMFUL: list[dict[str, Any]] = [
     {"seed": 3},
     {"seed": 3, "temperature": 0.5},
     {"tool_choice": "required"},
+    {"parallel_tool_calls": False},
     {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
     {"tool_choice": {"type": "function", "function": {"name": "f"}}},
     {"response_format": {"type": "json_object"}},
@@ -108,6 +109,7 @@ def test_a_message_that_follows_from_its_tokens_can_be_continued(fields: dict[st
     [
         {"thinking": {"type": "enabled", "budget_tokens": 1_024}},
         {"tool_choice": {"type": "any"}},
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
         {"tool_choice": {"type": "tool", "name": "f"}},
         {"tools": [{"name": "f", "input_schema": {}, "strict": True}]},
         {"output_config": {"format": {"type": "json_schema", "schema": {}}}},

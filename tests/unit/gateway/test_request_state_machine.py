@@ -107,6 +107,17 @@ def test_a_stream_that_another_instance_can_continue_goes_on_there() -> None:
     assert machine.handle(ev.ResponseEnded(), 6.0) == [ev.ReportFinished("r.1", Outcome.OK)]
 
 
+def test_an_instance_that_cannot_continue_is_not_blamed() -> None:
+    machine = streaming()
+    machine.handle(BROKEN, 3.0)
+    machine.handle(StepAssigned("r.1", B), 3.0)
+    assert machine.handle(ev.UpstreamFailed("cannot", 200, innocent=True), 4.0) == [
+        ev.AbortUpstream(),
+        ev.ReportFinished("r.1", Outcome.CANCELLED, "cannot", 200),
+        ev.AskRouter("r.2", ("a", "b")),
+    ]
+
+
 def test_a_stream_is_continued_at_most_as_often_as_a_request_is_retried() -> None:
     machine = streaming()
     for attempt in (1, 2):

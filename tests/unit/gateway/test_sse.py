@@ -358,3 +358,42 @@ def test_comments_are_not_sent_either_where_the_answer_cannot_be_continued() -> 
     assert not events.can_continue
     others = SseFilter(Endpoint.CHAT)
     assert others.feed(b":5\n\n") == b":5\n\n", "a comment that nobody asked for is the instance's own"
+
+
+def test_a_model_that_writes_of_errors_is_not_cut() -> None:
+    events = told_filter()
+    for word in ("error", "event: error", 'a \\"error\\": {'):
+        assert events.feed(b":5\n\n" + event(word)) == event(word)
+    assert events.told == b":5:5:5"
+
+
+def test_an_abort_is_cut_with_its_comment() -> None:
+    events = told_filter()
+    aborted = b'data: {"choices": [{"delta": {}, "finish_reason": "abort"}]}\n\n'
+    assert events.feed(b":5\n\n" + event("a") + b":6.\n\n" + aborted) == event("a")
+    assert events.told == b":5", "the answer is not complete"
+    assert events.can_continue
+
+
+def test_without_a_token_there_is_nothing_to_continue() -> None:
+    events = told_filter()
+    failed = b'data: {"error": {"message": "at 10.0.0.7", "code": 500}}\n\n'
+    assert b"at <address>" in events.feed(b":x2\n\n" + event("") + failed)
+    assert not events.can_continue
+
+
+@given(CUTS, st.lists(st.integers(1, 4), min_size=1, max_size=8))
+def test_events_of_one_comment_are_sent_all_at_once(cuts: list[int], groups: list[int]) -> None:
+    whole = b"".join(
+        b":%d%b\n\n" % (number, b"x%d" % count if count > 1 else b"") + b"".join(event("w") for _ in range(count))
+        for number, count in enumerate(groups)
+    )
+    sums = {sum(groups[:end]) for end in range(len(groups) + 1)}
+    events, out = told_filter(), b""
+    for piece in cut_up(whole, cuts):
+        out += events.feed(piece)
+        assert out.count(b"data:") in sums
+        told = events.told
+        assert told is not None
+        assert sum(groups[: told.count(b":")]) == out.count(b"data:")
+    assert out.count(b"data:") == sum(groups)

@@ -9,6 +9,7 @@ from pointsman.gateway.core.api.errors import (
     error_event,
     redact_error,
     redact_error_event,
+    reports_error,
     was_aborted,
 )
 from pointsman.gateway.core.api.parse import FORBIDDEN_FIELDS, FORBIDDEN_XARGS, estimated_tokens, parse
@@ -32,6 +33,7 @@ __all__ = [
     "parse",
     "redact_error",
     "redact_error_event",
+    "reports_error",
     "was_aborted",
     "with_fields",
 ]

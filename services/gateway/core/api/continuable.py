@@ -32,7 +32,6 @@ _FREE = frozenset(
         "min_p",
         "min_tokens",
         "model",
-        "parallel_tool_calls",
         "prompt",
         "prompt_cache_key",
         "reasoning_effort",
@@ -83,8 +82,8 @@ def _no_constraint(value: Any) -> bool:
     return not value or value == {"type": "text"}
 
 
-def _type_among(*kinds: str) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and value.get("type") in kinds
+def _of_type(value: Any, *kinds: str) -> bool:
+    return isinstance(value, dict) and value.get("type") in kinds
 
 
 # Fields that are harmless with these values. Null is harmless for any field.
@@ -101,11 +100,13 @@ _HARMLESS: Mapping[str, Callable[[Any], bool]] = {
     "response_format": _no_constraint,
     "bad_words": lambda value: value == [],
     "include_reasoning": lambda value: value is True,
+    # False puts a grammar on the answer.
+    "parallel_tool_calls": lambda value: value is True,
 }
 _HARMLESS_IN_MESSAGES: Mapping[str, Callable[[Any], bool]] = {
-    "tool_choice": _type_among("auto", "none"),
+    "tool_choice": lambda value: _of_type(value, "auto", "none") and not value.get("disable_parallel_tool_use"),
     # A budget of thinking is a limit that would begin anew.
-    "thinking": _type_among("disabled", "adaptive"),
+    "thinking": lambda value: _of_type(value, "disabled", "adaptive"),
     "output_config": lambda value: isinstance(value, dict) and value.keys() <= {"effort"},
 }
 _BY_ENDPOINT = {

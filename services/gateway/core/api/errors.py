@@ -139,6 +139,21 @@ def begins_with_error(stream: bytes) -> bool:
     return _BEGINS_WITH_ERROR.match(stream) is not None
 
 
+def reports_error(event: bytes) -> bool:
+    """Whether an event of an engine's stream, without its end, reports an error or an abort; also if it cannot be read."""
+    data = b"\n".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))
+    if not data:
+        return False
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return True
+    if not isinstance(found, dict):
+        return b"event: error" in event.splitlines()
+    told = found.get("error") or found.get("type") == "error" or found.get("object") == "error"
+    return bool(told) or was_aborted(event)
+
+
 def redact_error_event(error_format: ErrorFormat, event: bytes, sequence_number: int = 0) -> bytes:
     """Return one event of an engine's stream, without its end, as the client may see it. An event that reports an error is
     redacted as an error body is; other events are unchanged. `sequence_number`: for a Responses event that has none."""

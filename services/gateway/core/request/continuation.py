@@ -76,4 +76,5 @@ def continued_placement(context: RequestContext, told: bytes) -> placement_pb2.P
     # It has its place in the fleet: it goes on, and no other instance computes a part of it.
     request.continues_session = request.single_instance = request.resumed = True
     request.sliceable_tokens = 0
+    request.ClearField("ttft_deadline")
     return request

@@ -138,12 +138,13 @@ class ResponseEnded:
 class UpstreamFailed:
     """The connection was refused or lost, or the instance answered 5xx or was silent. `status` is 0 without an answer. `refused`:
     the instance answered 5xx, which the request or the instance may have caused. `continuable`: another instance can go on with
-    the stream."""
+    the stream. `innocent`: the instance works, but not for this request."""
 
     error: str
     status: int = 0
     refused: bool = False
     continuable: bool = False
+    innocent: bool = False
 
 
 @dataclass(frozen=True)

@@ -345,7 +345,8 @@ class RequestStateMachine:
             self._refused_by.append(instance_id)
         self._exclude.append(instance_id)
         self._partial_prefill_target = None
-        effects = self._end(Outcome.FAILED, failed.error, failed.status, refused=failed.refused)
+        outcome = Outcome.CANCELLED if failed.innocent else Outcome.FAILED
+        effects = self._end(outcome, failed.error, failed.status, refused=failed.refused)
         if self._attempts >= self._timeouts.max_retries:
             return [*effects, FailRequest(INTERNAL, "The request failed on every instance that was tried.")]
         self._attempts += 1
@@ -355,6 +356,7 @@ class RequestStateMachine:
     def _continue_elsewhere(self, failed: UpstreamFailed, now: float) -> list[Effect]:
         assert self.step is not None
         self._exclude.append(self.step.target.instance_id)
+        self._partial_prefill_target, self._place_locally = None, False
         ended = self._end(Outcome.FAILED, failed.error, failed.status, continued=True)
         self._attempts += 1
         return [*ended, *self._start_attempt(now)]

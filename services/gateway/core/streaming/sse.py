@@ -16,10 +16,11 @@ from pointsman.gateway.core.api import (
     begins_with_error,
     error_event,
     redact_error_event,
+    reports_error,
     was_aborted,
 )
 from pointsman.gateway.core.streaming.stream_tail import StreamTail
-from pointsman.gateway.core.streaming.told_comments import told_in, without_comments
+from pointsman.gateway.core.streaming.told_comments import incomplete, told_in, without_comments
 from pointsman.gateway.core.streaming.usage_and_end import StreamEnd
 
 # Maximum size of a held incomplete event, bytes. A longer one is sent in parts.
@@ -85,7 +86,7 @@ class SseFilter:
             if chunk[at] == _COMMENT:
                 end = chunk.find(b"\n", at)
                 if self.told is not None:
-                    self.told += chunk[at:end]
+                    self.told += chunk[at:end].partition(b"x")[0]
                 events = chunk[end + 2 :]
                 chunk = b"%x\r\n%b" % (len(events) - 2, events)
         # The lines of the framing do not start with "data:".
@@ -117,10 +118,10 @@ class SseFilter:
         else:
             self.mid_event = True
         if self.tells and not self.mid_event:
-            # A comment tells of the event behind it, and must not be sent without it.
-            begin = piece.rfind(b"\n\n", 0, -2)
-            begin = begin + 2 if begin >= 0 else 0
-            if piece[begin] == _COMMENT:
+            # A comment tells of the events behind it, and they are sent all at once.
+            last = piece.rfind(b"\n\n:")
+            begin = last + 2 if last >= 0 else 0
+            if piece[begin] == _COMMENT and incomplete(piece[begin:]):
                 piece, self._held = piece[:begin], piece[begin:] + self._held
         return self._let_out(piece, mid_event) if piece else b""
 
@@ -136,7 +137,7 @@ class SseFilter:
     @property
     def can_continue(self) -> bool:
         """Whether what the client got is known by its tokens, and ends with a whole event."""
-        return bool(self.told) and not self.mid_event
+        return self.told is not None and _has_ids(self.told) and not self.mid_event
 
     def begin_again(self) -> None:
         """Go on with the answer of another instance, whose first event follows what the client has. Mutates."""
@@ -175,9 +176,12 @@ class SseFilter:
             if not (_TELLS_OF_ERROR.search(events[at]) or was_aborted(events[at])):
                 continue
             before = b"".join(events[:at])
-            if self.told is not None and (self.told or told_in(before)):
-                self._cut, self._held, self.mid_event = True, b"", False
-                return before
+            if self.told is not None and reports_error(events[at]):
+                # The comment of the error's event goes with it: the client gets neither.
+                kept = before if at < 2 or not events[at - 2].startswith(b":") else b"".join(events[: at - 2])
+                if _has_ids(self.told) or _has_ids(told_in(kept)):
+                    self._cut, self._held, self.mid_event = True, b"", False
+                    return kept
             events[at] = redact_error_event(self._tail.endpoint.error_format, events[at], self._next_number(before))
         return b"".join(events)
 
@@ -188,6 +192,10 @@ class SseFilter:
             if self._tail.endpoint.error_format is ErrorFormat.RESPONSES
             else 0
         )
+
+
+def _has_ids(told: bytes | bytearray) -> bool:
+    return bool(told.strip(b":."))
 
 
 def _without_usage(piece: bytes) -> bytes:

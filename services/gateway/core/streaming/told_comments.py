@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-_COMMENTS = re.compile(rb"^(:[\d:,]*\.?)$", re.MULTILINE)
-_BLOCKS = re.compile(rb"^:[\d:,]*\.?\n\n", re.MULTILINE)
+_COMMENTS = re.compile(rb"^(:[\d:,]*\.?)(?:x\d+)?$", re.MULTILINE)
+_BLOCKS = re.compile(rb"^:[\d:,]*\.?(?:x\d+)?\n\n", re.MULTILINE)
+_EVENTS = re.compile(rb":[\d:,]*\.?(?:x(\d+))?\n\n")
 
 
 def told_in(events: bytes) -> bytes:
@@ -16,3 +17,9 @@ def told_in(events: bytes) -> bytes:
 def without_comments(events: bytes) -> bytes:
     """Return whole events without these comments."""
     return _BLOCKS.sub(b"", events)
+
+
+def incomplete(events: bytes) -> bool:
+    """Return whether fewer events follow than the comment tells with which `events` begins. Without a number it tells of one."""
+    told = _EVENTS.match(events)
+    return told is not None and events.count(b"\n\n", told.end()) < int(told[1] or 1)

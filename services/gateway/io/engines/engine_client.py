@@ -171,6 +171,6 @@ async def relay_stream(answer: UpstreamResponse, events: SseFilter, out: Respons
         if whole := events.feed(piece):
             out.write(whole)
 
-    await answer.pipe(write, Passthrough(events.pass_whole, out) if out.chunked else None)
+    await answer.pipe(write, Passthrough(events.pass_whole, out) if out.chunked else None, paused=out.full)
     if flush := events.flush():
         out.write(flush)

@@ -115,14 +115,19 @@ class UpstreamResponse:
         """The bytes of the body that have arrived and are not read yet."""
         return b"".join(self._pieces)
 
-    async def pipe(self, sink: Callable[[bytes], None], passthrough: Passthrough | None = None) -> None:
+    async def pipe(
+        self, sink: Callable[[bytes], None], passthrough: Passthrough | None = None, *, paused: bool = False
+    ) -> None:
         """Call `sink` with each piece of the body as it arrives, until the end. Chunks that take the `passthrough` are omitted.
-        Raises UpstreamError."""
+        `paused`: nothing is read until resume(). Raises UpstreamError."""
         if self._pieces:
             taken, self._pieces = b"".join(self._pieces), []
             sink(taken)
         self.sink, self.passthrough = sink, passthrough
-        self.resume()
+        if paused:
+            self.pause()
+        else:
+            self.resume()
         while not self.whole:
             if self._error is not None:
                 raise self._error

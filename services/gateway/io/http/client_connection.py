@@ -88,6 +88,11 @@ class ResponseWriter:
         if not self._connection.lost:
             self.send = self._send_first
 
+    @property
+    def full(self) -> bool:
+        """Whether so much is unsent that the source is paused."""
+        return self._connection.full
+
     def go_on(self, source: Source) -> None:
         """Replace the source, which is paused while the client reads slowly."""
         self._connection.source = source
@@ -203,6 +208,11 @@ class ClientConnection(asyncio.Protocol):
         # would first wait until a buffer is sent that nobody reads; abort() does not.
         if self._state in (_State.BUSY, _State.FLUSHING):
             self._transport.abort()
+
+    @property
+    def full(self) -> bool:
+        """Whether more than HIGH_WATER bytes are unsent."""
+        return self._full
 
     def pause_writing(self) -> None:
         self._full = True

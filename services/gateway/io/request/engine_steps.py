@@ -29,6 +29,7 @@ from pointsman.gateway.core.request.transfer_params import (
     with_session_end,
 )
 from pointsman.gateway.core.streaming.sse import SseFilter
+from pointsman.gateway.core.streaming.told_comments import without_comments
 from pointsman.gateway.core.streaming.usage_and_end import StreamEnd, usage_of
 from pointsman.gateway.io.engines.engine_client import (
     MAX_ERROR_BYTES,
@@ -42,6 +43,8 @@ from pointsman.gateway.io.engines.engine_connection import UpstreamResponse
 from pointsman.gateway.io.engines.remote_prefill import RemotePrefill
 from pointsman.gateway.io.request.shared_context import SharedContext
 
+# Tokens for which memory is reserved if an answer's length is open.
+OPEN_TOKENS = 8_192
 _JSON = {"Content-Type": "application/json"}
 NOT_IMPLEMENTED = 501  # not retried: no other instance of the model implements it either
 
@@ -94,7 +97,9 @@ class EngineSteps:
         for it. Call it when an answer begins."""
         context = self._context
         again = bool(context.kept_payload)
-        keep = again or (self._tells and self.whole_response is None and self._kept.take(len(context.call.payload)))
+        # The told ids take some six bytes each.
+        size = len(context.call.payload) + 6 * (context.call.max_output_tokens or OPEN_TOKENS)
+        keep = again or (self._tells and self.whole_response is None and self._kept.take(size))
         if keep and not again:
             self._sse.told = bytearray()
         if not again:
@@ -176,13 +181,14 @@ class EngineSteps:
                 if streamed and not await answer.begun():
                     raise UpstreamError("an empty answer", answer.status)
                 # After a failed KV transfer an engine answers 200, and the stream starts with an error.
-                if streamed and step.kv_source is not None and begins_with_error(answer.arrived):
+                if streamed and step.kv_source is not None and begins_with_error(without_comments(answer.arrived)):
                     raise UpstreamError("the answer began with an error", 500)
                 if streamed and was_aborted(answer.arrived):
                     raise AbortedByEngine
                 if told and not (streamed and answer.arrived.startswith(b":")):
-                    # Its events would repeat what the client has.
-                    raise UpstreamError("the instance cannot continue an answer", answer.status)
+                    # Its events would repeat what the client has. It has not failed.
+                    answer.close()
+                    return UpstreamFailed("the instance cannot continue an answer", answer.status, innocent=True)
             if not streamed:
                 body = await upstream.read_all(answer, held=self._held)
                 if was_aborted(body):

@@ -44,8 +44,10 @@ class PlacementSteps:
         began = time.monotonic()
         try:
             request = self._request_for(effect.attempt_id, effect.exclude)
+            # The client of a continued answer has had its first token.
+            first_token_by = None if self.told else self._context.first_token_by
             step = await self._shared.router.first_step(
-                request, self._shared.timeouts.placement_s, self._context.first_token_by, on_parked
+                request, self._shared.timeouts.placement_s, first_token_by, on_parked
             )
         except NoRouter:
             return RouterLost(effect.attempt_id)
@@ -96,6 +98,12 @@ class PlacementSteps:
         request = continued_placement(self._context, self.told) if self.told else copy_of(self._context.placement)
         request.request_id = attempt_id
         request.exclude.extend(exclude)
+        if self.told:
+            # A server that is gone has taken all of its ranks with it.
+            instances = self._context.state.pool.instances
+            gone = {one.url for one in instances if one.instance_id in exclude}
+            ranks = (one.instance_id for one in instances if one.url in gone)
+            request.exclude.extend(one for one in ranks if one not in exclude)
         if self._context.trace is not None:
             request.traceparent = self._context.trace.placement_context(attempt_id).traceparent
         self._requests[attempt_id] = request

@@ -241,11 +241,11 @@ class RequestRunner:
         status = 200 if ok else effect.status or self._steps.status
         prompt = context.placement.input_tokens if usage.prompt is None else usage.prompt
         output = self._steps.streamed_tokens if usage.output is None else usage.output
-        if not effect.continued:
-            context.admission.charge(prompt + output, now)
-            self._usage.outcome = effect.outcome.name.lower()
+        # Each attempt's charge replaces the one before: the attempt that ends the answer has the usage of the whole.
+        context.admission.charge(prompt + output, now)
+        self._usage.outcome = effect.outcome.name.lower()
         # A request that no instance began to answer has no usage, whatever its rate limit was charged with.
-        if attempt.first_byte_at and not effect.continued:
+        if attempt.first_byte_at or attempt.continues:
             self._usage.prompt_tokens, self._usage.completion_tokens = prompt, output
             self._usage.cached_tokens = usage.cached or 0
         self._steps.attempt_ended()
