@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from pointsman.common.core.block_keys import KEY_TOKENS
+from pointsman.gateway.core.request.sessions import Sessions
 from pointsman.lab.admission.registry import RULES
 from pointsman.lab.engine.interface import Finished, FirstToken, WaitingForRemoteKv
+from pointsman.lab.engine.prompt_content import NamedPrompt
 from pointsman.lab.report.instance_samples import InstanceSample
 from pointsman.lab.report.request_record import RequestRecord
 from pointsman.lab.simulation.admission_gate import AdmissionGate
@@ -68,6 +70,7 @@ class Simulator:
         held = max(config.instances, max_instances) * (config.engine.kv_blocks + config.engine.host_blocks) * KEY_TOKENS
         limit = None if config.shared_storage else NAMED_CACHES * held
         self._prompts = PromptBlocks(limit, prompts_include_answers=config.prompts_include_answers)
+        self._sessions = Sessions()
         self._pools = [MODEL] if config.pools == 1 else [f"{MODEL}-{number}" for number in range(config.pools)]
         policy = make_policy(config.policy, config.policy_settings) if isinstance(config.policy, str) else config.policy
         names = ["sim"] if config.routers == 1 else [f"sim-{number}" for number in range(config.routers)]
@@ -190,7 +193,7 @@ class Simulator:
             input_tokens=prompt.length,
             keys=prompt.names,
             tenant=turn.tenant.name,
-            session_id=request.session if turn.named else "",
+            session_id=request.session if turn.named else self._session_by_prefix(turn, prompt),
             parent=f"{turn.tenant.name}/{turn.parent}" if turn.names_parent else "",
             priority=turn.tenant.priority,
             weight=turn.tenant.weight,
@@ -207,6 +210,11 @@ class Simulator:
             self._pass_on(running, now)
         else:
             self._gate.arrive(running, now)
+
+    def _session_by_prefix(self, turn: Turn, prompt: NamedPrompt) -> str:
+        """Return the session that the gateway finds for a request without one. Mutates."""
+        tenant = turn.tenant.name
+        return self._sessions.resolve(tenant, prompt.names, hint="", fresh=f"s-{request_id(turn)}")
 
     def _pass_on(self, running: SimulatedRequest, now: float) -> None:
         tokenised_at = now + self._config.frontend_s + self._config.tokenise_token_s * running.prompt.length

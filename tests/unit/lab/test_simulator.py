@@ -75,6 +75,16 @@ def test_a_turn_goes_on_from_the_answer_before_it() -> None:
     assert [record.cached_tokens for record in synthetic_sessions] == [0, 64, 192, 192, 64, 192]
 
 
+def test_a_session_without_a_name_is_known_by_its_prefix_as_at_the_gateway() -> None:
+    turns = [ask("a", 1, 0.0, [1, 2], 128), ask("b", 1, 0.0, [3, 4], 128)]
+    turns += [ask("a", 2, 60.0, [1, 2, 5], 200), ask("b", 2, 60.0, [3, 4, 6], 200)]
+    simulator = Simulator(turns, SimulationConfig(instances=2, profile=PLAIN, unnamed_share=1.0))
+    simulator.run()
+    sessions = [one[1] for one in simulator.router.affinity.newest(60.0)]
+    assert len(sessions) == 2
+    assert all("/s-" in session for session in sessions)
+
+
 def test_two_prompts_at_once_go_to_two_instances_and_a_session_comes_back() -> None:
     turns = [ask("a", 1, 0.0, [1, 2], 128), ask("b", 1, 0.0, [3, 4], 128)]
     turns += [ask("a", 2, 60.0, [1, 2, 5], 200), ask("b", 2, 60.0, [3, 4, 6], 200)]
