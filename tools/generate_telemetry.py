@@ -75,7 +75,6 @@ REQUESTS = [
         },
         about="New sessions are parked while sessions exceed the caches and evict each other.",
     ),
-    Panel("Sessions admitted and refused", rates(f"{R}admissions_total", "outcome"), "reqps", stacked=True),
     Panel("Time held by priority, p90", quantiles(f"{R}held_seconds", "priority"), "s", "Of requests that were held."),
     Panel(
         "Open requests",
