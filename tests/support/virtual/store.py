@@ -233,6 +233,11 @@ class Client:
         found: dict[str, str] = await self._ask(lambda: self._store.hash(key))
         return found
 
+    async def time(self) -> tuple[int, int]:
+        """Return the clock, in s and us."""
+        micros: int = await self._ask(lambda: int(self._store._now() * 1e6))
+        return micros // 1_000_000, micros % 1_000_000
+
     async def aclose(self) -> None:
         """Do nothing: there is no connection to close."""
 
