@@ -16,7 +16,7 @@ from pointsman.gateway.core.api.continuable import is_continuable
 from pointsman.gateway.core.api.parse import parse
 from pointsman.gateway.core.request.attempt import Attempt
 from pointsman.gateway.core.request.attempt_report import finished
-from pointsman.gateway.core.request.continuation import Continuations, continued_placement, with_told_answer
+from pointsman.gateway.core.request.continuation import Continuations, continued_placement, ids_of, with_told_answer
 from pointsman.gateway.core.request.prepare import set_keys
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.request_events import Outcome, ReportFinished
@@ -158,7 +158,7 @@ def test_the_rest_is_placed_by_the_tokens_of_the_prompt_and_the_answer(prompt_to
     context.drop_prompt(keep=True)
     assert json.loads(context.payload_at("a")).items() >= (CHAT | {"max_tokens": 100}).items()
     told = b"".join(b":%d" % one for one in answer)
-    request = continued_placement(context, told)
+    request = continued_placement(context, ids_of(told))
     assert request.input_tokens == len(ids) + len(answer)
     assert request.max_output_tokens == 100 - len(answer)
     whole = prompt_keys(ids + answer, "m")

@@ -62,9 +62,8 @@ def copy_of(placement: placement_pb2.PlacementRequest) -> placement_pb2.Placemen
     return request
 
 
-def continued_placement(context: RequestContext, told: bytes) -> placement_pb2.PlacementRequest:
-    """Return the placement request for the rest of an answer: the prompt and the answer so far are its prompt."""
-    ids = ids_of(told)
+def continued_placement(context: RequestContext, ids: TokenIds) -> placement_pb2.PlacementRequest:
+    """Return the placement request for the rest of an answer: the prompt and the answer so far (`ids`) are its prompt."""
     request = copy_of(context.placement)
     request.input_tokens += len(ids)
     if request.max_output_tokens:

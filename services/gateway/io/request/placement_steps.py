@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
 
 import structlog
@@ -20,6 +21,7 @@ from pointsman.gateway.core.request.request_events import (
     RouterLost,
     StepAssigned,
 )
+from pointsman.gateway.core.tokens.token_cache import TokenIds
 from pointsman.gateway.io.request.shared_context import SharedContext
 from pointsman.gateway.io.routing.router_client import NoRouter, PlacementReply
 from pointsman.router.v1 import placement_pb2
@@ -34,7 +36,7 @@ class PlacementSteps:
         self._shared = shared
         self._context = context
         self._requests: dict[str, placement_pb2.PlacementRequest] = {}
-        self.told = b""  # the answer so far, which the next attempt continues
+        self.answer: TokenIds = array("I")  # the answer so far, which the next attempt continues
 
     async def ask_router(self, effect: AskRouter, on_parked: Callable[[float], None]) -> Event:
         """Ask the router for an attempt's first step. `on_parked` is called with the maximum further wait, s, if the router parks
@@ -45,7 +47,7 @@ class PlacementSteps:
         try:
             request = self._request_for(effect.attempt_id, effect.exclude)
             # The client of a continued answer has had its first token.
-            first_token_by = None if self.told else self._context.first_token_by
+            first_token_by = None if self.answer else self._context.first_token_by
             step = await self._shared.router.first_step(
                 request, self._shared.timeouts.placement_s, first_token_by, on_parked
             )
@@ -95,10 +97,10 @@ class PlacementSteps:
         self._shared.router.placed(self._requests[step.attempt_id], step.target.instance_id, step.cached_tokens)
 
     def _request_for(self, attempt_id: str, exclude: tuple[str, ...]) -> placement_pb2.PlacementRequest:
-        request = continued_placement(self._context, self.told) if self.told else copy_of(self._context.placement)
+        request = continued_placement(self._context, self.answer) if self.answer else copy_of(self._context.placement)
         request.request_id = attempt_id
         request.exclude.extend(exclude)
-        if self.told:
+        if self.answer:
             # A server that is gone has taken all of its ranks with it.
             instances = self._context.state.pool.instances
             gone = {one.url for one in instances if one.instance_id in exclude}

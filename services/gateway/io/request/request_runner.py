@@ -46,7 +46,6 @@ class RequestRunner:
         self._pending: list[Coroutine[Any, Any, ev.Event]] = []  # coroutines that are created but not awaited yet
         self._tasks: set[asyncio.Task[ev.Event]] = set()  # two while an early step runs together with its PREFILL
         self._attempt = Attempt()
-        self._continues = 0  # tokens of the answer that the client has, if another instance goes on with it
         self._failure: ev.FailRequest | None = None
         self._stream_broken = False
         self._limit: asyncio.Timeout | None = None  # of the operation that is awaited alone
@@ -258,8 +257,7 @@ class RequestRunner:
             if context.exact_tokens and usage.prompt is not None:
                 shared.pools.check_token_count(context.state, context.call.endpoint, context.exact_tokens, usage.prompt)
         if effect.continued:
-            self._placement.told = self._steps.told
-            self._continues = len(ids_of(self._placement.told))
+            self._placement.answer = ids_of(self._steps.told)
             shared.telemetry.continued.inc()
         if effect.outcome is ev.Outcome.FAILED:
             log.warning(
@@ -274,7 +272,7 @@ class RequestRunner:
             shared.breakdown.write(breakdown(attempt, effect, context, status, now, shared.breakdown.unix))
         self._trace(effect.error, now)
         # A later attempt has its own times and usage.
-        self._attempt = Attempt(continues=self._continues)
+        self._attempt = Attempt(continues=len(self._placement.answer))
 
     def _trace(self, error: str, now: float) -> None:
         """Send the spans of the attempt that has ended. No effect if there is none or its spans are sent."""
