@@ -106,10 +106,19 @@ def at_owner(router: str, status: fleet_pb2.InstanceStatus) -> fleet_pb2.Instanc
 
     Warns on stderr if the owner does not answer.
     """
+    count = requests_at_owner(router, status)
+    if count is not None:
+        status.num_requests = count
+    return status
+
+
+def requests_at_owner(router: str, status: fleet_pb2.InstanceStatus) -> int | None:
+    """Return the number of an instance's requests from the owner of its pool; None, with a warning on stderr, if the owner does
+    not answer. `status`: the instance as `router` has just reported it."""
     routers = reachable_routers(router)
     owner = routers.owners.get(status.instance.model, routers.asked)
     if owner == routers.asked or owner not in routers.addresses:
-        return status
+        return status.num_requests
     try:
         told = ask(
             routers.addresses[owner],
@@ -119,9 +128,8 @@ def at_owner(router: str, status: fleet_pb2.InstanceStatus) -> fleet_pb2.Instanc
         ).instance
     except grpc.RpcError as error:
         routers.warn(owner, error, "its requests there are not counted")
-        return status
-    status.num_requests = told.num_requests
-    return status
+        return None
+    return told.num_requests
 
 
 def newest_decisions(router: str, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated, Any
 
 import grpc
 import typer
 
-from pointsman.cli.all_routers import at_owner
+from pointsman.cli.all_routers import at_owner, requests_at_owner
 from pointsman.cli.router_call import DEFAULT_ROUTER, call, credentials, dial
 from pointsman.common.io.pages import whole
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 
-# Timeout of a call, s.
+# Timeout of a call, and time between two looks at an instance that is drained, s.
 TIMEOUT_S = 10.0
+WAIT_STEP_S = 0.5
 
 RouterFlag = Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router")]
 ReasonFlag = Annotated[
@@ -25,16 +27,29 @@ def drain(
     instance_id: str,
     router: RouterFlag = DEFAULT_ROUTER,
     resume: Annotated[bool, typer.Option(help="undo a drain")] = False,
+    move: Annotated[
+        bool, typer.Option(help="let its requests go on at other instances, as fast as these take them")
+    ] = False,
+    wait: Annotated[
+        float, typer.Option(help="seconds to wait until it has no requests; exit status 1 if it still has", min=0.0)
+    ] = 0.0,
 ) -> None:
     """Stop placing on an instance until its engine restarts, or until --resume.
 
-    Applies to all routers that share a Redis. Prints the number of requests that the instance still has. Unlike a drain, a
-    `cordon` continues after a restart.
+    Applies to all routers that share a Redis. Prints the number of requests that the instance still has. With --move, streams go
+    on elsewhere; what cannot (services/gateway/README.md has the table) continues to its end.
+
+    Unlike a drain, a `cordon` continues after a restart.
     """
-    request = fleet_pb2.DrainRequest(instance_id=instance_id, resume=resume)
+    if resume and (move or wait):
+        raise typer.BadParameter("cannot be combined with --move and --wait", param_hint="--resume")
+    request = fleet_pb2.DrainRequest(instance_id=instance_id, resume=resume, move=move)
     answer = call(router, lambda fleet: fleet.Drain, request, TIMEOUT_S)
-    typer.echo(_now(at_owner(router, answer.instance)))
+    status = at_owner(router, answer.instance)
+    typer.echo(_now(status))
     _say_if_alone(answer.this_replica_only)
+    if wait and not _emptied(router, status, wait):
+        raise typer.Exit(1)
 
 
 def cordon(
@@ -136,6 +151,22 @@ def _order(router: str, instance_id: str, reason: str | None, **changes: Any) ->
     else:
         typer.echo(f"{instance_id}: no agent reports it ({ordered or 'it has no orders'})")
     _say_if_alone(answer.this_replica_only)
+
+
+def _emptied(router: str, status: fleet_pb2.InstanceStatus, wait_s: float) -> bool:
+    """Wait until an instance has no requests open, for at most `wait_s`, and print how many are. Return whether it has none."""
+    ends = time.monotonic() + wait_s
+    asked = fleet_pb2.GetInstanceRequest(instance_id=status.instance.instance_id)
+    printed = status.num_requests
+    while True:
+        count = requests_at_owner(router, status)
+        if count is not None and count != printed:
+            status.num_requests = printed = count
+            typer.echo(_now(status))
+        if count == 0 or (left := ends - time.monotonic()) <= 0:
+            return count == 0
+        time.sleep(min(WAIT_STEP_S, left))
+        status = call(router, lambda fleet: fleet.GetInstance, asked, TIMEOUT_S).instance
 
 
 def _now(status: fleet_pb2.InstanceStatus) -> str:

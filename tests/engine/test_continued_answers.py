@@ -7,7 +7,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import anthropic
 import pytest
 
 from tests.support.engines.chat_client import user
-from tests.support.engines.servers import SERVED_NAME, EngineSpec, running_engines
+from tests.support.engines.servers import SERVED_NAME, Engine, EngineSpec, running_engines
 from tests.support.engines.vllm_questions import Vllm
 from tests.support.http_request import ask
 from tests.support.instances import IN_STEP
@@ -54,8 +54,23 @@ class Streamed:
     calls: dict[int, list[str]] = field(default_factory=dict)
 
 
-def stream(plane: ControlPlane, body: dict[str, Any], kill_after: int = -1) -> Streamed:
-    """Stream an answer; after so many chunks the engine that gives it is killed."""
+def killed(plane: ControlPlane, engine: Engine) -> None:
+    """Kill an engine with all of its processes."""
+    os.killpg(engine.process.pid, signal.SIGKILL)
+
+
+def moved(plane: ControlPlane, engine: Engine) -> None:
+    """Order that the engine's requests leave it."""
+    plane.drain(engine, move=True)
+
+
+def stream(
+    plane: ControlPlane,
+    body: dict[str, Any],
+    after: int = -1,
+    disturb: Callable[[ControlPlane, Engine], None] = killed,
+) -> Streamed:
+    """Stream an answer; after so many chunks disturb the engine that gives it."""
     told = Streamed()
     chat = "messages" in body
     with plane.client() as client:
@@ -63,8 +78,8 @@ def stream(plane: ControlPlane, body: dict[str, Any], kill_after: int = -1) -> S
         raw = create(model=SERVED_NAME, stream=True, stream_options={"include_usage": True}, **body)
         engine = next(one for one in plane.engines if one.instance_id == raw.headers["x-pointsman-instance"])
         for number, chunk in enumerate(raw.parse()):
-            if number == kill_after:
-                os.killpg(engine.process.pid, signal.SIGKILL)
+            if number == after:
+                disturb(plane, engine)
             told.ids.add(chunk.id)
             if chunk.usage:
                 told.usage = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
@@ -126,7 +141,7 @@ def test_a_message_goes_on_for_anthropics_client(fleet: ControlPlane) -> None:
             engine = next(one for one in fleet.engines if one.instance_id == name)
             for number, _ in enumerate(streamed):
                 if number == kill_after:
-                    os.killpg(engine.process.pid, signal.SIGKILL)
+                    killed(fleet, engine)
             told = streamed.get_final_message()
         [block] = told.content
         assert block.type == "text"
@@ -161,12 +176,29 @@ def test_the_text_is_that_of_the_undisturbed_run(fleet: ControlPlane, name: str)
     for number in range(1, 5):
         # Not the last tokens: a fast engine may have sent them before it is killed.
         moment = rng.randrange(TOKENS // 2)
-        continued = stream(fleet, body, kill_after=moment)
+        continued = stream(fleet, body, after=moment)
         assert continued_streams(fleet) == before + number
         assert len(continued.ids) == 1
         continued.ids = undisturbed.ids
         assert continued == undisturbed, f"killed after {moment} chunks"
         whole_again(fleet)
+    fleet.wait_idle()
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_operators_move_a_stream(fleet: ControlPlane, name: str) -> None:
+    """The engine goes on, and has nothing to do any more."""
+    body = BODIES[name] | {"max_tokens": 4 * TOKENS}
+    undisturbed = stream(fleet, body)
+    before = continued_streams(fleet)
+    continued = stream(fleet, body, 5, moved)
+    assert continued_streams(fleet) == before + 1
+    assert len(continued.ids) == 1
+    continued.ids = undisturbed.ids
+    assert continued == undisturbed
+    for engine in fleet.engines:
+        assert engine.process.alive
+        fleet.drain(engine, resume=True)
     fleet.wait_idle()
 
 

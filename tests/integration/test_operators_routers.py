@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from pointsman.cli import fleet_commands
 from pointsman.lab.live.fleet_watch import FleetError, FleetWatcher
 from pointsman.router.io.main import RouterServer
+from pointsman.router.v1 import placement_pb2
 from tests.support.processes.process import free_port
 from tests.support.processes.redis import redis_server
 from tests.support.router import Client, Report, Session, running
@@ -98,6 +99,30 @@ async def test_every_question_is_answered_whichever_router_is_asked(tmp_path: Pa
         assert "of 1 requests" in await routers.ask("what-if", "--policy", "sticky", "r1-2")
         assert "2 requests open" in await routers.ask("drain", "a")
         assert "2 requests open" in await routers.ask("weight", "a", "0.5")
+
+
+async def test_an_instance_is_empty_only_if_the_owner_says_so(tmp_path: Path) -> None:
+    """A router that does not own the pool counts no requests there."""
+    async with pair(tmp_path) as routers:
+        session = Session(routers.owner_client)
+        await session.hello()
+        await session.place("p1", movable=True)
+        said = await routers.ask("drain", "a", "--move", "--wait", "0.6", status=1)
+        assert said.splitlines() == ["a is DRAINING, 1 requests open"]
+        await session.finish("p1")
+        assert "0 requests open" in await routers.ask("drain", "a", "--move", "--wait", "30")
+        assert "cannot be combined" in await routers.ask("drain", "a", "--resume", "--move", status=2)
+
+
+async def test_gateways_are_told_which_requests_leave_an_instance(tmp_path: Path) -> None:
+    async with pair(tmp_path) as routers:
+        session = Session(routers.owner_client)
+        await session.hello()
+        await session.place("p1", movable=True)
+        await Report(routers.owner_client).join("b")
+        await routers.ask("drain", "a", "--move")
+        move = (await session.read("move")).move
+        assert (move.request_id, move.reason) == ("p1", placement_pb2.MOVE_REASON_DRAIN)
 
 
 async def test_decisions_of_a_router_that_died_are_said_to_be_its_own(tmp_path: Path) -> None:

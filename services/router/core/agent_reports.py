@@ -146,6 +146,9 @@ class Reports:
                 effects.append(ev.Pace(record.stream_id, interval_s))
             if record.lost_at is not None and record.lost_at + self._lost_instance_s <= now:
                 self._remove(record.info.instance_id)
+                # Its machine may be gone: then nothing else ends the connections to it.
+                left = self._reservations.of_instance(record.info.instance_id)
+                effects += [ev.Move(one.request_id, one.gateway_id, lost=True) for one in left if one.gateway_id]
                 effects.append(ev.FleetChanged())
             elif record.sync.full and record.lost_at is None and self._index.has_room(record.sync.wanted * 5 // 4):
                 record.sync.reset()

@@ -180,9 +180,11 @@ class GatewayTold(msgspec.Struct, frozen=True, gc=False):
 
 
 class DrainsChanged(msgspec.Struct, frozen=True, gc=False):
-    """The operator config drains exactly these instances from now on: instance id -> the incarnation that is drained."""
+    """The operator config drains exactly these instances from now on: instance id -> the incarnation that is drained. `moving`:
+    those of them whose requests are to leave them."""
 
     incarnations: Mapping[str, str]
+    moving: frozenset[str] = frozenset()
 
 
 class OrdersChanged(msgspec.Struct, frozen=True, gc=False):
@@ -352,6 +354,15 @@ class Parked(msgspec.Struct, frozen=True, gc=False):
     bound_s: float
 
 
+class Move(msgspec.Struct, frozen=True, gc=False):
+    """A request is to leave its instance, if its gateway can have another one answer it. `lost`: the instance's agent is gone;
+    else operators empty the instance."""
+
+    request_id: str
+    gateway_id: str
+    lost: bool = False
+
+
 class DecisionMade(msgspec.Struct, frozen=True, gc=False):
     """A new decision, for the log."""
 
@@ -450,6 +461,7 @@ Effect = (
     | Placed
     | Refused
     | Parked
+    | Move
     | DecisionMade
     | DecisionNoted
     | DecisionClosed

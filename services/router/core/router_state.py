@@ -39,6 +39,7 @@ from pointsman.router.core.priority import Priority
 from pointsman.router.core.requests.decider import AllSaturated, Decider
 from pointsman.router.core.requests.gateway_events import GatewayEvents
 from pointsman.router.core.requests.hold_queue import HoldQueue, QueueSettings
+from pointsman.router.core.requests.moves import Moves
 from pointsman.router.core.requests.open_requests import OpenRequests
 from pointsman.router.core.requests.parking import PARKED, Parking
 from pointsman.router.core.requests.place_or_hold import HeldRequests
@@ -187,6 +188,7 @@ class RouterState:
             stale_report_s=settings.stale_report_s,
             lost_instance_s=settings.lost_instance_s,
         )
+        self._moves = Moves(self.instances, self.requests, self.reservations, self._decider)
         self.owned = OwnedPools(everything=owns_all)
         self._sessions = SessionOwners(self.affinity, self.instances, self.owned)
         self._startup_gate = StartupGate(settings.startup_wait_s)
@@ -264,6 +266,8 @@ class RouterState:
             effects = [*effects, *self._let_in(event, effects, now)]
         if not len(self.held_requests.queue):
             self.reservations.eased.clear()
+        if not self._work and _may_let_requests_move(event):
+            effects = [*effects, *self._moves.next(now)]
         return effects
 
     def _let_in(self, event: ev.Event, effects: Sequence[ev.Effect], now: float) -> list[ev.Effect]:
@@ -318,7 +322,8 @@ class RouterState:
                     return [ev.ReportIgnored(told.request_id, gateway_id)]
                 return self._apply(told, now)
             case ev.DrainsChanged():
-                return [ev.FleetChanged()] if self.instances.drain(event.incarnations) else []
+                changed = self.instances.drain(event.incarnations, event.moving)
+                return [ev.FleetChanged()] if changed else []
             case ev.OrdersChanged():
                 return [ev.FleetChanged()] if self.instances.order(event.orders) else []
             case ev.PolicySet():
@@ -546,3 +551,10 @@ class RouterState:
             self.admission.forget_pool(pool)
             self._decider.forget_pool(pool)
         return [ev.PoolForgotten(pool) for pool in due]
+
+
+def _may_let_requests_move(event: ev.Event) -> bool:
+    """Return whether further requests may leave the instances that operators empty after `event`. Not after the end of one that
+    has left: its rest is to be placed first."""
+    told = event.told if isinstance(event, ev.GatewayTold) else event
+    return isinstance(told, ev.Tick | ev.DrainsChanged | ev.FirstToken)

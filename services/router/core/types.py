@@ -207,7 +207,8 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     the session that started this one and waits for it; empty: none. `parkable`: its gateway waits longer when the request is
     parked. `parked_s`: how long earlier owners of the pool parked it, s. `admitted`: its admission, if one was decided.
 
-    `resumed`: it continues a stream whose instance is gone.
+    `resumed`: it continues a stream whose instance is gone. `movable`: its gateway can move it to another instance, also
+    after its answer has begun.
     """
 
     request_id: str
@@ -230,6 +231,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     parkable: bool = False
     parked_s: float = 0.0
     resumed: bool = False
+    movable: bool = False
     admitted: AdmissionRecord | None = None
 
     @property

@@ -31,10 +31,12 @@ NamedPolicy: TypeAlias = tuple[str, dict[str, float | bool | str]]
 
 
 class Drain(msgspec.Struct, frozen=True, gc=False, order=True):
-    """The last drain of an instance: when it was set or undone (unix s), and the drained incarnation ("" if undone)."""
+    """The last drain of an instance: when it was set or undone (unix s), the drained incarnation ("" if undone), and whether its
+    requests are to leave it."""
 
     set_at: float
     incarnation: str
+    move: bool = False
 
 
 class Change(NamedTuple):
@@ -73,6 +75,11 @@ class OperatorConfig(msgspec.Struct, frozen=True, omit_defaults=True):
         return {name: drain.incarnation for name, drain in self.drains.items() if drain.incarnation}
 
     @property
+    def moving(self) -> frozenset[str]:
+        """The drained instances whose requests are to leave them."""
+        return frozenset(name for name, drain in self.drains.items() if drain.incarnation and drain.move)
+
+    @property
     def orders_in_force(self) -> dict[str, InstanceOrder]:
         """The orders that have an effect, by instance id: without orders that were lifted."""
         return {name: order for name, order in self.orders.items() if order.in_force}
@@ -81,10 +88,11 @@ class OperatorConfig(msgspec.Struct, frozen=True, omit_defaults=True):
         """Return a copy with this policy, set at `now`, unix s."""
         return replace(self, policy=policy, policy_set_at=later(now, self.policy_set_at))
 
-    def with_drain(self, instance_id: str, incarnation: str, now: float) -> OperatorConfig:
-        """Return a copy with this incarnation of the instance drained at `now`, unix s; "" undoes the instance's drain."""
+    def with_drain(self, instance_id: str, incarnation: str, now: float, *, move: bool = False) -> OperatorConfig:
+        """Return a copy with this incarnation of the instance drained at `now`, unix s; "" undoes the instance's drain. `move`:
+        its requests are to leave it."""
         before = self.drains.get(instance_id)
-        drain = Drain(later(now, before.set_at if before else 0.0), incarnation)
+        drain = Drain(later(now, before.set_at if before else 0.0), incarnation, move)
         return replace(self, drains=_bounded({**self.drains, instance_id: drain}))
 
     def with_order(self, change: OrderChange) -> OperatorConfig:
@@ -108,7 +116,7 @@ class OperatorConfig(msgspec.Struct, frozen=True, omit_defaults=True):
         for name, drain in self.drains.items():
             was = before.drains.get(name)
             if drain != was:
-                yield Change(name, "drain", drain.incarnation, was.incarnation if was else "", "", drain.set_at)
+                yield Change(name, "drain", _drain_words(drain), _drain_words(was), "", drain.set_at)
         for name, order in self.orders.items():
             old = before.orders.get(name, NO_ORDER)
             if order.cordon_set_at != old.cordon_set_at:
@@ -126,6 +134,12 @@ def contradictions(before: OperatorConfig, one: OperatorConfig, other: OperatorC
         for change in other.changes(before)
         if (against := made.get((change.instance_id, change.kind))) is not None and against.now != change.now
     ]
+
+
+def _drain_words(drain: Drain | None) -> str:
+    if drain is None:
+        return ""
+    return f"{drain.incarnation}, moving" if drain.move else drain.incarnation
 
 
 def _bounded(drains: dict[str, Drain]) -> dict[str, Drain]:

@@ -266,10 +266,13 @@ class Router:
         except SettingError:
             return self.state.policy
 
-    async def drain(self, info: InstanceInfo, resume: bool) -> bool:
-        """Stop all replicas from placing on the instance until its incarnation ends, or undo that. Returns as set_policy does."""
-        incarnation = "" if resume else info.incarnation
-        return await self._change_config(lambda config: config.with_drain(info.instance_id, incarnation, time.time()))
+    async def drain(self, info: InstanceInfo, *, resume: bool = False, move: bool = False) -> bool:
+        """Stop all replicas from placing on the instance until its incarnation ends, or undo that. `move`: its requests are also
+        to leave it. Returns as set_policy does."""
+        incarnation, move = ("", False) if resume else (info.incarnation, move)
+        return await self._change_config(
+            lambda config: config.with_drain(info.instance_id, incarnation, time.time(), move=move)
+        )
 
     async def set_instance_order(self, change: OrderChange) -> bool:
         """Change the order for an instance, which need not be known, at all replicas. Returns as set_policy does. Raises
@@ -356,6 +359,9 @@ class Router:
                     answers.append(effect)
                 case ev.Placed():
                     answers.append(effect)
+                case ev.Move():
+                    self.telemetry.moves.labels("lost" if effect.lost else "drain").inc()
+                    self._tell_gateway(effect)
         if isinstance(ended := event.told if isinstance(event, ev.GatewayTold) else event, ev.Finished) and not ignored:
             if self.spans is not None:
                 self.spans.ended(ended.request_id)
@@ -511,7 +517,7 @@ class Router:
         if effect.gateway_id:
             self._tell_gateway(effect)
 
-    def _tell_gateway(self, effect: ev.Placed | ev.Refused | ev.Parked) -> None:
+    def _tell_gateway(self, effect: ev.Placed | ev.Refused | ev.Parked | ev.Move) -> None:
         if (stream := self.gateways.get(effect.gateway_id)) is None:
             log.warning("dropped an answer to a gateway without a stream", request_id=effect.request_id)
         elif isinstance(effect, ev.Placed):
@@ -520,6 +526,8 @@ class Router:
             stream.send(placement=gateway_messages.placement_to_wire(self.state, effect))
         elif isinstance(effect, ev.Parked):
             stream.send(parked=gateway_messages.parked_to_wire(effect))
+        elif isinstance(effect, ev.Move):
+            stream.send(move=gateway_messages.move_to_wire(effect))
         else:
             stream.send(refusal=gateway_messages.refusal_to_wire(effect, self.owner_elsewhere(effect)))
 
@@ -577,7 +585,7 @@ class Router:
         try:
             config = OperatorConfig.read(text)
             self._log_changes(config)
-            self.submit(ev.DrainsChanged(config.drained))
+            self.submit(ev.DrainsChanged(config.drained, config.moving))
             self.submit(ev.OrdersChanged(config.orders_in_force))
             policy = make_policy(*config.policy) if config.policy else self.state.policy
         except (msgspec.MsgspecError, SettingError) as error:

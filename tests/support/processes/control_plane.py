@@ -269,15 +269,16 @@ class ControlPlane:
     def draining(self, *engines: Engine) -> Iterator[None]:
         """Drain `engines` inside the block."""
         for engine in engines:
-            self._drain(engine, resume=False)
+            self.drain(engine)
         try:
             yield
         finally:
             for engine in engines:
-                self._drain(engine, resume=True)
+                self.drain(engine, resume=True)
 
-    def _drain(self, engine: Engine, *, resume: bool) -> None:
-        request = fleet_pb2.DrainRequest(instance_id=engine.instance_id, resume=resume)
+    def drain(self, engine: Engine, *, resume: bool = False, move: bool = False) -> None:
+        """Order a drain. `move`: requests are to leave the engine, too."""
+        request = fleet_pb2.DrainRequest(instance_id=engine.instance_id, resume=resume, move=move)
         self.fleet.Drain(request, timeout=CALL_WITHIN_S, metadata=self.metadata)
 
     # -- waiting -----------------------------------------------------------------------------------------------------------

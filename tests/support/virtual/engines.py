@@ -17,6 +17,7 @@ from pointsman.agent.io.state_file import SavedState, restore_cached_blocks, to_
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman.common.core.block_keys import KEY_TOKENS, extend_keys, root_key
 from pointsman.gateway.core.request.transfer_params import RELEASE_MODEL
+from pointsman.lab.emulator.told_answers import begun_answer, with_comment
 from tests.support.virtual.network import Channel, Network, Node
 
 CAPACITY_BLOCKS = 48
@@ -32,9 +33,18 @@ class Engine:
     """The engine processes that run one after the other at one address."""
 
     def __init__(
-        self, instance_id: str, model: str, network: Network, *, layerwise: bool, capacity_blocks: int = CAPACITY_BLOCKS
+        self,
+        instance_id: str,
+        model: str,
+        network: Network,
+        *,
+        layerwise: bool,
+        tells: bool = True,
+        capacity_blocks: int = CAPACITY_BLOCKS,
     ) -> None:
         self._network = network
+        self.tells = tells
+        """Whether it tells the ids of its answers, and goes on with those of others."""
         self.layerwise = layerwise
         self.capacity_blocks = capacity_blocks
         self.instance_id, self.model, self.url = instance_id, model, f"http://{instance_id}"
@@ -106,7 +116,11 @@ class Engine:
                 self.running -= 1
 
     async def _answer(self, asked: dict[str, Any], transfer: dict[str, Any], reply: Any) -> None:
-        tokens, output = asked["prompt"], asked["max_tokens"]
+        output, answer = asked["max_tokens"], answer_to(asked["prompt"], asked["max_tokens"])
+        told = begun_answer(asked) if self.tells and asked.get("stream") else None
+        begun = told.ids if told is not None else ()
+        assert list(begun) == answer[: len(begun)], "what the client has is another answer"
+        tokens = [*asked["prompt"], *begun]
         names = [key ^ 1 for key in extend_keys(root_key(self.model), tokens)]
         whole = (len(tokens) - 1) // KEY_TOKENS
         cached = next((at for at, name in enumerate(names[:whole]) if name not in self.cache), whole)
@@ -121,22 +135,27 @@ class Engine:
             self.kept.add(transfer["transfer_id"])
         if asked.get("stream"):
             reply.start(200, "text/event-stream")
-        for at in range(output):
+            if begun:
+                reply.write(b":\n\n")
+        for at in range(len(begun), output):
             await asyncio.sleep(OUTPUT_S)
             if asked.get("stream"):
-                reply.write(_event({"choices": [_choice("length" if at + 1 == output else None)]}))
+                last = at + 1 == output
+                event = _event({"choices": [_choice("length" if last else None, answer[at])]})
+                reply.write(event if told is None else with_comment(answer[at : at + 1], event, complete=last))
         self.queries += len(tokens)
         self.hits += cached * KEY_TOKENS
-        self.generated += output
+        self.generated += output - len(begun)
         usage = {
-            "prompt_tokens": len(tokens),
+            "prompt_tokens": len(asked["prompt"]),
             "completion_tokens": output,
             "prompt_tokens_details": {"cached_tokens": cached * KEY_TOKENS},
         }
         if asked.get("stream"):
+            end = b"data: [DONE]\n\n"
             if (asked.get("stream_options") or {}).get("include_usage"):
-                reply.write(_event({"choices": [], "usage": usage}))
-            reply.write(b"data: [DONE]\n\n")
+                end = _event({"choices": [], "usage": usage}) + end
+            reply.write(end if told is None else with_comment((), end, complete=True))
             reply.end()
         else:
             _whole(reply, 200, {"choices": [_choice("length")], "usage": usage})
@@ -180,8 +199,14 @@ class Engine:
             )
 
 
-def _choice(finish_reason: str | None) -> dict[str, Any]:
-    return {"index": 0, "text": "x", "finish_reason": finish_reason}
+def answer_to(prompt: list[int], output: int) -> list[int]:
+    """Return the token ids of every engine's answer to a prompt. The text of a token is its id."""
+    first = sum(prompt) + len(prompt)
+    return [(first + 7 * at) % 1_000 for at in range(output)]
+
+
+def _choice(finish_reason: str | None, token: int = 0) -> dict[str, Any]:
+    return {"index": 0, "text": f"{token}", "finish_reason": finish_reason}
 
 
 def _event(chunk: dict[str, Any]) -> bytes:

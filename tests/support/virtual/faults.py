@@ -85,12 +85,13 @@ def _router_ends(world: World, for_s: float) -> str:
 
 
 def _drains(world: World, for_s: float) -> str:
-    """Drain an instance for `for_s`, then resume it until the resumption has reached all routers.
+    """Drain an instance for `for_s`, in one case of two with its requests, then resume it until that has reached all routers.
 
     The order is repeated until a router reports that all replicas have it, and all routers know the instance as not draining. A
     router that has just started without Redis knows no orders.
     """
     instance_id = world.engines[world.rng.choice(sorted(world.engines))].instance_id
+    move = world.rng.random() < 0.5
 
     def known(node: RouterNode) -> InstanceRecord | None:
         return node.router.state.instances.get(instance_id) if node.router is not None else None
@@ -99,7 +100,7 @@ def _drains(world: World, for_s: float) -> str:
         if node.router is None or (record := known(node)) is None:
             return False
         # Waits without a limit: a stopped router that has not answered may still carry out the order.
-        ordering = node.node.spawn(node.router.drain(record.info, resume))
+        ordering = node.node.spawn(node.router.drain(record.info, resume=resume, move=move))
         await asyncio.wait([ordering])
         return not ordering.cancelled() and ordering.exception() is None and bool(ordering.result())
 
@@ -115,7 +116,7 @@ def _drains(world: World, for_s: float) -> str:
             await asyncio.sleep(1.0)
 
     world.chores.append(asyncio.create_task(roll()))
-    return f"{instance_id} is to drain"
+    return f"{instance_id} is to drain{', and its requests move' if move else ''}"
 
 
 def _cut(ones: str, others: str) -> Fault:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from pointsman.gateway.core.dead_connections import Peer
 from pointsman.gateway.io.engines.engine_client import Upstream
 from pointsman.gateway.io.engines.engine_connection import UpstreamError, UpstreamResponse
 from pointsman.gateway.io.settings import GatewaySettings
@@ -74,6 +75,17 @@ class Connection:
         self._network.calls.pop(self, None)
         self._down.end(Ended(details="closed"))
 
+    @property
+    def peer(self) -> Peer:
+        """The engine's address."""
+        return self.server.name, 1
+
+    def give_up(self, text: str) -> None:
+        """End the answer with an error: the gateway does not want the rest of it from this engine."""
+        answer = self.answer
+        self.abort()
+        answer.end(UpstreamError(text, answer.status))
+
     def pause(self) -> None:
         """Do nothing: the answer is buffered without a limit."""
 
@@ -98,6 +110,9 @@ class ConnectionPool:
         self._network = network
         self._engines = {engine.url: engine for engine in engines.values()}
         self._gateway: Node = here()
+
+    def lost(self, peer: Peer) -> None:
+        """Do nothing: connections to a dead engine break at once."""
 
     async def send(
         self, method: str, url: str, path: str, headers: Mapping[str, str], body: bytes = b""

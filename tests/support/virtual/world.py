@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from tests.support.virtual import invariants
 from tests.support.virtual import store as virtual_store
 from tests.support.virtual.charging import PREBUILT, PREBUILT_SESSIONS, Charges
 from tests.support.virtual.costs import AS_BUILT, Declared
-from tests.support.virtual.engines import CAPACITY_BLOCKS, Agent, Engine
+from tests.support.virtual.engines import CAPACITY_BLOCKS, Agent, Engine, answer_to
 from tests.support.virtual.http import ResponseWriter, upstream
 from tests.support.virtual.invariants import Disturbances, InvariantViolation, LeaseWatch
 from tests.support.virtual.loop import VirtualLoop
@@ -56,6 +57,7 @@ ANSWERED_WITHIN_S = 150.0
 POLICIES = ("unified", "foresight", "lmetric", "round_robin", "elastic")
 # Begin of the names of sessions that have one request, which is their last.
 LAST = "last-"
+_TEXT = re.compile(r'"text":"(\d+)"')
 # Statuses of an answer that was broken off, and of one that its client did not wait for.
 BROKEN_OFF, NONE = 1, 0
 
@@ -217,7 +219,7 @@ class GatewayNode:
             return error.status
         finally:
             self._last.discard(session)
-        return answer.status if answer is not None else _streamed(request_id, writer, output)
+        return answer.status if answer is not None else _streamed(request_id, writer, answer_to(tokens, output))
 
 
 class World:
@@ -256,7 +258,15 @@ class World:
         layerwise = rng.random() < 0.5
         names = [f"e{at}:1" for at in range(engines)]
         self.engines = {
-            name: Engine(name, MODELS[at % 2], self.network, layerwise=layerwise, capacity_blocks=capacity_blocks)
+            name: Engine(
+                name,
+                MODELS[at % 2],
+                self.network,
+                layerwise=layerwise,
+                # One of a pool's engines has no connector package.
+                tells=at % ENGINES_OF_AGENT != 3,
+                capacity_blocks=capacity_blocks,
+            )
             for at, name in enumerate(names)
         }
         for one in self.engines.values():
@@ -344,13 +354,17 @@ def _is_last(request_id: str) -> bool:
     return crc32(request_id.encode()) % 2 == 0
 
 
-def _streamed(request_id: str, writer: ResponseWriter, output: int) -> int:
-    """Return 200 for a whole stream, BROKEN_OFF for one that reported its failure. Raises InvariantViolation for any other."""
+def _streamed(request_id: str, writer: ResponseWriter, answer: list[int]) -> int:
+    """Return 200 for a whole stream, BROKEN_OFF for one that reported its failure. Raises InvariantViolation for any other, and
+    for one with another text than `answer`."""
     events = writer.body.decode().split("\n\n")[:-1]
-    tokens, done = sum('"text"' in event for event in events), events.count("data: [DONE]")
+    done = events.count("data: [DONE]")
+    texts = [int(found[1]) for event in events if (found := _TEXT.search(event))]
     failed = [event for event in events if '"error"' in event]
+    if texts != answer[: len(texts)]:
+        raise InvariantViolation(f"{request_id} got the tokens {texts}, not {answer}")
     if writer.aborted or (failed and writer.ended):
         return BROKEN_OFF
-    if failed or not writer.ended or (tokens, done, events[-1]) != (output, 1, "data: [DONE]"):
-        raise InvariantViolation(f"{request_id} got {tokens} tokens of {output}: {events[-2:]}")
+    if failed or not writer.ended or (len(texts), done, events[-1]) != (len(answer), 1, "data: [DONE]"):
+        raise InvariantViolation(f"{request_id} got {len(texts)} tokens of {len(answer)}: {events[-2:]}")
     return 200

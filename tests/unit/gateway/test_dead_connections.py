@@ -18,9 +18,10 @@ from pointsman.gateway.core.dead_connections import (
     SILENT_S,
     DeadConnectionDetector,
     Peer,
+    Probe,
 )
 from pointsman.gateway.io.engines import connection_pool
-from pointsman.gateway.io.engines.connection_pool import ConnectionPool, refuses_connections
+from pointsman.gateway.io.engines.connection_pool import ConnectionPool, probe
 from pointsman.gateway.io.engines.engine_connection import UpstreamError, UpstreamResponse
 from tests.support.fakes.scripted_instance import WHOLE, Instance, ask, instance, whole
 
@@ -31,24 +32,24 @@ def test_two_refusals_a_second_apart_and_nothing_less() -> None:
     silence = DeadConnectionDetector()
     assert silence.due([A], 0.0) == [A]
     assert silence.due([A], 100.0) == [], "one question at a time"
-    silence.probed(A, refused=True, now=100.0)
+    silence.probed(A, Probe.REFUSED, 100.0)
     assert not silence.is_dead(A)
     assert silence.due([A], 100.0 + REPROBE_S - 0.1) == []
     assert silence.due([A], 100.0 + REPROBE_S) == [A]
-    silence.probed(A, refused=True, now=102.0)
+    silence.probed(A, Probe.REFUSED, 102.0)
     assert silence.is_dead(A)
     assert not silence.is_dead(B)
 
 
 def test_a_refusal_does_not_count_once_somebody_accepted_or_spoke() -> None:
     silence = DeadConnectionDetector()
-    for at, refused in enumerate((True, False, True)):
+    for at, result in enumerate((Probe.REFUSED, Probe.ACCEPTED, Probe.REFUSED)):
         assert silence.due([A, B], at * 10.0) == [A, B]
-        silence.probed(A, refused=refused, now=at * 10.0)
-        silence.probed(B, refused=True, now=at * 10.0)
+        silence.probed(A, result, at * 10.0)
+        silence.probed(B, Probe.REFUSED, at * 10.0)
     assert (silence.is_dead(A), silence.is_dead(B)) == (False, True)
     assert silence.due([A], 30.0) == [A]
-    silence.probed(A, refused=False, now=30.0)
+    silence.probed(A, Probe.ACCEPTED, 30.0)
     assert silence.due([A], 30.0 + PROBE_EVERY_S - 0.1) == []
     assert not silence.is_dead(B)
     silence.due([], 60.0)
@@ -60,21 +61,26 @@ def test_a_refusal_does_not_count_once_somebody_accepted_or_spoke() -> None:
         st.tuples(
             st.sets(st.sampled_from([A, B])),
             st.sampled_from([0.25, 0.5, 1.0, 2.5]),
-            st.lists(st.booleans(), max_size=2),
+            st.lists(st.sampled_from(Probe), max_size=2),
+            st.sets(st.sampled_from([A, B])),
         ),
         max_size=40,
     )
 )
-def test_in_any_order_of_events(looks: list[tuple[set[Peer], float, list[bool]]]) -> None:
+def test_in_any_order_of_events(looks: list[tuple[set[Peer], float, list[Probe], set[Peer]]]) -> None:
     """A peer is dead only after REFUSALS refused probes in a row, at least REPROBE_S apart, and if a connection to the peer was
-    silent at every check in between."""
+    silent at every check in between. If its agent was lost meanwhile, unanswered probes count, too."""
     silence, now = DeadConnectionDetector(), 0.0
     open_: list[Peer] = []
     asked: dict[Peer, float] = {}
     refused: dict[Peer, int] = {A: 0, B: 0}
-    for silent, after, answers in looks:
+    failed: dict[Peer, int] = {A: 0, B: 0}
+    lost: set[Peer] = set()
+    for silent, after, answers, gone in looks:
         now += after
         refused = {peer: count if peer in silent else 0 for peer, count in refused.items()}
+        failed = {peer: count if peer in silent else 0 for peer, count in failed.items()}
+        lost &= silent
         for peer in silence.due(sorted(silent), now):
             assert peer in silent
             assert peer not in open_
@@ -84,10 +90,14 @@ def test_in_any_order_of_events(looks: list[tuple[set[Peer], float, list[bool]]]
         for answer in answers:
             if open_:
                 peer = open_.pop(0)
-                refused[peer] = refused[peer] + 1 if answer else 0
-                silence.probed(peer, refused=answer, now=now)
+                refused[peer] = refused[peer] + 1 if answer is Probe.REFUSED else 0
+                failed[peer] = failed[peer] + 1 if answer is not Probe.ACCEPTED else 0
+                silence.probed(peer, answer, now)
+        for peer in gone:
+            silence.lost(peer)
+        lost |= gone & silent
         for peer in (A, B):
-            assert silence.is_dead(peer) is (refused[peer] >= REFUSALS)
+            assert silence.is_dead(peer) is ((failed if peer in lost else refused)[peer] >= REFUSALS)
 
 
 @asynccontextmanager
@@ -196,13 +206,13 @@ async def test_a_question_without_an_answer_says_nothing(monkeypatch: pytest.Mon
             raise OSError(113, "No route to host")
 
         peer = there.server.sockets[0].getsockname()
-        assert await refuses_connections(peer) is False
+        assert await probe(peer) is Probe.ACCEPTED
         (waiting,) = await begun(there, here, [])
         with monkeypatch.context() as patch:
             patch.setattr(connection_pool, "PROBE_TIMEOUT_S", 0.01)
             for connect in (slow, unreachable):
                 patch.setattr(loop, "sock_connect", connect)
-                assert await refuses_connections(peer) is False
+                assert await probe(peer) is Probe.UNANSWERED
             # A pool that is closed meanwhile waits for nobody.
             patch.setattr(connection_pool, "PROBE_TIMEOUT_S", 60.0)
             patch.setattr(loop, "sock_connect", slow)
@@ -213,7 +223,33 @@ async def test_a_question_without_an_answer_says_nothing(monkeypatch: pytest.Mon
             with pytest.raises(UpstreamError):
                 await waiting
         there.server.close()
-        assert await refuses_connections(peer) is True
+        assert await probe(peer) is Probe.REFUSED
+
+
+async def test_a_machine_that_is_gone_fails_its_streams_once_the_router_has_lost_its_agent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with instance() as there, pool() as here:
+
+        async def unreachable(sock: socket.socket, address: Peer) -> None:
+            raise OSError(113, "No route to host")
+
+        (stream,) = await begun(there, here, [WHOLE[:-1]])
+        answer = await stream
+        assert await answer.read() == b"hell"
+        assert answer.peer is not None
+        here.lost(answer.peer)  # It is not silent: this says nothing.
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio.get_running_loop(), "sock_connect", unreachable)
+            here.sweep(1e9)
+            for at in range(2, 6):
+                await look(here, at * 1e9)
+            assert here.connections
+            here.lost(answer.peer)
+            here.sweep(6e9)
+        with pytest.raises(UpstreamError, match=r"^went silent, and nobody listens there any more$"):
+            await answer.read()
+        assert answer.peer is None
 
 
 async def test_an_instance_is_asked_by_ipv6_too() -> None:
@@ -222,6 +258,6 @@ async def test_an_instance_is_asked_by_ipv6_too() -> None:
     except OSError:
         pytest.skip("no IPv6 here")
     peer = server.sockets[0].getsockname()
-    assert await refuses_connections(peer) is False
+    assert await probe(peer) is Probe.ACCEPTED
     server.close()
-    assert await refuses_connections(peer) is True
+    assert await probe(peer) is Probe.REFUSED

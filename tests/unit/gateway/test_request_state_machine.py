@@ -131,6 +131,34 @@ def test_a_stream_is_continued_at_most_as_often_as_a_request_is_retried() -> Non
     ]
 
 
+MOVED = ev.UpstreamFailed("moved", 200, continuable=True, moved=True)
+
+
+def test_a_stream_that_operators_move_is_no_failure_and_no_retry() -> None:
+    machine = streaming()
+    left = ("a", "a1", "a2", "a3")
+    for attempt in range(1, 5):
+        before = "r" if attempt == 1 else f"r.{attempt - 1}"
+        assert machine.handle(MOVED, 3.0) == [
+            ev.AbortUpstream(),
+            ev.ReportFinished(before, Outcome.CANCELLED, "moved", 200, continued=True),
+            ev.AskRouter(f"r.{attempt}", left[:attempt]),
+        ]
+        machine.handle(StepAssigned(f"r.{attempt}", Target(f"a{attempt}", "")), 3.0)
+        machine.handle(ev.ResponseStarted(), 3.0)
+    assert machine.handle(BROKEN, 4.0)[-1] == ev.AskRouter("r.5", (*left, "a4"))
+
+
+def test_a_request_that_is_moved_before_its_first_byte_is_asked_anew() -> None:
+    machine = serving()
+    for attempt in range(1, 5):
+        _, finished, ask = machine.handle(ev.UpstreamFailed("moved", 200, moved=True), 3.0)
+        assert isinstance(finished, ev.ReportFinished)
+        assert (finished.outcome, finished.continued) == (Outcome.CANCELLED, False)
+        assert isinstance(ask, ev.AskRouter)
+        machine.handle(StepAssigned(f"r.{attempt}", Target(f"a{attempt}", "")), 3.0)
+
+
 @pytest.mark.parametrize(
     ("events", "last"),
     [
@@ -730,13 +758,13 @@ class Conversation(RuleBasedStateMachine):
         self.tell(event)
 
     @precondition(lambda self: isinstance(self.upstream, ev.Serve))
-    @rule(status=st.sampled_from([0, 500]), refused=st.booleans(), continuable=st.booleans())
-    def serve_failed(self, status: int, refused: bool, continuable: bool) -> None:
-        refused = bool(status) and refused
+    @rule(status=st.sampled_from([0, 500]), refused=st.booleans(), continuable=st.booleans(), moved=st.booleans())
+    def serve_failed(self, status: int, refused: bool, continuable: bool, moved: bool) -> None:
+        refused = bool(status) and refused and not moved
         if refused:
             self.upstream = None  # its answer is read to its end: there is nothing to abort
         continuable = continuable and self.machine.phase is Phase.STREAMING
-        self.tell(ev.UpstreamFailed("broke", status, refused, continuable))
+        self.tell(ev.UpstreamFailed("broke", status, refused, continuable, moved=moved))
 
     @precondition(lambda self: self.machine.phase is Phase.STREAMING)
     @rule(error=st.sampled_from(["", "its own"]))

@@ -305,6 +305,12 @@ class StateMachine(RuleBasedStateMachine):
                 del self.kept[effect.pool][effect.request_id]
             if isinstance(effect, ev.Placed) and effect.step.kind is StepKind.SERVE and effect.step.instance_id == "p":
                 assert self.serve_only_as_all_produce(effect.decision.pool)
+            if isinstance(effect, ev.Move):
+                leaves = self.router.reservations.get(effect.request_id)
+                assert leaves is not None
+                assert leaves.gateway_id == effect.gateway_id
+                there = self.router.instances.get(leaves.instance_id)
+                assert there is None if effect.lost else there is not None and there.moving
             if isinstance(effect, ev.Placed | ev.Refused) and not _of_later_step(event, effect):
                 assert self.waiting.pop(effect.request_id) == effect.gateway_id
         assert {held.request.request_id: held.gateway_id for held in self.waiters()} == self.waiting
@@ -326,7 +332,7 @@ class StateMachine(RuleBasedStateMachine):
         before = list(self.router.reservations), self.waiters()
         effects = self.router.handle(event, self.now)
         assert (list(self.router.reservations), self.waiters()) == before
-        [effect] = effects
+        [effect] = [one for one in effects if not isinstance(one, ev.Move)]
         assert isinstance(effect, ev.ReportIgnored | ev.Refused)
         assert effect.request_id == request_id
         return effects
@@ -432,9 +438,9 @@ class StateMachine(RuleBasedStateMachine):
         stream = self.stream_of.get(name, 0)
         self.handle(ev.AgentGoodbye(stream, name) if goodbye else ev.AgentLost(stream, name))
 
-    @rule(incarnations=st.dictionaries(INSTANCES, st.sampled_from("12")))
-    def drain(self, incarnations: dict[str, str]) -> None:
-        self.handle(ev.DrainsChanged(incarnations))
+    @rule(incarnations=st.dictionaries(INSTANCES, st.sampled_from("12")), moving=st.frozensets(INSTANCES))
+    def drain(self, incarnations: dict[str, str], moving: frozenset[str]) -> None:
+        self.handle(ev.DrainsChanged(incarnations, moving))
 
     @rule(orders=st.dictionaries(INSTANCES, ORDERS))
     def order(self, orders: dict[str, InstanceOrder]) -> None:
@@ -480,6 +486,7 @@ class StateMachine(RuleBasedStateMachine):
             priority=priority,
             weight=weight,
             ttft_deadline_s=needed,
+            movable=tokens % 3 > 0,
         )
         before, anothers = self.router.reservations.get(request_id), self.is_anothers(request_id, gateway)
         effects = self.handle(ev.PlaceRequested(asked, gateway))

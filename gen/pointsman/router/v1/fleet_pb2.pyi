@@ -574,19 +574,25 @@ class DrainRequest(_message.Message):
 
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Id of the instance."""
     resume: _builtins.bool
     """Whether to undo an earlier drain. False: drain the instance."""
+    move: _builtins.bool
+    """Whether the instance's requests also leave it: those that can go on at other instances do so, as fast as these take them. The
+    others continue to their end. Ignored with resume.
+    """
     def __init__(
         self,
         *,
         instance_id: _builtins.str = ...,
         resume: _builtins.bool = ...,
+        move: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "resume", b"resume"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "move", b"move", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

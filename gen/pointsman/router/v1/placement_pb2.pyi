@@ -99,6 +99,34 @@ STEP_KIND_SERVE: StepKind.ValueType  # 2
 """The instance answers the client."""
 Global___StepKind: _TypeAlias = StepKind  # noqa: Y015
 
+class _MoveReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MoveReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MoveReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MOVE_REASON_UNSPECIFIED: _MoveReason.ValueType  # 0
+    """Not sent."""
+    MOVE_REASON_DRAIN: _MoveReason.ValueType  # 1
+    """Operators empty the instance, and another one can take the request now."""
+    MOVE_REASON_LOST: _MoveReason.ValueType  # 2
+    """The instance's agent is gone, and perhaps its machine. The request leaves only if the instance sends nothing and takes no
+    connections either; it then has failed there.
+    """
+
+class MoveReason(_MoveReason, metaclass=_MoveReasonEnumTypeWrapper):
+    """Why a request is to leave its instance."""
+
+MOVE_REASON_UNSPECIFIED: MoveReason.ValueType  # 0
+"""Not sent."""
+MOVE_REASON_DRAIN: MoveReason.ValueType  # 1
+"""Operators empty the instance, and another one can take the request now."""
+MOVE_REASON_LOST: MoveReason.ValueType  # 2
+"""The instance's agent is gone, and perhaps its machine. The request leaves only if the instance sends nothing and takes no
+connections either; it then has failed there.
+"""
+Global___MoveReason: _TypeAlias = MoveReason  # noqa: Y015
+
 class _Outcome:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -293,6 +321,7 @@ class SessionResponse(_message.Message):
     FLEET_UPDATE_FIELD_NUMBER: _builtins.int
     SESSION_ENDED_FIELD_NUMBER: _builtins.int
     PARKED_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___GatewayWelcome:
@@ -327,6 +356,10 @@ class SessionResponse(_message.Message):
         """Reports that a request waits until the caches have room for its session. A placement or a refusal follows."""
 
     @_builtins.property
+    def move(self) -> Global___Move:
+        """Asks for a request to leave its instance."""
+
+    @_builtins.property
     def batch(self) -> Global___SessionResponseBatch:
         """Several messages in one. None of them is a batch."""
 
@@ -341,13 +374,14 @@ class SessionResponse(_message.Message):
         fleet_update: Global___FleetUpdate | None = ...,
         session_ended: Global___SessionEnded | None = ...,
         parked: Global___Parked | None = ...,
+        move: Global___Move | None = ...,
         batch: Global___SessionResponseBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "fleet_update", b"fleet_update", "kind", b"kind", "parked", b"parked", "placement", b"placement", "refusal", b"refusal", "session_ended", b"session_ended", "usage", b"usage", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "fleet_update", b"fleet_update", "kind", b"kind", "move", b"move", "parked", b"parked", "placement", b"placement", "refusal", b"refusal", "session_ended", b"session_ended", "usage", b"usage", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "fleet_update", b"fleet_update", "kind", b"kind", "parked", b"parked", "placement", b"placement", "refusal", b"refusal", "session_ended", b"session_ended", "usage", b"usage", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "fleet_update", b"fleet_update", "kind", b"kind", "move", b"move", "parked", b"parked", "placement", b"placement", "refusal", b"refusal", "session_ended", b"session_ended", "usage", b"usage", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "placement", "refusal", "fleet", "usage", "fleet_update", "session_ended", "parked", "batch"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "placement", "refusal", "fleet", "usage", "fleet_update", "session_ended", "parked", "move", "batch"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -543,6 +577,7 @@ class PlacementRequest(_message.Message):
     PARKABLE_FIELD_NUMBER: _builtins.int
     PARKED_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
+    MOVABLE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request, unique. Required. While the request is open, a placement request with the same id and model is answered
     with the same placement; with another model it is refused with INVALID_ARGUMENT. After the request has ended, other than as
@@ -593,6 +628,8 @@ class PlacementRequest(_message.Message):
     """Whether the request continues a stream whose instance is gone. input_tokens and keys are those of the prompt and the answer so
     far.
     """
+    movable: _builtins.bool
+    """Whether the gateway can move the request to another instance (SessionResponse.move), also after its answer has begun."""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Keys of the prompt's full 16-token blocks, in order, computed as GatewayWelcome.key_scheme describes. Empty if the tokenizer
@@ -648,10 +685,11 @@ class PlacementRequest(_message.Message):
         parkable: _builtins.bool = ...,
         parked: _duration_pb2.Duration | None = ...,
         resumed: _builtins.bool = ...,
+        movable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "deadline", b"deadline", "parked", b"parked", "ttft_deadline", b"ttft_deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "continues_session", b"continues_session", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "max_output_tokens", b"max_output_tokens", "model", b"model", "parent_session_id", b"parent_session_id", "parkable", b"parkable", "parked", b"parked", "priority", b"priority", "request_id", b"request_id", "resumed", b"resumed", "session_id", b"session_id", "single_instance", b"single_instance", "sliceable_tokens", b"sliceable_tokens", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_deadline", b"ttft_deadline", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "continues_session", b"continues_session", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "max_output_tokens", b"max_output_tokens", "model", b"model", "movable", b"movable", "parent_session_id", b"parent_session_id", "parkable", b"parkable", "parked", b"parked", "priority", b"priority", "request_id", b"request_id", "resumed", b"resumed", "session_id", b"session_id", "single_instance", b"single_instance", "sliceable_tokens", b"sliceable_tokens", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_deadline", b"ttft_deadline", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -889,6 +927,35 @@ class Parked(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Parked: _TypeAlias = Parked  # noqa: Y015
+
+@_typing.final
+class Move(_message.Message):
+    """Asks the gateway to have a placed request answered by another instance, if it can: an answer that has begun goes on where the
+    client has its end. The gateway then reports the end of the request as cancelled and places the rest under another id, with
+    resumed set if the answer has begun. A gateway that cannot do this ignores the message, and the router may send it again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of the request."""
+    reason: Global___MoveReason.ValueType
+    """Why."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        reason: Global___MoveReason.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Move: _TypeAlias = Move  # noqa: Y015
 
 @_typing.final
 class Owner(_message.Message):

@@ -138,13 +138,15 @@ class ResponseEnded:
 class UpstreamFailed:
     """The connection was refused or lost, or the instance answered 5xx or was silent. `status` is 0 without an answer. `refused`:
     the instance answered 5xx, which the request or the instance may have caused. `continuable`: another instance can go on with
-    the stream. `innocent`: the instance works, but not for this request."""
+    the stream. `innocent`: the instance works, but not for this request. `moved`: so it does, and the gateway itself has ended
+    the attempt, because operators empty the instance."""
 
     error: str
     status: int = 0
     refused: bool = False
     continuable: bool = False
     innocent: bool = False
+    moved: bool = False
 
 
 @dataclass(frozen=True)

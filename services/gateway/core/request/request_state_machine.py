@@ -7,7 +7,8 @@ for the KV while it is computed, and a failure of either request ends both.
 
 Every wait has a deadline. A PREFILL or a transfer that fails is reported to the router, and only a plain SERVE may follow in that
 attempt. A plain SERVE that fails before its first byte is retried at another instance, in a new attempt with its own id that
-excludes the failed instance. So is one that fails in the middle of its stream, if another instance can go on with it. If two
+excludes the failed instance. So is one that fails in the middle of its stream, if another instance can go on with it, and one
+that operators have moved, which does not count as a retry. If two
 instances answer the request with the same 5xx, the request itself is at fault: the client gets that answer, and the failure
 counts against no instance. If the router is lost after a part of the prompt is computed, a new attempt asks the next router,
 which finds that part cached. If no router answers, one SERVE follows at the instance that computed the part. Every attempt that
@@ -92,6 +93,7 @@ class RequestStateMachine:
         self._refused_by: list[str] = []  # instances that answered 5xx to the request, or to a PREFILL of it
         self._refusals: dict[int, str] = {}  # status of a 5xx to the whole request -> first instance that sent it
         self._attempts = 0
+        self._retries = 0  # attempts after a failure
         self._place_locally = False
         self._deadline = 0.0
         self._begun = False  # the client has the beginning of an answer
@@ -249,15 +251,15 @@ class RequestStateMachine:
         is allowed."""
         assert self.step is not None
         between = not self._serve_only and self._early_step is None and self.step.kv_target is None
-        return between and self._attempts < self._timeouts.max_retries
+        return between and self._retries < self._timeouts.max_retries
 
     def _retry_placement(self, now: float) -> list[Effect]:
         """Start a new attempt because the plan was lost with its router. The next router plans from what is computed."""
         assert self.step is not None
         self._partial_prefill_target = self.step.target
         ended = self._end(Outcome.CANCELLED, "its router was lost between two steps")
-        self._attempts += 1
-        return [*(effect for effect in ended if not isinstance(effect, AbortUpstream)), *self._start_attempt(now)]
+        ended = [effect for effect in ended if not isinstance(effect, AbortUpstream)]
+        return [*ended, *self._retry(now)]
 
     def _fall_back_to_serve(self, now: float) -> list[Effect]:
         """Serve without a next step from the router: at the instance that has the prefix, or that was to use it if a step
@@ -329,7 +331,7 @@ class RequestStateMachine:
         if self._early_step is not None:
             return self._early_step_failed(failed, now)
         if self.phase is Phase.STREAMING:
-            if failed.continuable and self._attempts < self._timeouts.max_retries:
+            if failed.continuable and (failed.moved or self._retries < self._timeouts.max_retries):
                 return self._continue_elsewhere(failed, now)
             return [*self._end(Outcome.FAILED, failed.error, failed.status), EndStreamWithError()]
         if self.phase is not Phase.SERVING:
@@ -345,21 +347,23 @@ class RequestStateMachine:
             self._refused_by.append(instance_id)
         self._exclude.append(instance_id)
         self._partial_prefill_target = None
-        outcome = Outcome.CANCELLED if failed.innocent else Outcome.FAILED
-        effects = self._end(outcome, failed.error, failed.status, refused=failed.refused)
-        if self._attempts >= self._timeouts.max_retries:
+        effects = self._end(_outcome(failed), failed.error, failed.status, refused=failed.refused)
+        if not failed.moved and self._retries >= self._timeouts.max_retries:
             return [*effects, FailRequest(INTERNAL, "The request failed on every instance that was tried.")]
-        self._attempts += 1
         self._place_locally = False
-        return [*effects, *self._start_attempt(now)]
+        return [*effects, *self._retry(now, counts=not failed.moved)]
 
     def _continue_elsewhere(self, failed: UpstreamFailed, now: float) -> list[Effect]:
         assert self.step is not None
         self._exclude.append(self.step.target.instance_id)
         self._partial_prefill_target, self._place_locally = None, False
-        ended = self._end(Outcome.FAILED, failed.error, failed.status, continued=True)
+        ended = self._end(_outcome(failed), failed.error, failed.status, continued=True)
+        return [*ended, *self._retry(now, counts=not failed.moved)]
+
+    def _retry(self, now: float, *, counts: bool = True) -> list[Effect]:
         self._attempts += 1
-        return [*ended, *self._start_attempt(now)]
+        self._retries += counts
+        return self._start_attempt(now)
 
     def _end(
         self, outcome: Outcome, error: str = "", status: int = 0, *, refused: bool = False, continued: bool = False
@@ -377,6 +381,10 @@ class RequestStateMachine:
         """Remove and return the instances that answered 5xx to the request, each once. Mutates."""
         refused_by, self._refused_by = tuple(dict.fromkeys(self._refused_by)), []
         return refused_by
+
+
+def _outcome(failed: UpstreamFailed) -> Outcome:
+    return Outcome.CANCELLED if failed.innocent or failed.moved else Outcome.FAILED
 
 
 def _of_a_begun_stream(effects: list[Effect]) -> list[Effect]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from pointsman.common.io.tls import client_context
-from pointsman.gateway.core.dead_connections import SILENT_S, DeadConnectionDetector, Peer
+from pointsman.gateway.core.dead_connections import SILENT_S, DeadConnectionDetector, Peer, Probe
 from pointsman.gateway.core.http_message import request_bytes
 from pointsman.gateway.io.engines.engine_connection import (
     Origin,
@@ -57,7 +57,7 @@ class ConnectionPool:
 
     def sweep(self, now: float) -> None:
         """Close connections that were idle for more than KEEPALIVE_S. Fail answers that are silent for more than idle_s, and
-        silent connections whose peer no longer accepts connections."""
+        silent connections whose peer is dead (dead_connections.py)."""
         for connections in list(self._idle.values()):
             for connection in [one for one in connections if now - one.since > KEEPALIVE_S]:
                 connections.remove(connection)
@@ -78,8 +78,12 @@ class ConnectionPool:
             task.add_done_callback(self._probing.discard)
 
     async def _probe(self, peer: Peer) -> None:
-        refused = await refuses_connections(peer)
-        self._dead_connections.probed(peer, refused=refused, now=time.monotonic())
+        result = await probe(peer)
+        self._dead_connections.probed(peer, result, time.monotonic())
+
+    def lost(self, peer: Peer) -> None:
+        """Note that the router has lost the agent of the instance at `peer`: silent answers fail if it takes no connections."""
+        self._dead_connections.lost(peer)
 
     def close(self) -> None:
         """Close every connection."""
@@ -145,8 +149,8 @@ class ConnectionPool:
             del self._idle[connection.origin]
 
 
-async def refuses_connections(peer: Peer) -> bool:
-    """Return whether `peer` refuses connections. A timeout or another error is not a refusal: a busy or distant peer is slow."""
+async def probe(peer: Peer) -> Probe:
+    """Return whether `peer` takes connections. A timeout or another error is not a refusal: a busy or distant peer is slow."""
     family = socket.AF_INET6 if len(peer) == 4 else socket.AF_INET
     try:
         with socket.socket(family) as asking:
@@ -154,10 +158,10 @@ async def refuses_connections(peer: Peer) -> bool:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 await asyncio.get_running_loop().sock_connect(asking, peer)
     except ConnectionRefusedError:
-        return True
+        return Probe.REFUSED
     except (OSError, TimeoutError):
-        return False
-    return False
+        return Probe.UNANSWERED
+    return Probe.ACCEPTED
 
 
 @lru_cache(4096)

@@ -152,6 +152,16 @@ class UpstreamResponse:
             self._paused = False
             self._connection.resume()
 
+    @property
+    def peer(self) -> Peer | None:
+        """The address of the instance; None if the answer has ended."""
+        return self._connection.peer if self._connection is not None else None
+
+    def give_up(self, text: str) -> None:
+        """End an answer that has not ended with an UpstreamError of this text."""
+        if self._connection is not None:
+            self._connection.give_up(text)
+
     def close(self) -> None:
         """Close the connection unless the answer was read to its end. An instance stops its work only at the connection's end."""
         self.sink = self.passthrough = None

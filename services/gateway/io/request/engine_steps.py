@@ -72,9 +72,11 @@ class EngineSteps:
         self._last_slice: tuple[str, int] | None = None  # instance id and end of the last slice, in tokens
         self._upstream: UpstreamResponse | None = None
         self._tells = context.call.continuable and bool(shared.continuations.kept.limit)
+        context.placement.movable = self._tells
         self._sse = SseFilter(context.call.endpoint, hide_usage=context.call.hide_usage, tells=self._tells)
         self._kept = Holding(shared.continuations.kept)
         self._kept.holder = request.holder
+        self._moved = False  # operators have moved this attempt
         self.whole_response: Response | None = None  # a rejection or an answer that is not streamed
 
     @property
@@ -118,6 +120,23 @@ class EngineSteps:
         """Handle the end of an attempt: no further step of it follows."""
         self._remote_prefill.attempt_ended()
         self._last_slice = None
+        self._moved = False
+
+    def move(self, step: StepAssigned) -> None:
+        """End the open answer of a SERVE, such that another instance is asked, if that one can go on. Else no effect."""
+        if self._upstream is None:
+            return
+        # An answer whose first bytes have arrived, and are not read yet, has neither begun nor can it be asked anew.
+        fresh = step.kv_source is None and not self._upstream.arrived
+        if not (self._sse.can_continue if self._writer.begun else fresh):
+            return
+        self._moved = True
+        self._upstream.give_up("moved to another instance")
+
+    def instance_lost(self) -> None:
+        """Handle that the router has lost the agent of the answer's instance: the answer fails if nobody gives it any more."""
+        if self._upstream is not None:
+            self._shared.upstream.lost(self._upstream)
 
     def close_upstream(self) -> None:
         """Close the open answer."""
@@ -213,7 +232,7 @@ class EngineSteps:
         except NoRoomForAnswer as no_room:
             return self._reject(no_room)
         except UpstreamError as error:
-            return UpstreamFailed(error.text, error.status, error.refused)
+            return UpstreamFailed(error.text, error.status, error.refused, moved=self._moved)
         attempt.first_byte_at = time.monotonic()
         return ResponseStarted()
 
@@ -246,7 +265,8 @@ class EngineSteps:
         try:
             await relay_stream(upstream, self._sse, self._writer)
         except UpstreamError as error:
-            return UpstreamFailed(error.text, error.status, continuable=self._may_continue())
+            moved = self._moved and self._sse.can_continue
+            return UpstreamFailed(error.text, error.status, continuable=moved or self._may_continue(), moved=moved)
         stream_end = self.stream_end(attempt)
         if not stream_end.complete:
             return UpstreamFailed("the stream ended early", upstream.status, continuable=self._may_continue())

@@ -166,6 +166,15 @@ class RequestRunner:
             return
         self._attempt.begin_step(step, time.monotonic())
         self._placement.record_step(step)
+        self._shared.router.on_move(step.attempt_id, self._move)
+
+    def _move(self, lost: bool) -> None:
+        """Let the request leave its instance. `lost`: only if nobody is there any more."""
+        machine = self._state_machine
+        if lost:
+            self._steps.instance_lost()
+        elif machine.phase in (Phase.SERVING, Phase.STREAMING) and machine.step is not None:
+            self._steps.move(machine.step)
 
     async def _next_event(self) -> ev.Event:
         """Wait for the next operation to end and return its event, or Tick at the deadline.

@@ -64,6 +64,7 @@ class _Request:
     retry_timer: asyncio.TimerHandle | None = None
     asked_at: float | None = None
     generated: Callable[[], int] | None = None
+    move: Callable[[bool], None] | None = None
     first_token_by: float | None = None
 
     @property
@@ -242,6 +243,13 @@ class RouterClient:
         one = self._requests.get(request_id)
         if one is not None:
             one.generated = generated
+
+    def on_move(self, request_id: str, move: Callable[[bool], None]) -> None:
+        """Set the function that is called when a router asks for the request to leave its instance: with True if the instance's
+        agent is gone."""
+        one = self._requests.get(request_id)
+        if one is not None:
+            one.move = move
 
     def finished(self, finished: placement_pb2.Finished) -> None:
         """Report an attempt's end. If no router is connected, the next hello reports the end by not listing the attempt."""
@@ -440,6 +448,8 @@ class RouterClient:
                 self._deliver(session, message.refusal.request_id, message.refusal)
             case "parked":
                 self._wait_parked(session, message.parked)
+            case "move":
+                self._move(message.move)
             case "usage":
                 self.on_usage(session, message.usage)
             case "session_ended":
@@ -483,6 +493,11 @@ class RouterClient:
         one.deadline = time.monotonic() + bound_s + one.timeout_s
         if one.on_parked is not None:
             one.on_parked(bound_s)
+
+    def _move(self, move: placement_pb2.Move) -> None:
+        one = self._requests.get(move.request_id)
+        if one is not None and one.move is not None:
+            one.move(move.reason == placement_pb2.MOVE_REASON_LOST)
 
     def _fleet_changed(self) -> None:
         """Apply a change of the fleet or of the owners of its pools: dial, announce, and route requests again."""

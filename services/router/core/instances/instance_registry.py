@@ -48,6 +48,7 @@ class InstanceRecord:
     accepts_pace: bool = False
     lost_at: float | None = None
     draining: bool = False
+    moving: bool = False  # its requests are to leave it
     order: InstanceOrder = NO_ORDER
     load: Load | None = None
     prediction_audit: PredictionAudit = field(default_factory=PredictionAudit)
@@ -309,6 +310,7 @@ class InstanceRegistry:
         self._pool_of: dict[str, str] = {}
         self.shared_names: dict[str, list[str]] = {}
         self._drained: Mapping[str, str] = {}
+        self._moving: frozenset[str] = frozenset()
         self.orders: Mapping[str, InstanceOrder] = {}
         self._weighted: frozenset[str] = frozenset()
         self._left: set[str] = set()
@@ -377,7 +379,8 @@ class InstanceRegistry:
             sync = ReportSync(info.instance_id, self._index, self._lower_tiers)
             sync.reset()
             order = self.orders.get(info.instance_id, NO_ORDER)
-            begun = InstanceRecord(info, sync, stream_id, now, draining=self._drains(info), order=order)
+            begun = InstanceRecord(info, sync, stream_id, now, order=order)
+            begun.draining, begun.moving = self._drains(info), self._moves(info)
             if record is None:
                 record = self._records[info.instance_id] = begun
             else:
@@ -402,9 +405,12 @@ class InstanceRegistry:
         """Update what gateways are sent after a known instance's health or circuit has changed. Mutates."""
         self._pools[record.info.model].refresh(record)
 
-    def drain(self, incarnations: Mapping[str, str]) -> bool:
-        """Set the draining instances: instance id -> incarnation, known or not. Return whether any instance changes. Mutates."""
-        self._drained = incarnations
+    def drain(self, incarnations: Mapping[str, str], moving: frozenset[str] = frozenset()) -> bool:
+        """Set the draining instances: instance id -> incarnation, known or not; `moving`: those whose requests are to leave them.
+        Return whether the state of any instance changes. Mutates."""
+        self._drained, self._moving = incarnations, moving
+        for record in self._records.values():
+            record.moving = self._moves(record.info)
         changed = [record for record in self._records.values() if record.draining is not self._drains(record.info)]
         for record in changed:
             record.draining = not record.draining
@@ -428,6 +434,14 @@ class InstanceRegistry:
 
     def _drains(self, info: InstanceInfo) -> bool:
         return self._drained.get(info.instance_id) == info.incarnation
+
+    def _moves(self, info: InstanceInfo) -> bool:
+        return info.instance_id in self._moving and self._drains(info)
+
+    def moving(self) -> list[InstanceRecord]:
+        """Return the instances that their requests are to leave."""
+        known = (self._records.get(instance_id) for instance_id in self._moving)
+        return [record for record in known if record is not None and record.moving]
 
     def remove(self, instance_id: str) -> None:
         """Remove an instance and its keys. Mutates."""

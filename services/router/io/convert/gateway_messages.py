@@ -78,6 +78,7 @@ def placement_request(wire: placement_pb2.PlacementRequest) -> PlacementRequest:
         parkable=wire.parkable,
         parked_s=max(seconds(wire.parked), 0.0) if wire.HasField("parked") else 0.0,
         resumed=wire.resumed,
+        movable=wire.movable,
     )
 
 
@@ -262,6 +263,12 @@ def refusal_to_wire(refused: ev.Refused, owner: Owner | None) -> placement_pb2.R
 def parked_to_wire(parked: ev.Parked) -> placement_pb2.Parked:
     """Convert the report that a request is parked."""
     return placement_pb2.Parked(request_id=parked.request_id, bound=duration(parked.bound_s), place=parked.place)
+
+
+def move_to_wire(move: ev.Move) -> placement_pb2.Move:
+    """Convert the order that a request leaves its instance."""
+    reason = placement_pb2.MOVE_REASON_LOST if move.lost else placement_pb2.MOVE_REASON_DRAIN
+    return placement_pb2.Move(request_id=move.request_id, reason=reason)
 
 
 def owner_to_wire(owner: Owner | None) -> placement_pb2.Owner | None:

@@ -106,9 +106,9 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     async def Drain(  # noqa: N802
         self, request: fleet_pb2.DrainRequest, context: Any
     ) -> fleet_pb2.DrainResponse:
-        """Stop or resume placements on an instance at all replicas."""
+        """Stop or resume placements on an instance at all replicas, and let its requests leave it."""
         record = await self._instance(request.instance_id, context)
-        everywhere = await self._router.drain(record.info, request.resume)
+        everywhere = await self._router.drain(record.info, resume=request.resume, move=request.move)
         return fleet_pb2.DrainResponse(instance=self._status(record), this_replica_only=not everywhere)
 
     async def SetInstanceOrder(  # noqa: N802

@@ -105,6 +105,12 @@ class EventMetrics:
             registry=of,
         )
         self.resyncs = Counter(f"{name}resyncs", "Snapshots requested from agents", registry=of)
+        self.moves = Counter(
+            f"{name}moves",
+            "Times that a gateway was told to let a request leave its instance, by reason: drain, lost",
+            ["reason"],
+            registry=of,
+        )
         self.ignored_reports = Counter(
             f"{name}ignored_reports",
             "Reports of gateways about other gateways' requests, which are ignored",

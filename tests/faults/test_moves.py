@@ -1,0 +1,94 @@
+"""Operators empty an engine: its answers go on at others before they have ended, and clients notice nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+
+import aiohttp
+import pytest
+
+from tests.support.fault_under_load import fault_under_load
+from tests.support.processes.fleet import MODEL, Fleet
+from tests.support.processes.pointsman import pointsman_command
+
+pytestmark = [pytest.mark.asyncio(loop_scope="package")]
+
+STREAMS, TOKENS = 12, 1_000
+WAIT_S = 60
+
+
+@dataclass
+class Streamed:
+    """One stream: the instance that began it, its text so far, and whether it has ended."""
+
+    instance: str = ""
+    text: str = ""
+    ended: bool = False
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+async def stream(fleet: Fleet, number: int, one: Streamed) -> None:
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": f"Task {number}. " + "Look at the points. " * 50}],
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=180.0)) as http,
+        http.post(f"{fleet.gateway_url}/v1/chat/completions", json=body) as answer,
+    ):
+        assert answer.status == 200, await answer.text()
+        one.instance = answer.headers["X-Pointsman-Instance"]
+        async for line in answer.content:
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    one.text += choice["delta"].get("content") or ""
+                one.begun.set()
+            one.ended = one.ended or line.startswith(b"data: [DONE]")
+    assert one.ended
+
+
+async def drain(fleet: Fleet, instance: str, *flags: str) -> str:
+    """Call the command, and return what it prints."""
+    router = f"127.0.0.1:{fleet.ports['r0']}"
+    argv = pointsman_command("drain", instance, "--router", router, *flags)
+    process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
+    told, _ = await process.communicate()
+    assert process.returncode == 0, told
+    return told.decode()
+
+
+async def test_an_engine_is_empty_before_its_answers_have_ended(fleet: Fleet) -> None:
+    await fleet.repair()
+    streams, again = ([Streamed() for _ in range(STREAMS)] for _ in range(2))
+    async with asyncio.TaskGroup() as asking:
+        for number, one in enumerate(streams):
+            asking.create_task(stream(fleet, number, one))
+        for one in streams:
+            await asyncio.wait_for(one.begun.wait(), WAIT_S)
+        instances = [one.instance for one in streams]
+        source = max(instances, key=instances.count)
+        assert instances.count(source) > 1
+        told = await drain(fleet, source, "--move", "--wait", f"{WAIT_S}")
+        assert f"{source} is DRAINING, 0 requests open" in told.splitlines()[-1]
+        assert not any(one.ended for one in streams if one.instance == source), told
+    await drain(fleet, source, "--resume")
+    async with asyncio.TaskGroup() as asking:
+        for number, one in enumerate(again):
+            asking.create_task(stream(fleet, number, one))
+    assert [one.text for one in streams] == [one.text for one in again]
+    await fleet.wait_until_idle()
+
+
+async def test_an_engine_is_emptied_under_load(fleet: Fleet) -> None:
+    """Nobody waits for long, and no answer is broken, repeated or lost."""
+    source = fleet.address("gateway", "e0")
+    async with fault_under_load(fleet, "engine emptied") as fault:
+        await drain(fleet, source, "--move", "--wait", f"{WAIT_S}")
+        await fleet.replay.answers(20)
+        fault.ends_now()
+        await drain(fleet, source, "--resume")
