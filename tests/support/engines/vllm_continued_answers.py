@@ -70,8 +70,9 @@ class Server:
             setattr(chat, name, value)
         type(chat).system_fingerprint = None
 
-    async def stream(self, script: list[list[int]], told: str, stop: list[str]) -> list[str]:
-        """The events of an answer whose engine core puts out `script` after what is told."""
+    async def stream(self, script: list[list[int]], told: str, stop: list[str], interval: int) -> list[str]:
+        """The events of an answer whose engine core puts out `script` after what is told. `interval`: the server's
+        --stream-interval."""
         request = ChatCompletionRequest(
             model="m",
             messages=[{"role": "user", "content": PROMPT}],
@@ -81,7 +82,7 @@ class Server:
             stop=stop,
             vllm_xargs={"pointsman_answer": told},
         )
-        processor = OutputProcessor(self.tokenizer, log_stats=False)
+        processor = OutputProcessor(self.tokenizer, log_stats=False, stream_interval=interval)
         queue = RequestOutputCollector(RequestOutputKind.DELTA, "r")
         total = sum(map(len, script))
         params = SamplingParams(
@@ -120,15 +121,26 @@ class Server:
         return [one async for one in events]
 
 
+def told_and_events(events: list[str]) -> tuple[str, list[dict[str, Any]]]:
+    """What comments tell, and the events' data."""
+    lines = "".join(events).split("\n")
+    told = "".join(line.partition("x")[0] for line in lines if line.startswith(":"))
+    return told, [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
 def gist_of_messages(events: list[str]) -> dict[str, Any]:
     """What a client of Messages has of these events, and what is told."""
-    found: dict[str, Any] = {"blocks": {}, "roles": 0, "finish": "", "usage": None, "told": "", "open": [], "order": []}
-    for line in "".join(events).split("\n"):
-        if line.startswith(":"):
-            found["told"] += line.partition("x")[0]
-        if not line.startswith("data: {"):
-            continue
-        event = json.loads(line[6:])
+    told, parsed = told_and_events(events)
+    found: dict[str, Any] = {
+        "blocks": {},
+        "roles": 0,
+        "finish": "",
+        "usage": None,
+        "told": told,
+        "open": [],
+        "order": [],
+    }
+    for event in parsed:
         match event["type"]:
             case "message_start":
                 found["roles"] += 1
@@ -153,6 +165,7 @@ def gist_of_messages(events: list[str]) -> dict[str, Any]:
 
 def gist(events: list[str]) -> dict[str, Any]:
     """What a client has of these events, and what is told."""
+    told, parsed = told_and_events(events)
     found: dict[str, Any] = {
         "content": "",
         "reasoning": "",
@@ -160,14 +173,9 @@ def gist(events: list[str]) -> dict[str, Any]:
         "roles": 0,
         "finish": "",
         "usage": None,
-        "told": "",
+        "told": told,
     }
-    for line in "".join(events).split("\n"):
-        if line.startswith(":"):
-            found["told"] += line.partition("x")[0]
-        if not line.startswith("data: {"):
-            continue
-        chunk = json.loads(line[6:])
+    for chunk in parsed:
         assert "error" not in chunk, chunk
         found["usage"] = chunk.get("usage") or found["usage"]
         for choice in chunk["choices"]:
@@ -195,11 +203,11 @@ def cut_everywhere(asked: dict[str, Any]) -> dict[str, Any]:
         if piece := ids[at : at + size]:
             script.append(piece)
         at += size
-    stop = asked["stop"]
-    whole = asyncio.run(server.stream(script, "", stop))
+    stop, (first, second) = asked["stop"], asked["intervals"]
+    whole = asyncio.run(server.stream(script, "", stop, first))
     joined = []
     for events in range(1, len(whole)):
         told = of(whole[:events])["told"]
-        rest = asyncio.run(server.stream(script, told, stop))
+        rest = asyncio.run(server.stream(script, told, stop, second))
         joined.append(of(whole[:events] + rest))
     return {"whole": of(whole), "joined": joined}

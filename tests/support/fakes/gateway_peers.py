@@ -236,6 +236,12 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
             self._sessions[session] = fleet
             await session.put(placement_pb2.SessionResponse(fleet_update=fleet_update(told, fleet)))
 
+    async def move(self, request_id: str, reason: placement_pb2.MoveReason.ValueType) -> None:
+        """Ask for a request to leave its instance."""
+        move = placement_pb2.Move(request_id=request_id, reason=reason)
+        for session in self._sessions:
+            await session.put(placement_pb2.SessionResponse(move=move))
+
     def first(self, request: placement_pb2.PlacementRequest) -> placement_pb2.Placement | placement_pb2.Refusal:
         pool = next(
             (one for one in self.pools if request.model in (one.model, *one.served_names, *one.lora_names)), None

@@ -131,6 +131,14 @@ def test_a_stream_is_continued_at_most_as_often_as_a_request_is_retried() -> Non
     ]
 
 
+def test_the_rest_of_an_answer_that_was_placed_without_a_router_is_placed_by_one_if_there_is_one() -> None:
+    machine = begun()
+    assert machine.handle(ev.RouterLost("r"), 1.0) == [ev.PlaceLocally("r", ())]
+    machine.handle(StepAssigned("r", A, degraded=True), 1.0)
+    machine.handle(ev.ResponseStarted(), 2.0)
+    assert machine.handle(BROKEN, 3.0)[-1] == ev.AskRouter("r.1", ("a",))
+
+
 MOVED = ev.UpstreamFailed("moved", 200, continuable=True, moved=True)
 
 

@@ -1,0 +1,160 @@
+"""What the gateway asks and reports when an answer goes on at another instance, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from pointsman.common.core.block_keys import extend_keys
+from pointsman.router.v1 import placement_pb2
+from tests.support.fakes.gateway_peers import MODEL, Stack, stack
+from tests.support.fakes.offloading_peers import answered, offload_stack, p_and_d
+from tests.support.fakes.telling_engine import FIRST_ID, TellingEngine
+from tests.support.waiting import eventually
+
+WORDS = tuple(f"word{at} " for at in range(24))
+BODY: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "Set the points. " * 8}],
+    "stream": True,
+    "max_tokens": 100,
+}
+
+
+@pytest.fixture
+async def up(tmp_path: Path) -> AsyncIterator[Stack]:
+    """Two engines, of which the first gives 20 words and stops there."""
+    async with stack(tmp_path, engine=TellingEngine) as running:
+        for engine in running.engines:
+            assert isinstance(engine, TellingEngine)
+            engine.words = WORDS
+            engine.go.set()
+        first(running).words_before = 20
+        first(running).go.clear()
+        yield running
+        await eventually(lambda: not any(engine.open for engine in running.engines), "nothing is open at the engines")
+        assert running.router.reserved == set()
+
+
+def first(up: Stack) -> TellingEngine:
+    engine = up.engines[0]
+    assert isinstance(engine, TellingEngine)
+    return engine
+
+
+def pool(up: Stack) -> placement_pb2.Pool:
+    """The pool as the gateway knows it."""
+    [state] = up.gateway.pools.states()
+    found: placement_pb2.Pool = state.pool
+    return found
+
+
+async def text_of(up: Stack, **headers: str) -> tuple[str, list[dict[str, Any]]]:
+    """Stream an answer; return its text and its errors. Waits until the router has received the request's end."""
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{up.url}/v1/chat/completions", json=BODY, headers=headers) as answer,
+    ):
+        assert answer.status == 200, await answer.text()
+        raw = await answer.text()
+    assert not any(line.startswith(":") for line in raw.splitlines()), raw
+    events = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
+    text = "".join(one["choices"][0]["delta"]["content"] for one in events if one.get("choices"))
+    await up.router.until(lambda: not up.router.reserved)
+    return text, [one["error"] for one in events if "error" in one]
+
+
+async def begun(up: Stack) -> asyncio.Task[tuple[str, list[dict[str, Any]]]]:
+    """Stream an answer, and return when the first engine waits in the middle of it."""
+    asking = asyncio.create_task(text_of(up))
+    await up.router.until(lambda: bool(up.router.first_tokens))
+    return asking
+
+
+async def test_what_the_router_is_asked_and_told(up: Stack) -> None:
+    """The rest is placed as what it is, away from all ranks of the server, whatever the client's TTFT deadline was."""
+    first(up).mode = "cut"
+    rank = up.router.pools[0].instances.add()
+    rank.CopyFrom(up.router.pools[0].instances[0])
+    rank.instance_id = "i0/1"
+    await up.router.tell_fleet()
+    await eventually(lambda: len(pool(up).instances) == 3, "the rank is known")
+    assert await text_of(up, **{"X-Pointsman-TTFT-Timeout": "30"}) == ("".join(WORDS), [])
+    before, rest = up.router.places
+    assert before.HasField("ttft_deadline")
+    assert not rest.HasField("ttft_deadline")
+    assert (before.resumed, rest.resumed, rest.continues_session, rest.single_instance) == (False, True, True, True)
+    assert (before.movable, rest.movable, rest.sliceable_tokens) == (True, True, 0)
+    assert rest.input_tokens == before.input_tokens + 20
+    assert rest.max_output_tokens == before.max_output_tokens - 20
+    assert list(rest.exclude) == ["i0", "i0/1"]
+    ids = up.engines[0].tokenizer.chat(BODY)
+    whole = len(ids) // 16
+    following = extend_keys(before.keys[-1], [*ids[whole * 16 :], *range(FIRST_ID, FIRST_ID + 20)])
+    assert list(rest.keys) == [*before.keys, *following]
+    failed, ended = up.router.finished
+    assert (failed.outcome, ended.outcome) == (placement_pb2.OUTCOME_FAILED, placement_pb2.OUTCOME_OK)
+    assert ended.prompt_tokens == before.input_tokens + 20
+    assert ended.output_tokens == len(WORDS) - 20
+
+
+async def test_an_answer_that_no_other_instance_may_take_ends_with_an_error(up: Stack) -> None:
+    first(up).mode = "cut"
+    up.router.pools[0].instances.pop()
+    await up.router.tell_fleet()
+    text, (error,) = await text_of(up)
+    assert text == "".join(WORDS[:20])
+    assert error["code"] == "instance_failed"
+    assert [one.outcome for one in up.router.finished] == [placement_pb2.OUTCOME_FAILED]
+
+
+async def test_an_instance_that_operators_empty_loses_its_stream_and_is_not_blamed(up: Stack) -> None:
+    asking = await begun(up)
+    await up.router.move(up.router.places[0].request_id, placement_pb2.MOVE_REASON_DRAIN)
+    assert await asking == ("".join(WORDS), [])
+    left, _ = up.router.finished
+    assert (left.outcome, left.error) == (placement_pb2.OUTCOME_CANCELLED, "moved to another instance")
+    assert first(up).aborted == 1
+
+
+@pytest.mark.parametrize("why", ["not told", "unknown", "lost, but alive"])
+async def test_a_stream_that_cannot_or_need_not_go_on_elsewhere_stays(up: Stack, why: str) -> None:
+    first(up).tells = why != "not told"
+    asking = await begun(up)
+    reason = placement_pb2.MOVE_REASON_LOST if why == "lost, but alive" else placement_pb2.MOVE_REASON_DRAIN
+    await up.router.move("another" if why == "unknown" else up.router.places[0].request_id, reason)
+    # Told after the order, on the same stream, and so applied after it.
+    up.router.pools[0].served_names.append("later")
+    await up.router.tell_fleet()
+    await eventually(lambda: "later" in pool(up).served_names, "the gateway knows")
+    first(up).go.set()
+    assert await asking == ("".join(WORDS), [])
+    assert len(up.router.places) == 1
+
+
+async def test_a_request_whose_answer_has_not_begun_is_asked_anew(up: Stack) -> None:
+    first(up).words_before = 0
+    asking = asyncio.create_task(text_of(up))
+    await eventually(lambda: first(up).open == 1, "the first engine has the request")
+    while not up.router.finished:
+        # The answer's head may still be under way.
+        await up.router.move(up.router.places[0].request_id, placement_pb2.MOVE_REASON_DRAIN)
+        await asyncio.sleep(0.02)
+    assert await asking == ("".join(WORDS), [])
+    left, _ = up.router.finished
+    assert (left.outcome, up.router.places[1].resumed) == (placement_pb2.OUTCOME_CANCELLED, False)
+
+
+async def test_a_kv_transfer_that_failed_is_seen_behind_a_comment(tmp_path: Path) -> None:
+    async with offload_stack(tmp_path) as running:
+        _, d = p_and_d(running)
+        d.fetches = "told error"
+        stream = {"model": MODEL, "messages": BODY["messages"], "stream": True}
+        assert await answered(running, stream) == ("i1", "The points are set.")
+        assert [done.error for done in running.router.step_dones][-1] == "the answer began with an error"
