@@ -9,21 +9,26 @@ What the engine core computes from the output so far begins anew: random numbers
 grammars, limits of thinking. The gateway does not continue such answers.
 
 `register` replaces methods of vLLM's API server: OutputProcessor.add_request, both ways to take an output from a
-RequestOutputCollector, and the generators of streams (chat, completions, Messages). A request without the field passes through
-vLLM's own code alone.
+RequestOutputCollector, and the generators of streams (chat, completions, Messages, Responses). A request without the field passes
+through vLLM's own code alone.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
 
-from pointsman_connector.told_answer import CONTINUED, FIELD, asked, comment, read
+from pointsman_connector.told_answer import FIELD, asked, read
+from pointsman_connector.told_streams import (
+    REPLAYED,
+    ItemIds,
+    telling,
+    telling_converted,
+    telling_response_events,
+    telling_responses,
+)
 
-_REPLAYED = "pointsman_replayed"  # attribute of a RequestOutput that the client has
 _REPLAY, _READY = "pointsman_replay", "pointsman_ready"  # attributes of a RequestOutputCollector
 
 
@@ -32,23 +37,33 @@ def register() -> None:
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.entrypoints.openai.responses import api_router, streaming_events
+    from vllm.entrypoints.openai.responses import serving as responses_serving
+    from vllm.renderers import chat_utils
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
     if hasattr(OutputProcessor.add_request, "__wrapped__"):
         return
     added = _continuing(OutputProcessor.add_request)
     taken, taken_now = _after_replay(RequestOutputCollector.get), _now_after_replay(RequestOutputCollector.get_nowait)
-    chat = _telling(
+    chat = telling(
         OpenAIServingChat.chat_completion_stream_generator, hold_first=True, converted=AnthropicServingMessages
     )
-    messages = _telling_converted(AnthropicServingMessages.message_stream_converter)
-    completion = _telling(OpenAIServingCompletion.completion_stream_generator, hold_first=False)
+    messages = telling_converted(AnthropicServingMessages.message_stream_converter)
+    completion = telling(OpenAIServingCompletion.completion_stream_generator, hold_first=False)
+    ids = ItemIds(streaming_events.random_uuid)
+    responses = telling_responses(responses_serving.OpenAIServingResponses.responses_stream_generator, ids)
+    response_events = telling_response_events(api_router._convert_stream_to_sse_events)
     # Nothing is replaced unless all of it can be.
     OutputProcessor.add_request = added
     RequestOutputCollector.get, RequestOutputCollector.get_nowait = taken, taken_now
     OpenAIServingChat.chat_completion_stream_generator = chat
     OpenAIServingCompletion.completion_stream_generator = completion
     AnthropicServingMessages.message_stream_converter = messages
+    responses_serving.OpenAIServingResponses.responses_stream_generator = responses
+    api_router._convert_stream_to_sse_events = response_events
+    # The last of these modules makes the ids of tool calls.
+    streaming_events.random_uuid = responses_serving.random_uuid = chat_utils.random_uuid = ids
 
 
 # ---- the answer so far, before the engine's own outputs ----
@@ -83,8 +98,10 @@ def _continuing(add_request: Any) -> Any:
         if complete:
             # Only the usage and the stream's end are missing, for which the engine core has nothing to do.
             *pieces, last = pieces or [[]]
-            reason = FinishReason.STOP if left > 0 else FinishReason.LENGTH
-            outputs = [*_replayed(state, pieces), *_replayed(state, [last], reason)]
+            # As the engine core decides, in its order.
+            stopped = bool(last) and last[-1] in (params.eos_token_id, *(params.stop_token_ids or ()))
+            reason = FinishReason.STOP if stopped or left > 0 else FinishReason.LENGTH
+            outputs = [*_replayed(state, pieces), *_replayed(state, [last], reason, stopped=stopped)]
             setattr(queue, _READY, deque(outputs))
             self._finish_request(state)
             request.abort_immediately = True
@@ -99,16 +116,17 @@ def _continuing(add_request: Any) -> Any:
     return add
 
 
-def _replayed(state: Any, pieces: list[list[int]], finish_reason: Any = None) -> list[Any]:
-    """Return the RequestOutputs of outputs with these ids, as the first engine's API server made them."""
+def _replayed(state: Any, pieces: list[list[int]], finish_reason: Any = None, *, stopped: bool = False) -> list[Any]:
+    """Return the RequestOutputs of outputs with these ids, as the first engine's API server made them. `stopped`: the last id is
+    a stop token, whose text the detokenizer leaves out."""
     outputs = []
     # The other engine may have put out more or fewer tokens at a time than this one does.
     interval, state.stream_interval = state.stream_interval, 1
     for piece in pieces:
-        stop = state.detokenizer.update(piece, False)
+        stop = state.detokenizer.update(piece, stopped)
         output = state.make_request_output(piece, None, finish_reason, stop)
         if output is not None:
-            setattr(output, _REPLAYED, True)
+            setattr(output, REPLAYED, True)
             outputs.append(output)
     state.stream_interval, state.sent_tokens_offset = interval, state.detokenizer.num_output_tokens()
     return outputs
@@ -162,175 +180,3 @@ def _now_after_replay(get_nowait: Any) -> Any:
         return output if output is None else _ready(self, output)
 
     return replaying
-
-
-# ---- telling ----
-
-
-class _Outputs:
-    """Passes on the engine's outputs to a stream's generator, and keeps their ids until they are told."""
-
-    def __init__(self, results: AsyncIterator[Any]) -> None:
-        self._results = results
-        self._pieces: list[list[int]] = []
-        self._complete = False
-        self.replayed = False  # whether the client has what the generator makes of the last output
-        self.ended = False
-
-    async def passed_on(self) -> AsyncIterator[Any]:
-        """Yield the outputs. Raises GenerationError if the engine aborts."""
-        from vllm.exceptions import GenerationError
-
-        async for result in self._results:
-            # Completions have (number of the prompt, output).
-            output = result[1] if isinstance(result, tuple) else result
-            self.replayed = getattr(output, _REPLAYED, False)
-            if any(one.finish_reason in ("abort", "error") for one in output.outputs):
-                # Not the answer's end: an error event follows, in the place of which another engine goes on.
-                raise GenerationError("the engine has ended the answer")
-            if not self.replayed:
-                self._pieces += [list(one.token_ids) for one in output.outputs if one.token_ids]
-                self._complete = self._complete or output.finished
-            yield result
-        self.replayed, self.ended = False, True
-
-    def told_with(self, text: str) -> str:
-        """Return events with the comment that tells what has come since the last one."""
-        pieces, self._pieces = self._pieces, []
-        complete, self._complete = self._complete, False
-        return comment(pieces, complete=complete, events=text.count("\n\n")) + text
-
-
-class _Events:
-    """The events of a stream whose engine's outputs are kept to be told. `before`: the told answer that it continues."""
-
-    def __init__(self, events: AsyncIterator[str], outputs: _Outputs, before: str, *, hold_first: bool) -> None:
-        self.events = events
-        self.outputs = outputs
-        self.before = before
-        self.hold_first = hold_first
-
-    async def told(self) -> AsyncIterator[str]:
-        """Yield what the client does not have, with comments."""
-        # A continued stream begins with a comment in any case: it shows that this is the rest of the answer.
-        first, held, holds = CONTINUED if self.before.strip(":") else "", "", self.hold_first
-        # Events behind the last token that the client has.
-        there = read(self.before)[1] - 1
-        async for text in self.events:
-            if self.outputs.replayed:
-                holds = False
-            elif self.outputs.ended and there > 0:
-                there -= 1
-            elif self.outputs.ended:
-                # The last outputs may have become no event.
-                yield (
-                    first + self.outputs.told_with(held) + comment([], complete=True, events=text.count("\n\n")) + text
-                )
-                first = held = ""
-            elif holds:
-                held, holds = text, False
-            else:
-                yield first + self.outputs.told_with(held + text)
-                first = held = ""
-        if first or held:
-            yield first + held
-
-
-def _telling(generator: Any, *, hold_first: bool, converted: Any = ()) -> Any:
-    """Return a stream's generator such that it tells ids where they are asked for, and sends nothing that the client has.
-
-    `hold_first`: the first event has no token (a role), and comes from the same output as the second: they are sent together,
-    since the comment before them tells of both. `converted`: class of the servers that convert the events, and tell themselves.
-    """
-    signature = inspect.signature(generator)
-    for name in ("request", "result_generator"):
-        if name not in signature.parameters:
-            raise AttributeError(f"{generator.__qualname__} has no {name}")
-
-    @functools.wraps(generator)
-    def stream(self: Any, *args: Any, **more: Any) -> Any:
-        bound = signature.bind(self, *args, **more)
-        told = asked(bound.arguments["request"].vllm_xargs)
-        if told is None:
-            return generator(self, *args, **more)
-        outputs = _Outputs(bound.arguments["result_generator"])
-        bound.arguments["result_generator"] = outputs.passed_on()
-        events = _Events(generator(*bound.args, **bound.kwargs), outputs, told, hold_first=hold_first)
-        return events if isinstance(self, converted) else events.told()
-
-    return stream
-
-
-# ---- Messages: a stream that is made from a chat's events ----
-
-
-class _Starved:
-    """Awaited by a _Feed that is empty. Whoever drives the coroutine by hand sees that it waits for the next event."""
-
-    def __await__(self) -> Generator[None, None, None]:
-        yield
-
-
-class _Feed:
-    """An asynchronous iterator over what is put into it."""
-
-    def __init__(self) -> None:
-        self.items: deque[str] = deque()
-        self.closed = False
-
-    def __aiter__(self) -> _Feed:
-        return self
-
-    async def __anext__(self) -> str:
-        while not self.items:
-            if self.closed:
-                raise StopAsyncIteration
-            await _Starved()
-        return self.items.popleft()
-
-
-async def _converted(converter: Callable[[Any], AsyncIterator[str]], events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Yield, as one text, all that `converter` makes of each event, and what it makes of the end.
-
-    A client must not get a part of what one output became: the comment before it tells of the whole. The converter awaits nothing
-    but the next event, so it is driven by hand until it does.
-    """
-    feed = _Feed()
-    made = converter(feed)
-    waiting: Any = None
-
-    def drained() -> str:
-        nonlocal waiting
-        texts = []
-        while True:
-            waiting = waiting or made.__anext__()
-            try:
-                waiting.send(None)
-            except StopIteration as event:
-                texts.append(event.value)
-                waiting = None
-            except StopAsyncIteration:
-                return "".join(texts)
-            else:
-                return "".join(texts)
-
-    async for event in events:
-        feed.items.append(event)
-        if text := drained():
-            yield text
-    feed.closed = True
-    if text := drained():
-        yield text
-
-
-def _telling_converted(converter: Any) -> Any:
-    """Return AnthropicServingMessages.message_stream_converter such that it tells ids where they are asked for."""
-
-    @functools.wraps(converter)
-    def stream(self: Any, generator: Any) -> Any:
-        if not isinstance(generator, _Events):
-            return converter(self, generator)
-        events = _converted(functools.partial(converter, self), generator.events)
-        return _Events(events, generator.outputs, generator.before, hold_first=generator.hold_first).told()
-
-    return stream

@@ -165,6 +165,40 @@ def test_a_message_goes_on_for_anthropics_client(fleet: ControlPlane) -> None:
     fleet.wait_idle()
 
 
+def test_a_response_goes_on_under_one_id(fleet: ControlPlane) -> None:
+    def response(kill_after: int = -1) -> tuple[str, int, int]:
+        text, items = "", set[str]()
+        with fleet.client() as client:
+            raw = client.responses.with_raw_response.create(
+                model=SERVED_NAME, input="nine ten", stream=True, max_output_tokens=TOKENS, temperature=0
+            )
+            engine = next(one for one in fleet.engines if one.instance_id == raw.headers["x-pointsman-instance"])
+            for number, event in enumerate(raw.parse()):
+                assert event.sequence_number == number
+                if number == kill_after:
+                    killed(fleet, engine)
+                if event.type == "response.created":
+                    created = event.response.id
+                elif event.type == "response.output_text.delta":
+                    items.add(event.item_id)
+                    text += event.delta
+                elif event.type in ("response.completed", "response.incomplete"):
+                    ended = event.response
+        assert ended.id == created
+        assert {item.id for item in ended.output} == items
+        assert ended.output_text == text
+        assert ended.usage is not None
+        return text, ended.usage.input_tokens, ended.usage.output_tokens
+
+    undisturbed = response()
+    assert undisturbed[2] == TOKENS
+    before = continued_streams(fleet)
+    assert response(kill_after=EARLY) == undisturbed
+    assert continued_streams(fleet) == before + 1
+    whole_again(fleet)
+    fleet.wait_idle()
+
+
 BODIES: dict[str, dict[str, Any]] = {
     "chat": {"messages": [user("one two three")], "max_tokens": TOKENS, "temperature": 0},
     "completion": {"prompt": "one two three", "max_tokens": TOKENS, "temperature": 0},
@@ -252,25 +286,30 @@ SCRIPTS: dict[str, dict[str, Any]] = {
     ids=["a token at a time", "several tokens at a time", "an event for three tokens", "then one for three"],
 )
 @pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.parametrize("messages", [False, True], ids=["chat", "messages"])
+@pytest.mark.parametrize("api", ["chat", "messages", "responses"])
 def test_what_parsers_make_of_an_answer_does_not_depend_on_where_it_is_cut(
-    vllm: Vllm, name: str, sizes: list[int], intervals: tuple[int, int], messages: bool
+    vllm: Vllm, name: str, sizes: list[int], intervals: tuple[int, int], api: str
 ) -> None:
     """Nor on the intervals at which the two engines put out tokens."""
-    asked = {"stop": [], "tool_parser": None, "reasoning_parser": None, "sizes": sizes, "messages": messages}
+    asked = {"stop": [], "tool_parser": None, "reasoning_parser": None, "sizes": sizes, "api": api}
     asked |= SCRIPTS[name] | {"intervals": intervals}
     answer = vllm.ask(_CUT, asked)
     whole = answer["whole"]
     assert len(answer["joined"]) > 2
     assert whole["roles"] == 1
-    if messages:
+    told_apart = "tool" in name, "reasoning" in name
+    if api == "messages":
         kinds = [kind for kind, _, _ in whole["blocks"].values()]
-        assert ("tool_use" in kinds, "thinking" in kinds) == ("tool" in name, "reasoning" in name)
-    elif "tool" in name:
-        assert json.loads(whole["calls"]["0"][1])["days"] == [1, 2]
-        assert whole["finish"] == "tool_calls"
-    if "reasoning" in name and not messages:
-        assert whole["reasoning"].strip()
+        assert ("tool_use" in kinds, "thinking" in kinds) == told_apart
+    elif api == "responses":
+        kinds = [kind for kind, *_ in whole["items"].values()]
+        assert ("function_call" in kinds, "reasoning" in kinds) == told_apart
+        assert [one[4]["id"] for one in whole["items"].values()] == [one["id"] for one in whole["output"]]
+    else:
+        if "tool" in name:
+            assert json.loads(whole["calls"]["0"][1])["days"] == [1, 2]
+            assert whole["finish"] == "tool_calls"
+        assert bool(whole["reasoning"].strip()) == told_apart[1]
     for events, joined in enumerate(answer["joined"], 1):
         # Pieces that are told together may be told apart, and the comment of a continued stream is in between.
         joined["told"] = whole["told"]

@@ -7,6 +7,7 @@ engine core are those of the script.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,10 @@ from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.responses import api_router
+from vllm.entrypoints.openai.responses.context import SimpleContext
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.parser.parser_manager import ParserManager
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -38,14 +43,17 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
-class Server:
-    """An API server, of chat completions or of Messages."""
+SERVERS = {"chat": OpenAIServingChat, "messages": AnthropicServingMessages, "responses": OpenAIServingResponses}
 
-    def __init__(self, tool_parser: str | None, reasoning_parser: str | None, *, messages: bool) -> None:
+
+class Server:
+    """An API server of one of the APIs in SERVERS."""
+
+    def __init__(self, api: str, tool_parser: str | None, reasoning_parser: str | None) -> None:
         register()
-        self._messages = messages
+        self._api = api
         self.tokenizer = tokenizer()
-        self.chat = chat = object.__new__(AnthropicServingMessages if messages else OpenAIServingChat)
+        self.serving: Any = object.__new__(SERVERS[api])
         values: dict[str, Any] = {
             "parser_cls": ParserManager.get_parser(
                 tool_parser_name=tool_parser,
@@ -65,23 +73,20 @@ class Server:
             "default_chat_template_kwargs": {},
             "chat_template": None,
             "chat_template_content_format": "auto",
+            "use_harmony": False,
+            "tool_server": None,
+            "enable_auto_tools": tool_parser is not None,
+            "response_store_lock": asyncio.Lock(),
+            "response_store": {},
         }
         for name, value in values.items():
-            setattr(chat, name, value)
-        type(chat).system_fingerprint = None
+            setattr(self.serving, name, value)
+        type(self.serving).system_fingerprint = None
 
     async def stream(self, script: list[list[int]], told: str, stop: list[str], interval: int) -> list[str]:
         """The events of an answer whose engine core puts out `script` after what is told. `interval`: the server's
         --stream-interval."""
-        request = ChatCompletionRequest(
-            model="m",
-            messages=[{"role": "user", "content": PROMPT}],
-            stream=True,
-            stream_options={"include_usage": True, "continuous_usage_stats": self._messages},
-            tools=[{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}],
-            stop=stop,
-            vllm_xargs={"pointsman_answer": told},
-        )
+        request = self._request(told, stop)
         processor = OutputProcessor(self.tokenizer, log_stats=False, stream_interval=interval)
         queue = RequestOutputCollector(RequestOutputKind.DELTA, "r")
         total = sum(map(len, script))
@@ -92,6 +97,7 @@ class Server:
             extra_args=dict(request.vllm_xargs or {}),
             skip_special_tokens=False,
         )
+        params.update_from_generation_config({}, self.tokenizer.convert_tokens_to_ids(SPECIAL[-1]))
         ids = self.tokenizer.encode(PROMPT)
         core = EngineCoreRequest("r", ids, None, params, None, 0.0, None, None, None, external_req_id="r")
         processor.add_request(core, PROMPT, None, 0, queue)
@@ -113,12 +119,41 @@ class Server:
 
         assert total
         metadata = RequestResponseMetadata(request_id="r")
-        events = self.chat.chat_completion_stream_generator(
+        if self._api == "responses":
+            return [one async for one in self._response_events(request, params, outputs(), metadata)]
+        events = self.serving.chat_completion_stream_generator(
             request, outputs(), "r", "m", [], self.tokenizer, metadata, {}
         )
-        if self._messages:
-            events = self.chat.message_stream_converter(events)
+        if self._api == "messages":
+            events = self.serving.message_stream_converter(events)
         return [one async for one in events]
+
+    def _request(self, told: str, stop: list[str]) -> Any:
+        asked: dict[str, Any] = {"model": "m", "stream": True, "stop": stop, "vllm_xargs": {"pointsman_answer": told}}
+        function = {"name": "get", "parameters": {"type": "object"}}
+        if self._api == "responses":
+            tools = [{"type": "function", **function}]
+            return ResponsesRequest(**asked, input=PROMPT, tools=tools, request_id="resp_1", store=False)
+        return ChatCompletionRequest(
+            **asked,
+            messages=[{"role": "user", "content": PROMPT}],
+            stream_options={"include_usage": True, "continuous_usage_stats": self._api == "messages"},
+            tools=[{"type": "function", "function": function}],
+        )
+
+    def _response_events(self, request: Any, params: Any, outputs: Any, metadata: Any) -> Any:
+        """As `create_responses` and its route do."""
+        context = SimpleContext(parser_cls=self.serving.parser_cls, tokenizer=self.tokenizer, request=request)
+
+        async def contexts() -> Any:
+            async for output in outputs:
+                context.append_output(output)
+                yield context
+
+        generator = self.serving.responses_stream_generator(
+            request, params, contexts(), context, "m", self.tokenizer, metadata
+        )
+        return api_router._convert_stream_to_sse_events(generator)
 
 
 def told_and_events(events: list[str]) -> tuple[str, list[dict[str, Any]]]:
@@ -163,6 +198,34 @@ def gist_of_messages(events: list[str]) -> dict[str, Any]:
     return found
 
 
+def gist_of_responses(events: list[str]) -> dict[str, Any]:
+    """What a client of Responses has of these events, and what is told."""
+    told, parsed = told_and_events(events)
+    found: dict[str, Any] = {"roles": 0, "items": {}, "usage": None, "told": told, "order": []}
+    assert [event["sequence_number"] for event in parsed] == list(range(len(parsed)))
+    for event in parsed:
+        found["order"].append(event["type"].removesuffix(".delta"))
+        match event["type"]:
+            case "response.created":
+                found["roles"] += 1
+                found["id"] = event["response"]["id"]
+            case "response.output_item.added":
+                item = event["item"]
+                found["items"][str(event["output_index"])] = [item["type"], item["id"], item.get("call_id"), "", None]
+            case "response.output_item.done":
+                found["items"][str(event["output_index"])][4] = event["item"]
+            case "response.completed":
+                response = event["response"]
+                assert response["id"] == found["id"]
+                found["usage"], found["output"] = response["usage"], response["output"]
+            case kind if kind.endswith(".delta"):
+                one = found["items"][str(event["output_index"])]
+                assert one[1] == event["item_id"], "a part of an item with another id"
+                one[3] += event["delta"]
+    found["order"] = [kind for kind, _ in itertools.groupby(found["order"])]
+    return found
+
+
 def gist(events: list[str]) -> dict[str, Any]:
     """What a client has of these events, and what is told."""
     told, parsed = told_and_events(events)
@@ -193,10 +256,8 @@ def gist(events: list[str]) -> dict[str, Any]:
 
 def cut_everywhere(asked: dict[str, Any]) -> dict[str, Any]:
     """Return the whole answer and, for each number of events, what a client has whose answer is cut there and continued."""
-    messages = asked["messages"]
-    server, of = Server(asked["tool_parser"], asked["reasoning_parser"], messages=messages), gist
-    if messages:
-        of = gist_of_messages
+    of = {"chat": gist, "messages": gist_of_messages, "responses": gist_of_responses}[asked["api"]]
+    server = Server(asked["api"], asked["tool_parser"], asked["reasoning_parser"])
     ids = server.tokenizer.encode(asked["text"] + "<|im_end|>")
     script, at = [], 0
     for size in asked["sizes"] * len(ids):

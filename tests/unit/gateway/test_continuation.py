@@ -83,10 +83,55 @@ def test_an_answer_that_depends_on_what_its_engine_had_in_mind_cannot(
 
 def test_whole_answers_several_prompts_and_other_apis_are_not_continued() -> None:
     assert not is_continuable(Endpoint.CHAT, CHAT | {"stream": False})
-    assert not is_continuable(Endpoint.RESPONSES, {"model": "m", "input": "a", "stream": True})
+    assert not is_continuable(Endpoint.EMBEDDINGS, {"model": "m", "input": "a", "stream": True})
     assert not is_continuable(Endpoint.COMPLETION, COMPLETION | {"prompt": ["a", "b"]})
     assert not is_continuable(Endpoint.COMPLETION, COMPLETION | {"prompt": [[1, 2]]})
     assert is_continuable(Endpoint.COMPLETION, COMPLETION | {"prompt": [1, 2]})
+
+
+RESPONSES: dict[str, Any] = {"model": "m", "input": "a", "stream": True}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"instructions": "b", "max_output_tokens": 9, "store": False, "reasoning": {"effort": "low"}, "temperature": 1},
+        {"tools": [{"type": "function", "name": "f", "strict": False}, {"type": "custom", "name": "g"}]},
+        {"tool_choice": "auto", "parallel_tool_calls": True, "include": ["reasoning.encrypted_content"], "tools": []},
+        {"text": {"format": {"type": "text"}, "verbosity": "low"}, "truncation": "disabled", "background": False},
+        {"previous_response_id": None, "metadata": {"a": "b"}, "prompt_cache_key": "c", "top_logprobs": 0},
+    ],
+)
+def test_a_response_that_follows_from_its_tokens_can_be_continued(fields: dict[str, Any]) -> None:
+    assert is_continuable(Endpoint.RESPONSES, RESPONSES | fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream": False},
+        {"previous_response_id": "resp_1"},
+        {"background": True},
+        {"tools": [{"type": "web_search"}]},
+        {"tools": [{"type": "mcp", "server_label": "a"}]},
+        {"tools": [{"type": "function", "name": "f", "strict": True}]},
+        {
+            "tools": [
+                {"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "lark", "definition": "a"}}
+            ]
+        },
+        {"tool_choice": "required"},
+        {"parallel_tool_calls": False},
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}},
+        {"include": ["message.output_text.logprobs"]},
+        {"truncation": "auto"},
+        {"include_reasoning": False},
+        {"seed": 3},
+        {"a_field_of_a_later_vllm": 1},
+    ],
+)
+def test_a_response_that_depends_on_what_its_engine_had_in_mind_cannot(fields: dict[str, Any]) -> None:
+    assert not is_continuable(Endpoint.RESPONSES, RESPONSES | fields)
 
 
 MESSAGES = CHAT | {"max_tokens": 100}

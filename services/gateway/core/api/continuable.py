@@ -76,6 +76,39 @@ _FREE_OF_MESSAGES = frozenset(
         "top_p",
     }
 )
+_FREE_OF_RESPONSES = frozenset(
+    {
+        "cache_salt",
+        "chat_template_kwargs",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "input",
+        "instructions",
+        "logit_bias",
+        "max_output_tokens",
+        "metadata",
+        "min_p",
+        "model",
+        "prompt_cache_key",
+        "reasoning",
+        "repetition_penalty",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "session_id",
+        "skip_special_tokens",
+        "stop",
+        "stop_token_ids",
+        "store",
+        "stream",
+        "stream_options",
+        "temperature",
+        "tools",
+        "top_k",
+        "top_p",
+        "user",
+    }
+)
 
 
 def _no_constraint(value: Any) -> bool:
@@ -109,10 +142,25 @@ _HARMLESS_IN_MESSAGES: Mapping[str, Callable[[Any], bool]] = {
     "thinking": lambda value: _of_type(value, "disabled", "adaptive"),
     "output_config": lambda value: isinstance(value, dict) and value.keys() <= {"effort"},
 }
+_HARMLESS_IN_RESPONSES: Mapping[str, Callable[[Any], bool]] = {
+    "background": lambda value: value is False,
+    "include": lambda value: isinstance(value, list) and set(value) <= {"reasoning.encrypted_content"},
+    "include_reasoning": lambda value: value is True,
+    "parallel_tool_calls": lambda value: value is True,
+    "presence_penalty": lambda value: value == 0,
+    "frequency_penalty": lambda value: value == 0,
+    "text": lambda value: (
+        isinstance(value, dict) and value.keys() <= {"format", "verbosity"} and _no_constraint(value.get("format"))
+    ),
+    "tool_choice": lambda value: value in ("auto", "none"),
+    "top_logprobs": lambda value: value == 0,
+    "truncation": lambda value: value == "disabled",
+}
 _BY_ENDPOINT = {
     Endpoint.CHAT: (_FREE, _HARMLESS),
     Endpoint.COMPLETION: (_FREE, _HARMLESS),
     Endpoint.MESSAGES: (_FREE_OF_MESSAGES, _HARMLESS_IN_MESSAGES),
+    Endpoint.RESPONSES: (_FREE_OF_RESPONSES, _HARMLESS_IN_RESPONSES),
 }
 
 
@@ -130,6 +178,8 @@ def is_continuable(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
             return False
     if any(_is_strict(tool) for tool in body.get("tools") or ()):
         return False
+    if endpoint is Endpoint.RESPONSES and not all(map(_is_client_s, body.get("tools") or ())):
+        return False
     # A single prompt, as a text or as token ids.
     prompt = body.get("prompt")
     return (
@@ -141,9 +191,14 @@ def is_continuable(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
 
 def _is_strict(tool: Any) -> bool:
     """Whether a tool's arguments follow a grammar also where the model chooses whether to call it."""
-    # Messages have no inner object.
+    # Messages and Responses have no inner object.
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     return isinstance(function, dict) and bool(function.get("strict"))
+
+
+def _is_client_s(tool: Any) -> bool:
+    """Whether the client carries out a tool of Responses. The server itself calls the others, and asks its engine again."""
+    return _of_type(tool, "function") or (_of_type(tool, "custom") and _no_constraint(tool.get("format")))
 
 
 def _are_ids(prompt: list[Any]) -> bool:

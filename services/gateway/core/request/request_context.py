@@ -35,6 +35,7 @@ class RequestContext:
     first_token_by: float | None = None
     ends_session: bool = False
     kept_payload: bytes = b""  # the body, while its answer is streamed and may be continued elsewhere
+    response_id: str = ""  # of a Responses response, which it keeps if its answer is continued elsewhere
     rest: TokenIds | None = None  # the prompt's tokens after the last whole block; None if only estimated
 
     def drop_prompt(self, *, keep: bool) -> None:
@@ -56,7 +57,9 @@ class RequestContext:
     def payload_at(self, instance_id: str) -> bytes:
         """Return the body to send to an instance. The id of a Responses response contains the instance that stores it, so the
         body depends on the placement."""
+        payload = self.kept_payload or self.call.payload
         if self.call.endpoint is not Endpoint.RESPONSES:
-            return self.kept_payload or self.call.payload
-        id_ = response_id(instance_id, self.placement.tenant, self.request_id)
-        return with_fields(self.call.payload, {"request_id": id_})
+            return payload
+        if not self.kept_payload:
+            self.response_id = response_id(instance_id, self.placement.tenant, self.request_id)
+        return with_fields(payload, {"request_id": self.response_id})
