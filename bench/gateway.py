@@ -106,11 +106,11 @@ async def requests() -> list[Figure]:
 
 
 @contextlib.asynccontextmanager
-async def fleet(interval_ms: float) -> AsyncIterator[tuple[list[ServerProcess], str]]:
+async def fleet(interval_ms: float, *flags: str) -> AsyncIterator[tuple[list[ServerProcess], str]]:
     """Run two mock engines; yield them and the folder of their model."""
     with tempfile.TemporaryDirectory() as folder:
         model = str(await asyncio.to_thread(make_tokenizer, Path(folder) / "model"))
-        async with stack.engine(interval_ms, model) as one, stack.engine(interval_ms, model) as other:
+        async with stack.engine(interval_ms, model, *flags) as one, stack.engine(interval_ms, model, *flags) as other:
             yield [one, other], model
 
 

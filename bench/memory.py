@@ -11,6 +11,7 @@ from bench.load_client import MIX
 
 OPEN = 1_000
 MANY = 5_000
+TOLD = 9_000
 LONG_BYTES = 130_000
 LONG_STREAMS = 100
 WARM_UP = 60_000
@@ -22,8 +23,8 @@ PROMPTS = 10_000
 
 
 async def memory() -> list[Figure]:
-    """rss_mb_1000_streams, rss_mb_5000_streams, kb_per_long_stream."""
-    stack.allow_files(2 * MANY + 1_000)
+    """rss_mb_1000_streams, rss_mb_5000_streams, kb_per_long_stream, rss_mb_9000_told_streams."""
+    stack.allow_files(2 * TOLD + 1_000)
     async with fleet(1_000.0) as (engines, model):
         async with stack.pointsman(engines, model) as (gateway, _):
             empty = stack.rss_mb(gateway.pids[0])
@@ -37,6 +38,12 @@ async def memory() -> list[Figure]:
                 one = stack.rss_mb(gateway.pids[0])
             async with stack.open_streams(gateway.port, LONG_STREAMS, LONG_BYTES, group=1):
                 long = stack.rss_mb(gateway.pids[0])
+    async with (
+        fleet(5_000.0, "--tells") as (engines, model),
+        stack.pointsman(engines, model, "--continue-mb", "1024") as (gateway, _),
+        stack.open_streams(gateway.port, TOLD, group=1_000),
+    ):
+        told = stack.rss_mb(gateway.pids[0])
 
     def note(rss: float, streams: int) -> str:
         return (
@@ -52,6 +59,13 @@ async def memory() -> list[Figure]:
             "KB",
             None,
             f"{LONG_STREAMS} streams open on prompts of {LONG_BYTES // 1000} KB, the token cache left out",
+        ),
+        Figure(
+            "rss_mb_9000_told_streams",
+            told,
+            "MB",
+            None,
+            f"{note(told, TOLD)}; their bodies and token ids are kept, so that other engines can go on with them",
         ),
     ]
 

@@ -2,7 +2,8 @@
 
 A chat or completion is answered with `max_tokens` chunks, one per `--interval-ms`, or with a small JSON object. /tokenize and
 /render answer with the tokens of `--model`'s tokenizer: the gateway's tokenizer status is then EXACT, and vllm-router gets the
-tokens that it routes by. GET /open returns the number of answers in flight.
+tokens that it routes by. GET /open returns the number of answers in flight. With `--tells` a stream whose ids are asked for tells
+them, as an engine with the connector package does.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ _HEAD = b"HTTP/1.1 %b\r\nserver: uvicorn\r\ncontent-type: %b\r\n%b\r\n\r\n"
 _STREAM_HEAD = _HEAD % (b"200 OK", b"text/event-stream; charset=utf-8", b"transfer-encoding: chunked")
 
 
+_TOLD = b":12345\n\n"
+
+
 def _framed(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
@@ -39,6 +43,7 @@ class Engine(asyncio.Protocol):
     open_answers = 0
     tokenizer: ModelTokenizer | None = None
     interval_s = 0.01
+    tells = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -83,6 +88,7 @@ class Engine(asyncio.Protocol):
                 usage = bool((body.get("stream_options") or {}).get("include_usage"))
                 self._transport.write(_STREAM_HEAD)
                 Engine.open_answers += 1
+                self._chunk = _framed(_TOLD + _CHUNK if self.tells and "vllm_xargs" in body else _CHUNK)
                 self._timer = asyncio.get_running_loop().call_later(self.interval_s, self._next, count, count, usage)
             else:
                 self._json(
@@ -94,7 +100,7 @@ class Engine(asyncio.Protocol):
 
     def _next(self, left: int, count: int, usage: bool) -> None:
         if left:
-            self._transport.write(_framed(_CHUNK))
+            self._transport.write(self._chunk)
             self._timer = asyncio.get_running_loop().call_later(self.interval_s, self._next, left - 1, count, usage)
             return
         self._timer = None
@@ -126,8 +132,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--interval-ms", type=float, default=10.0)
     parser.add_argument("--model", default="")
+    parser.add_argument("--tells", action="store_true")
     given = parser.parse_args()
-    Engine.interval_s = given.interval_ms / 1e3
+    Engine.interval_s, Engine.tells = given.interval_ms / 1e3, given.tells
     if given.model:
         Engine.tokenizer = load_tokenizer(find_tokenizer(given.model), TokenCache(TOKEN_CACHE_BYTES))
     uvloop.run(_serve(given.port))

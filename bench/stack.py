@@ -86,11 +86,11 @@ async def wait_until_ready(port: int, path: str = "/health") -> None:
 
 
 @contextlib.asynccontextmanager
-async def engine(interval_ms: float, model: str = "") -> AsyncIterator[ServerProcess]:
+async def engine(interval_ms: float, model: str = "", *flags: str) -> AsyncIterator[ServerProcess]:
     """Run a mock engine."""
     port = free_port()
     command = [sys.executable, "-m", "bench.mock_engine", "--port", str(port), "--interval-ms", str(interval_ms)]
-    with process([*command, "--model", model], stdout=subprocess.DEVNULL) as child:
+    with process([*command, "--model", model, *flags], stdout=subprocess.DEVNULL) as child:
         await wait_until_ready(port, "/v1/models")
         yield ServerProcess(port, (child.pid,))
 

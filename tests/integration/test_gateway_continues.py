@@ -133,9 +133,12 @@ async def test_a_stream_that_cannot_or_need_not_go_on_elsewhere_stays(up: Stack,
     up.router.pools[0].served_names.append("later")
     await up.router.tell_fleet()
     await eventually(lambda: "later" in pool(up).served_names, "the gateway knows")
+    kept = up.gateway._shared.continuations.kept
+    assert bool(kept.used) == (why != "not told"), "the body of an answer that cannot go on elsewhere is not kept"
     first(up).go.set()
     assert await asking == ("".join(WORDS), [])
     assert len(up.router.places) == 1
+    assert kept.used == 0
 
 
 async def test_a_request_whose_answer_has_not_begun_is_asked_anew(up: Stack) -> None:

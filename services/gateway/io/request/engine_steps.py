@@ -43,7 +43,7 @@ from pointsman.gateway.io.engines.engine_connection import UpstreamResponse
 from pointsman.gateway.io.engines.remote_prefill import RemotePrefill
 from pointsman.gateway.io.request.shared_context import SharedContext
 
-# Tokens for which memory is reserved if an answer's length is open.
+# Maximum number of an answer's tokens for whose ids memory is reserved.
 OPEN_TOKENS = 8_192
 _JSON = {"Content-Type": "application/json"}
 NOT_IMPLEMENTED = 501  # not retried: no other instance of the model implements it either
@@ -99,9 +99,12 @@ class EngineSteps:
         for it. Call it when an answer begins."""
         context = self._context
         again = bool(context.kept_payload)
-        # The told ids take some six bytes each.
-        size = len(context.call.payload) + 6 * (context.call.max_output_tokens or OPEN_TOKENS)
-        keep = again or (self._tells and self.whole_response is None and self._kept.take(size))
+        # The told ids take some six bytes each. Few answers are as long as they may be.
+        tokens = min(context.call.max_output_tokens or OPEN_TOKENS, OPEN_TOKENS)
+        size = len(context.call.payload) + 6 * tokens
+        # An engine without the connector package does not tell: its answer cannot be continued.
+        told = self._tells and self._upstream is not None and self._upstream.arrived.startswith(b":")
+        keep = again or (told and self._kept.take(size))
         if keep and not again:
             self._sse.told = bytearray()
         if not again:
