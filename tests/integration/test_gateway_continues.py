@@ -23,7 +23,7 @@ BODY: dict[str, Any] = {
     "model": MODEL,
     "messages": [{"role": "user", "content": "Set the points. " * 8}],
     "stream": True,
-    "max_tokens": 100,
+    "max_tokens": 400,
 }
 
 
@@ -65,7 +65,8 @@ async def text_of(up: Stack, **headers: str) -> tuple[str, list[dict[str, Any]]]
         raw = await answer.text()
     assert not any(line.startswith(":") for line in raw.splitlines()), raw
     events = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
-    text = "".join(one["choices"][0]["delta"]["content"] for one in events if one.get("choices"))
+    assert sum("role" in one["choices"][0]["delta"] for one in events if one.get("choices")) <= 1
+    text = "".join(one["choices"][0]["delta"].get("content", "") for one in events if one.get("choices"))
     await up.router.until(lambda: not up.router.reserved)
     return text, [one["error"] for one in events if "error" in one]
 
@@ -104,6 +105,31 @@ async def test_what_the_router_is_asked_and_told(up: Stack) -> None:
     assert ended.output_tokens == len(WORDS) - 20
 
 
+async def test_an_engine_without_the_package_gets_the_text_to_continue(up: Stack) -> None:
+    for engine in up.engines:
+        assert isinstance(engine, TellingEngine)
+        engine.tells = False
+    first(up).mode = "cut"
+    assert await text_of(up) == ("".join(WORDS), [])
+    other = up.engines[1]
+    assert isinstance(other, TellingEngine)
+    begun = "".join(WORDS[:20])
+    assert other.continued_texts == [begun]
+    before, rest = up.router.places
+    tokenizer = up.engines[0].tokenizer
+    count = len(tokenizer.whole(begun))
+    assert (rest.input_tokens, rest.resumed) == (before.input_tokens + count, True)
+    whole = [*tokenizer.chat(BODY), *tokenizer.whole(begun)]
+    assert list(rest.keys) == [*before.keys, *extend_keys(before.keys[-1], whole[len(before.keys) * 16 :])]
+    _, asked, _ = other.requests[-1]
+    assert asked["max_tokens"] == BODY["max_tokens"] - count
+    assert asked["messages"] == [*BODY["messages"], {"role": "assistant", "content": begun}]
+    assert (asked["add_generation_prompt"], asked["continue_final_message"]) == (False, True)
+    failed, ended = up.router.finished
+    assert (failed.outcome, ended.outcome) == (placement_pb2.OUTCOME_FAILED, placement_pb2.OUTCOME_OK)
+    assert ended.output_tokens == len(WORDS) - 20
+
+
 async def test_an_answer_that_no_other_instance_may_take_ends_with_an_error(up: Stack) -> None:
     first(up).mode = "cut"
     up.router.pools[0].instances.pop()
@@ -134,7 +160,7 @@ async def test_a_stream_that_cannot_or_need_not_go_on_elsewhere_stays(up: Stack,
     await up.router.tell_fleet()
     await eventually(lambda: "later" in pool(up).served_names, "the gateway knows")
     kept = up.gateway._shared.continuations.kept
-    assert bool(kept.used) == (why != "not told"), "the body of an answer that cannot go on elsewhere is not kept"
+    assert kept.used
     first(up).go.set()
     assert await asking == ("".join(WORDS), [])
     assert len(up.router.places) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -23,17 +24,27 @@ class TellingEngine(FakeEngine):
     words_before: int = 2
     tells: bool = True
     go: asyncio.Event = field(default_factory=asyncio.Event)
-    ended_by_client: int = 0
+    continued_texts: list[str] = field(default_factory=list)
 
     async def _stream(self, request: web.Request, script: Script) -> web.StreamResponse:
         begun = begun_answer(script.body) if self.tells else None
         _, words, after = script.events()
         there = len(begun.ids) if begun is not None else 0
+        if script.body.get("continue_final_message"):
+            text = script.body["messages"][-1]["content"]
+            there = next(at for at in range(len(self.words) + 1) if "".join(self.words[:at]) == text)
+            self.continued_texts.append(text)
+            # As an engine does that has the text in its prompt.
+            rest = Script(script.kind, script.body, self.words[there:], script.prompt)
+            _, _, after = rest.events()
         assert begun is None or list(begun.ids) == list(range(FIRST_ID, FIRST_ID + there))
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await answer.prepare(request)
-        if there:
+        if begun is not None and there:
             await answer.write(b":\n\n")
+        if begun is None:
+            role = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
+            await answer.write(b"data: " + json.dumps(role).encode() + b"\n\n")
         for at, event in enumerate(words):
             if at == self.words_before:
                 if self.mode == "cut":

@@ -107,6 +107,7 @@ class ApiCall:
     hide_usage: bool = False  # only the gateway requested the stream's usage: it is not forwarded
     light: bool = False  # decode_body.is_light() of the body
     continuable: bool = False  # whether another engine can go on with its answer (continuable.py)
+    continuable_by_text: bool = False  # whether it can if it only knows the answer's text
 
     def drop_prompt(self) -> None:
         """Release what only sending needs, since prompts are long and a stream may last for minutes after sending. Mutates."""

@@ -189,6 +189,35 @@ def is_continuable(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
     )
 
 
+# Fields with which an answer does not follow from the prompt and its text: they concern what is not yet text, or the end of the
+# prompt.
+_NOT_BY_TEXT = frozenset(
+    {
+        "add_generation_prompt",
+        "continue_final_message",
+        "documents",
+        "include_stop_str_in_output",
+        "min_tokens",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stop",
+        "stop_token_ids",
+        "tools",
+    }
+)
+
+
+def is_continuable_by_text(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
+    """Return whether an answer that is continuable can be continued by an engine that only gets its text. `body` is checked."""
+    if any(body.get(name) is not None for name in _NOT_BY_TEXT):
+        return False
+    if (body.get("stream_options") or {}).get("continuous_usage_stats"):
+        return False
+    return endpoint is Endpoint.CHAT or (endpoint is Endpoint.COMPLETION and isinstance(body.get("prompt"), str))
+
+
 def _is_strict(tool: Any) -> bool:
     """Whether a tool's arguments follow a grammar also where the model chooses whether to call it."""
     # Messages and Responses have no inner object.

@@ -9,7 +9,7 @@ import msgspec
 
 from pointsman.gateway.core.api import anthropic_messages, embeddings_and_scores, openai_chat, openai_responses
 from pointsman.gateway.core.api.api_call import ApiCall, ClientRules, Endpoint, with_fields
-from pointsman.gateway.core.api.continuable import is_continuable
+from pointsman.gateway.core.api.continuable import is_continuable, is_continuable_by_text
 from pointsman.gateway.core.api.decode_body import decode_body, is_light
 from pointsman.gateway.core.api.errors import ApiRequestError
 from pointsman.gateway.core.api.field_checks import check_model
@@ -118,7 +118,8 @@ def _parse(
         previous_response_id=(body.get("previous_response_id") or "") if endpoint is Endpoint.RESPONSES else "",
         stripped=stripped,
         hide_usage=hide_usage,
-        continuable=is_continuable(endpoint, body),
+        continuable=(continuable := is_continuable(endpoint, body)),
+        continuable_by_text=continuable and is_continuable_by_text(endpoint, body),
     )
 
 

@@ -39,16 +39,32 @@ class SseFilter:
     stream, from which its end and usage are read.
 
     With `tells` the instance may tell the token ids of its events in comments (told_comments.py), which are not sent. They are
-    collected in `told` if another instance can go on with the answer, else it is None. While it can, an error of the instance is
-    not sent either: the stream is cut before it.
+    collected in `told` if another instance can go on with the answer, else it is None. If the instance does not tell, the events
+    themselves may be collected in `texts`, from their "choices" on, up to `texts_limit` bytes. While another instance can go on,
+    an error of this one is not sent either: the stream is cut before it.
     """
 
     # A chunk touches all of these fields. They are few because with many open streams none is in the CPU cache.
-    __slots__ = ("_cut", "_held", "_hide_usage", "_keeps", "_passed", "_tail", "count", "mid_event", "tells", "told")
+    __slots__ = (
+        "_cut",
+        "_held",
+        "_hide_usage",
+        "_keeps",
+        "_passed",
+        "_tail",
+        "count",
+        "mid_event",
+        "tells",
+        "texts",
+        "texts_limit",
+        "told",
+    )
 
     def __init__(self, endpoint: Endpoint, *, hide_usage: bool = False, tells: bool = False) -> None:
         self.tells = tells
         self.told: bytearray | None = None
+        self.texts: bytearray | None = None
+        self.texts_limit = 0
         self._cut = False  # nothing more is sent of this instance's answer
         self.count = 0  # events with data, including dropped ones
         self.mid_event = False  # part of an event has been sent, but not its end
@@ -89,6 +105,8 @@ class SseFilter:
                     self.told += chunk[at:end].partition(b"x")[0]
                 events = chunk[end + 2 :]
                 chunk = b"%x\r\n%b" % (len(events) - 2, events)
+            elif self.texts is not None:
+                self._add_text(chunk[chunk.find(b'"choices"') : -2])
         # The lines of the framing do not start with "data:".
         self.count += chunk.count(b"\ndata:")
         if self._keeps:
@@ -128,11 +146,24 @@ class SseFilter:
     def flush(self) -> bytes:
         """Return the held bytes at the end of the stream, if the last event is incomplete. Mutates."""
         held, self._held = self._held, b""
-        if self.told is not None:
+        if self.told is not None or self.texts is not None:
             return b""
         if held:
             held, self.mid_event = self._let_out(held, self.mid_event), True
         return held
+
+    def _add_text(self, events: bytes) -> None:
+        """Collect whole events; all are dropped if they are too many, or if an event is sent in parts. Mutates."""
+        assert self.texts is not None
+        if self.mid_event or len(self.texts) + len(events) > self.texts_limit:
+            self.texts = None
+        else:
+            self.texts += events
+
+    @property
+    def has_text(self) -> bool:
+        """Whether what the client got is known by its events, and ends with a whole one."""
+        return bool(self.texts) and not self.mid_event
 
     @property
     def can_continue(self) -> bool:
@@ -160,6 +191,8 @@ class SseFilter:
             if self.told is not None:
                 self.told += told_in(piece)
             piece = without_comments(piece)
+            if self.texts is not None:
+                self._add_text(piece)
         self.count += piece.count(b"\ndata:") + piece.startswith(b"data:")
         if self._passed:
             self._tail.add(self._passed)
@@ -176,6 +209,9 @@ class SseFilter:
             if not (_TELLS_OF_ERROR.search(events[at]) or was_aborted(events[at])):
                 continue
             before = b"".join(events[:at])
+            if self.texts is not None and (self.texts or before) and reports_error(events[at]):
+                self._cut, self._held, self.mid_event = True, b"", False
+                return before
             if self.told is not None and reports_error(events[at]):
                 # The comment of the error's event goes with it: the client gets neither.
                 kept = before if at < 2 or not events[at - 2].startswith(b":") else b"".join(events[: at - 2])

@@ -222,6 +222,11 @@ class ModelTokenizer:
         """Return the token ids of plain text without special tokens, tokenised as a whole: the reference for all other ways."""
         return self._by_library([[text]])[0]
 
+    def decode(self, ids: TokenIds) -> str:
+        """Return the text of these tokens, special tokens included."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
     def _encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[TokenIds]:
         if sum(map(len, texts)) > _INLINE_CHARS:
             return self._by_library([texts], add_special_tokens=add_special_tokens)

@@ -12,6 +12,7 @@ from pointsman.gateway.core.api import ApiRequestError, was_aborted
 from pointsman.gateway.core.http_message import ResponseWriter
 from pointsman.gateway.core.memory_budget import Holding
 from pointsman.gateway.core.request.request_events import Target
+from pointsman.gateway.core.streaming.rest_of_text import RestOfText
 from pointsman.gateway.core.streaming.sse import SseFilter
 from pointsman.gateway.io.engines.connection_pool import ConnectionPool
 from pointsman.gateway.io.engines.engine_connection import Passthrough, UpstreamResponse
@@ -169,7 +170,7 @@ class _Tokenized(msgspec.Struct):
     tokens: list[int]
 
 
-async def relay_stream(answer: UpstreamResponse, events: SseFilter, out: ResponseWriter) -> None:
+async def relay_stream(answer: UpstreamResponse, events: SseFilter | RestOfText, out: ResponseWriter) -> None:
     """Write the parts of the answer's body that pass the filter `events` to `out` as they arrive. `out` must have begun. Raises
     UpstreamError."""
 
@@ -177,6 +178,7 @@ async def relay_stream(answer: UpstreamResponse, events: SseFilter, out: Respons
         if whole := events.feed(piece):
             out.write(whole)
 
-    await answer.pipe(write, Passthrough(events.pass_whole, out) if out.chunked else None, paused=out.full)
+    fast = Passthrough(events.pass_whole, out) if out.chunked and isinstance(events, SseFilter) else None
+    await answer.pipe(write, fast, paused=out.full)
     if flush := events.flush():
         out.write(flush)

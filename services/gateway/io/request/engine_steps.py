@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from pointsman.gateway.core.api import ApiRequestError, begins_with_error, redact_error, was_aborted
@@ -9,7 +10,7 @@ from pointsman.gateway.core.forwarded_headers import client_headers
 from pointsman.gateway.core.http_message import Request, Response
 from pointsman.gateway.core.memory_budget import Holding
 from pointsman.gateway.core.request.attempt import Attempt
-from pointsman.gateway.core.request.continuation import with_told_answer
+from pointsman.gateway.core.request.continuation import ids_of, with_told_answer
 from pointsman.gateway.core.request.placement_messages import target_of
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.request_events import (
@@ -22,15 +23,18 @@ from pointsman.gateway.core.request.request_events import (
     StepAssigned,
     UpstreamFailed,
 )
+from pointsman.gateway.core.request.text_continuation import TextContinuation, continued_text
 from pointsman.gateway.core.request.transfer_params import (
     TransferError,
     earlier_slices_evicted,
     slice_request,
     with_session_end,
 )
+from pointsman.gateway.core.streaming.rest_of_text import RestOfText
 from pointsman.gateway.core.streaming.sse import SseFilter
 from pointsman.gateway.core.streaming.told_comments import without_comments
 from pointsman.gateway.core.streaming.usage_and_end import StreamEnd, usage_of
+from pointsman.gateway.core.tokens.token_cache import TokenIds
 from pointsman.gateway.io.engines.engine_client import (
     MAX_ERROR_BYTES,
     AbortedByEngine,
@@ -45,6 +49,8 @@ from pointsman.gateway.io.request.shared_context import SharedContext
 
 # Maximum number of an answer's tokens for whose ids memory is reserved.
 OPEN_TOKENS = 8_192
+# The same for the chunks of an answer whose ids are not told, and the size of a chunk as it is kept, bytes.
+TEXT_TOKENS, TEXT_TOKEN_BYTES = 4_096, 130
 _JSON = {"Content-Type": "application/json"}
 NOT_IMPLEMENTED = 501  # not retried: no other instance of the model implements it either
 
@@ -77,6 +83,7 @@ class EngineSteps:
         self._kept = Holding(shared.continuations.kept)
         self._kept.holder = request.holder
         self._moved = False  # operators have moved this attempt
+        self._text: TextContinuation | None = None  # of an answer that goes on by its text
         self.whole_response: Response | None = None  # a rejection or an answer that is not streamed
 
     @property
@@ -94,6 +101,11 @@ class EngineSteps:
         """What the client has of an answer, as its engines told it (continuation.py)."""
         return bytes(self._sse.told or b"")
 
+    @property
+    def answer_ids(self) -> TokenIds:
+        """The token ids of the answer so far, as the engine that goes on with it gets them."""
+        return ids_of(self.told) if self._text is None else self._text.ids
+
     def keep_prompt(self) -> None:
         """Release what only sending needs, but for the body of an answer that may be continued elsewhere, while there is memory
         for it. Call it when an answer begins."""
@@ -102,13 +114,19 @@ class EngineSteps:
         # The told ids take some six bytes each. Few answers are as long as they may be.
         tokens = min(context.call.max_output_tokens or OPEN_TOKENS, OPEN_TOKENS)
         size = len(context.call.payload) + 6 * tokens
-        # An engine without the connector package does not tell: its answer cannot be continued.
-        told = self._tells and self._upstream is not None and self._upstream.arrived.startswith(b":")
-        keep = again or (told and self._kept.take(size))
-        if keep and not again:
-            self._sse.told = bytearray()
-        if not again:
-            context.drop_prompt(keep=keep)
+        if again:
+            return
+        keep = False
+        if self._tells and self._upstream is not None:
+            if self._upstream.arrived.startswith(b":"):
+                if keep := self._kept.take(size):
+                    self._sse.told = bytearray()
+            elif context.call.continuable_by_text and context.exact_tokens:
+                # An engine without the connector package.
+                text = TEXT_TOKEN_BYTES * min(context.call.max_output_tokens or TEXT_TOKENS, TEXT_TOKENS)
+                if keep := self._kept.take(len(context.call.payload) + text):
+                    self._sse.texts, self._sse.texts_limit = bytearray(), text
+        context.drop_prompt(keep=keep)
 
     def release_prompt(self) -> None:
         """Release the kept body: nothing more is sent."""
@@ -184,12 +202,12 @@ class EngineSteps:
         attempt.sent_at = time.monotonic()
         self.whole_response = None
         try:
-            payload = self._context.payload_at(step.target.instance_id)
+            payload = self._context.payload_at(step.target.instance_id) if self._text is None else self._text.payload
             if self._context.ends_session and self._shared.mark_session_ends and step.kv_source is None:
                 payload = with_session_end(call.endpoint, payload)
             payload = await self._remote_prefill.payload(step, payload, early=early)
             told = self.told
-            if self._tells:
+            if self._tells and self._text is None:
                 payload = with_told_answer(payload, told)
             with self._remote_prefill.fetching(step):
                 headers_up = self._context.headers_of(step)
@@ -260,23 +278,40 @@ class EngineSteps:
             return ResponseEnded()
         assert self._upstream is not None
         upstream = self._upstream
+        events = self._sse if self._text is None else RestOfText(self._sse, self._text.prompt_tokens)
         if self._writer.begun:
             self._sse.begin_again()
             self._writer.go_on(upstream)
         else:
             self._writer.begin(upstream.status, client_headers(upstream.headers) | headers, upstream)
         try:
-            await relay_stream(upstream, self._sse, self._writer)
+            await relay_stream(upstream, events, self._writer)
         except UpstreamError as error:
             moved = self._moved and self._sse.can_continue
-            return UpstreamFailed(error.text, error.status, continuable=moved or self._may_continue(), moved=moved)
+            return UpstreamFailed(
+                error.text, error.status, continuable=moved or await self._may_continue(), moved=moved
+            )
         stream_end = self.stream_end(attempt)
         if not stream_end.complete:
-            return UpstreamFailed("the stream ended early", upstream.status, continuable=self._may_continue())
+            return UpstreamFailed("the stream ended early", upstream.status, continuable=await self._may_continue())
         return ResponseEnded(stream_end.error)
 
-    def _may_continue(self) -> bool:
-        return self._sse.can_continue and self._shared.continuations.may_continue(time.monotonic())
+    async def _may_continue(self) -> bool:
+        """Return whether another instance may go on with the answer; prepare it if only its text is known. Mutates."""
+        if not self._sse.can_continue and not (self._sse.has_text and await self._continues_text()):
+            return False
+        return self._shared.continuations.may_continue(time.monotonic())
+
+    async def _continues_text(self) -> bool:
+        context = self._context
+        tokenizer = context.state.tokenizer_for(context.call.endpoint)
+        if tokenizer is None:
+            return False
+        texts = bytes(self._sse.texts or b"")
+        self._text = await asyncio.to_thread(
+            continued_text, context.call.endpoint, context.kept_payload, texts, tokenizer
+        )
+        return self._text is not None
 
     def stream_end(self, attempt: Attempt) -> StreamEnd:
         """Return the end of the stream as far as it was relayed, and record its usage in the attempt."""

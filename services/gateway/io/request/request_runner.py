@@ -15,7 +15,6 @@ from pointsman.gateway.core.http_message import Request, Response
 from pointsman.gateway.core.request import request_events as ev
 from pointsman.gateway.core.request.attempt import Attempt
 from pointsman.gateway.core.request.attempt_report import breakdown, finished
-from pointsman.gateway.core.request.continuation import ids_of
 from pointsman.gateway.core.request.failures import answer_to
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.request_state_machine import Phase, RequestStateMachine
@@ -266,7 +265,7 @@ class RequestRunner:
             if context.exact_tokens and usage.prompt is not None:
                 shared.pools.check_token_count(context.state, context.call.endpoint, context.exact_tokens, usage.prompt)
         if effect.continued:
-            self._placement.answer = ids_of(self._steps.told)
+            self._placement.answer = self._steps.answer_ids
             shared.telemetry.continued.inc()
         if effect.outcome is ev.Outcome.FAILED:
             log.warning(

@@ -1,0 +1,107 @@
+"""Continues the text of an answer whose engine tells no token ids: the other engine gets it as the beginning of its answer. Pure.
+
+Only plain text is continued, and only if the other engine's prompt is certain: the gateway has the engine's tokenizer and
+template, and the prompt with the text must have the tokens of the prompt, and then tokens that are the text. A template that
+writes or strips anything else around a message that is to be continued fails this test.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pointsman.gateway.core.api import ApiRequestError, Endpoint
+from pointsman.gateway.core.api.parse import parse
+from pointsman.gateway.core.tokens.chat_template import Unrenderable
+from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman.gateway.core.tokens.token_cache import TokenIds
+
+# Tokens of the prompt that are decoded with those of the text: what a token stands for may depend on the one before it.
+LAST_TOKENS = 8
+# Fields of a chunk's delta in which there is nothing but text.
+_TEXT_FIELDS = frozenset({"role", "content"})
+
+
+class TextContinuation(NamedTuple):
+    """`payload`: body of the request that asks for the rest. `prompt_tokens`: number of tokens of the client's prompt. `ids`:
+    those of the answer so far, as the other engine's prompt has them."""
+
+    payload: bytes
+    prompt_tokens: int
+    ids: TokenIds
+
+
+def continued_text(
+    endpoint: Endpoint, payload: bytes, events: bytes, tokenizer: ModelTokenizer
+) -> TextContinuation | None:
+    """Return the continuation of an answer, None if it cannot be continued. `payload`: the body of its request. `events`: whole
+    events of its stream; what precedes their "choices" may be absent. Takes as long as tokenising the prompt."""
+    text = text_of(endpoint, events)
+    if not text:
+        return None
+    try:
+        body = msgspec.json.decode(payload)
+        longer = _with_text(endpoint, body, text)
+        before, after = (_tokens(endpoint, one, tokenizer) for one in (body, longer))
+    except (msgspec.MsgspecError, Unrenderable, ApiRequestError):
+        return None
+    ids, last = after[len(before) :], before[-LAST_TOKENS:]
+    if after[: len(before)] != before or tokenizer.decode(last + ids) != tokenizer.decode(last) + text:
+        return None
+    for name in ("max_tokens", "max_completion_tokens"):
+        if longer.get(name) is not None:
+            longer[name] -= len(ids)
+            if longer[name] <= 0:
+                return None
+    return TextContinuation(msgspec.json.encode(longer), len(before), ids)
+
+
+def text_of(endpoint: Endpoint, events: bytes) -> str | None:
+    """Return the text of a stream's events; None if they have anything else, or the answer's end."""
+    texts = []
+    for event in events.split(b"\n\n")[:-1]:
+        try:
+            chunk = msgspec.json.decode(b"{" + event[event.index(b'"choices"') :])
+            [choice] = chunk["choices"]
+            if choice["finish_reason"] is not None or choice.get("logprobs") is not None:
+                return None
+            if endpoint is Endpoint.COMPLETION:
+                texts.append(choice["text"])
+                continue
+            delta = {name: value for name, value in choice["delta"].items() if value is not None}
+            if not delta.keys() <= _TEXT_FIELDS:
+                return None
+            texts.append(delta.get("content", ""))
+        except (
+            msgspec.MsgspecError,
+            UnicodeDecodeError,
+            RecursionError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+        ):
+            return None
+    return "".join(texts) if all(isinstance(one, str) for one in texts) else None
+
+
+def _with_text(endpoint: Endpoint, body: Mapping[str, Any], text: str) -> dict[str, Any]:
+    if endpoint is Endpoint.COMPLETION:
+        return {**body, "prompt": body["prompt"] + text}
+    begun = {"role": "assistant", "content": text}
+    return {
+        **body,
+        "messages": [*body["messages"], begun],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    }
+
+
+def _tokens(endpoint: Endpoint, body: Mapping[str, Any], tokenizer: ModelTokenizer) -> TokenIds:
+    call = parse(endpoint, msgspec.json.encode(body))
+    if call.untokenizable:
+        raise Unrenderable(call.untokenizable)
+    return array("I", tokenizer.prompt(call).ids)

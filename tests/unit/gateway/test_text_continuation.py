@@ -1,0 +1,137 @@
+"""Answers that go on by their text: what their events say, what the other engine is asked, and what the client gets of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pointsman.gateway.core.api import Endpoint
+from pointsman.gateway.core.api.parse import parse
+from pointsman.gateway.core.request.text_continuation import continued_text, text_of
+from pointsman.gateway.core.streaming.rest_of_text import RestOfText
+from pointsman.gateway.core.streaming.sse import SseFilter
+from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman.gateway.io.tokenizer_files import load_tokenizer
+from tests.support.tiny_tokenizer import CHATML, make_tokenizer
+
+CHAT: dict[str, Any] = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "set the points"}],
+    "stream": True,
+    "max_tokens": 90,
+}
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "set the points", "stream": True}
+
+
+def event(**choice: Any) -> bytes:
+    return (
+        b"data: "
+        + json.dumps({"id": "x", "choices": [{"index": 0, "finish_reason": None} | choice]}).encode()
+        + b"\n\n"
+    )
+
+
+def chunk(text: str) -> bytes:
+    return event(delta={"content": text}, logprobs=None, token_ids=None)
+
+
+ROLE = event(delta={"role": "assistant", "content": ""})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    return load_tokenizer(make_tokenizer(tmp_path_factory.mktemp("m") / "model"))
+
+
+def test_the_text_of_events() -> None:
+    assert text_of(Endpoint.CHAT, ROLE + chunk("a ") + chunk("b\n\nc")) == "a b\n\nc"
+    assert text_of(Endpoint.CHAT, chunk("a")[chunk("a").index(b'"choices"') :] + chunk("b")) == "ab", (
+        "what precedes the choices may be absent"
+    )
+    assert text_of(Endpoint.COMPLETION, event(text="a") + event(text="b")) == "ab"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        event(delta={"tool_calls": []}),
+        event(delta={"reasoning": "hm"}),
+        event(delta={"content": ""}, finish_reason="stop"),
+        event(delta={"content": 5}),
+        event(delta={"content": "a"}, logprobs={"content": []}),
+        event(delta=None),
+        b'data: {"choices":[],"usage":{}}\n\n',
+        b"data: [DONE]\n\n",
+        b'data: {"choices":[1]}\n\n',
+        b'data: {"choices":\n\n',
+    ],
+)
+def test_an_answer_of_more_than_text_has_none(other: bytes) -> None:
+    assert text_of(Endpoint.CHAT, chunk("a") + other) is None
+
+
+def test_the_other_engine_gets_the_prompt_and_exactly_the_text(tokenizer: ModelTokenizer) -> None:
+    found = continued_text(
+        Endpoint.CHAT, json.dumps(CHAT).encode(), ROLE + chunk("the right ") + chunk("track"), tokenizer
+    )
+    assert found is not None
+    asked = json.loads(found.payload)
+    assert asked["messages"][-1] == {"role": "assistant", "content": "the right track"}
+    assert asked["max_tokens"] == 90 - len(found.ids)
+    assert found.prompt_tokens == len(tokenizer.prompt(parse(Endpoint.CHAT, json.dumps(CHAT).encode())).ids)
+    assert tokenizer.decode(found.ids) == "the right track"
+    assert (
+        continued_text(Endpoint.COMPLETION, json.dumps(COMPLETION).encode(), event(text=" so"), tokenizer) is not None
+    )
+
+
+def test_a_template_that_changes_the_text_is_not_trusted(tmp_path: Path) -> None:
+    stripping = CHATML.replace("message.content", "message.content | trim")
+    thinking = CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think></think>'", 1)
+    for number, (template, text) in enumerate([(stripping, "the right "), (thinking, "the right")]):
+        assert template != CHATML
+        one = load_tokenizer(make_tokenizer(tmp_path / f"{number}", template))
+        assert continued_text(Endpoint.CHAT, json.dumps(CHAT).encode(), chunk(text), one) is None
+
+
+def test_an_answer_that_has_all_its_tokens_is_not_continued(tokenizer: ModelTokenizer) -> None:
+    payload = json.dumps(CHAT | {"max_tokens": 2}).encode()
+    assert continued_text(Endpoint.CHAT, payload, chunk("the right track"), tokenizer) is None
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_the_rest_has_no_role_and_the_usage_of_the_whole(size: int) -> None:
+    events = SseFilter(Endpoint.CHAT)
+    rest = RestOfText(events, prompt_tokens=10)
+    usage = {
+        "prompt_tokens": 14,
+        "completion_tokens": 3,
+        "total_tokens": 17,
+        "prompt_tokens_details": {"cached_tokens": 12},
+    }
+    end = b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\ndata: [DONE]\n\n"
+    stream = ROLE + chunk("c") + event(delta={"content": "d"}, finish_reason="stop") + end
+    out = b"".join(rest.feed(stream[at : at + size]) for at in range(0, len(stream), size)) + rest.flush()
+    assert b"role" not in out
+    assert out.startswith(chunk("c"))
+    found = events.stream_end()
+    assert found.complete
+    assert (found.usage.prompt, found.usage.output, found.usage.cached) == (10, 7, 10)
+
+
+def test_events_are_collected_from_their_choices_on_and_up_to_a_limit() -> None:
+    events = SseFilter(Endpoint.CHAT, tells=True)
+    events.texts, events.texts_limit = bytearray(), 400
+    for text in ("a", "b"):
+        passed = b"%x\r\n%b\r\n" % (len(chunk(text)), chunk(text))
+        assert events.pass_whole(passed) == passed
+    assert events.has_text
+    assert text_of(Endpoint.CHAT, bytes(events.texts)) == "ab"
+    assert events.feed(b'data: {"error": {"message": "x"}}\n\n') == b"", "another engine goes on"
+    events.begin_again()
+    events.feed(chunk("c" * 400))
+    assert events.texts is None
+    assert not events.has_text
