@@ -22,14 +22,17 @@ from typing import Any
 from pointsman_connector.told_answer import FIELD, asked, read
 from pointsman_connector.told_streams import (
     REPLAYED,
+    UNTOLD,
     ItemIds,
+    naming_calls,
     telling,
     telling_converted,
     telling_response_events,
     telling_responses,
 )
 
-_REPLAY, _READY = "pointsman_replay", "pointsman_ready"  # attributes of a RequestOutputCollector
+# Attributes of a RequestOutputCollector.
+_REPLAY, _READY, _UNTOLD = "pointsman_replay", "pointsman_ready", "pointsman_untold"
 
 
 def register() -> None:
@@ -54,6 +57,7 @@ def register() -> None:
     ids = ItemIds(streaming_events.random_uuid)
     responses = telling_responses(responses_serving.OpenAIServingResponses.responses_stream_generator, ids)
     response_events = telling_response_events(api_router._convert_stream_to_sse_events)
+    call_opened = naming_calls(streaming_events.SimpleStreamingEventProcessor.open, ids)
     # Nothing is replaced unless all of it can be.
     OutputProcessor.add_request = added
     RequestOutputCollector.get, RequestOutputCollector.get_nowait = taken, taken_now
@@ -62,6 +66,7 @@ def register() -> None:
     AnthropicServingMessages.message_stream_converter = messages
     responses_serving.OpenAIServingResponses.responses_stream_generator = responses
     api_router._convert_stream_to_sse_events = response_events
+    streaming_events.SimpleStreamingEventProcessor.open = call_opened
     # The last of these modules makes the ids of tool calls.
     streaming_events.random_uuid = responses_serving.random_uuid = chat_utils.random_uuid = ids
 
@@ -87,10 +92,13 @@ def _continuing(add_request: Any) -> Any:
         rest = {name: value for name, value in params.extra_args.items() if name != FIELD}
         request.sampling_params = params = params.clone()
         params.extra_args = rest or None
+        cannot = parent_req is not None or queue is None or _begins_anew(request, params)
         if not told.strip(":"):
+            if cannot and queue is not None:
+                setattr(queue, _UNTOLD, True)
             return add_request(self, request, prompt, parent_req, request_index, queue)
         left = (params.max_tokens or 0) - len(ids)
-        if parent_req is not None or queue is None or (left <= 0 and not complete) or _begins_anew(request, params):
+        if cannot or (left <= 0 and not complete):
             raise ValueError("this answer cannot be continued")
         # With the parameters of the whole answer: the detokenizer holds as much text back as the first engine's did.
         added = add_request(self, request, prompt, parent_req, request_index, queue)
@@ -149,6 +157,8 @@ def _begins_anew(request: Any, params: Any) -> bool:
 def _ready(collector: Any, output: Any) -> Any:
     """Return the first output to take: that of the replay, which waits for the first output of the engine and takes over how much
     of the prompt that one found in the cache."""
+    if _UNTOLD in collector.__dict__:
+        setattr(output, UNTOLD, True)
     replay = collector.__dict__.pop(_REPLAY, None)
     if not replay:
         return output

@@ -10,13 +10,14 @@ import hashlib
 import inspect
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 from pointsman_connector.told_answer import CONTINUED, asked, comment, read
 
-REPLAYED = "pointsman_replayed"  # attribute of a RequestOutput that the client has
+# Attributes of a RequestOutput: the client has it; no other engine could continue its answer.
+REPLAYED, UNTOLD = "pointsman_replayed", "pointsman_untold"
 
 
 class _Outputs:
@@ -28,6 +29,7 @@ class _Outputs:
         self._complete = False
         self.replayed = False  # whether the client has what the generator makes of the last output
         self.ended = False
+        self.untold = False  # whether no other engine could continue the answer
 
     async def passed_on(self) -> AsyncIterator[Any]:
         """Yield the outputs. Raises GenerationError if the engine aborts."""
@@ -40,7 +42,8 @@ class _Outputs:
             if any(one.finish_reason in ("abort", "error") for one in output.outputs):
                 # Not the answer's end: an error event follows, in the place of which another engine goes on.
                 raise GenerationError("the engine has ended the answer")
-            if not self.replayed:
+            self.untold = getattr(output, UNTOLD, False)
+            if not self.replayed and not self.untold:
                 self._pieces += [list(one.token_ids) for one in output.outputs if one.token_ids]
                 self._complete = self._complete or output.finished
             yield result
@@ -56,36 +59,48 @@ class _Outputs:
 class _Events:
     """The events of a stream whose engine's outputs are kept to be told. `before`: the told answer that it continues."""
 
-    def __init__(self, events: AsyncIterator[str], outputs: _Outputs, before: str, *, hold_first: bool) -> None:
+    def __init__(self, events: AsyncGenerator[str, None], outputs: _Outputs, before: str, *, hold_first: bool) -> None:
         self.events = events
         self.outputs = outputs
         self.before = before
         self.hold_first = hold_first
 
-    async def told(self) -> AsyncIterator[str]:
+    async def told(self) -> AsyncGenerator[str, None]:
         """Yield what the client does not have, with comments."""
-        # A continued stream begins with a comment in any case: it shows that this is the rest of the answer.
+        # A continued stream begins with a comment in any case: it shows that this is the rest of the answer. So does one that no
+        # other engine could continue, and then tells nothing.
         first, held, holds = CONTINUED if self.before.strip(":") else "", "", self.hold_first
+        begun = False
         # Events behind the last token that the client has.
         there = read(self.before)[1] - 1
-        async for text in self.events:
-            if self.outputs.replayed:
-                holds = False
-            elif self.outputs.ended and there > 0:
-                there -= 1
-            elif self.outputs.ended:
-                # The last outputs may have become no event.
-                yield (
-                    first + self.outputs.told_with(held) + comment([], complete=True, events=text.count("\n\n")) + text
-                )
-                first = held = ""
-            elif holds:
-                held, holds = text, False
-            else:
-                yield first + self.outputs.told_with(held + text)
-                first = held = ""
-        if first or held:
-            yield first + held
+        try:
+            async for text in self.events:
+                if not begun and self.outputs.untold:
+                    first = CONTINUED
+                begun = True
+                if self.outputs.replayed:
+                    holds = False
+                elif self.outputs.ended and there > 0:
+                    there -= 1
+                elif self.outputs.ended:
+                    # The last outputs may have become no event.
+                    yield (
+                        first
+                        + self.outputs.told_with(held)
+                        + comment([], complete=True, events=text.count("\n\n"))
+                        + text
+                    )
+                    first = held = ""
+                elif holds:
+                    held, holds = text, False
+                else:
+                    yield first + self.outputs.told_with(held + text)
+                    first = held = ""
+            if first or held:
+                yield first + held
+        finally:
+            # What is driven by hand must be closed from the outside in.
+            await self.events.aclose()
 
 
 def telling(generator: Any, *, hold_first: bool, converted: Any = ()) -> Any:
@@ -142,10 +157,10 @@ class _Feed:
 
 
 async def _converted(
-    converter: Callable[[Any], AsyncIterator[str]],
+    converter: Callable[[Any], AsyncGenerator[str, None]],
     given: AsyncIterator[Any],
     names: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str, None]:
     """Yield, as one text, all that `converter` makes of each item, and what it makes of the end. It runs inside `names()`.
 
     A client must not get a part of what one output became: the comment before it tells of the whole. The converter awaits nothing
@@ -164,20 +179,28 @@ async def _converted(
                 try:
                     waiting.send(None)
                 except StopIteration as event:
-                    texts.append(event.value)
                     waiting = None
+                    texts.append(event.value)
                 except StopAsyncIteration:
+                    waiting = None
                     return "".join(texts)
                 else:
                     return "".join(texts)
 
-    async for item in given:
-        feed.items.append(item)
+    try:
+        async for item in given:
+            feed.items.append(item)
+            if text := drained():
+                yield text
+        feed.closed = True
         if text := drained():
             yield text
-    feed.closed = True
-    if text := drained():
-        yield text
+    finally:
+        if waiting is not None:
+            # The converter is suspended where it waits for an item, and ends there. close() would not reach it.
+            with names(), suppress(GeneratorExit, StopIteration, StopAsyncIteration):
+                waiting.throw(GeneratorExit())
+        await made.aclose()
 
 
 def telling_converted(converter: Any) -> Any:
@@ -204,6 +227,11 @@ class ItemIds:
     def __call__(self) -> str:
         return self._random_uuid() if self._counted is None else next(self._counted)
 
+    @property
+    def counting(self) -> bool:
+        """Whether ids follow from a response's id now."""
+        return self._counted is not None
+
     @contextmanager
     def of(self, counted: Iterator[str]) -> Iterator[None]:
         """Take ids from `counted` inside the block, which awaits nothing."""
@@ -212,6 +240,23 @@ class ItemIds:
             yield
         finally:
             self._counted = None
+
+
+def naming_calls(opened: Any, ids: ItemIds) -> Any:
+    """Return SimpleStreamingEventProcessor.open such that a call's id follows from the response's id, too: some parsers draw it
+    themselves. An id that follows from the call (functions.NAME:NUMBER) stays."""
+    signature = inspect.signature(opened)
+    if "tool_call" not in signature.parameters:
+        raise AttributeError(f"{opened.__qualname__} has no tool_call")
+
+    @functools.wraps(opened)
+    def open_item(*args: Any, **more: Any) -> Any:
+        call = signature.bind(*args, **more).arguments.get("tool_call")
+        if ids.counting and call is not None and call.id and not call.id.startswith("functions."):
+            call.id = None
+        return opened(*args, **more)
+
+    return open_item
 
 
 def _counted_ids(response_id: str) -> Iterator[str]:

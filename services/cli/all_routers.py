@@ -106,21 +106,21 @@ def at_owner(router: str, status: fleet_pb2.InstanceStatus) -> fleet_pb2.Instanc
 
     Warns on stderr if the owner does not answer.
     """
-    count = requests_at_owner(router, status)
-    if count is not None:
-        status.num_requests = count
+    owners = owners_status(router, status)
+    if owners is not None:
+        status.num_requests = owners.num_requests
     return status
 
 
-def requests_at_owner(router: str, status: fleet_pb2.InstanceStatus) -> int | None:
-    """Return the number of an instance's requests from the owner of its pool; None, with a warning on stderr, if the owner does
-    not answer. `status`: the instance as `router` has just reported it."""
+def owners_status(router: str, status: fleet_pb2.InstanceStatus) -> fleet_pb2.InstanceStatus | None:
+    """Return an instance as the owner of its pool sees it; None, with a warning on stderr, if the owner does not answer.
+    `status`: the instance as `router` has just reported it."""
     routers = reachable_routers(router)
     owner = routers.owners.get(status.instance.model, routers.asked)
     if owner == routers.asked or owner not in routers.addresses:
-        return status.num_requests
+        return status
     try:
-        told = ask(
+        return ask(
             routers.addresses[owner],
             lambda fleet: fleet.GetInstance,
             fleet_pb2.GetInstanceRequest(instance_id=status.instance.instance_id),
@@ -129,7 +129,6 @@ def requests_at_owner(router: str, status: fleet_pb2.InstanceStatus) -> int | No
     except grpc.RpcError as error:
         routers.warn(owner, error, "its requests there are not counted")
         return None
-    return told.num_requests
 
 
 def newest_decisions(router: str, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import grpc
 import typer
 
-from pointsman.cli.all_routers import at_owner, requests_at_owner
+from pointsman.cli.all_routers import at_owner, owners_status
 from pointsman.cli.router_call import DEFAULT_ROUTER, call, credentials, dial
 from pointsman.common.io.pages import whole
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
@@ -16,6 +16,8 @@ from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 # Timeout of a call, and time between two looks at an instance that is drained, s.
 TIMEOUT_S = 10.0
 WAIT_STEP_S = 0.5
+
+_TAKES_NOTHING = (fleet_pb2.INSTANCE_STATE_DRAINING, fleet_pb2.INSTANCE_STATE_CORDONED)
 
 RouterFlag = Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router")]
 ReasonFlag = Annotated[
@@ -48,6 +50,8 @@ def drain(
     status = at_owner(router, answer.instance)
     typer.echo(_now(status))
     _say_if_alone(answer.this_replica_only)
+    if move and not answer.moving:
+        typer.echo("the router's version cannot move requests: they continue to their end", err=True)
     if wait and not _emptied(router, status, wait):
         raise typer.Exit(1)
 
@@ -159,12 +163,16 @@ def _emptied(router: str, status: fleet_pb2.InstanceStatus, wait_s: float) -> bo
     asked = fleet_pb2.GetInstanceRequest(instance_id=status.instance.instance_id)
     printed = status.num_requests
     while True:
-        count = requests_at_owner(router, status)
-        if count is not None and count != printed:
-            status.num_requests = printed = count
-            typer.echo(_now(status))
-        if count == 0 or (left := ends - time.monotonic()) <= 0:
-            return count == 0
+        owners = owners_status(router, status)
+        # Until the owner knows of the drain it may still place requests there.
+        if owners is not None and owners.state in _TAKES_NOTHING:
+            if owners.num_requests != printed:
+                printed = owners.num_requests
+                typer.echo(_now(owners))
+            if not printed:
+                return True
+        if (left := ends - time.monotonic()) <= 0:
+            return False
         time.sleep(min(WAIT_STEP_S, left))
         status = call(router, lambda fleet: fleet.GetInstance, asked, TIMEOUT_S).instance
 

@@ -140,6 +140,14 @@ async def test_an_answer_that_no_other_instance_may_take_ends_with_an_error(up: 
     assert [one.outcome for one in up.router.finished] == [placement_pb2.OUTCOME_FAILED]
 
 
+async def test_a_rank_of_the_server_that_is_left_may_take_the_rest(up: Stack) -> None:
+    """The server works. Only a server that failed has taken its ranks with it."""
+    asking = await begun(up)
+    await up.router.move(up.router.places[0].request_id, placement_pb2.MOVE_REASON_DRAIN)
+    await asking
+    assert list(up.router.places[1].exclude) == []
+
+
 async def test_an_instance_that_operators_empty_loses_its_stream_and_is_not_blamed(up: Stack) -> None:
     asking = await begun(up)
     await up.router.move(up.router.places[0].request_id, placement_pb2.MOVE_REASON_DRAIN)

@@ -76,6 +76,7 @@ class DeadConnectionDetector:
         known = self._known[peer]
         known.refusals = known.refusals + 1 if result is Probe.REFUSED else 0
         known.failures = 0 if result is Probe.ACCEPTED else known.failures + 1
+        known.lost = known.lost and result is not Probe.ACCEPTED
         known.due = now + (REPROBE_S if result is Probe.REFUSED else PROBE_EVERY_S)
 
     def is_dead(self, peer: Peer) -> bool:

@@ -83,9 +83,11 @@ class Server:
             setattr(self.serving, name, value)
         type(self.serving).system_fingerprint = None
 
-    async def stream(self, script: list[list[int]], told: str, stop: list[str], interval: int) -> list[str]:
+    async def stream(
+        self, script: list[list[int]], told: str, stop: list[str], interval: int = 1, **defaults: Any
+    ) -> list[str]:
         """The events of an answer whose engine core puts out `script` after what is told. `interval`: the server's
-        --stream-interval."""
+        --stream-interval. `defaults`: sampling parameters that the engine itself sets."""
         request = self._request(told, stop)
         processor = OutputProcessor(self.tokenizer, log_stats=False, stream_interval=interval)
         queue = RequestOutputCollector(RequestOutputKind.DELTA, "r")
@@ -96,6 +98,7 @@ class Server:
             output_kind=RequestOutputKind.DELTA,
             extra_args=dict(request.vllm_xargs or {}),
             skip_special_tokens=False,
+            **defaults,
         )
         params.update_from_generation_config({}, self.tokenizer.convert_tokens_to_ids(SPECIAL[-1]))
         ids = self.tokenizer.encode(PROMPT)
@@ -272,3 +275,10 @@ def cut_everywhere(asked: dict[str, Any]) -> dict[str, Any]:
         rest = asyncio.run(server.stream(script, told, stop, second))
         joined.append(of(whole[:events] + rest))
     return {"whole": of(whole), "joined": joined}
+
+
+def untold(asked: dict[str, Any]) -> list[str]:
+    """The events of an answer that no other engine could continue, because of the engine's own defaults."""
+    server = Server(asked["api"], None, None)
+    script = [[one] for one in server.tokenizer.encode("one two<|im_end|>")]
+    return asyncio.run(server.stream(script, "", [], presence_penalty=0.5))

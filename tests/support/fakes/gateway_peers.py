@@ -207,6 +207,7 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
     def __init__(self, pools: list[placement_pb2.Pool]) -> None:
         self.pools = pools
         self.placer: Placer = self.first
+        self.draining: set[str] = set()
         self.next_steps: list[placement_pb2.Placement | placement_pb2.Refusal] = []
         self.after_failure: Callable[[placement_pb2.StepDone], placement_pb2.Placement] | None = None
         self.late = False  # whether the answer to a step's end is sent only after the request's end
@@ -237,7 +238,9 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
             await session.put(placement_pb2.SessionResponse(fleet_update=fleet_update(told, fleet)))
 
     async def move(self, request_id: str, reason: placement_pb2.MoveReason.ValueType) -> None:
-        """Ask for a request to leave its instance."""
+        """Ask for a request to leave i0, which takes no more if it drains."""
+        if reason == placement_pb2.MOVE_REASON_DRAIN:
+            self.draining.add("i0")
         move = placement_pb2.Move(request_id=request_id, reason=reason)
         for session in self._sessions:
             await session.put(placement_pb2.SessionResponse(move=move))
@@ -246,7 +249,8 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
         pool = next(
             (one for one in self.pools if request.model in (one.model, *one.served_names, *one.lora_names)), None
         )
-        ready = [one for one in pool.instances if one.instance_id not in request.exclude] if pool else []
+        not_these = {*request.exclude, *self.draining}
+        ready = [one for one in pool.instances if one.instance_id not in not_these] if pool else []
         if not ready:
             return refusal(request, 14, "no instance")
         return serve(request, ready[0])

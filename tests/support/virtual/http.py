@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from pointsman.gateway.core.dead_connections import Peer
 from pointsman.gateway.io.engines.engine_client import Upstream
 from pointsman.gateway.io.engines.engine_connection import UpstreamError, UpstreamResponse
 from pointsman.gateway.io.settings import GatewaySettings
@@ -75,11 +74,6 @@ class Connection:
         self._network.calls.pop(self, None)
         self._down.end(Ended(details="closed"))
 
-    @property
-    def peer(self) -> Peer:
-        """The engine's address."""
-        return self.server.name, 1
-
     def give_up(self, text: str) -> None:
         """End the answer with an error: the gateway does not want the rest of it from this engine."""
         answer = self.answer
@@ -111,7 +105,7 @@ class ConnectionPool:
         self._engines = {engine.url: engine for engine in engines.values()}
         self._gateway: Node = here()
 
-    def lost(self, peer: Peer) -> None:
+    def lost(self, url: str) -> None:
         """Do nothing: connections to a dead engine break at once."""
 
     async def send(

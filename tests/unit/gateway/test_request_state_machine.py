@@ -144,17 +144,16 @@ MOVED = ev.UpstreamFailed("moved", 200, continuable=True, moved=True)
 
 def test_a_stream_that_operators_move_is_no_failure_and_no_retry() -> None:
     machine = streaming()
-    left = ("a", "a1", "a2", "a3")
     for attempt in range(1, 5):
         before = "r" if attempt == 1 else f"r.{attempt - 1}"
         assert machine.handle(MOVED, 3.0) == [
             ev.AbortUpstream(),
             ev.ReportFinished(before, Outcome.CANCELLED, "moved", 200, continued=True),
-            ev.AskRouter(f"r.{attempt}", left[:attempt]),
+            ev.AskRouter(f"r.{attempt}", ()),
         ]
         machine.handle(StepAssigned(f"r.{attempt}", Target(f"a{attempt}", "")), 3.0)
         machine.handle(ev.ResponseStarted(), 3.0)
-    assert machine.handle(BROKEN, 4.0)[-1] == ev.AskRouter("r.5", (*left, "a4"))
+    assert machine.handle(BROKEN, 4.0)[-1] == ev.AskRouter("r.5", ("a4",)), "those that it left work"
 
 
 def test_a_request_that_is_moved_before_its_first_byte_is_asked_anew() -> None:

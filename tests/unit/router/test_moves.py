@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from msgspec.structs import replace
 
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.requests.moves import LEAVES_WITHIN_S, LOOK_EVERY_S, TELL_AGAIN_S
+from pointsman.router.core.policy.base import Policy, hold
+from pointsman.router.core.requests.moves import LEAVES_WITHIN_S, LOOK_EVERY_S, MOST_DECISIONS, TELL_AGAIN_S
 from pointsman.router.core.router_state import RouterState
-from tests.support.router_values import hello, join, place, request, state
+from pointsman.router.core.types import FleetView, Phase, PlacementRequest, PolicyResult
+from tests.support.router_values import finish, hello, join, place, request, set_policy, state
 
 DRAIN = ev.DrainsChanged({"a": "1"}, frozenset("a"))
 
@@ -35,7 +40,7 @@ def moved(effects: list[ev.Effect]) -> list[str]:
 def leave(router: RouterState, request_id: str, now: float) -> list[str]:
     """Do what a gateway does that moves a request: end the attempt and place the rest. Return which ones are to leave then."""
     told = router.handle(ev.GatewayTold("g", ev.Finished(request_id, "CANCELLED")), now)
-    answer = place(router, request(f"{request_id}.1", tokens=200, movable=True, resumed=True, exclude=("a",)), now)
+    answer = place(router, request(f"{request_id}.1", tokens=200, movable=True, resumed=True), now)
     assert isinstance(answer, ev.Placed)
     assert answer.step.instance_id != "a"
     return moved(told)
@@ -140,3 +145,86 @@ def test_gateways_learn_that_an_instance_s_agent_is_gone() -> None:
     assert told == [ev.Move("r0", "g", lost=True), ev.Move("r1", "g", lost=True)]
     stopped = fleet(streams=2)
     assert moved(stopped.handle(ev.AgentGoodbye(1, "a"), 10.0)) == [], "its engine may go on"
+
+
+def test_only_as_many_leave_as_there_are_places() -> None:
+    """The decisions of one look do not see each other."""
+    router = fleet("bc", streams=4, limits=SaturationLimits(max_requests=4))
+    for name, other, count in (("b", "c", 3), ("c", "b", 4)):
+        for number in range(count):
+            place(router, request(f"{name}{number}", tokens=10, exclude=("a", other)))
+            router.handle(ev.FirstToken(f"{name}{number}"), 0.5)
+    assert moved(router.handle(DRAIN, 1.0)) == ["r0"]
+
+
+def test_a_request_that_the_policy_would_hold_stays() -> None:
+    class Reluctant(Policy):
+        name = "reluctant"
+
+        def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+            return hold("busy", max_hold_s=30.0)
+
+    router = fleet("b")
+    set_policy(router, Reluctant())
+    assert moved(router.handle(DRAIN, 1.0)) == []
+
+
+def test_nothing_leaves_while_others_are_held() -> None:
+    router = fleet("b", streams=2, limits=SaturationLimits(max_requests=2))
+    place(router, request("b0", tokens=10, exclude=("a",)))
+    place(router, request("b1", tokens=10, exclude=("a",)))
+    held = router.handle(ev.PlaceRequested(request("held", tokens=10), "g"), 0.5)
+    assert held == []
+    router.handle(DRAIN, 1.0)
+    assert len(router.held_requests.queue) == 1
+    assert moved(router.handle(ev.Tick(), 2.0)) == []
+
+
+def test_a_request_that_left_an_instance_may_come_back_to_it() -> None:
+    """A rolling restart of two instances."""
+    router = fleet("b", streams=1)
+    assert moved(router.handle(DRAIN, 1.0)) == ["r0"]
+    leave(router, "r0", 1.1)
+    router.handle(ev.GatewayTold("g", ev.FirstToken("r0.1")), 1.2)
+    join(router, "a", 9, incarnation="2", now=60.0)
+    assert moved(router.handle(ev.DrainsChanged({"b": "1"}, frozenset("b")), 61.0)) == ["r0.1"]
+
+
+def test_requests_that_ran_when_this_router_took_the_pool_leave_too() -> None:
+    router = state()
+    join(router, "a", 1)
+    join(router, "b", 2)
+    streams = tuple(
+        ev.OpenStream(request(f"r{number}", tokens=100, movable=movable), "a", Phase.DECODE, 0)
+        for number, movable in enumerate((True, False))
+    )
+    router.handle(ev.GatewayHello("g", streams), 0.0)
+    finish(router)
+    assert moved(router.handle(DRAIN, 1.0)) == ["r0"]
+    assert moved(router.handle(ev.Tick(), 9.0)) == []
+
+
+def test_those_that_do_not_leave_come_last() -> None:
+    router = fleet("b", streams=3)
+    told = [moved(router.handle(DRAIN if not at else ev.Tick(), 1.0 + 2.5 * at)) for at in range(9)]
+    assert told[:3] == [["r0"], ["r1"], ["r2"]]
+    assert told[6:9] == [["r0"], ["r1"], ["r2"]]
+    assert router._moves._told.keys() == {"r0", "r1", "r2"}
+    router.handle(ev.DrainsChanged({}), 30.0)
+    assert router._moves._told == {}
+
+
+def test_a_look_at_many_requests_makes_few_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = fleet("b", streams=200)
+    made: list[str] = []
+    decide = router._decider.decide
+
+    def counted(asked: PlacementRequest, now: float) -> object:
+        made.append(asked.request_id)
+        return decide(replace(asked, exclude=("a", "b")), now)
+
+    monkeypatch.setattr(router._decider, "decide", counted)
+    assert moved(router.handle(DRAIN, 1.0)) == []
+    assert len(made) == MOST_DECISIONS
+    router.handle(ev.Tick(), 2.0)
+    assert len(set(made)) == 2 * MOST_DECISIONS

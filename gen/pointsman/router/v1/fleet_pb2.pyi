@@ -605,7 +605,10 @@ class DrainResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCE_FIELD_NUMBER: _builtins.int
+    MOVING_FIELD_NUMBER: _builtins.int
     THIS_REPLICA_ONLY_FIELD_NUMBER: _builtins.int
+    moving: _builtins.bool
+    """Whether its requests leave it (DrainRequest.move). A router of a version without this leaves it false."""
     this_replica_only: _builtins.bool
     """Whether the shared store is away, so that the other replicas apply the change only when it answers again."""
     @_builtins.property
@@ -616,11 +619,12 @@ class DrainResponse(_message.Message):
         self,
         *,
         instance: Global___InstanceStatus | None = ...,
+        moving: _builtins.bool = ...,
         this_replica_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "this_replica_only", b"this_replica_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "moving", b"moving", "this_replica_only", b"this_replica_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -178,7 +178,7 @@ Event = (
 # Effects.
 @dataclass(frozen=True)
 class AskRouter:
-    """Request an attempt's first step from the router."""
+    """Request an attempt's first step from the router. `exclude`: instances that failed."""
 
     attempt_id: str
     exclude: tuple[str, ...]

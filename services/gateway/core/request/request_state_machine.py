@@ -345,7 +345,8 @@ class RequestStateMachine:
             if self._refusals.setdefault(failed.status, instance_id) != instance_id:
                 return self._end(Outcome.REJECTED, failed.error, failed.status, refused=True)
             self._refused_by.append(instance_id)
-        self._exclude.append(instance_id)
+        if not failed.moved:
+            self._exclude.append(instance_id)
         self._partial_prefill_target = None
         effects = self._end(_outcome(failed), failed.error, failed.status, refused=failed.refused)
         if not failed.moved and self._retries >= self._timeouts.max_retries:
@@ -355,7 +356,8 @@ class RequestStateMachine:
 
     def _continue_elsewhere(self, failed: UpstreamFailed, now: float) -> list[Effect]:
         assert self.step is not None
-        self._exclude.append(self.step.target.instance_id)
+        if not failed.moved:
+            self._exclude.append(self.step.target.instance_id)
         self._partial_prefill_target, self._place_locally = None, False
         ended = self._end(_outcome(failed), failed.error, failed.status, continued=True)
         return [*ended, *self._retry(now, counts=not failed.moved)]

@@ -81,9 +81,12 @@ class ConnectionPool:
         result = await probe(peer)
         self._dead_connections.probed(peer, result, time.monotonic())
 
-    def lost(self, peer: Peer) -> None:
-        """Note that the router has lost the agent of the instance at `peer`: silent answers fail if it takes no connections."""
-        self._dead_connections.lost(peer)
+    def lost(self, url: str) -> None:
+        """Note that the router has lost the agent of the instance at `url`: silent answers fail if it takes no connections."""
+        origin, _, _ = _origin(url)
+        for peer in {one.peer for one in self.connections if one.origin == origin}:
+            if peer is not None:
+                self._dead_connections.lost(peer)
 
     def close(self) -> None:
         """Close every connection."""

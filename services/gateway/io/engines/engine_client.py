@@ -82,11 +82,9 @@ class Upstream:
             sent["X-data-parallel-rank"] = str(target.rank)
         return await self._pool.send(method, target.url, path, sent, payload)
 
-    def lost(self, answer: UpstreamResponse) -> None:
-        """Note that the router has lost the agent of the instance that gives an answer: it fails if the instance is silent and
-        takes no connections."""
-        if (peer := answer.peer) is not None:
-            self._pool.lost(peer)
+    def lost(self, target: Target) -> None:
+        """Note that the router has lost the agent of an instance: its answers fail if it is silent and takes no connections."""
+        self._pool.lost(target.url)
 
     async def read_all(self, answer: UpstreamResponse, limit: int | None = None, held: Holding | None = None) -> bytes:
         """Return the whole body. `held` counts its size instead of an earlier answer's.

@@ -152,11 +152,6 @@ class UpstreamResponse:
             self._paused = False
             self._connection.resume()
 
-    @property
-    def peer(self) -> Peer | None:
-        """The address of the instance; None if the answer has ended."""
-        return self._connection.peer if self._connection is not None else None
-
     def give_up(self, text: str) -> None:
         """End an answer that has not ended with an UpstreamError of this text."""
         if self._connection is not None:

@@ -154,10 +154,10 @@ class EngineSteps:
         self._moved = True
         self._upstream.give_up("moved to another instance")
 
-    def instance_lost(self) -> None:
-        """Handle that the router has lost the agent of the answer's instance: the answer fails if nobody gives it any more."""
-        if self._upstream is not None:
-            self._shared.upstream.lost(self._upstream)
+    def instance_lost(self, step: StepAssigned) -> None:
+        """Handle that the router has lost the agent of a step's instance: what is silent there fails if nobody is there any
+        more."""
+        self._shared.upstream.lost(step.target)
 
     def close_upstream(self) -> None:
         """Close the open answer."""

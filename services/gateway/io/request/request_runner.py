@@ -170,9 +170,11 @@ class RequestRunner:
     def _move(self, lost: bool) -> None:
         """Let the request leave its instance. `lost`: only if nobody is there any more."""
         machine = self._state_machine
+        if machine.step is None:
+            return
         if lost:
-            self._steps.instance_lost()
-        elif machine.phase in (Phase.SERVING, Phase.STREAMING) and machine.step is not None:
+            self._steps.instance_lost(machine.step)
+        elif machine.phase in (Phase.SERVING, Phase.STREAMING):
             self._steps.move(machine.step)
 
     async def _next_event(self) -> ev.Event:

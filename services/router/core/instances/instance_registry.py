@@ -48,7 +48,6 @@ class InstanceRecord:
     accepts_pace: bool = False
     lost_at: float | None = None
     draining: bool = False
-    moving: bool = False  # its requests are to leave it
     order: InstanceOrder = NO_ORDER
     load: Load | None = None
     prediction_audit: PredictionAudit = field(default_factory=PredictionAudit)
@@ -379,8 +378,7 @@ class InstanceRegistry:
             sync = ReportSync(info.instance_id, self._index, self._lower_tiers)
             sync.reset()
             order = self.orders.get(info.instance_id, NO_ORDER)
-            begun = InstanceRecord(info, sync, stream_id, now, order=order)
-            begun.draining, begun.moving = self._drains(info), self._moves(info)
+            begun = InstanceRecord(info, sync, stream_id, now, draining=self._drains(info), order=order)
             if record is None:
                 record = self._records[info.instance_id] = begun
             else:
@@ -409,8 +407,6 @@ class InstanceRegistry:
         """Set the draining instances: instance id -> incarnation, known or not; `moving`: those whose requests are to leave them.
         Return whether the state of any instance changes. Mutates."""
         self._drained, self._moving = incarnations, moving
-        for record in self._records.values():
-            record.moving = self._moves(record.info)
         changed = [record for record in self._records.values() if record.draining is not self._drains(record.info)]
         for record in changed:
             record.draining = not record.draining
@@ -435,13 +431,14 @@ class InstanceRegistry:
     def _drains(self, info: InstanceInfo) -> bool:
         return self._drained.get(info.instance_id) == info.incarnation
 
-    def _moves(self, info: InstanceInfo) -> bool:
-        return info.instance_id in self._moving and self._drains(info)
+    def moves(self, instance_id: str) -> bool:
+        """Return whether an instance's requests are to leave it."""
+        record = self._records.get(instance_id)
+        return record is not None and instance_id in self._moving and record.draining
 
     def moving(self) -> list[InstanceRecord]:
         """Return the instances that their requests are to leave."""
-        known = (self._records.get(instance_id) for instance_id in self._moving)
-        return [record for record in known if record is not None and record.moving]
+        return [self._records[instance_id] for instance_id in sorted(self._moving) if self.moves(instance_id)]
 
     def remove(self, instance_id: str) -> None:
         """Remove an instance and its keys. Mutates."""

@@ -129,7 +129,7 @@ class GatewayEvents:
             pool=pool,
             cached_tokens=stream.request.input_tokens - new_tokens,
         )
-        self.requests.announce(reservation, now)
+        self.requests.announce(reservation, now, stream.request)
         self.requests.count_announced(stream.request, pool, now)
         return [ev.Reserved(reservation)]
 

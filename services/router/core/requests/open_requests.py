@@ -178,8 +178,9 @@ class OpenRequests:
         self._prefill_observer.opened(reservation, record.info if record else None, now)
         state.prompt = self._prefix_knowledge.opened(reservation, keys, tokens, now)
 
-    def announce(self, reservation: Reservation, now: float) -> None:
-        """Open a request as its gateway, or the shared store, reports it, whatever was known of it before. Mutates."""
+    def announce(self, reservation: Reservation, now: float, request: PlacementRequest | None = None) -> None:
+        """Open a request as its gateway, or the shared store (`request`: None), reports it, whatever was known of it before.
+        Mutates."""
         state = self._known(reservation.request_id)
         state.require(ANNOUNCE)
         self._ended.pop(state.request_id, None)
@@ -187,6 +188,7 @@ class OpenRequests:
         state.happened(ANNOUNCE, now, reservation.instance_id)
         if state.decision is not None and state.decision.pool != reservation.pool:
             state.decision = None  # of another request that had this id
+        state.announced = request if request is not None and request.movable and state.decision is None else None
         self._put(state, reservation, now)
         if state.prompt is None or state.prompt.instance_id != reservation.instance_id:
             if state.prompt is not None:

@@ -12,7 +12,7 @@ import msgspec
 from pointsman.router.core.learning.prefill_progress import NO_KEYS, OpenPrompt
 from pointsman.router.core.load.reservations import Reservation
 from pointsman.router.core.requests.hold_queue import HeldRequest
-from pointsman.router.core.types import Decision, Phase
+from pointsman.router.core.types import Decision, Phase, PlacementRequest
 
 # MAX_STORY: maximum number of transitions in a story. FIRST_OF_STORY: how many of them are the first ones; the others are the
 # last. The story is bounded since a plan may have thousands of slices, and many requests are open.
@@ -56,7 +56,8 @@ class RequestState(msgspec.Struct, gc=False):
 
     `held`: the request waits for its first step or, if it has a reservation, for the rest of its plan. `reservation`: that of its
     current step, the same object as in Reservations. `prompt`: the progress of this step. `decision`: the last decision, with all
-    steps of the plan so far; after the end it marks the id as used. `counted`: the name under which session admission counts its
+    steps of the plan so far; after the end it marks the id as used. `announced`: the request as its gateway announced it, if this
+    router has no decision on it and it can be moved. `counted`: the name under which session admission counts its
     session; empty if it does not.
     """
 
@@ -65,6 +66,7 @@ class RequestState(msgspec.Struct, gc=False):
     reservation: Reservation | None = None
     prompt: OpenPrompt | None = None
     decision: Decision | None = None
+    announced: PlacementRequest | None = None
     counted: str = ""
     # Time, name and detail of each transition, one after another in one flat tuple, so that a story is a single object.
     story: tuple[float | str, ...] = ()
@@ -90,6 +92,11 @@ class RequestState(msgspec.Struct, gc=False):
     def keys(self) -> Sequence[int]:
         """The block keys of the prompt; empty if unknown."""
         return self.prompt.keys if self.prompt is not None else NO_KEYS
+
+    @property
+    def request(self) -> PlacementRequest | None:
+        """The request, if known."""
+        return self.decision.request if self.decision is not None else self.announced
 
     @property
     def opened_at(self) -> float:

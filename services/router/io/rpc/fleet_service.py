@@ -109,7 +109,9 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         """Stop or resume placements on an instance at all replicas, and let its requests leave it."""
         record = await self._instance(request.instance_id, context)
         everywhere = await self._router.drain(record.info, resume=request.resume, move=request.move)
-        return fleet_pb2.DrainResponse(instance=self._status(record), this_replica_only=not everywhere)
+        return fleet_pb2.DrainResponse(
+            instance=self._status(record), moving=request.move and not request.resume, this_replica_only=not everywhere
+        )
 
     async def SetInstanceOrder(  # noqa: N802
         self, request: fleet_pb2.SetInstanceOrderRequest, context: Any
