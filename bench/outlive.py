@@ -1,5 +1,5 @@
-"""Streams while their engines are killed one after another: how many break, whether their text is right, and the gap that clients
-see."""
+"""Streams while their engines are killed one after another, or emptied by operators: how many break, whether their text is right,
+the gap that clients see, and the time until an engine is empty."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
 from bench import stack
 from bench.figures import Figure, percentile
+from pointsman.router.v1 import fleet_pb2
 from tests.support.processes.fleet import ENGINES, MODEL, Fleet
+from tests.support.waiting import eventually
 
 STREAMS, OPEN_AT_ONCE, TOKENS = 1_000, 200, 150
+MOVED, LONG_TOKENS = 90, 1_500
 # Time between a kill and the next one, s. The killed engine is started again in between.
 BETWEEN_S, AWAY_S = 6.0, 1.0
 
@@ -36,7 +40,8 @@ class _Stream:
 
 
 async def outlive() -> list[Figure]:
-    """outlive_*: streams that broke or have another text than undisturbed ones, and the gaps of those whose engine was killed."""
+    """outlive_*: streams that broke or have another text than undisturbed ones, the gaps of those whose engine was killed, and
+    the time in which operators empty an engine."""
     stack.allow_files(4 * OPEN_AT_ONCE)
     with tempfile.TemporaryDirectory() as folder:
         fleet = Fleet(Path(folder), linked=False, emulate={"speedup": 0.5, "kv_blocks": 40_000})
@@ -44,6 +49,7 @@ async def outlive() -> list[Figure]:
             await fleet.start()
             streams, kills = await _under_kills(fleet)
             wrong = await _wrong_texts(fleet, streams)
+            emptied_s, moved = await _emptied(fleet)
         finally:
             await fleet.stop()
     gaps = [gap for one in streams for gap in one.gaps]
@@ -55,7 +61,43 @@ async def outlive() -> list[Figure]:
         Figure("outlive_wrong_text", wrong, "", 0, "compared with the same prompts, undisturbed"),
         Figure("outlive_gap_p50_s", percentile(gaps, 0.5), "s", None, "from the last byte before to the first after"),
         Figure("outlive_gap_p99_s", percentile(gaps, 0.99), "s", None, "the same"),
+        Figure(
+            "outlive_moved_broken", sum(bool(one.broken) for one in moved), "", 0, "streams of which some were moved"
+        ),
+        Figure(
+            "outlive_emptied_s",
+            emptied_s,
+            "s",
+            None,
+            f"drain --move of one of three engines under {len(moved)} streams of {LONG_TOKENS} tokens",
+        ),
     ]
+
+
+async def _emptied(fleet: Fleet) -> tuple[float, list[_Stream]]:
+    """Return the time until an engine has no requests after the order to empty it, s, and the streams."""
+    streams = [_Stream() for _ in range(MOVED)]
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
+        fleet.router(await fleet.owner()) as router,
+        asyncio.TaskGroup() as load,
+    ):
+        stub: Any = router
+        for number, one in enumerate(streams):
+            load.create_task(_ask(fleet, http, one, number, LONG_TOKENS))
+        await eventually(lambda: all(one.last_at for one in streams), "all streams have begun")
+        name = fleet.address("gateway", "e0")
+        began = time.perf_counter()
+        await stub.Drain(fleet_pb2.DrainRequest(instance_id=name, move=True))
+        asked = fleet_pb2.GetInstanceRequest(instance_id=name)
+
+        async def empty() -> bool:
+            return not (await stub.GetInstance(asked)).instance.num_requests
+
+        await eventually(empty, "the engine is empty")
+        emptied_s = time.perf_counter() - began
+        await stub.Drain(fleet_pb2.DrainRequest(instance_id=name, resume=True))
+    return emptied_s, streams
 
 
 async def _under_kills(fleet: Fleet) -> tuple[list[_Stream], int]:
@@ -89,11 +131,11 @@ async def _client(fleet: Fleet, http: aiohttp.ClientSession, streams: list[_Stre
         await _ask(fleet, http, streams[number], number)
 
 
-async def _ask(fleet: Fleet, http: aiohttp.ClientSession, one: _Stream, number: int) -> None:
+async def _ask(fleet: Fleet, http: aiohttp.ClientSession, one: _Stream, number: int, tokens: int = TOKENS) -> None:
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": f"Task {number}. " + "Look at the points. " * 20}],
-        "max_tokens": TOKENS,
+        "max_tokens": tokens,
         "stream": True,
         "ignore_eos": True,
     }

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-# Name in `vllm_xargs`.
-FIELD = "pointsman_answer"
+from pointsman.gateway.core.api.continuable import TOLD_FIELD
+
 _TOLD = re.compile(r"[:\d,.]*")
 _IDS = re.compile(r"\d+")
 
@@ -25,7 +25,7 @@ class BegunAnswer(NamedTuple):
 def begun_answer(body: Mapping[str, Any]) -> BegunAnswer | None:
     """Return the answer that a request continues; None if it does not even ask for ids. Raises ValueError for another text."""
     fields = body.get("vllm_xargs")
-    told = fields.get(FIELD) if isinstance(fields, dict) else None
+    told = fields.get(TOLD_FIELD) if isinstance(fields, dict) else None
     if not isinstance(told, str):
         return None
     if not _TOLD.fullmatch(told):

@@ -12,6 +12,9 @@ from typing import Any
 
 from pointsman.gateway.core.api.api_call import Endpoint
 
+# Name in `vllm_xargs` by which the gateway asks for the ids of an answer, or has it continued
+# (connector/pointsman_connector/told_answer.py).
+TOLD_FIELD = "pointsman_answer"
 # Fields with which the rest follows from the prompt and the answer's tokens, whatever their values.
 _FREE = frozenset(
     {

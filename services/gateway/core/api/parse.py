@@ -9,7 +9,7 @@ import msgspec
 
 from pointsman.gateway.core.api import anthropic_messages, embeddings_and_scores, openai_chat, openai_responses
 from pointsman.gateway.core.api.api_call import ApiCall, ClientRules, Endpoint, with_fields
-from pointsman.gateway.core.api.continuable import is_continuable, is_continuable_by_text
+from pointsman.gateway.core.api.continuable import TOLD_FIELD, is_continuable, is_continuable_by_text
 from pointsman.gateway.core.api.decode_body import decode_body, is_light
 from pointsman.gateway.core.api.errors import ApiRequestError
 from pointsman.gateway.core.api.field_checks import check_model
@@ -17,7 +17,7 @@ from pointsman.gateway.core.api.prompt_length import check_items
 
 # Fields that a client may not set, because they control the engine's internals (docs/security.md).
 FORBIDDEN_FIELDS = ("kv_transfer_params", "ec_transfer_params", "priority")
-FORBIDDEN_XARGS = ("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", "pointsman_answer")
+FORBIDDEN_XARGS = ("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", TOLD_FIELD)
 
 # Fields whose effect on the prompt's tokens is known only to the engine. Requests with them are answered, without block keys.
 OPAQUE_FIELDS = ("prompt_embeds", "truncate_prompt_tokens", "chat_template", "mm_processor_kwargs", "suffix")

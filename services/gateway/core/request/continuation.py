@@ -12,19 +12,18 @@ from array import array
 
 from pointsman.common.core.block_keys import KEY_TOKENS, extend_keys
 from pointsman.gateway.core.api import with_fields
+from pointsman.gateway.core.api.continuable import TOLD_FIELD
 from pointsman.gateway.core.memory_budget import MemoryBudget
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.tokens.token_cache import TokenIds
 from pointsman.router.v1 import placement_pb2
 
-# Name in `vllm_xargs`, as in told_answer.py.
-FIELD = "pointsman_answer"
 _IDS = re.compile(rb"\d+")
 
 
 def with_told_answer(payload: bytes, told: bytes) -> bytes:
     """Return the body of a request that asks its engine for token ids, and to go on after the told answer, if there is one."""
-    return with_fields(payload, {"vllm_xargs": {FIELD: told.decode("ascii")}})
+    return with_fields(payload, {"vllm_xargs": {TOLD_FIELD: told.decode("ascii")}})
 
 
 class Continuations:
