@@ -109,24 +109,27 @@ class EngineSteps:
     def keep_prompt(self) -> None:
         """Release what only sending needs, but for the body of an answer that may be continued elsewhere, while there is memory
         for it. Call it when an answer begins."""
-        context = self._context
-        again = bool(context.kept_payload)
-        # The told ids take some six bytes each. Few answers are as long as they may be.
-        tokens = min(context.call.max_output_tokens or OPEN_TOKENS, OPEN_TOKENS)
-        size = len(context.call.payload) + 6 * tokens
-        if again:
-            return
-        keep = False
-        if self._tells and self._upstream is not None:
-            if self._upstream.arrived.startswith(b":"):
-                if keep := self._kept.take(size):
-                    self._sse.told = bytearray()
-            elif context.call.continuable_by_text and context.exact_tokens:
-                # An engine without the connector package.
-                text = TEXT_TOKEN_BYTES * min(context.call.max_output_tokens or TEXT_TOKENS, TEXT_TOKENS)
-                if keep := self._kept.take(len(context.call.payload) + text):
-                    self._sse.texts, self._sse.texts_limit = bytearray(), text
-        context.drop_prompt(keep=keep)
+        if not self._context.kept_payload:
+            keep = self._tells and self._upstream is not None and self._keeps_answer(self._upstream)
+            self._context.drop_prompt(keep=keep)
+
+    def _keeps_answer(self, upstream: UpstreamResponse) -> bool:
+        """Begin to collect what the client gets of an answer; return False if it cannot be continued, or there is no memory for
+        it. Mutates."""
+        call, sse = self._context.call, self._sse
+        size = len(call.payload)
+        if upstream.arrived.startswith(b":"):
+            # The told ids take some six bytes each. Few answers are as long as they may be.
+            size += 6 * min(call.max_output_tokens or OPEN_TOKENS, OPEN_TOKENS)
+            if keep := self._kept.take(size):
+                sse.told = bytearray()
+            return keep
+        # An engine without the connector package.
+        limit = TEXT_TOKEN_BYTES * min(call.max_output_tokens or TEXT_TOKENS, TEXT_TOKENS)
+        keep = call.continuable_by_text and bool(self._context.exact_tokens) and self._kept.take(size + limit)
+        if keep:
+            sse.texts, sse.texts_limit = bytearray(), limit
+        return keep
 
     def release_prompt(self) -> None:
         """Release the kept body: nothing more is sent."""
