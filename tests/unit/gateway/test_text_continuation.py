@@ -23,7 +23,7 @@ CHAT: dict[str, Any] = {
     "stream": True,
     "max_tokens": 90,
 }
-COMPLETION: dict[str, Any] = {"model": "m", "prompt": "set the points", "stream": True}
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "set the points", "stream": True, "max_tokens": 9}
 
 
 def event(**choice: Any) -> bytes:
@@ -52,6 +52,7 @@ def test_the_text_of_events() -> None:
         "what precedes the choices may be absent"
     )
     assert text_of(Endpoint.COMPLETION, event(text="a") + event(text="b")) == "ab"
+    assert text_of(Endpoint.CHAT, chunk("a") + chunk("") + chunk("\u00e9")) == "a\u00e9", "a character of two tokens"
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,8 @@ def test_the_text_of_events() -> None:
     [
         event(delta={"tool_calls": []}),
         event(delta={"reasoning": "hm"}),
+        chunk(""),
+        chunk("") + chunk("b"),
         event(delta={"content": ""}, finish_reason="stop"),
         event(delta={"content": 5}),
         event(delta={"content": "a"}, logprobs={"content": []}),
@@ -97,6 +100,28 @@ def test_a_template_that_changes_the_text_is_not_trusted(tmp_path: Path) -> None
         assert continued_text(Endpoint.CHAT, json.dumps(CHAT).encode(), chunk(text), one) is None
 
 
+def test_a_text_that_spells_a_special_token_is_not_continued(tokenizer: ModelTokenizer) -> None:
+    """The other engine would see the token, not its name."""
+    assert continued_text(Endpoint.CHAT, json.dumps(CHAT).encode(), chunk("a <|im_end|> b"), tokenizer) is None
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        (Endpoint.CHAT, CHAT | {"stop": ["x"]}),
+        (Endpoint.CHAT, CHAT | {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        (Endpoint.CHAT, CHAT | {"ignore_eos": True}),
+        (Endpoint.CHAT, CHAT | {"stream_options": {"continuous_usage_stats": True, "include_usage": True}}),
+        (Endpoint.COMPLETION, COMPLETION | {"max_tokens": None}),
+        (Endpoint.COMPLETION, COMPLETION | {"prompt": [1, 2]}),
+        (Endpoint.RESPONSES, {"model": "m", "input": "a", "stream": True}),
+    ],
+)
+def test_what_its_text_does_not_tell(endpoint: Endpoint, body: dict[str, Any]) -> None:
+    call = parse(endpoint, json.dumps(body).encode())
+    assert (call.continuable, call.continuable_by_text) == (True, False)
+
+
 def test_an_answer_that_has_all_its_tokens_is_not_continued(tokenizer: ModelTokenizer) -> None:
     payload = json.dumps(CHAT | {"max_tokens": 2}).encode()
     assert continued_text(Endpoint.CHAT, payload, chunk("the right track"), tokenizer) is None
@@ -120,6 +145,36 @@ def test_the_rest_has_no_role_and_the_usage_of_the_whole(size: int) -> None:
     found = events.stream_end()
     assert found.complete
     assert (found.usage.prompt, found.usage.output, found.usage.cached) == (10, 7, 10)
+
+
+@pytest.mark.parametrize(
+    "odd", [b'{"choices":[1],"role":1}', b'{"choices":[],"usage":{"prompt_tokens":null}}', b'{"role":']
+)
+def test_an_event_of_another_form_passes_unchanged(odd: bytes) -> None:
+    rest = RestOfText(SseFilter(Endpoint.CHAT), prompt_tokens=10)
+    assert rest.feed(b"data: " + odd + b"\n\n") == b"data: " + odd + b"\n\n"
+
+
+def test_events_with_other_line_ends_pass_at_once_and_long_ones_are_not_held() -> None:
+    rest = RestOfText(SseFilter(Endpoint.CHAT), prompt_tokens=10)
+    windows = chunk("a").replace(b"\n\n", b"\r\n\r\n")
+    assert rest.feed(windows) == windows
+    long = chunk("b" * 100_000)
+    assert rest.feed(long[:90_000]) + rest.feed(long[90_000:]) == long
+
+
+def test_an_end_without_its_blank_line_is_an_end() -> None:
+    events = SseFilter(Endpoint.CHAT, tells=True)
+    events.texts, events.texts_limit = bytearray(), 400
+    events.feed(chunk("a") + b"data: [DONE]\n")
+    assert events.flush() == b"data: [DONE]\n"
+    assert events.stream_end().complete
+
+
+def test_an_error_before_any_text_is_the_client_s() -> None:
+    events = SseFilter(Endpoint.CHAT, tells=True)
+    events.texts, events.texts_limit = bytearray(), 400
+    assert b"too long" in events.feed(ROLE + b'data: {"error": {"message": "too long"}}\n\n')
 
 
 def test_events_are_collected_from_their_choices_on_and_up_to_a_limit() -> None:

@@ -199,6 +199,7 @@ _NOT_BY_TEXT = frozenset(
         "add_generation_prompt",
         "continue_final_message",
         "documents",
+        "ignore_eos",
         "include_stop_str_in_output",
         "min_tokens",
         "return_token_ids",
@@ -218,7 +219,10 @@ def is_continuable_by_text(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
         return False
     if (body.get("stream_options") or {}).get("continuous_usage_stats"):
         return False
-    return endpoint is Endpoint.CHAT or (endpoint is Endpoint.COMPLETION and isinstance(body.get("prompt"), str))
+    if endpoint is Endpoint.COMPLETION:
+        # Without a limit the engine's own holds, which is short and would begin anew.
+        return isinstance(body.get("prompt"), str) and body.get("max_tokens") is not None
+    return endpoint is Endpoint.CHAT
 
 
 def _is_strict(tool: Any) -> bool:

@@ -49,7 +49,11 @@ def continued_text(
     except (msgspec.MsgspecError, Unrenderable, ApiRequestError):
         return None
     ids, last = after[len(before) :], before[-LAST_TOKENS:]
-    if after[: len(before)] != before or tokenizer.decode(last + ids) != tokenizer.decode(last) + text:
+    # Without special tokens, too: what the client sees never comes from one, but a text may spell one.
+    if after[: len(before)] != before or any(
+        tokenizer.decode(last + ids, special=special) != tokenizer.decode(last, special=special) + text
+        for special in (True, False)
+    ):
         return None
     for name in ("max_tokens", "max_completion_tokens"):
         if longer.get(name) is not None:
@@ -60,8 +64,9 @@ def continued_text(
 
 
 def text_of(endpoint: Endpoint, events: bytes) -> str | None:
-    """Return the text of a stream's events; None if they have anything else, or the answer's end."""
-    texts = []
+    """Return the text of a stream's events; None if they have anything else, tokens without a text, or the answer's end."""
+    texts: list[str] = []
+    silent = False  # a token has had no text: it may begin a character that is not ASCII
     for event in events.split(b"\n\n")[:-1]:
         try:
             chunk = msgspec.json.decode(b"{" + event[event.index(b'"choices"') :])
@@ -69,12 +74,16 @@ def text_of(endpoint: Endpoint, events: bytes) -> str | None:
             if choice["finish_reason"] is not None or choice.get("logprobs") is not None:
                 return None
             if endpoint is Endpoint.COMPLETION:
-                texts.append(choice["text"])
-                continue
-            delta = {name: value for name, value in choice["delta"].items() if value is not None}
-            if not delta.keys() <= _TEXT_FIELDS:
+                role, text = None, choice["text"]
+            else:
+                delta = {name: value for name, value in choice["delta"].items() if value is not None}
+                if not delta.keys() <= _TEXT_FIELDS:
+                    return None
+                role, text = delta.get("role"), delta.get("content", "")
+            if not isinstance(text, str) or (silent and text[:1].isascii() and text):
                 return None
-            texts.append(delta.get("content", ""))
+            silent = not text and role is None
+            texts.append(text)
         except (
             msgspec.MsgspecError,
             UnicodeDecodeError,
@@ -85,7 +94,7 @@ def text_of(endpoint: Endpoint, events: bytes) -> str | None:
             AttributeError,
         ):
             return None
-    return "".join(texts) if all(isinstance(one, str) for one in texts) else None
+    return None if silent else "".join(texts)
 
 
 def _with_text(endpoint: Endpoint, body: Mapping[str, Any], text: str) -> dict[str, Any]:

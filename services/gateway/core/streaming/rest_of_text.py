@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from pointsman.gateway.core.streaming.sse import SseFilter
+from pointsman.gateway.core.streaming.sse import EVENT_END, MAX_HELD_BYTES, SseFilter
 
 
 class RestOfText:
@@ -20,8 +20,13 @@ class RestOfText:
 
     def feed(self, piece: bytes) -> bytes:
         """Add a piece of the stream; return the bytes that can be sent now, possibly none. Mutates."""
-        *whole, self._held = (self._held + piece).split(b"\n\n")
-        kept = b"".join(event + b"\n\n" for event in map(self._event, whole) if event)
+        *parts, held = EVENT_END.split(self._held + piece)
+        # An event that is too long to hold is neither a role nor usage.
+        if len(held) > MAX_HELD_BYTES:
+            parts, held = [*parts, held, b""], b""
+        self._held = held
+        events = ((self._event(event), end) for event, end in zip(parts[::2], parts[1::2], strict=True))
+        kept = b"".join(event + end for event, end in events if event)
         return self._events.feed(kept) if kept else b""
 
     def flush(self) -> bytes:
@@ -35,14 +40,14 @@ class RestOfText:
             return event
         try:
             chunk = msgspec.json.decode(event[6:])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return event
-        for choice in chunk.get("choices") or ():
-            delta = choice.get("delta") or {}
-            if delta.pop("role", None) is not None and not any(delta.values()) and not choice.get("finish_reason"):
-                return b""
-        if isinstance(chunk.get("usage"), dict):
-            self._correct(chunk["usage"])
+            for choice in chunk.get("choices") or ():
+                delta = choice.get("delta") or {}
+                if delta.pop("role", None) is not None and not any(delta.values()) and not choice.get("finish_reason"):
+                    return b""
+            if isinstance(chunk.get("usage"), dict):
+                self._correct(chunk["usage"])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, AttributeError, TypeError):
+            return event  # of another form than vLLM's
         return b"data: " + msgspec.json.encode(chunk)
 
     def _correct(self, usage: dict[str, Any]) -> None:

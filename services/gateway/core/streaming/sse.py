@@ -26,8 +26,9 @@ from pointsman.gateway.core.streaming.usage_and_end import StreamEnd
 # Maximum size of a held incomplete event, bytes. A longer one is sent in parts.
 MAX_HELD_BYTES = 64 << 10
 _ENDS = (b"\n\n", b"\r\n\r\n")
-_END = re.compile(rb"(\r?\n\r?\n)")
+EVENT_END = re.compile(rb"(\r?\n\r?\n)")
 _COMMENT = ord(":")
+_HAS_TEXT = re.compile(rb'"(?:content|text)": ?"[^"]')
 _TELLS_OF_ERROR = re.compile(rb'"error"|event: ?error')
 
 
@@ -106,7 +107,7 @@ class SseFilter:
                 events = chunk[end + 2 :]
                 chunk = b"%x\r\n%b" % (len(events) - 2, events)
             elif self.texts is not None:
-                self._add_text(chunk[chunk.find(b'"choices"') : -2])
+                self._add_text(chunk[:-2])
         # The lines of the framing do not start with "data:".
         self.count += chunk.count(b"\ndata:")
         if self._keeps:
@@ -146,7 +147,7 @@ class SseFilter:
     def flush(self) -> bytes:
         """Return the held bytes at the end of the stream, if the last event is incomplete. Mutates."""
         held, self._held = self._held, b""
-        if self.told is not None or self.texts is not None:
+        if (self.told is not None or self.texts is not None) and not self.stream_end(held).complete:
             return b""
         if held:
             held, self.mid_event = self._let_out(held, self.mid_event), True
@@ -155,10 +156,10 @@ class SseFilter:
     def _add_text(self, events: bytes) -> None:
         """Collect whole events; all are dropped if they are too many, or if an event is sent in parts. Mutates."""
         assert self.texts is not None
-        if self.mid_event or len(self.texts) + len(events) > self.texts_limit:
+        for event in events.split(b"\n\n")[:-1]:
+            self.texts += event[max(event.find(b'"choices"'), 0) :] + b"\n\n"
+        if self.mid_event or len(self.texts) > self.texts_limit:
             self.texts = None
-        else:
-            self.texts += events
 
     @property
     def has_text(self) -> bool:
@@ -186,7 +187,7 @@ class SseFilter:
     def _let_out(self, piece: bytes, mid_event: bool) -> bytes:
         """Return `piece` as the client may see it. `mid_event`: it begins in the middle of an event. Mutates."""
         if b"error" in piece or was_aborted(piece):
-            piece = self._without_errors(_END.split(piece), mid_event)
+            piece = self._without_errors(EVENT_END.split(piece), mid_event)
         if self.tells:
             if self.told is not None:
                 self.told += told_in(piece)
@@ -209,7 +210,7 @@ class SseFilter:
             if not (_TELLS_OF_ERROR.search(events[at]) or was_aborted(events[at])):
                 continue
             before = b"".join(events[:at])
-            if self.texts is not None and (self.texts or before) and reports_error(events[at]):
+            if self.texts is not None and _HAS_TEXT.search(self.texts + before) and reports_error(events[at]):
                 self._cut, self._held, self.mid_event = True, b"", False
                 return before
             if self.told is not None and reports_error(events[at]):

@@ -222,9 +222,9 @@ class ModelTokenizer:
         """Return the token ids of plain text without special tokens, tokenised as a whole: the reference for all other ways."""
         return self._by_library([[text]])[0]
 
-    def decode(self, ids: TokenIds) -> str:
-        """Return the text of these tokens, special tokens included."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+    def decode(self, ids: TokenIds, *, special: bool = True) -> str:
+        """Return the text of these tokens, with or without special tokens."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not special)
         return text
 
     def _encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[TokenIds]:

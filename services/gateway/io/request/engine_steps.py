@@ -50,7 +50,7 @@ from pointsman.gateway.io.request.shared_context import SharedContext
 # Maximum number of an answer's tokens for whose ids memory is reserved.
 OPEN_TOKENS = 8_192
 # The same for the chunks of an answer whose ids are not told, and the size of a chunk as it is kept, bytes.
-TEXT_TOKENS, TEXT_TOKEN_BYTES = 4_096, 130
+TEXT_TOKENS, TEXT_TOKEN_BYTES = 2_048, 130
 _JSON = {"Content-Type": "application/json"}
 NOT_IMPLEMENTED = 501  # not retried: no other instance of the model implements it either
 
@@ -125,7 +125,7 @@ class EngineSteps:
                 sse.told = bytearray()
             return keep
         # An engine without the connector package.
-        limit = TEXT_TOKEN_BYTES * min(call.max_output_tokens or TEXT_TOKENS, TEXT_TOKENS)
+        limit = TEXT_TOKEN_BYTES * (min(call.max_output_tokens or TEXT_TOKENS, TEXT_TOKENS) + 8)
         keep = call.continuable_by_text and bool(self._context.exact_tokens) and self._kept.take(size + limit)
         if keep:
             sse.texts, sse.texts_limit = bytearray(), limit
@@ -134,7 +134,7 @@ class EngineSteps:
     def release_prompt(self) -> None:
         """Release the kept body: nothing more is sent."""
         self._kept.let_go()
-        self._context.kept_payload = b""
+        self._context.kept_payload, self._text = b"", None
 
     def step_failed(self) -> None:
         """Handle the failure of a step: state of a transfer is discarded, so that the next transfer starts anew."""
@@ -204,6 +204,9 @@ class EngineSteps:
         call, upstream = self._context.call, self._shared.upstream
         attempt.sent_at = time.monotonic()
         self.whole_response = None
+        if self._text is not None and (step.target.url, step.target.incarnation) not in self._context.state.verified:
+            # Its prompt may have other tokens than the gateway's. It has not failed.
+            return UpstreamFailed("the instance's tokens are not verified", innocent=True)
         try:
             payload = self._context.payload_at(step.target.instance_id) if self._text is None else self._text.payload
             if self._context.ends_session and self._shared.mark_session_ends and step.kv_source is None:
@@ -301,9 +304,10 @@ class EngineSteps:
 
     async def _may_continue(self) -> bool:
         """Return whether another instance may go on with the answer; prepare it if only its text is known. Mutates."""
-        if not self._sse.can_continue and not (self._sse.has_text and await self._continues_text()):
+        known = self._sse.can_continue
+        if not (known or self._sse.has_text) or not self._shared.continuations.may_continue(time.monotonic()):
             return False
-        return self._shared.continuations.may_continue(time.monotonic())
+        return known or await self._continues_text()
 
     async def _continues_text(self) -> bool:
         context = self._context
@@ -311,9 +315,11 @@ class EngineSteps:
         if tokenizer is None:
             return False
         texts = bytes(self._sse.texts or b"")
-        self._text = await asyncio.to_thread(
-            continued_text, context.call.endpoint, context.kept_payload, texts, tokenizer
-        )
+        # One after the other: further threads would take time from the event loop.
+        async with self._shared.text_turn:
+            self._text = await asyncio.to_thread(
+                continued_text, context.call.endpoint, context.kept_payload, texts, tokenizer
+            )
         return self._text is not None
 
     def stream_end(self, attempt: Attempt) -> StreamEnd:

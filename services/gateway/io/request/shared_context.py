@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 
 from pointsman.gateway.core.request.attempt_report import AttemptBreakdown
 from pointsman.gateway.core.request.continuation import Continuations
@@ -31,4 +32,5 @@ class SharedContext:
     expose_placement: bool
     mark_session_ends: bool
     continuations: Continuations
+    text_turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # to tokenise a begun text
     round_robin: int = 0  # counter that rotates among equally loaded instances in placements without a router
