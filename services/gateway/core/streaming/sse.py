@@ -95,6 +95,8 @@ class SseFilter:
             or chunk.find(b'"usage"') >= 0
         ):
             return b""
+        # The lines of the framing do not start with "data:".
+        events_here = chunk.count(b"\ndata:")
         if self.tells:
             # The comment follows the line with the chunk's size.
             at = chunk.find(b"\n") + 1
@@ -106,10 +108,12 @@ class SseFilter:
                     self.told += chunk[at:end].partition(b"x")[0]
                 events = chunk[end + 2 :]
                 chunk = b"%x\r\n%b" % (len(events) - 2, events)
-            elif self.texts is not None:
-                self._add_text(chunk[:-2])
-        # The lines of the framing do not start with "data:".
-        self.count += chunk.count(b"\ndata:")
+            elif (texts := self.texts) is not None:
+                if events_here == 1 and len(texts) < self.texts_limit:
+                    texts += chunk[chunk.find(b'"choices"') : -2]
+                else:
+                    self._add_text(chunk[:-2])
+        self.count += events_here
         if self._keeps:
             self._passed = chunk
         return chunk
