@@ -106,7 +106,8 @@ def test_an_engine_that_ends_is_left_noticed_and_taken_back_empty(
     assert plane.instance(victim).keys > 0
     messages += [assistant(first.text), user(fresh_words(10))]
 
-    with open_chat(client, messages, session=how.name, max_tokens=3_000) as cut:
+    # With a stop string, no engine could go on by its text.
+    with open_chat(client, messages, session=how.name, max_tokens=3_000, stop=["no such end"]) as cut:
         assert cut.instance_id == victim.instance_id
         cut.read(3)
         os.killpg(victim.process.pid, how)
