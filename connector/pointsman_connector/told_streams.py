@@ -103,16 +103,22 @@ class _Events:
             await self.events.aclose()
 
 
+def _signature_with(function: Any, *names: str) -> inspect.Signature:
+    """Return a function's signature. Raises AttributeError if it lacks one of the parameters."""
+    signature = inspect.signature(function)
+    for name in names:
+        if name not in signature.parameters:
+            raise AttributeError(f"{function.__qualname__} has no {name}")
+    return signature
+
+
 def telling(generator: Any, *, hold_first: bool, converted: Any = ()) -> Any:
     """Return a stream's generator such that it tells ids where they are asked for, and sends nothing that the client has.
 
     `hold_first`: the first event has no token (a role), and comes from the same output as the second: they are sent together,
     since the comment before them tells of both. `converted`: class of the servers that convert the events, and tell themselves.
     """
-    signature = inspect.signature(generator)
-    for name in ("request", "result_generator"):
-        if name not in signature.parameters:
-            raise AttributeError(f"{generator.__qualname__} has no {name}")
+    signature = _signature_with(generator, "request", "result_generator")
 
     @functools.wraps(generator)
     def stream(self: Any, *args: Any, **more: Any) -> Any:
@@ -245,9 +251,7 @@ class ItemIds:
 def naming_calls(opened: Any, ids: ItemIds) -> Any:
     """Return SimpleStreamingEventProcessor.open such that a call's id follows from the response's id, too: some parsers draw it
     themselves. An id that follows from the call (functions.NAME:NUMBER) stays."""
-    signature = inspect.signature(opened)
-    if "tool_call" not in signature.parameters:
-        raise AttributeError(f"{opened.__qualname__} has no tool_call")
+    signature = _signature_with(opened, "tool_call")
 
     @functools.wraps(opened)
     def open_item(*args: Any, **more: Any) -> Any:
@@ -277,10 +281,7 @@ def telling_responses(generator: Any, ids: ItemIds) -> Any:
     """Return OpenAIServingResponses.responses_stream_generator such that `telling_response_events` can tell ids."""
     from vllm.entrypoints.openai.responses.context import SimpleContext
 
-    signature = inspect.signature(generator)
-    for name in ("request", "result_generator", "context"):
-        if name not in signature.parameters:
-            raise AttributeError(f"{generator.__qualname__} has no {name}")
+    signature = _signature_with(generator, "request", "result_generator", "context")
 
     @functools.wraps(generator)
     def stream(self: Any, *args: Any, **more: Any) -> Any:

@@ -15,101 +15,74 @@ from pointsman.gateway.core.api.api_call import Endpoint
 # Name in `vllm_xargs` by which the gateway asks for the ids of an answer, or has it continued
 # (connector/pointsman_connector/told_answer.py).
 TOLD_FIELD = "pointsman_answer"
-# Fields with which the rest follows from the prompt and the answer's tokens, whatever their values.
-_FREE = frozenset(
+# Fields with which the rest follows from the prompt and the answer's tokens, whatever their values: of all APIs, of OpenAI's, of
+# each one.
+_FREE_EVERYWHERE = frozenset(
+    {
+        "cache_salt",
+        "metadata",
+        "model",
+        "service_tier",
+        "stream",
+        "temperature",
+        "tools",
+        "top_k",
+        "top_p",
+    }
+)
+_FREE_OF_OPENAI = _FREE_EVERYWHERE | frozenset(
+    {
+        "chat_template_kwargs",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "logit_bias",
+        "min_p",
+        "prompt_cache_key",
+        "repetition_penalty",
+        "request_id",
+        "safety_identifier",
+        "session_id",
+        "skip_special_tokens",
+        "stop",
+        "stop_token_ids",
+        "store",
+        "stream_options",
+        "user",
+    }
+)
+_FREE = _FREE_OF_OPENAI | frozenset(
     {
         "add_generation_prompt",
         "add_special_tokens",
         "allowed_token_ids",
-        "cache_salt",
-        "chat_template_kwargs",
         "continue_final_message",
         "documents",
-        "ignore_eos",
-        "include_stop_str_in_output",
-        "logit_bias",
         "max_completion_tokens",
         "max_tokens",
         "messages",
-        "metadata",
-        "min_p",
         "min_tokens",
-        "model",
         "prompt",
-        "prompt_cache_key",
         "reasoning_effort",
-        "repetition_penalty",
-        "request_id",
         "return_token_ids",
         "return_tokens_as_token_ids",
-        "safety_identifier",
-        "service_tier",
-        "session_id",
-        "skip_special_tokens",
         "spaces_between_special_tokens",
-        "stop",
-        "stop_token_ids",
-        "store",
-        "stream",
-        "stream_options",
-        "temperature",
-        "tools",
-        "top_k",
-        "top_p",
-        "user",
     }
 )
-
-
-_FREE_OF_MESSAGES = frozenset(
+_FREE_OF_MESSAGES = _FREE_EVERYWHERE | frozenset(
     {
         "cache_control",
-        "cache_salt",
         "max_tokens",
         "messages",
-        "metadata",
-        "model",
-        "service_tier",
         "stop_sequences",
-        "stream",
         "system",
-        "temperature",
-        "tools",
-        "top_k",
-        "top_p",
     }
 )
-_FREE_OF_RESPONSES = frozenset(
+_FREE_OF_RESPONSES = _FREE_OF_OPENAI | frozenset(
     {
-        "cache_salt",
-        "chat_template_kwargs",
-        "ignore_eos",
-        "include_stop_str_in_output",
         "input",
         "instructions",
-        "logit_bias",
         "max_output_tokens",
-        "metadata",
-        "min_p",
-        "model",
-        "prompt_cache_key",
         "reasoning",
-        "repetition_penalty",
-        "request_id",
-        "safety_identifier",
-        "service_tier",
-        "session_id",
-        "skip_special_tokens",
-        "stop",
-        "stop_token_ids",
-        "store",
-        "stream",
-        "stream_options",
-        "temperature",
-        "tools",
-        "top_k",
-        "top_p",
-        "user",
     }
 )
 

@@ -75,15 +75,15 @@ class Moves:
         return effects
 
     def _of_pool(self, pool: str, here: list[Reservation], now: float) -> list[ev.Effect]:
-        leaving = sum(now - self._told.get(one.request_id, _UNTOLD).at < LEAVES_WITHIN_S for one in here)
+        leaving = sum(now - self._told_of(one).at < LEAVES_WITHIN_S for one in here)
         room = min(self._room(pool) - leaving, MOST_DECISIONS)
         if room <= 0 or self._requests.queue.count(pool):
             return []  # A request that leaves would have to wait, while it makes progress where it is.
-        due = [one for one in here if now - self._told.get(one.request_id, _UNTOLD).at >= TELL_AGAIN_S]
+        due = [one for one in here if now - self._told_of(one).at >= TELL_AGAIN_S]
         effects: list[ev.Effect] = []
         targets: set[str] = set()
         for one in heapq.nsmallest(MOST_DECISIONS, due, key=self._order):
-            told = self._told.get(one.request_id, _UNTOLD)
+            told = self._told_of(one)
             if (asked := self._asked(one)) is None:
                 self._told[one.request_id] = _Told(now - LEAVES_WITHIN_S, told.times + 1)
                 continue
@@ -103,10 +103,13 @@ class Moves:
                 break
         return effects
 
+    def _told_of(self, one: Reservation) -> _Told:
+        return self._told.get(one.request_id, _UNTOLD)
+
     def _order(self, one: Reservation) -> tuple[int, int, str]:
         """What was told in vain comes last. Then what costs least comes first: so the number of streams falls fastest, and the
         costly ones may end by themselves."""
-        return self._told.get(one.request_id, _UNTOLD).times, _cost(one), one.request_id
+        return self._told_of(one).times, _cost(one), one.request_id
 
     def _asked(self, one: Reservation) -> PlacementRequest | None:
         """Return as what a request would be placed if it left its instance; None if it cannot leave."""
