@@ -64,6 +64,7 @@ async def text_of(up: Stack, **headers: str) -> tuple[str, list[dict[str, Any]]]
         assert answer.status == 200, await answer.text()
         raw = await answer.text()
     assert not any(line.startswith(":") for line in raw.splitlines()), raw
+    assert raw.count("data: [DONE]") <= 1
     events = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
     assert sum("role" in one["choices"][0]["delta"] for one in events if one.get("choices")) <= 1
     text = "".join(one["choices"][0]["delta"].get("content", "") for one in events if one.get("choices"))
@@ -128,6 +129,15 @@ async def test_an_engine_without_the_package_gets_the_text_to_continue(up: Stack
     failed, ended = up.router.finished
     assert (failed.outcome, ended.outcome) == (placement_pb2.OUTCOME_FAILED, placement_pb2.OUTCOME_OK)
     assert ended.output_tokens == len(WORDS) - 20
+
+
+@pytest.mark.parametrize("tells", [True, False])
+async def test_an_answer_whose_last_event_has_come_is_whole_when_its_engine_dies_then(up: Stack, tells: bool) -> None:
+    first(up).tells = tells
+    first(up).mode, first(up).words_before = "cut after the end", len(WORDS)
+    assert await text_of(up) == ("".join(WORDS), [])
+    [ended] = up.router.finished
+    assert (ended.outcome, ended.output_tokens) == (placement_pb2.OUTCOME_OK, len(WORDS))
 
 
 async def test_an_answer_that_no_other_instance_may_take_ends_with_an_error(up: Stack) -> None:

@@ -18,8 +18,8 @@ FIRST_ID = 500
 
 @dataclass
 class TellingEngine(FakeEngine):
-    """After `words_before` words, in all, a stream waits for `go`. In mode "cut" its connection is closed there instead. With
-    `tells` False it is an engine without the connector package."""
+    """After `words_before` words, in all, a stream waits for `go`. In mode "cut" its connection is closed there instead, in mode
+    "cut after the end" behind its last event. With `tells` False it is an engine without the connector package."""
 
     words_before: int = 2
     tells: bool = True
@@ -57,4 +57,7 @@ class TellingEngine(FakeEngine):
                 await answer.write(event if begun is None else with_comment([FIRST_ID + at], event, complete=last))
         end = b"".join(after)
         await answer.write(end if begun is None else with_comment((), end, complete=True))
+        if self.mode == "cut after the end":
+            assert request.transport is not None
+            request.transport.close()
         return answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 from pointsman.gateway.core.api import ApiRequestError, begins_with_error, redact_error, was_aborted
 from pointsman.gateway.core.forwarded_headers import client_headers
@@ -290,17 +291,16 @@ class EngineSteps:
             self._writer.go_on(upstream)
         else:
             self._writer.begin(upstream.status, client_headers(upstream.headers) | headers, upstream)
+        failed = UpstreamFailed("the stream ended early", upstream.status)
         try:
             await relay_stream(upstream, events, self._writer)
         except UpstreamError as error:
-            moved = self._moved and self._sse.can_continue
-            return UpstreamFailed(
-                error.text, error.status, continuable=moved or await self._may_continue(), moved=moved
-            )
+            failed = UpstreamFailed(error.text, error.status, moved=self._moved and self._sse.can_continue)
         stream_end = self.stream_end(attempt)
-        if not stream_end.complete:
-            return UpstreamFailed("the stream ended early", upstream.status, continuable=await self._may_continue())
-        return ResponseEnded(stream_end.error)
+        if stream_end.complete:
+            # Whatever has happened to the connection after the answer's last event: the client has all of it.
+            return ResponseEnded(stream_end.error)
+        return replace(failed, continuable=failed.moved or await self._may_continue())
 
     async def _may_continue(self) -> bool:
         """Return whether another instance may go on with the answer; prepare it if only its text is known. Mutates."""
