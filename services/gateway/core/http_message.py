@@ -135,7 +135,8 @@ class Response:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-def _clean(value: str) -> str:
+def without_controls(value: str) -> str:
+    """Return a field's value with blanks for control characters, so that it cannot begin another field."""
     # Most values have no control characters, and isprintable() is faster than translate().
     return value if value.isprintable() else value.translate(_NO_CONTROLS)
 
@@ -143,7 +144,7 @@ def _clean(value: str) -> str:
 def head_bytes(status: int, headers: Mapping[str, str], *framing: str) -> bytes:
     """Return the status line and fields of a response. Control characters become spaces: no value can start another field."""
     lines = [f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}"]
-    lines += [f"{name}: {_clean(value)}" for name, value in headers.items()]
+    lines += [f"{name}: {without_controls(value)}" for name, value in headers.items()]
     lines += framing
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
 
@@ -151,7 +152,7 @@ def head_bytes(status: int, headers: Mapping[str, str], *framing: str) -> bytes:
 def request_bytes(method: str, path: str, host: str, headers: Mapping[str, str], body: bytes) -> list[bytes]:
     """Return a request as pieces to write. Control characters in fields become spaces."""
     lines = [f"{method} {path} HTTP/1.1", f"Host: {host}"]
-    lines += [f"{name}: {_clean(value)}" for name, value in headers.items()]
+    lines += [f"{name}: {without_controls(value)}" for name, value in headers.items()]
     if body or method == "POST":
         lines.append(f"Content-Length: {len(body)}")
     head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")

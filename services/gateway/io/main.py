@@ -13,14 +13,16 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
+import grpc
 import structlog
 
 from pointsman.common.io import event_loop
 from pointsman.common.io.auth import is_loopback
 from pointsman.common.io.channel import open_channel
 from pointsman.common.io.logs import configure_logs
-from pointsman.common.io.tls import server_context
+from pointsman.common.io.tls import server_context, server_credentials
 from pointsman.gateway.io.http.client_connection import LINGER_S
 from pointsman.gateway.io.http.server import Server
 from pointsman.gateway.io.http.server_types import ServerLimits
@@ -29,6 +31,9 @@ from pointsman.gateway.io.processes.sibling_processes import SiblingProcesses
 from pointsman.gateway.io.routes import Gateway
 from pointsman.gateway.io.routing.router_stream import Dial
 from pointsman.gateway.io.settings import GatewaySettings
+
+if TYPE_CHECKING:
+    from pointsman.gateway.io.ext_proc.server import ExtProcServer
 
 log = structlog.get_logger()
 
@@ -67,6 +72,13 @@ async def serving(
         min_read_bytes_per_s=settings.min_read_bytes_per_s,
     )
     server = Server(gateway, limits)
+    proxies = None
+    if settings.ext_proc_listen:
+        from pointsman.gateway.io.ext_proc.proxy_stream import Streams
+        from pointsman.gateway.io.ext_proc.server import ExtProcServer
+
+        streams = Streams(gateway, limits, server.bodies, server.answers)
+        proxies = ExtProcServer(streams, lambda: gateway.usable, reuse_port=siblings is not None)
     try:
         if siblings is not None:
             # Clients cannot choose among processes of one address. A process that has not received the fleet yet would refuse
@@ -79,19 +91,36 @@ async def serving(
         tls = _tls(settings)
         address, bound = await server.start(host.strip("[]"), int(port), reuse_port=siblings is not None, tls=tls)
         shown = f"[{address}]" if ":" in address else address
+        if proxies is not None:
+            await proxies.start(settings.ext_proc_listen, _ext_proc_credentials(settings))
+            gateway.ext_proc_port, gateway.proxy_streams = proxies.port, proxies.open
+            log.info("gateway serves proxies", port=proxies.port)
         yield gateway, f"http{'s' if tls else ''}://{shown}:{bound}"
     finally:
-        closing = asyncio.create_task(server.close(settings.drain_timeout_s))
+        closing = asyncio.ensure_future(_close_all(server, proxies, settings.drain_timeout_s))
         if hurry is not None:
             hurried = asyncio.create_task(hurry.wait())
             await asyncio.wait({closing, hurried}, return_when=asyncio.FIRST_COMPLETED)
             hurried.cancel()
             if not closing.done():
                 server.cancel_all()
+                if proxies is not None:
+                    proxies.cancel_all()
                 await asyncio.wait({closing}, timeout=LINGER_S)
                 server.abort_all()
         await closing
         await gateway.close()
+
+
+async def _close_all(server: Server, proxies: ExtProcServer | None, drain_timeout_s: float) -> None:
+    servers = (server,) if proxies is None else (server, proxies)
+    await asyncio.gather(*(one.close(drain_timeout_s) for one in servers))
+
+
+def _ext_proc_credentials(settings: GatewaySettings) -> grpc.ServerCredentials | None:
+    if settings.ext_proc_cert is None or settings.ext_proc_key is None:
+        return None
+    return server_credentials(settings.ext_proc_cert, settings.ext_proc_key, settings.ext_proc_client_ca)
 
 
 def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:

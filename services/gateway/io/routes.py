@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -40,6 +40,7 @@ from pointsman.gateway.core.rate_limits import Admission, LimitStatus, RateLimit
 from pointsman.gateway.core.request.attempt_report import AttemptBreakdown
 from pointsman.gateway.core.request.continuation import Continuations
 from pointsman.gateway.core.request.failures import RETRY_S
+from pointsman.gateway.core.request.placement_messages import target_of
 from pointsman.gateway.core.request.prepare import IncomingCall
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.request_events import RequestTimeouts
@@ -52,6 +53,7 @@ from pointsman.gateway.io.engines.engine_client import Upstream
 from pointsman.gateway.io.engines.remote_prefill import EngineIdCache, KvReleases
 from pointsman.gateway.io.processes.shared_usage import SharedUsageFile
 from pointsman.gateway.io.processes.sibling_processes import SiblingProcesses
+from pointsman.gateway.io.request.proxied_request import ProxiedRequest, Proxy
 from pointsman.gateway.io.request.request_runner import RequestRunner
 from pointsman.gateway.io.request.shared_context import SharedContext
 from pointsman.gateway.io.request.threaded_preparer import ThreadedPreparer
@@ -165,6 +167,10 @@ class Gateway:
             settings.mark_session_ends,
             Continuations(settings.continue_mb << 20, settings.continued_per_minute),
         )
+        self.ext_proc_port = 0
+        """Port of the server for proxies; 0: there is none."""
+        self.proxy_streams: Collection[object] = ()
+        """The open requests that proxies carry."""
         self._unplaced_proxy = UnplacedProxy(self._upstream, self.pools, self.router, settings.first_byte_timeout_s)
         routes = [
             *(Route(path, "POST", partial(self._call, endpoint), body=True) for path, endpoint in ROUTES.items()),
@@ -457,11 +463,14 @@ class Gateway:
         )
         context = await self._preparer.prepare(incoming, dry=dry)
         admission.charge(context.placement.input_tokens, received_at)
+        proxy = request.proxy if isinstance(request, ProxiedRequest) else None
+        if proxy is not None:
+            await _keep_within(proxy, context)
         if dry:
             return await self._explain(context)
         request.usage.streamed = call.stream
         _tell_limits(request, endpoint, admission.status)
-        return await RequestRunner(self._shared, context, request).run()
+        return await RequestRunner(self._shared, context, request, proxy).run()
 
     def _note_usage(self, request: Request, status: int) -> None:
         """Count one request of a tenant, whatever its outcome, and write its line to the usage file."""
@@ -507,6 +516,17 @@ class Gateway:
         if client is None:
             raise ApiRequestError(401, "A valid API key is needed.", code="invalid_api_key")
         return client
+
+
+async def _keep_within(proxy: Proxy, context: RequestContext) -> None:
+    """Exclude the instances that the proxy does not allow. Raises ApiRequestError if none is left. Mutates `context`."""
+    instances = context.state.pool.instances
+    exclude = context.placement.exclude
+    exclude.extend(one for one in await proxy.excluded([target_of(one) for one in instances]) if one not in exclude)
+    if instances and all(one.instance_id in exclude for one in instances):
+        raise ApiRequestError(
+            503, "No instance is ready that may be chosen.", type_="server_error", code="no_instance", retry_after_s=1.0
+        )
 
 
 def _tell_limits(request: Request, endpoint: Endpoint, status: LimitStatus) -> None:

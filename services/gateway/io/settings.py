@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from pointsman.common.io.settings import Entries, HostPort, OtlpEndpoint, Pairs, by_name
+from pointsman.common.io.settings import Entries, HostPort, OptionalHostPort, OtlpEndpoint, Pairs, by_name
 from pointsman.gateway.core.cors import ORIGIN
 from pointsman.gateway.core.request.request_events import RequestTimeouts
 from pointsman.gateway.io.http.server_types import ServerLimits
@@ -37,6 +37,19 @@ class GatewaySettings(BaseSettings):
         None,
         description="CA certificates (PEM) that client certificates are verified with; set: clients must "
         "send a certificate besides their key",
+    )
+    ext_proc_listen: OptionalHostPort = Field(
+        "",
+        description="HOST:PORT to serve Envoy's external processing on, as an endpoint picker of the Gateway API Inference "
+        "Extension; empty: none",
+    )
+    ext_proc_cert: Path | None = Field(
+        None, description="certificate chain (PEM) of ext_proc_listen: TLS; with ext_proc_key"
+    )
+    ext_proc_key: Path | None = Field(None, description="private key of ext_proc_cert (PEM)")
+    ext_proc_client_ca: Path | None = Field(
+        None,
+        description="CA certificates (PEM) that proxies' certificates are verified with; set: proxies must send one",
     )
     routers: Entries = Field(
         default_factory=lambda: ["127.0.0.1:50051"], description="routers as HOST:PORT, tried in this order"
@@ -208,6 +221,13 @@ class GatewaySettings(BaseSettings):
     def _whole_tls(self) -> GatewaySettings:
         if (self.tls_cert is None) is not (self.tls_key is None) or (self.tls_client_ca and not self.tls_cert):
             raise ValueError("tls_cert and tls_key belong together, and tls_client_ca needs both")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_ext_proc_tls(self) -> GatewaySettings:
+        cert, key = self.ext_proc_cert, self.ext_proc_key
+        if (cert is None) is not (key is None) or (self.ext_proc_client_ca and not cert):
+            raise ValueError("ext_proc_cert and ext_proc_key belong together, and ext_proc_client_ca needs both")
         return self
 
     @model_validator(mode="after")

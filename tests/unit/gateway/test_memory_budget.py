@@ -84,7 +84,7 @@ async def test_what_finds_no_room_is_closed_and_counts_nothing(length: int | Non
     first, second = holding(budget), holding(budget)
     assert first.take(30)
     late = answer([b"x" * 50, b"x" * 30], length, whole=False)
-    connection = late._connection
+    connection = late._carrier
     with pytest.raises(NoRoomForAnswer) as refused:
         await read(late, second)
     assert refused.value.headers() == {"Retry-After": "1"}

@@ -261,6 +261,18 @@ def test_a_failure_that_the_engine_told_the_client_is_not_told_twice() -> None:
     ]
 
 
+def test_an_answer_of_another_instance_is_an_attempt_of_its_own() -> None:
+    """A proxy has sent the request to the next of the instances that it was given."""
+    machine = serving()
+    finished, adopt, serve, told = machine.handle(ev.OtherAnswered(B), 2.0)
+    assert isinstance(finished, ev.ReportFinished)
+    assert (finished.attempt_id, finished.outcome, finished.refused) == ("r", Outcome.FAILED, False)
+    step = StepAssigned("r.1", B, degraded=True)
+    assert [adopt, serve, told] == [ev.AdoptInstance(step), ev.Serve(step), ev.ReportServedAlone("r.1")]
+    assert machine.handle(ev.ResponseStarted(), 2.0) == [ev.ReportFirstToken("r.1")]
+    assert machine.handle(ev.ResponseEnded(), 3.0) == [ev.ReportFinished("r.1", Outcome.OK)]
+
+
 def test_a_rejection_is_final() -> None:
     machine = serving()
     assert machine.handle(ev.ResponseRejected(422), 2.0) == [ev.ReportFinished("r", Outcome.REJECTED, "rejected", 422)]
@@ -638,6 +650,7 @@ class Conversation(RuleBasedStateMachine):
         self.answers: list[str] = []
         self.ended: list[str] = []
         self.plain_only: set[str] = set()
+        self.adopted = False  # another instance has answered: a proxy sends a request once
 
     @initialize(inline_kv_transfer=st.booleans(), first=st.sampled_from([None, EAGER, SLICE]))
     def begin(self, inline_kv_transfer: bool, first: StepAssigned | None) -> None:
@@ -683,6 +696,9 @@ class Conversation(RuleBasedStateMachine):
                         assert isinstance(effect, ev.Serve)
                         assert step.kv_source is None
                     self.waiting, self.upstream = None, effect
+                case ev.AdoptInstance(step):
+                    assert step.attempt_id == self.machine.attempt_id
+                    self.upstream = None
                 case ev.AbortUpstream():
                     self.upstream = self.early = self.ended_early = None
                 case ev.ReportFirstToken():
@@ -763,6 +779,14 @@ class Conversation(RuleBasedStateMachine):
         if isinstance(event, ev.ResponseRejected):
             self.upstream = None
         self.tell(event)
+
+    @precondition(
+        lambda self: isinstance(self.upstream, ev.Serve) and self.machine.phase is Phase.SERVING and not self.adopted
+    )
+    @rule(where=st.sampled_from([A, B]))
+    def another_answered(self, where: Target) -> None:
+        self.adopted = True
+        self.tell(ev.OtherAnswered(where))
 
     @precondition(lambda self: isinstance(self.upstream, ev.Serve))
     @rule(status=st.sampled_from([0, 500]), refused=st.booleans(), continuable=st.booleans(), moved=st.booleans())

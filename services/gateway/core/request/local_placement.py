@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from pointsman.gateway.core.request.failures import RETRY_S
+from pointsman.gateway.core.request.placement_messages import target_of
 from pointsman.gateway.core.request.request_events import UNAVAILABLE, PlacementRefused, StepAssigned, Target
+from pointsman.router.v1 import placement_pb2
+
+# Maximum number of instances after the chosen one to which a proxy may send a request that the chosen one does not answer.
+FALLBACKS = 2
 
 
 def place_locally(
@@ -34,3 +39,16 @@ def least_inflight(
     least = min(inflight.get(one, 0) for one in ready)
     best = [one for one in ready if inflight.get(one, 0) == least]
     return best[round_robin % len(best)]
+
+
+def fallbacks(
+    chosen: Target,
+    instances: Iterable[placement_pb2.InstanceRef],
+    exclude: Collection[str],
+    inflight: Mapping[str, int],
+) -> list[Target]:
+    """Return the instances to which a proxy may send a request that `chosen` does not answer, those with the fewest open requests
+    first. A server's ranks fail together, so none is one of the chosen server's."""
+    others = [one for one in instances if one.url != chosen.url and one.instance_id not in exclude]
+    others.sort(key=lambda one: (inflight.get(one.instance_id, 0), one.instance_id))
+    return [target_of(one) for one in others[:FALLBACKS]]

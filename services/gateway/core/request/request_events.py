@@ -150,6 +150,13 @@ class UpstreamFailed:
 
 
 @dataclass(frozen=True)
+class OtherAnswered:
+    """A proxy that was given several instances got no answer of the step's, and one of `target`."""
+
+    target: Target
+
+
+@dataclass(frozen=True)
 class ClientDisconnected:
     """The client closed its connection."""
 
@@ -170,6 +177,7 @@ Event = (
     | ResponseRejected
     | ResponseEnded
     | UpstreamFailed
+    | OtherAnswered
     | ClientDisconnected
     | Tick
 )
@@ -190,6 +198,13 @@ class PlaceLocally:
 
     attempt_id: str
     exclude: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AdoptInstance:
+    """Begin an attempt at the step's instance, which has answered without a placement."""
+
+    step: StepAssigned
 
 
 @dataclass(frozen=True)
@@ -295,6 +310,7 @@ class EndStreamWithError:
 Effect = (
     AskRouter
     | PlaceLocally
+    | AdoptInstance
     | AskNextStep
     | ReportStepDone
     | Prefill

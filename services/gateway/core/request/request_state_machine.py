@@ -8,7 +8,8 @@ for the KV while it is computed, and a failure of either request ends both.
 Every wait has a deadline. A PREFILL or a transfer that fails is reported to the router, and only a plain SERVE may follow in that
 attempt. A plain SERVE that fails before its first byte is retried at another instance, in a new attempt with its own id that
 excludes the failed instance. So is one that fails in the middle of its stream, if another instance can go on with it, and one
-that operators have moved, which does not count as a retry. If two
+that operators have moved, which does not count as a retry. A proxy that sends the request may get its answer from another
+instance than the step's: that is a new attempt, too. If two
 instances answer the request with the same 5xx, the request itself is at fault: the client gets that answer, and the failure
 counts against no instance. If the router is lost after a part of the prompt is computed, a new attempt asks the next router,
 which finds that part cached. If no router answers, one SERVE follows at the instance that computed the part. Every attempt that
@@ -27,6 +28,7 @@ from pointsman.gateway.core.request.request_events import (
     UNAVAILABLE,
     AbortUpstream,
     AdoptEarlyStep,
+    AdoptInstance,
     AskNextStep,
     AskRouter,
     ClientDisconnected,
@@ -34,6 +36,7 @@ from pointsman.gateway.core.request.request_events import (
     EndStreamWithError,
     Event,
     FailRequest,
+    OtherAnswered,
     Outcome,
     PlaceLocally,
     PlacementRefused,
@@ -154,9 +157,10 @@ class RequestStateMachine:
                 return self._end(outcome, event.error) if self.phase is Phase.STREAMING else []
             case UpstreamFailed():
                 return self._upstream_failed(event, now)
+            case OtherAnswered():
+                return self._other_answered(event, now) if self.phase is Phase.SERVING else []
 
     def _start_attempt(self, now: float) -> list[Effect]:
-        self.attempt_id = f"{self._request_id}.{self._attempts}" if self._attempts else self._request_id
         self.phase, self.step, self._attempt_open, self._serve_only = Phase.PLACING, None, True, False
         self._early_step = self._early_failure = None
         self._deadline = now + self._timeouts.placement_s
@@ -362,10 +366,24 @@ class RequestStateMachine:
         ended = self._end(_outcome(failed), failed.error, failed.status, continued=True)
         return [*ended, *self._retry(now, counts=not failed.moved)]
 
+    def _other_answered(self, answered: OtherAnswered, now: float) -> list[Effect]:
+        """End the attempt as failed; a new one, which no router has placed, has the answer."""
+        ended = self._end(Outcome.FAILED, "it did not answer, and the proxy asked another instance")
+        self._next_attempt_id()
+        self._attempt_open = True
+        step = StepAssigned(self.attempt_id, answered.target, degraded=True)
+        serve = self._begin(Phase.SERVING, step, Serve(step), self._timeouts.first_byte_s, now)
+        kept = [effect for effect in ended if not isinstance(effect, AbortUpstream)]
+        return [*kept, AdoptInstance(step), *serve, ReportServedAlone(self.attempt_id)]
+
     def _retry(self, now: float, *, counts: bool = True) -> list[Effect]:
-        self._attempts += 1
+        self._next_attempt_id()
         self._retries += counts
         return self._start_attempt(now)
+
+    def _next_attempt_id(self) -> None:
+        self._attempts += 1
+        self.attempt_id = f"{self._request_id}.{self._attempts}"
 
     def _end(
         self, outcome: Outcome, error: str = "", status: int = 0, *, refused: bool = False, continued: bool = False

@@ -77,10 +77,14 @@ class Upstream:
         self, target: Target, method: str, path: str, payload: bytes, headers: Mapping[str, str]
     ) -> UpstreamResponse:
         """As post(), with any method."""
+        return await self._pool.send(method, target.url, path, self.fields(target, headers), payload)
+
+    def fields(self, target: Target, headers: Mapping[str, str]) -> dict[str, str]:
+        """Return the header fields with which a request is sent to an instance: `headers`, and what the instance needs."""
         sent = {**headers, **self._own}
         if target.rank is not None:
             sent["X-data-parallel-rank"] = str(target.rank)
-        return await self._pool.send(method, target.url, path, sent, payload)
+        return sent
 
     def lost(self, target: Target) -> None:
         """Note that the router has lost the agent of an instance: its answers fail if it is silent and takes no connections."""

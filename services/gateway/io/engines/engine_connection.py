@@ -70,17 +70,33 @@ class Passthrough:
     out: Out
 
 
+class Carrier(Protocol):
+    """What brings an answer: the connection to its instance, or a proxy that has it."""
+
+    def pause(self) -> None:
+        """Pause reading the answer."""
+
+    def resume(self) -> None:
+        """Resume reading the answer."""
+
+    def give_up(self, text: str) -> None:
+        """End the answer with an UpstreamError of this text."""
+
+    def abort(self) -> None:
+        """End the answer; nobody reads it any more."""
+
+
 class UpstreamResponse:
     """One answer whose head has arrived. Its body is read piece by piece (`read`) or passed to a function as it arrives (`pipe`).
 
     Call `close` if the rest is not needed. An answer that was read to its end has returned its connection to the pool.
     """
 
-    def __init__(self, connection: UpstreamConnection) -> None:
+    def __init__(self, carrier: Carrier) -> None:
         self.status = 0
         self.headers = Headers()
         self.whole = False
-        self._connection: UpstreamConnection | None = connection
+        self._carrier: Carrier | None = carrier
         self._error: UpstreamError | None = None
         self._pieces: list[bytes] = []
         self._size = 0
@@ -142,26 +158,26 @@ class UpstreamResponse:
 
     def pause(self) -> None:
         """Pause reading the answer from the instance."""
-        if self._connection is not None and not self._paused:
+        if self._carrier is not None and not self._paused:
             self._paused = True
-            self._connection.pause()
+            self._carrier.pause()
 
     def resume(self) -> None:
         """Resume reading the answer from the instance."""
-        if self._paused and self._connection is not None:
+        if self._paused and self._carrier is not None:
             self._paused = False
-            self._connection.resume()
+            self._carrier.resume()
 
     def give_up(self, text: str) -> None:
         """End an answer that has not ended with an UpstreamError of this text."""
-        if self._connection is not None:
-            self._connection.give_up(text)
+        if self._carrier is not None:
+            self._carrier.give_up(text)
 
     def close(self) -> None:
         """Close the connection unless the answer was read to its end. An instance stops its work only at the connection's end."""
         self.sink = self.passthrough = None
-        if self._connection is not None:
-            self._connection.abort()
+        if self._carrier is not None:
+            self._carrier.abort()
 
     # Calls from the connection.
 
@@ -175,7 +191,7 @@ class UpstreamResponse:
 
     def end(self, error: UpstreamError | None) -> None:
         """End the answer: its body is complete, or `error` has ended it."""
-        self._connection = None
+        self._carrier = None
         self.whole, self._error = error is None, error
         self._wake()
 

@@ -12,10 +12,12 @@ from pointsman.gateway.core.http_message import Request, Response
 from pointsman.gateway.core.memory_budget import Holding
 from pointsman.gateway.core.request.attempt import Attempt
 from pointsman.gateway.core.request.continuation import ids_of, with_told_answer
+from pointsman.gateway.core.request.local_placement import fallbacks
 from pointsman.gateway.core.request.placement_messages import target_of
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.request_events import (
     Event,
+    OtherAnswered,
     PrefillEnded,
     PullEnded,
     ResponseEnded,
@@ -46,6 +48,7 @@ from pointsman.gateway.io.engines.engine_client import (
 )
 from pointsman.gateway.io.engines.engine_connection import UpstreamResponse
 from pointsman.gateway.io.engines.remote_prefill import RemotePrefill
+from pointsman.gateway.io.request.proxied_request import OtherInstanceAnswered, Proxy
 from pointsman.gateway.io.request.shared_context import SharedContext
 
 # Maximum number of an answer's tokens for whose ids memory is reserved.
@@ -62,8 +65,12 @@ class EngineSteps:
     The methods for the answer also record its times and usage in the attempt.
     """
 
-    def __init__(self, shared: SharedContext, context: RequestContext, request: Request) -> None:
+    def __init__(
+        self, shared: SharedContext, context: RequestContext, request: Request, proxy: Proxy | None = None
+    ) -> None:
+        """`proxy`: sends the client's request in place of the gateway."""
         self._shared = shared
+        self._proxy = proxy
         self._context = context
         self._writer = request.writer
         self._held = request.held_answer
@@ -78,7 +85,8 @@ class EngineSteps:
         )
         self._last_slice: tuple[str, int] | None = None  # instance id and end of the last slice, in tokens
         self._upstream: UpstreamResponse | None = None
-        self._tells = context.call.continuable and bool(shared.continuations.kept.limit)
+        # A proxy sends a request once, so its answer cannot go on elsewhere.
+        self._tells = proxy is None and context.call.continuable and bool(shared.continuations.kept.limit)
         context.placement.movable = self._tells
         self._sse = SseFilter(context.call.endpoint, hide_usage=context.call.hide_usage, tells=self._tells)
         self._kept = Holding(shared.continuations.kept)
@@ -217,8 +225,7 @@ class EngineSteps:
             if self._tells and self._text is None:
                 payload = with_told_answer(payload, told)
             with self._remote_prefill.fetching(step):
-                headers_up = self._context.headers_of(step)
-                answer = self._upstream = await upstream.post(step.target, call.endpoint.value, payload, headers_up)
+                answer = self._upstream = await self._post(step, payload)
                 if 300 <= answer.status < 400:
                     raise UpstreamError(f"status {answer.status}", answer.status)
                 if answer.status >= 500 and answer.status != NOT_IMPLEMENTED:
@@ -250,6 +257,8 @@ class EngineSteps:
                 attempt.usage = usage_of(body, call.endpoint)
         except TransferError as error:
             return UpstreamFailed(str(error), 500)
+        except OtherInstanceAnswered as other:
+            return OtherAnswered(other.target)
         except AnswerTooLong:
             # Not retried: the answer of another instance would be as long.
             return self._reject(
@@ -263,6 +272,20 @@ class EngineSteps:
             return UpstreamFailed(error.text, error.status, error.refused, moved=self._moved)
         attempt.first_byte_at = time.monotonic()
         return ResponseStarted()
+
+    async def _post(self, step: StepAssigned, payload: bytes) -> UpstreamResponse:
+        """Send the client's request to the step's instance. Raises UpstreamError and OtherInstanceAnswered."""
+        path, headers = self._context.call.endpoint.value, self._context.headers_of(step)
+        if self._proxy is None:
+            return await self._shared.upstream.post(step.target, path, payload, headers)
+        others = fallbacks(
+            step.target,
+            self._context.state.pool.instances,
+            self._context.placement.exclude,
+            self._shared.router.inflight(),
+        )
+        fields = self._shared.upstream.fields(step.target, headers)
+        return await self._proxy.post([step.target, *others], path, payload, fields)
 
     def _reject(self, error: ApiRequestError) -> ResponseRejected:
         """Set `error` as the answer. The instance did not fail."""

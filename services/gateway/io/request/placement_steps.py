@@ -88,6 +88,10 @@ class PlacementSteps:
             log.debug("placed without a router", request_id=request.request_id, instance=placed.target.instance_id)
         return placed
 
+    def adopt(self, step: StepAssigned) -> None:
+        """Make an attempt of a step that was not asked for: its instance has answered."""
+        self._request_for(step.attempt_id, ())
+
     def report_step_done(self, effect: ReportStepDone) -> None:
         """Report the end of a step whose next step has already been sent."""
         self._shared.router.step_done(effect.attempt_id, effect.index)

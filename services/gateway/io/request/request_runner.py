@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from pointsman.gateway.core.request.request_state_machine import Phase, RequestS
 from pointsman.gateway.core.request.transfer_params import supports_inline_kv_transfer
 from pointsman.gateway.io.request.engine_steps import EngineSteps
 from pointsman.gateway.io.request.placement_steps import PlacementSteps
+from pointsman.gateway.io.request.proxied_request import Proxy
 from pointsman.gateway.io.request.shared_context import SharedContext
 from pointsman.gateway.io.telemetry.span_export import attempt_ended
 
@@ -31,17 +33,21 @@ class RequestRunner:
     """The run of one request. `run` returns the answer (None: it was streamed) or raises ApiRequestError; in either case the end
     of the request has been reported to the router."""
 
-    def __init__(self, shared: SharedContext, context: RequestContext, request: Request) -> None:
+    def __init__(
+        self, shared: SharedContext, context: RequestContext, request: Request, proxy: Proxy | None = None
+    ) -> None:
+        """`proxy`: sends the client's request in place of the gateway, once. So KV is transferred before."""
         timeouts = shared.timeouts if context.call.stream else shared.whole_timeouts
+        inline = supports_inline_kv_transfer(context.call) and proxy is None
+        if proxy is not None:
+            timeouts = replace(timeouts, max_retries=0)
         self._shared = shared
         self._context = context
         self._writer = request.writer
         self._usage = request.usage
-        self._state_machine = RequestStateMachine(
-            context.request_id, timeouts, inline_kv_transfer=supports_inline_kv_transfer(context.call)
-        )
+        self._state_machine = RequestStateMachine(context.request_id, timeouts, inline_kv_transfer=inline)
         self._placement = PlacementSteps(shared, context)
-        self._steps = EngineSteps(shared, context, request)
+        self._steps = EngineSteps(shared, context, request, proxy)
         self._pending: list[Coroutine[Any, Any, ev.Event]] = []  # coroutines that are created but not awaited yet
         self._tasks: set[asyncio.Task[ev.Event]] = set()  # two while an early step runs together with its PREFILL
         self._attempt = Attempt()
@@ -117,6 +123,9 @@ class RequestRunner:
                 case ev.PlaceLocally():
                     self._attempt.begin_placement(effect.attempt_id, time.monotonic())
                     self._start(placement.place_locally(effect))
+                case ev.AdoptInstance():
+                    self._attempt.begin_placement(effect.step.attempt_id, time.monotonic())
+                    placement.adopt(effect.step)
                 case ev.AskNextStep():
                     self._attempt.end_step(effect.error, time.monotonic())
                     if effect.error:
