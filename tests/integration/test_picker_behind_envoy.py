@@ -14,7 +14,18 @@ import aiohttp
 import pytest
 
 from pointsman.router.v1 import placement_pb2
-from tests.support.fakes.gateway_peers import MODEL, Stack, gateway_before, peers, refusal, stack, until_ready
+from tests.support.fakes.gateway_peers import (
+    MODEL,
+    FakeEngine,
+    Stack,
+    gateway_before,
+    peers,
+    refusal,
+    serve,
+    stack,
+    until_ready,
+)
+from tests.support.fakes.offloading_peers import KvEngine, halves, offloading, slicing, told
 from tests.support.processes.envoy import EnvoySettings, envoy
 from tests.support.waiting import eventually
 
@@ -37,10 +48,10 @@ class Proxied:
 
 @asynccontextmanager
 async def proxied(
-    folder: Path, picker: int | None = None, gateway: Any = None, **settings: Any
+    folder: Path, picker: int | None = None, gateway: Any = None, engine: type[FakeEngine] = FakeEngine, **settings: Any
 ) -> AsyncIterator[Proxied]:
     """Run a fleet behind an Envoy. `picker`: port of the picker, by default the gateway's. `gateway`: its settings."""
-    async with stack(folder, ext_proc_listen="127.0.0.1:0", **(gateway or {})) as up:
+    async with stack(folder, ext_proc_listen="127.0.0.1:0", engine=engine, **(gateway or {})) as up:
         endpoints = [engine.url.removeprefix("http://") for engine in up.engines]
         port = up.gateway.ext_proc_port if picker is None else picker
         async with envoy(EnvoySettings(endpoints, port, **settings), folder) as url:
@@ -240,6 +251,7 @@ async def test_envoy_goes_down_the_list_and_the_router_learns_who_answered(tmp_p
         assert answer.status == 200
         assert answer.text.endswith("data: [DONE]\n\n")
         assert len(alive.requests) == 1
+        await up.stack.router.until(lambda: len(up.stack.router.finished) == 2)
         failed, ended = up.stack.router.finished
         [place] = up.stack.router.places
         assert (failed.request_id, failed.outcome) == (place.request_id, placement_pb2.OUTCOME_FAILED)
@@ -256,6 +268,61 @@ async def test_nobody_on_the_list_answers(tmp_path: Path) -> None:
         assert answer.status in (502, 503)
         assert answer.body["error"]["code"]
         assert {one.outcome for one in up.stack.router.finished} == {placement_pb2.OUTCOME_FAILED}
+
+
+async def test_the_runner_up_is_the_first_on_the_list_after_the_chosen(tmp_path: Path) -> None:
+    async with proxied(tmp_path) as up:
+
+        def placed(request: placement_pb2.PlacementRequest) -> placement_pb2.Placement:
+            found = serve(request, up.stack.router.pools[0].instances[1])
+            found.runner_up = "i0"
+            return found
+
+        up.stack.router.placer = placed
+        assert (await ask(up, "/v1/chat/completions", BODY)).status == 200
+        [(_, _, headers)] = up.stack.engines[1].requests
+        assert headers["x-gateway-destination-endpoint"] == ",".join(reversed(up.endpoints))
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prefill_elsewhere_is_done_before_the_proxy_is_answered(
+    tmp_path: Path, stream: bool, layerwise: bool
+) -> None:
+    """The picker makes P compute and D pull, and the proxy sends D a request like any other."""
+    async with proxied(tmp_path, engine=KvEngine) as up:
+        offloading(up.stack, layerwise=(layerwise, layerwise))
+        answer = await ask(up, "/v1/chat/completions", BODY | {"stream": stream})
+        assert (answer.status, answer.headers["x-pointsman-instance"]) == (200, "i1")
+        assert (halves(up.stack, 0), halves(up.stack, 1)) == (["send"], ["fetch"])
+        assert told(up.stack) == [(0, "")]
+        assert not up.stack.engines[0].requests
+        [(_, body, headers)] = up.stack.engines[1].requests
+        assert "kv_transfer_params" not in body
+        assert headers["x-gateway-destination-endpoint"].startswith(up.endpoints[1])
+        assert [one.outcome for one in up.stack.router.finished] == [placement_pb2.OUTCOME_OK]
+
+
+@pytest.mark.parametrize("failing", ["sends", "fetches"])
+async def test_after_a_failed_transfer_the_instance_computes_the_prompt(tmp_path: Path, failing: str) -> None:
+    async with proxied(tmp_path, engine=KvEngine) as up:
+        offloading(up.stack)
+        setattr(up.stack.engines[failing == "fetches"], failing, "500")
+        answer = await ask(up, "/v1/chat/completions", BODY | {"stream": True})
+        assert (answer.status, answer.headers["x-pointsman-instance"]) == (200, "i1")
+        assert told(up.stack)[-1][1]
+        assert [one.outcome for one in up.stack.router.finished] == [placement_pb2.OUTCOME_OK]
+
+
+async def test_slices_are_computed_before_the_proxy_is_answered(tmp_path: Path) -> None:
+    async with proxied(tmp_path) as up:
+        slicing(up.stack, 16, 48)
+        answer = await ask(up, "/v1/chat/completions", BODY)
+        assert answer.status == 200
+        paths = [path for path, _, _ in up.stack.engines[0].requests]
+        assert paths[-1] == "/v1/chat/completions"
+        assert len(paths) == 3
+        assert told(up.stack) == [(0, ""), (1, "")]
 
 
 @pytest.mark.parametrize("when", ["before the answer", "in the stream"])

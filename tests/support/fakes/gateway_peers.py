@@ -302,6 +302,7 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
                     answer = None
             case "open_stream":
                 self.open_streams.append(message.open_stream)
+                self.reserved.add(message.open_stream.request.request_id)
             case "first_token":
                 self.first_tokens.append(message.first_token)
             case "finished":

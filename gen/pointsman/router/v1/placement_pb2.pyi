@@ -801,6 +801,7 @@ class Placement(_message.Message):
     LAST_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     DEGRADED_FIELD_NUMBER: _builtins.int
+    RUNNER_UP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     decision_id: _builtins.str
@@ -811,6 +812,10 @@ class Placement(_message.Message):
     """Number of the prompt's tokens that are predicted to be cached on the step's instance."""
     degraded: _builtins.bool
     """Whether the request was placed while the shared store was away."""
+    runner_up: _builtins.str
+    """Id of the instance with the best score besides the step's, for a gateway whose proxy has to know it before the step's instance
+    fails. Nothing is reserved there. Empty if the policy compared no other instance.
+    """
     @_builtins.property
     def step(self) -> Global___Step:
         """The step to carry out now."""
@@ -824,10 +829,11 @@ class Placement(_message.Message):
         last: _builtins.bool = ...,
         cached_tokens: _builtins.int = ...,
         degraded: _builtins.bool = ...,
+        runner_up: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "degraded", b"degraded", "last", b"last", "request_id", b"request_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "degraded", b"degraded", "last", b"last", "request_id", b"request_id", "runner_up", b"runner_up", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -42,13 +42,13 @@ def least_inflight(
 
 
 def fallbacks(
-    chosen: Target,
+    step: StepAssigned,
     instances: Iterable[placement_pb2.InstanceRef],
     exclude: Collection[str],
     inflight: Mapping[str, int],
 ) -> list[Target]:
-    """Return the instances to which a proxy may send a request that `chosen` does not answer, those with the fewest open requests
-    first. A server's ranks fail together, so none is one of the chosen server's."""
-    others = [one for one in instances if one.url != chosen.url and one.instance_id not in exclude]
-    others.sort(key=lambda one: (inflight.get(one.instance_id, 0), one.instance_id))
+    """Return the instances to which a proxy may send a request that the step's does not answer: the runner-up, then those with
+    the fewest open requests. A server's ranks fail together, so none is one of the step's server's."""
+    others = [one for one in instances if one.url != step.target.url and one.instance_id not in exclude]
+    others.sort(key=lambda one: (one.instance_id != step.runner_up, inflight.get(one.instance_id, 0), one.instance_id))
     return [target_of(one) for one in others[:FALLBACKS]]

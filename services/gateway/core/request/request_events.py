@@ -56,7 +56,7 @@ class StepAssigned:
     """The router, or the gateway without a router, assigned the next step.
 
     `kv_target`: the instance that answers from the KV of this PREFILL, if it is another one. `kv_source`: the instance that has
-    the KV for this SERVE.
+    the KV for this SERVE. `runner_up`: id of the instance with the best score besides the target; empty if it is not known.
     """
 
     attempt_id: str
@@ -68,6 +68,7 @@ class StepAssigned:
     degraded: bool = False
     kv_target: Target | None = None
     kv_source: Target | None = None
+    runner_up: str = ""
 
 
 @dataclass(frozen=True)

@@ -279,7 +279,7 @@ class EngineSteps:
         if self._proxy is None:
             return await self._shared.upstream.post(step.target, path, payload, headers)
         others = fallbacks(
-            step.target,
+            step,
             self._context.state.pool.instances,
             self._context.placement.exclude,
             self._shared.router.inflight(),

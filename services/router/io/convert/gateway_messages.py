@@ -243,6 +243,7 @@ def placement_to_wire(state: RouterState, placed: ev.Placed) -> placement_pb2.Pl
         last=placed.last,
         cached_tokens=placed.decision.cached_tokens,
         degraded=placed.decision.degraded,
+        runner_up=placed.decision.runner_up,
     )
 
 
