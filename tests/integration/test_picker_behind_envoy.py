@@ -54,7 +54,7 @@ async def proxied(
     async with stack(folder, ext_proc_listen="127.0.0.1:0", engine=engine, **(gateway or {})) as up:
         endpoints = [engine.url.removeprefix("http://") for engine in up.engines]
         port = up.gateway.ext_proc_port if picker is None else picker
-        async with envoy(EnvoySettings(endpoints, port, **settings), folder) as url:
+        async with envoy(EnvoySettings(endpoints, [port], **settings), folder) as url:
             yield Proxied(up, url)
             await eventually(lambda: not any(engine.open for engine in up.engines), "nothing is open at the engines")
             await eventually(lambda: not up.router.reserved, "nothing is reserved")
@@ -369,7 +369,7 @@ async def test_another_mode_is_refused_with_its_reason(tmp_path: Path, modes: tu
 
 @pytest.mark.parametrize("fail_open", [False, True])
 async def test_a_picker_that_is_gone(tmp_path: Path, fail_open: bool) -> None:
-    async with proxied(tmp_path, picker=1, picker_up=False, fail_open=fail_open) as up:
+    async with proxied(tmp_path, picker=1, pickers_up=False, fail_open=fail_open) as up:
         answer = await ask(up, "/v1/chat/completions", BODY)
         assert answer.status == (200 if fail_open else 500)
         assert sum(len(engine.requests) for engine in up.stack.engines) == fail_open
@@ -382,7 +382,7 @@ async def test_a_gateway_that_stops_ends_its_streams_with_an_error(tmp_path: Pat
         await until_ready(gateway)
         endpoints = [engine.url.removeprefix("http://") for engine in up.engines]
         async with (
-            envoy(EnvoySettings(endpoints, gateway.ext_proc_port), tmp_path) as url,
+            envoy(EnvoySettings(endpoints, [gateway.ext_proc_port]), tmp_path) as url,
             aiohttp.ClientSession() as http,
             http.post(f"{url}/v1/chat/completions", json=BODY | {"stream": True}) as answer,
         ):

@@ -27,12 +27,10 @@ class EnvoySettings:
 
     endpoints: Sequence[str]
     """The engines, IP:PORT each, among which Envoy chooses where no picker has."""
-    picker: int
-    """Port of the picker; 0: there is none."""
     pickers: Sequence[int] = ()
-    """Ports of further pickers."""
-    picker_up: bool = True
-    """Whether to wait until the picker is healthy."""
+    """Ports of the pickers; without one Envoy alone chooses."""
+    pickers_up: bool = True
+    """Whether to wait until the pickers are healthy."""
     fail_open: bool = False
     """Whether requests pass if the picker does not answer."""
     retries: int = 0
@@ -63,8 +61,10 @@ async def envoy(settings: EnvoySettings, folder: Path) -> AsyncIterator[str]:
 def _ready(settings: EnvoySettings, admin: str) -> bool:
     if not serves(admin, "/ready"):
         return False
-    healthy = f"picker::127.0.0.1:{settings.picker}::health_flags::healthy"
-    return not settings.picker_up or healthy in ask(admin + "/clusters").text
+    if not settings.pickers_up:
+        return True
+    told = ask(admin + "/clusters").text
+    return all(f"picker::127.0.0.1:{port}::health_flags::healthy" in told for port in settings.pickers)
 
 
 def configuration(settings: EnvoySettings, port: int, admin: int) -> Mapping[str, Any]:
@@ -80,7 +80,7 @@ def configuration(settings: EnvoySettings, port: int, admin: int) -> Mapping[str
             _typed("envoy.filters.http.header_to_metadata", "extensions.filters.http.header_to_metadata.v3.Config",
                    request_rules=[rule])
         )  # fmt: skip
-    if settings.picker:
+    if settings.pickers:
         filters.append(_ext_proc(settings))
     filters.append(_typed("envoy.filters.http.router", "extensions.filters.http.router.v3.Router"))
     route: dict[str, Any] = {"cluster": "engines", "timeout": "0s"}
@@ -99,8 +99,8 @@ def configuration(settings: EnvoySettings, port: int, admin: int) -> Mapping[str
     )
     listener = {"address": _address("127.0.0.1", port), "filter_chains": [{"filters": [manager]}]}
     clusters = [_engines(settings.endpoints)]
-    if settings.picker:
-        clusters.append(_picker((settings.picker, *settings.pickers)))
+    if settings.pickers:
+        clusters.append(_pickers(settings.pickers))
     return {
         "admin": {"address": _address("127.0.0.1", admin)},
         "static_resources": {"listeners": [listener], "clusters": clusters},
@@ -148,7 +148,7 @@ def _engines(endpoints: Sequence[str]) -> Mapping[str, Any]:
     }
 
 
-def _picker(ports: Sequence[int]) -> Mapping[str, Any]:
+def _pickers(ports: Sequence[int]) -> Mapping[str, Any]:
     http2 = _typed(
         "x", "extensions.upstreams.http.v3.HttpProtocolOptions", explicit_http_config={"http2_protocol_options": {}}
     )

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -161,9 +161,14 @@ def _processes(redis_url: str, folder: Path, count: int, **settings: object) -> 
 
 @asynccontextmanager
 async def replicas(
-    folder: Path, count: int = 2, models: tuple[str, ...] = ("m",), instances: int = 4, **settings: object
+    folder: Path,
+    count: int = 2,
+    models: tuple[str, ...] = ("m",),
+    instances: int = 4,
+    urls: Sequence[str] = (),
+    **settings: object,
 ) -> AsyncIterator[Replicas]:
-    """Run routers, agents and gateways; yield them when all are ready."""
+    """Run routers, agents and gateways; yield them when all are ready. `urls`: those of each model's instances."""
     with redis_server(folder) as (url, redis), _processes(url, folder, count, **settings) as routers:
         names = {model: [f"{model}-i{at}" for at in range(instances)] for model in models}
         fleet = Replicas(redis, routers, names)
@@ -172,8 +177,9 @@ async def replicas(
             await fleet.answering(0)
             for router in routers.values():
                 for model, members in names.items():
-                    for instance in members:
-                        task = asyncio.create_task(keep_reporting(router.address, instance, model))
+                    for at, instance in enumerate(members):
+                        changes = {"url": urls[at]} if urls else {}
+                        task = asyncio.create_task(keep_reporting(router.address, instance, model, **changes))
                         stack.push_async_callback(asyncio.gather, task, return_exceptions=True)
                         stack.callback(task.cancel)
             addresses = [router.address for router in routers.values()]
