@@ -1,9 +1,11 @@
 #!/bin/sh
 # Creates an authority and certificates signed by it in the given folder, for those who have no authority. Each of redis, router,
-# gateway, agent and operator gets a folder with ca.pem, cert.pem and key.pem, valid for the service's name and for this machine.
+# gateway, agent, operator and picker gets a folder with ca.pem, cert.pem and key.pem, valid for the service's name and for this
+# machine.
 # Existing files are kept. Certificates are valid for a year; to renew one, delete its folder and run this script again.
 #   ./make-certificates.sh compose/tls                   for compose/tls.yaml
 #   ./make-certificates.sh k8s/components/tls/tls        for k8s/components/tls
+#   ./make-certificates.sh k8s/components/picker/tls     for k8s/components/picker
 set -eu
 [ $# -eq 1 ] || { echo "usage: $0 FOLDER" >&2; exit 2; }
 umask 022
@@ -14,7 +16,7 @@ ca="$1/authority"
 new_key() { openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes "$@" 2> /dev/null; }
 [ -s "$ca/ca.pem" ] || new_key -x509 -keyout "$ca/ca.key" -out "$ca/ca.pem" -days 3650 -subj "/CN=pointsman"
 chmod 600 "$ca/ca.key"
-for name in redis router gateway agent operator; do
+for name in redis router gateway agent operator picker; do
   [ -s "$1/$name/cert.pem" ] && continue
   mkdir -p "$1/$name"
   cp "$ca/ca.pem" "$1/$name/ca.pem"

@@ -25,7 +25,7 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import yaml
 
 from tools import generate_telemetry as derived
-from tools.deploy_checks import compose, k8s, keda, prometheus, prometheus_operator
+from tools.deploy_checks import compose, gateway_api, k8s, keda, prometheus, prometheus_operator
 from tools.deploy_checks.kubectl import KubectlMissing, ensure_kubectl
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +34,10 @@ BIN = Path(sys.executable).parent
 # Kubernetes versions to validate against: the oldest one that the README supports, and the newest one that the pinned validator
 # has.
 KUBERNETES = ("1.29", "1.37")
+
+
+# Components with certificates that make-certificates.sh creates.
+CERTIFIED = {"tls", "picker"}
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -73,11 +77,12 @@ def render(
         deploy = Path(folder, "deploy")
         shutil.copytree(DEPLOY, deploy, ignore=_made_by_scripts)
         make_secrets(deploy / "k8s/base/secrets")
-        if "tls" in components:
-            certified = run(DEPLOY / "make-certificates.sh", deploy / "k8s/components/tls/tls")
+        copy = deploy / kustomization.relative_to(DEPLOY)
+        own = yaml.safe_load((copy / "kustomization.yaml").read_text()).get("components", [])
+        for name in CERTIFIED & {*components, *(Path(one).name for one in own)}:
+            certified = run(DEPLOY / "make-certificates.sh", deploy / "k8s/components" / name / "tls")
             if certified.returncode:
                 raise RuntimeError(f"make-certificates.sh: {certified.stderr.strip()}")
-        copy = deploy / kustomization.relative_to(DEPLOY)
         for name in components:
             file = copy / "kustomization.yaml"
             told = yaml.safe_load(file.read_text())
@@ -108,6 +113,8 @@ def schema_problems(item: dict[str, Any]) -> list[str]:
         return [f"{name}: {problem}" for problem in prometheus_operator.schema_problems(item)]
     if str(item.get("apiVersion")).startswith("keda.sh/"):
         return [f"{name}: {problem}" for problem in keda.schema_problems(item)]
+    if re.match(r"(inference|gateway)\.networking\.k8s\.io/", str(item.get("apiVersion"))):
+        return [f"{name}: {problem}" for problem in gateway_api.schema_problems(item)]
     for version in KUBERNETES:
         try:
             kubernetes_validate.validate(item, version, strict=True)
@@ -184,6 +191,7 @@ def main() -> int:
     for overlay, *components in (
         ("ha", "external-redis"),
         ("ha", "tls", "ingress"),
+        ("gateway-api", "tls", "two-routers"),
         ("gpu-per-node", "tls", "nvidia-runtime"),
         ("gpu", "kv-transfer", "rdma"),
         ("single-node", "autoscaling-keda"),

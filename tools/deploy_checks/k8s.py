@@ -53,6 +53,10 @@ def check(objects: list[Object]) -> list[str]:
         problems += _autoscaler(scaler, objects)
     for monitor in _of(objects, "ServiceMonitor"):
         problems += _monitor(monitor, objects)
+    for pool in _of(objects, "InferencePool"):
+        problems += _inference_pool(pool, objects)
+    for route in _of(objects, "HTTPRoute"):
+        problems += _route(route, objects)
     return problems
 
 
@@ -354,6 +358,29 @@ def _ingress(ingress: Object, objects: list[Object]) -> Iterator[str]:
             service = path["backend"]["service"]
             if (service["name"], service["port"].get("name")) not in ports:
                 yield f"{where}: {path['path']}: no Service {service['name']} with a port {service['port'].get('name')}"
+
+
+def _inference_pool(pool: Object, objects: list[Object]) -> Iterator[str]:
+    where, spec = _id(pool), pool["spec"]
+    chosen = [w for w in _workloads(objects) if _matches(spec["selector"], w)]
+    if not chosen:
+        yield f"{where}: selects no workload"
+    ports = {port for workload in chosen for port in _port_names(workload)}
+    for port in spec["targetPorts"]:
+        if port["number"] not in ports:
+            yield f"{where}: port {port['number']} is not a port of what it selects"
+    picker = spec["endpointPickerRef"]
+    offered = {(_name(s), port["port"]) for s in _of(objects, "Service") for port in s["spec"]["ports"]}
+    if (picker["name"], picker["port"]["number"]) not in offered:
+        yield f"{where}: no Service {picker['name']} with a port {picker['port']['number']}"
+
+
+def _route(route: Object, objects: list[Object]) -> Iterator[str]:
+    pools = {_name(pool) for pool in _of(objects, "InferencePool")}
+    for rule in route["spec"]["rules"]:
+        for backend in rule["backendRefs"]:
+            if backend.get("kind") != "InferencePool" or backend["name"] not in pools:
+                yield f"{_id(route)}: no InferencePool {backend['name']}"
 
 
 def _network_policy(policy: Object, objects: list[Object]) -> Iterator[str]:

@@ -72,6 +72,8 @@ PER_NODE = {"DaemonSet/vllm": "vllm", "DaemonSet/agent": "agent"}
         ("ha", ("external-redis",), ROUTER | SIDECAR),
         ("ha", ("tls",), ROUTER | REDIS | SIDECAR),
         ("gpu-per-node", ("tls",), ROUTER | REDIS | PER_NODE),
+        ("gateway-api", (), ROUTER | REDIS | SIDECAR),
+        ("gateway-api", ("two-routers", "tls"), ROUTER | REDIS | SIDECAR),
         ("external-engines", (), ROUTER | REDIS | {"Deployment/agent": "agent"}),
         ("external-engines", ("two-routers", "monitoring"), ROUTER | REDIS | {"Deployment/agent": "agent"}),
     ],
@@ -304,6 +306,33 @@ def test_the_ingress_leads_to_every_api_and_to_nothing_else() -> None:
         "Ingress/gateway: other.example.com is served without TLS",
         "Ingress/gateway: /v1: no Service router with a port http",
     ]
+
+
+def test_the_route_leads_every_api_to_the_pool_and_its_pickers() -> None:
+    objects = check_deploy.render(OVERLAYS / "gateway-api")
+    [rule] = find(objects, "HTTPRoute", "llm")["spec"]["rules"]
+    paths = [one["path"]["value"] for one in rule["matches"]]
+    assert all(any(path == one or path.startswith(f"{one}/") for one in paths) for path in ROUTES)
+    assert not [one for one in objects if one["kind"] == "ConfigMap" and one["metadata"]["name"] == "gateway-api"]
+    changed = check_deploy.render(
+        OVERLAYS / "gateway-api", files={"k8s/overlays/gateway-api/gateway-api.env": "GATEWAY=a\nGATEWAY_NAMESPACE=b\n"}
+    )
+    [parent] = find(changed, "HTTPRoute", "llm")["spec"]["parentRefs"]
+    assert (parent["name"], parent["namespace"]) == ("a", "b")
+    broken = copy.deepcopy(objects)
+    pool = find(broken, "InferencePool", "vllm")["spec"]
+    pool["targetPorts"] = [{"number": 8001}]
+    pool["endpointPickerRef"]["port"]["number"] = 9003
+    find(broken, "HTTPRoute", "llm")["spec"]["rules"][0]["backendRefs"][0]["name"] = "other"
+    assert k8s.check(broken) == [
+        "InferencePool/vllm: port 8001 is not a port of what it selects",
+        "InferencePool/vllm: no Service picker with a port 9003",
+        "HTTPRoute/llm: no InferencePool other",
+    ]
+    pool["endpointPickerRef"]["failureMode"] = "FailSafe"
+    pool["rank"] = 1
+    problems = check_deploy.schema_problems(find(broken, "InferencePool", "vllm"))
+    assert len(problems) == 2, problems
 
 
 def test_kv_goes_over_rdma_by_devices_that_the_pod_asks_for() -> None:
