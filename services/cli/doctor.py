@@ -318,6 +318,9 @@ def _gateway(gateway: str) -> Iterator[Finding]:
         yield Finding(Finding.FAIL, "gateway", f"not ready: {json.dumps(body)}", "see what is missing in its /health")
     else:
         yield Finding(Finding.OK, "gateway", "ready")
+    if picker := body.get("picker"):
+        told = f"proxies ask it on port {picker['port']}; {picker['open_requests']} of their requests are open"
+        yield Finding(Finding.OK, "picker", told)
     for model, state in (body.get("models") or {}).items():
         if state.get("exact"):
             yield Finding(Finding.OK, f"tokenizer {model}", "its tokens equal the engine's")

@@ -36,6 +36,7 @@ class UpSettings(BaseSettings):
 
     engine: Entries = Field(min_length=1, description="base URL of each vLLM server")
     listen: str = Field("127.0.0.1:8080", description="HOST:PORT of the gateway")
+    picker: str = Field("", description="HOST:PORT at which the gateway is an Envoy's endpoint picker; empty: none")
     router_listen: str = Field("127.0.0.1:50051", description="HOST:PORT of the router's gRPC services")
     router_metrics: str = Field("127.0.0.1:9100", description="HOST:PORT of the router's /metrics; empty: none")
     console: str = Field("127.0.0.1:9102", description="HOST:PORT of the router's console; empty: none")
@@ -67,6 +68,8 @@ def run_up(settings: UpSettings) -> None:
             typer.echo(f"pointsman up: {missing}", err=True)
             raise typer.Exit(1)
         typer.echo(f"OpenAI API   {base}/v1")
+        if settings.picker:
+            typer.echo(f"picker       {settings.picker}   (for an Envoy: docs/gateway-api.md)")
         typer.echo(f"router gRPC  {settings.router_listen}   (pointsman instances, decisions, explain)")
         if settings.console:
             typer.echo(f"console      {'https' if TlsSettings().cert else 'http'}://{settings.console}")
@@ -88,7 +91,7 @@ def unusable_addresses(settings: UpSettings) -> list[str]:
     address of one of them.
     """
     found = []
-    for name in ("listen", "router_listen", "router_metrics", "console", "agent_metrics"):
+    for name in ("listen", "picker", "router_listen", "router_metrics", "console", "agent_metrics"):
         if address := getattr(settings, name):
             host, _, port = address.rpartition(":")
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -125,7 +128,9 @@ def services(settings: UpSettings, environment: Mapping[str, str]) -> list[tuple
         "POINTSMAN_GATEWAY_LISTEN": settings.listen,
         "POINTSMAN_GATEWAY_DRAIN_TIMEOUT_S": str(STOP_TIMEOUT_S - 5),
     }
-    # Without the option, the gateway's own variable counts.
+    # Without the options, the gateway's own variables count.
+    if settings.picker:
+        gateway["POINTSMAN_GATEWAY_EXT_PROC_LISTEN"] = settings.picker
     if settings.tokenizer:
         gateway["POINTSMAN_GATEWAY_TOKENIZERS"] = " ".join(settings.tokenizer)
     if environment.get("POINTSMAN_GATEWAY_PROCESSES", "1") != "1":

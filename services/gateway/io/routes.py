@@ -344,7 +344,7 @@ class Gateway:
             missing.insert(0, "no session with a router")
         if not states:
             missing.append("no model")
-        body = {
+        body: dict[str, Any] = {
             "status": ("degraded" if missing else "ok") if self.usable else "unavailable",
             "router_connected": self.router.connected,
             "models": {
@@ -358,6 +358,8 @@ class Gateway:
             },
             "missing": missing,
         }
+        if self.ext_proc_port:
+            body["picker"] = {"port": self.ext_proc_port, "open_requests": len(self.proxy_streams)}
         return _json(body, 200 if self.usable else 503)
 
     async def _models(self, request: Request) -> Response:
