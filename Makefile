@@ -75,7 +75,7 @@ test-next: env-engine-next  ## the tests on a real vLLM with another one: [NEXT_
 test-fast: env env-aiperf env-agents env-envoy  ## the tests that need no real vLLM
 	$(BIN)/python -m tools.run_tests --fast
 
-bench: env  ## all benchmarks (needs Debian's nginx): a table, and bench/results.jsonl
+bench: env env-envoy  ## all benchmarks (needs Debian's nginx): a table, and bench/results.jsonl
 	$(BIN)/python -m bench
 
 scoreboard: env env-engine env-aiperf  ## other routers' programs beside Pointsman, <= 150 minutes: docs/scoreboard.md (needs nginx)

@@ -40,6 +40,7 @@ from bench.layerwise_trace import layerwise_trace
 from bench.memory import growth, memory
 from bench.open_requests import open_request_bytes
 from bench.outlive import outlive
+from bench.picker import picker
 from bench.place import place
 from bench.report_age import report_age
 from bench.rival_rules import rival_rules
@@ -64,6 +65,7 @@ BENCHMARKS: dict[str, Callable[[], object]] = {
         takeover,
         chunks,
         requests,
+        picker,
         turns,
         memory,
         open_request_bytes,

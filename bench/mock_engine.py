@@ -37,6 +37,15 @@ def _framed(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
+def _unframed(chunks: bytes) -> bytes:
+    """Return the data of whole chunks."""
+    parts, at = [], 0
+    while size := int(chunks[at : (line := chunks.index(b"\r\n", at))], 16):
+        parts.append(chunks[line + 2 : line + 2 + size])
+        at = line + 4 + size
+    return b"".join(parts)
+
+
 class Engine(asyncio.Protocol):
     """One connection. Its client must wait for each answer before it sends the next request."""
 
@@ -61,11 +70,17 @@ class Engine(asyncio.Protocol):
         if end < 0:
             return
         head = self._in[:end].lower()
-        at = head.find(b"content-length:")
-        length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
-        if len(self._in) < end + 4 + length:
-            return
-        body, self._in = self._in[end + 4 : end + 4 + length], b""
+        if head.find(b"transfer-encoding: chunked") >= 0:
+            if not self._in.endswith(b"0\r\n\r\n"):
+                return
+            body = _unframed(self._in[end + 4 :])
+        else:
+            at = head.find(b"content-length:")
+            length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+            body = self._in[end + 4 : end + 4 + length]
+            if len(body) < length:
+                return
+        self._in = b""
         self._answer(head.split(b" ", 2)[1], body)
 
     def _answer(self, path: bytes, raw: bytes) -> None:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman.common.io.channel import open_channel
 from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
 from tests.support.http_request import serves
+from tests.support.processes.envoy import EnvoySettings, command, configuration, is_ready
 from tests.support.processes.pointsman import pointsman_command
 from tests.support.processes.process import free_port
 from tests.support.router import Client, Report
@@ -89,8 +91,8 @@ async def wait_until_ready(port: int, path: str = "/health") -> None:
 async def engine(interval_ms: float, model: str = "", *flags: str) -> AsyncIterator[ServerProcess]:
     """Run a mock engine."""
     port = free_port()
-    command = [sys.executable, "-m", "bench.mock_engine", "--port", str(port), "--interval-ms", str(interval_ms)]
-    with process([*command, "--model", model, *flags], stdout=subprocess.DEVNULL) as child:
+    program = [sys.executable, "-m", "bench.mock_engine", "--port", str(port), "--interval-ms", str(interval_ms)]
+    with process([*program, "--model", model, *flags], stdout=subprocess.DEVNULL) as child:
         await wait_until_ready(port, "/v1/models")
         yield ServerProcess(port, (child.pid,))
 
@@ -256,6 +258,19 @@ async def nginx(engines: list[ServerProcess]) -> AsyncIterator[ServerProcess]:
         with process([executable, "-c", config, "-e", f"{folder}/error.log"]) as child:
             await wait_until_ready(port, "/v1/models")
             yield ServerProcess(port, _children(child.pid))
+
+
+@contextlib.asynccontextmanager
+async def envoy(engines: list[ServerProcess], *pickers: int) -> AsyncIterator[ServerProcess]:
+    """Run an Envoy with one worker, which asks the pickers at these ports. `make env-envoy` installs it."""
+    port, admin = free_port(), free_port()
+    settings = EnvoySettings([f"127.0.0.1:{one.port}" for one in engines], pickers)
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(_written(Path(folder) / "envoy.json", json.dumps(configuration(settings, port, admin))))
+        with process(command(config), stderr=subprocess.DEVNULL) as child:
+            ready = partial(is_ready, settings, f"http://127.0.0.1:{admin}")
+            await asyncio.to_thread(until, ready, within_s=READY_WITHIN_S, what="Envoy and its pickers")
+            yield ServerProcess(port, (child.pid,))
 
 
 @contextlib.asynccontextmanager

@@ -47,18 +47,23 @@ async def envoy(settings: EnvoySettings, folder: Path) -> AsyncIterator[str]:
     port, admin = free_port(), free_port()
     config = folder / f"envoy-{port}.json"
     config.write_text(json.dumps(configuration(settings, port, admin)))
-    argv = [str(BINARY), "-c", str(config), "--disable-hot-restart", "--concurrency", "1", "--log-level", "warning"]
-    process = Process(f"envoy-{port}", argv, folder / f"envoy-{port}.log")
+    process = Process(f"envoy-{port}", command(config), folder / f"envoy-{port}.log")
     process.start()
     try:
-        ready = partial(_ready, settings, f"http://127.0.0.1:{admin}")
+        ready = partial(is_ready, settings, f"http://127.0.0.1:{admin}")
         await asyncio.to_thread(process.wait_ready, ready, within_s=START_S)
         yield f"http://127.0.0.1:{port}"
     finally:
         await asyncio.to_thread(process.stop, within_s=30)
 
 
-def _ready(settings: EnvoySettings, admin: str) -> bool:
+def command(config: Path) -> list[str]:
+    """Return the command line of an Envoy with one worker."""
+    return [str(BINARY), "-c", str(config), "--disable-hot-restart", "--concurrency", "1", "--log-level", "warning"]
+
+
+def is_ready(settings: EnvoySettings, admin: str) -> bool:
+    """Return whether an Envoy with the admin URL `admin` serves, and knows its pickers to be healthy."""
     if not serves(admin, "/ready"):
         return False
     if not settings.pickers_up:
