@@ -192,6 +192,7 @@ def main() -> int:
         ("ha", "external-redis"),
         ("ha", "tls", "ingress"),
         ("gateway-api", "tls", "two-routers"),
+        ("external-engines", "engine-service"),
         ("gpu-per-node", "tls", "nvidia-runtime"),
         ("gpu", "kv-transfer", "rdma"),
         ("single-node", "autoscaling-keda"),

@@ -15,6 +15,8 @@ from tools.deploy_checks import service_environment as services
 
 Object = dict[str, Any]
 WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet")
+# Kinds of objects that are in no namespace.
+CLUSTER_WIDE = ("Namespace", "ClusterRole", "ClusterRoleBinding")
 # Containers that may write to their own file system, and why.
 WRITABLE = {"vllm": "it writes compiled kernels to the home folder"}
 # The metric that engines are scaled on, a pattern of the labels in its query, and the pattern of a label value in Kubernetes.
@@ -74,7 +76,7 @@ def _names(objects: list[Object]) -> Iterator[str]:
             yield f"{kind}/{name}: defined {count} times"
     namespaces = {_name(o) for o in _of(objects, "Namespace")}
     for o in objects:
-        if o["kind"] != "Namespace" and o["metadata"].get("namespace") not in namespaces:
+        if o["kind"] not in CLUSTER_WIDE and o["metadata"].get("namespace") not in namespaces:
             yield f"{_id(o)}: namespace {o['metadata'].get('namespace')} is not defined here"
 
 

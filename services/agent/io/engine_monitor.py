@@ -100,10 +100,12 @@ class EngineMonitor:
         self._to_forward: set[int] = set()
         self._pushing: asyncio.TimerHandle | None = None
         self._stopping: set[asyncio.Task[None]] = set()
+        self._goodbye = ""
         self._log = log.bind(engine=address.url)
 
     async def run(self) -> None:
-        """Scrape the engine periodically until cancelled. The cancellation saves the instances' state and stops them."""
+        """Scrape the engine periodically until cancelled. The cancellation saves the instances' state and stops them; after
+        leave() they end."""
         timeout_s = max(2.0, 2 * self._interval)
         try:
             async with EngineProbe(self.address, timeout_s=timeout_s, api_key=self._api_key, tls=self._tls) as probe:
@@ -118,7 +120,11 @@ class EngineMonitor:
                     await self._pause(began + pause - time.monotonic())
         finally:
             self._forget_pause()
-            await self._stop("")
+            await self._stop(self._goodbye)
+
+    def leave(self, reason: str) -> None:
+        """Make the end of run() the end of the instances, too: the engine does not come back."""
+        self._goodbye = reason
 
     def is_from_this_engine(self, load: StepLoad) -> bool:
         """Return whether a pushed load is of this engine, as it answered the last scrape."""

@@ -7,16 +7,21 @@ import os
 import signal
 import socket
 import ssl
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 
 import structlog
 import zmq.asyncio
 from aiohttp import web
 
-from pointsman.agent.core.engine_address import parse_engine_address
+from pointsman.agent.core.engine_address import EngineAddress, parse_engine_address
+from pointsman.agent.core.engine_service import parse_engine_service
 from pointsman.agent.io.engine_monitor import EngineMonitor
+from pointsman.agent.io.engine_services import follow
 from pointsman.agent.io.gpu import GpuSampler
 from pointsman.agent.io.instance_reporting import AgentContext
+from pointsman.agent.io.monitored_engines import MonitoredEngines
 from pointsman.agent.io.settings import AgentSettings
 from pointsman.agent.io.status import make_app
 from pointsman.agent.io.step_load_receiver import receive_step_loads
@@ -75,9 +80,10 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
     engine_tls = _engine_tls(settings)
     addresses = [parse_engine_address(text) for text in settings.engines]
     # A single engine has all of the node's devices. With several engines each address must name its devices.
-    everything = tuple(range(sampler.count)) if len(addresses) == 1 else ()
-    monitors = [
-        EngineMonitor(
+    everything = tuple(range(sampler.count)) if len(addresses) == 1 and not settings.engine_services else ()
+
+    def monitor(address: EngineAddress) -> EngineMonitor:
+        return EngineMonitor(
             address,
             agent_context,
             scrape_interval_s=settings.scrape_interval_s,
@@ -86,31 +92,36 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
             gpus=everything if address.gpus is None else address.gpus,
             sampler=sampler,
         )
-        for address in addresses
-    ]
+
+    monitors = MonitoredEngines(monitor)
     if settings.metrics_listen:
-        await _serve_status(settings.metrics_listen, monitors, resources)
+        await _serve_status(settings.metrics_listen, monitors.all, resources)
     log.info(
         "the agent has started",
         engines=[address.url for address in addresses],
+        engine_services=settings.engine_services,
         routers=settings.routers,
         gpus=sampler.count,
         no_gpus=sampler.absent_reason,
     )
-    tasks = [asyncio.create_task(monitor.run(), name=f"watch {monitor.address.url}") for monitor in monitors]
+    monitors.set_engines("", {address.url: address for address in addresses})
+    tasks = [
+        asyncio.create_task(follow(service, partial(monitors.set_engines, str(service))), name=f"follow {service}")
+        for service in map(parse_engine_service, settings.engine_services)
+    ]
     if settings.step_loads_listen:
-        tasks.append(
-            asyncio.create_task(receive_step_loads(context, settings.step_loads_listen, monitors), name="step loads")
-        )
-    stopped = asyncio.create_task(stop.wait())
+        receiving = receive_step_loads(context, settings.step_loads_listen, monitors.all)
+        tasks.append(asyncio.create_task(receiving, name="step loads"))
+    stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(monitors.failed())
     try:
-        # A monitor and the receiver of loads end only by a fault. The agent then ends, too, so that the fault is noticed.
-        await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        # A monitor and the other tasks end only by a fault. The agent then ends, too, so that the fault is noticed.
+        await asyncio.wait([stopped, failed, *tasks], return_when=asyncio.FIRST_COMPLETED)
     finally:
         stopped.cancel()
-        for task in tasks:
+        for task in (failed, *tasks):
             task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
+        results = await asyncio.gather(failed, *tasks, return_exceptions=True)
+        await monitors.stop()
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -132,7 +143,7 @@ async def _until_signal(settings: AgentSettings) -> None:
     await serve(settings, stop)
 
 
-async def _serve_status(listen: str, monitors: list[EngineMonitor], resources: AsyncExitStack) -> None:
+async def _serve_status(listen: str, monitors: Sequence[EngineMonitor], resources: AsyncExitStack) -> None:
     host, _, port = listen.rpartition(":")
     runner = web.AppRunner(make_app(monitors), access_log=None)
     resources.push_async_callback(runner.cleanup)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pointsman.agent.core.engine_address import parse_engine_address
+from pointsman.agent.core.engine_service import parse_engine_service
 from pointsman.common.io.settings import Entries
 
 
@@ -25,6 +26,11 @@ class AgentSettings(BaseSettings):
         "the devices that the engine announces, or NVML's name), long-prefill-token-threshold (the engine's setting; default: as "
         "the engine announces), storage (one word for the store of KV blocks that engines with the same word share; default: "
         "none is shared)",
+    )
+    engine_services: Entries = Field(
+        default_factory=list,
+        description="Services of Kubernetes whose endpoints are engines, each NAMESPACE/NAME or NAMESPACE/NAME:PORT (a port's "
+        "name or number), with options as of an engine; the agent follows their EndpointSlices",
     )
     routers: Entries = Field(default_factory=list, description="HOST:PORT of each router replica")
     state_dir: Path = Field(
@@ -55,12 +61,23 @@ class AgentSettings(BaseSettings):
     @field_validator("engines")
     @classmethod
     def _engines_parse(cls, value: list[str]) -> list[str]:
-        if not value:
-            raise ValueError("at least one engine is needed")
         addresses = [parse_engine_address(text).instance_id(None) for text in value]
         if len(set(addresses)) < len(addresses):
             raise ValueError("two engines have the same advertised address")
         return value
+
+    @field_validator("engine_services")
+    @classmethod
+    def _services_parse(cls, value: list[str]) -> list[str]:
+        for text in value:
+            parse_engine_service(text)
+        return value
+
+    @model_validator(mode="after")
+    def _some_engine(self) -> AgentSettings:
+        if not self.engines and not self.engine_services:
+            raise ValueError("at least one engine, or a service of engines, is needed")
+        return self
 
     @field_validator("routers")
     @classmethod

@@ -19,7 +19,6 @@ def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("engines", "routers", "field"),
     [
-        ([], ["r:1"], "engines"),
         (["a:1"], ["r:1"], "engines"),
         (["http://a:1", "http://a:1/"], ["r:1"], "engines"),
         (["http://a:1"], [], "routers"),
@@ -30,3 +29,12 @@ def test_settings_that_cannot_work_name_the_field(engines: list[str], routers: l
     with pytest.raises(ValidationError) as error:
         AgentSettings(engines=engines, routers=routers)
     assert error.value.errors()[0]["loc"] == (field,)
+
+
+def test_an_agent_needs_an_engine_or_a_service_of_engines() -> None:
+    with pytest.raises(ValidationError, match="at least one engine, or a service of engines"):
+        AgentSettings(engines=[], routers=["r:1"])
+    assert AgentSettings(engine_services=["llm/vllm:http"], routers=["r:1"]).engines == []
+    with pytest.raises(ValidationError) as error:
+        AgentSettings(engine_services=["vllm"], routers=["r:1"])
+    assert error.value.errors()[0]["loc"] == ("engine_services",)

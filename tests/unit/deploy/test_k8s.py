@@ -75,6 +75,7 @@ PER_NODE = {"DaemonSet/vllm": "vllm", "DaemonSet/agent": "agent"}
         ("gateway-api", (), ROUTER | REDIS | SIDECAR),
         ("gateway-api", ("two-routers", "tls"), ROUTER | REDIS | SIDECAR),
         ("external-engines", (), ROUTER | REDIS | {"Deployment/agent": "agent"}),
+        ("external-engines", ("engine-service",), ROUTER | REDIS | {"Deployment/agent": "agent"}),
         ("external-engines", ("two-routers", "monitoring"), ROUTER | REDIS | {"Deployment/agent": "agent"}),
     ],
 )

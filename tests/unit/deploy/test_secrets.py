@@ -38,7 +38,15 @@ def test_certificates_are_kept_and_good_for_their_service(tmp_path: Path) -> Non
         return {file: file.read_bytes() for file in tmp_path.rglob("*.pem")}
 
     before = make()
-    assert {file.parent.name for file in before} == {"authority", "redis", "router", "gateway", "agent", "operator"}
+    assert {file.parent.name for file in before} == {
+        "authority",
+        "redis",
+        "router",
+        "gateway",
+        "agent",
+        "operator",
+        "picker",
+    }
     (tmp_path / "agent/cert.pem").unlink()
     changed = {file for file, content in make().items() if content != before[file]}
     assert {file.parent.name for file in changed} == {"agent"}

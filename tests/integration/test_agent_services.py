@@ -1,0 +1,96 @@
+"""An agent that follows a Service of Kubernetes: the real client library before a scripted API server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import zmq.asyncio
+
+from pointsman.agent.io.engine_services import FIRST_PAUSE_S
+from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, RunningAgent
+from tests.support.fakes.kubernetes_api import FakeKubernetes, endpoint, endpoint_slice
+from tests.support.waiting import eventually
+
+
+@dataclass
+class Cluster:
+    """Two engines, a router, an API server, and an agent that knows no engine's address."""
+
+    engines: list[FakeEngine]
+    router: FakeRouter
+    api: FakeKubernetes
+    agent: RunningAgent
+
+    def slice(self, *engines: int, name: str = "vllm-a") -> dict[str, object]:
+        """A slice whose endpoints are these engines: all are on one address, so each has a slice of its own by its port."""
+        [at] = engines
+        ports = [{"name": "http", "port": self.engines[at].port, "protocol": "TCP"}]
+        return endpoint_slice(name, [endpoint("127.0.0.1")], ports=ports)
+
+    def known(self) -> set[int]:
+        """The engines that the router knows."""
+        open_streams = [one for one in self.router.streams if not one.ended]
+        ids = {one.hello.instance.instance_id for one in open_streams}
+        return {at for at, engine in enumerate(self.engines) if f"127.0.0.1:{engine.port}" in ids}
+
+
+@pytest.fixture
+async def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
+    async with AsyncExitStack() as running:
+        context = zmq.asyncio.Context()
+        running.callback(context.destroy, linger=0)
+        engines = [FakeEngine(context) for _ in range(2)]
+        router = FakeRouter()
+        for one in (*engines, router):
+            await one.start()
+            running.push_async_callback(one.stop)
+        api = FakeKubernetes()
+        monkeypatch.setenv("KUBECONFIG", str(await running.enter_async_context(api.serve(tmp_path))))
+        agent = RunningAgent([], [router.address], tmp_path / "state", engine_services=["llm/vllm:http"])
+        up = Cluster(engines, router, api, agent)
+        try:
+            yield up
+        finally:
+            await agent.stop()
+
+
+async def test_engines_come_and_go_with_their_endpoints(up: Cluster) -> None:
+    await eventually(lambda: up.api.watches == 1, "the agent watches")
+    assert up.api.queries[0]["labelSelector"] == "kubernetes.io/service-name=vllm"
+    assert up.api.token == "Bearer secret"
+    up.api.change("ADDED", up.slice(0, name="a"))
+    await eventually(lambda: up.known() == {0}, "the first engine")
+    up.api.change("ADDED", up.slice(1, name="b"))
+    await eventually(lambda: up.known() == {0, 1}, "both engines")
+    up.api.change("DELETED", up.slice(0, name="a"))
+    await eventually(lambda: up.known() == {1}, "the second engine alone")
+    gone = next(one for one in up.router.streams if one.ended)
+    assert gone.goodbye == "its endpoint is gone"
+    up.api.change("MODIFIED", up.slice(0, name="b"))
+    await eventually(lambda: up.known() == {0}, "the slice has another engine")
+
+
+async def test_while_the_api_does_not_answer_the_engines_stay(up: Cluster) -> None:
+    up.api.change("ADDED", up.slice(0, name="a"))
+    await eventually(lambda: up.known() == {0}, "the first engine")
+    await eventually(lambda: up.api.watches == 1, "the agent watches")
+    up.api.status = 500
+    before = len(up.api.queries)
+    up.api.send(None)
+    await eventually(lambda: len(up.api.queries) >= before + 2, "it has failed twice", within_s=20 * FIRST_PAUSE_S)
+    assert up.known() == {0}
+    up.api.slices["b"] = up.slice(1, name="b")
+    up.api.status = 200
+    await eventually(lambda: up.known() == {0, 1}, "what has changed meanwhile")
+
+
+async def test_a_watch_that_is_too_old_begins_anew(up: Cluster) -> None:
+    await eventually(lambda: up.api.watches == 1, "the agent watches")
+    up.api.slices["a"] = up.slice(0, name="a")
+    gone = {"kind": "Status", "status": "Failure", "reason": "Expired", "message": "too old", "code": 410}
+    up.api.send({"type": "ERROR", "object": gone})
+    await eventually(lambda: up.known() == {0}, "the list is read again")

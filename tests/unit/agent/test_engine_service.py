@@ -1,0 +1,101 @@
+"""Which endpoints of a Service are engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kubernetes_validate  # type: ignore[import-untyped]
+import pytest
+
+from pointsman.agent.core.engine_service import EngineService, ServiceEndpoints, parse_engine_service
+from tests.support.fakes.kubernetes_api import endpoint, endpoint_slice
+
+TWO_PORTS = [{"name": "http", "port": 8000, "protocol": "TCP"}, {"name": "metrics", "port": 9101, "protocol": "TCP"}]
+
+
+def urls(service: str, *slices: dict[str, Any]) -> list[str]:
+    """The URLs of a service's engines, of slices that are valid."""
+    for one in slices:
+        kubernetes_validate.validate(one, "1.37", strict=True)
+    endpoints = ServiceEndpoints(parse_engine_service(service))
+    endpoints.replace(slices)
+    return sorted(endpoints.engines())
+
+
+@pytest.mark.parametrize(
+    ("text", "service"),
+    [
+        ("llm/vllm", EngineService("llm", "vllm")),
+        ("llm/vllm:http", EngineService("llm", "vllm", "http")),
+        ("llm/vllm:8000?hardware=h100&kv=mooncake", EngineService("llm", "vllm", "8000", "hardware=h100&kv=mooncake")),
+    ],
+)
+def test_a_service_is_parsed(text: str, service: EngineService) -> None:
+    assert parse_engine_service(text) == service
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["vllm", "/vllm", "llm/", "LLM/vllm", "llm/vllm/x", "llm/vllm:", "llm/vllm?speed=9", "llm/vllm?advertise=http://x",
+     "llm/vllm?gpus=0", "llm/vllm?kv=what"],
+)  # fmt: skip
+def test_what_is_no_service_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        parse_engine_service(text)
+
+
+def test_ready_endpoints_are_engines() -> None:
+    found = urls(
+        "llm/vllm",
+        endpoint_slice(
+            "vllm-a",
+            [
+                endpoint("10.0.0.1"),
+                endpoint("10.0.0.2", ready=False),
+                endpoint("10.0.0.3", ready=None),
+                endpoint("10.0.0.4", terminating=True),
+                endpoint("10.0.0.5", ready=False, terminating=True),
+            ],
+        ),
+        endpoint_slice("vllm-b", [endpoint("10.0.0.6"), endpoint("10.0.0.1")]),
+    )
+    assert found == ["http://10.0.0.1:8000", "http://10.0.0.3:8000", "http://10.0.0.6:8000"]
+
+
+@pytest.mark.parametrize(
+    ("service", "ports", "port"),
+    [
+        ("llm/vllm", [{"port": 8000, "protocol": "TCP"}], 8000),
+        ("llm/vllm", TWO_PORTS, 0),
+        ("llm/vllm:http", TWO_PORTS, 8000),
+        ("llm/vllm:9101", TWO_PORTS, 9101),
+        ("llm/vllm:9102", TWO_PORTS, 0),
+        ("llm/vllm:grpc", TWO_PORTS, 0),
+        ("llm/vllm", [{"name": "udp", "port": 53, "protocol": "UDP"}], 0),
+        ("llm/vllm", [], 0),
+    ],
+)
+def test_the_port_is_the_named_one_or_the_only_one(service: str, ports: list[dict[str, Any]], port: int) -> None:
+    found = urls(service, endpoint_slice("vllm-a", [endpoint("10.0.0.1")], ports=ports))
+    assert found == ([f"http://10.0.0.1:{port}"] if port else [])
+
+
+def test_ipv6_and_names() -> None:
+    six = endpoint_slice("vllm-6", [endpoint("fd00::1")], address_type="IPv6")
+    names = endpoint_slice("vllm-n", [endpoint("engine.example.com")], address_type="FQDN")
+    assert urls("llm/vllm", six, names) == ["http://[fd00::1]:8000"]
+
+
+def test_changes_are_applied_one_by_one() -> None:
+    endpoints = ServiceEndpoints(parse_engine_service("llm/vllm?hardware=h100"))
+    endpoints.apply("ADDED", endpoint_slice("a", [endpoint("10.0.0.1")]))
+    endpoints.apply("ADDED", endpoint_slice("b", [endpoint("10.0.0.2")]))
+    endpoints.apply("BOOKMARK", {"kind": "EndpointSlice", "metadata": {"resourceVersion": "9"}})
+    assert sorted(endpoints.engines()) == ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+    assert endpoints.engines()["http://10.0.0.1:8000"].hardware == "h100"
+    endpoints.apply("MODIFIED", endpoint_slice("a", [endpoint("10.0.0.3")]))
+    endpoints.apply("DELETED", endpoint_slice("b", []))
+    endpoints.apply("DELETED", endpoint_slice("unknown", []))
+    assert sorted(endpoints.engines()) == ["http://10.0.0.3:8000"]
+    endpoints.apply("MODIFIED", endpoint_slice("a", []) | {"endpoints": None, "ports": None})
+    assert endpoints.engines() == {}
