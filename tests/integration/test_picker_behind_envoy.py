@@ -26,7 +26,7 @@ from tests.support.fakes.gateway_peers import (
     until_ready,
 )
 from tests.support.fakes.offloading_peers import KvEngine, halves, offloading, slicing, told
-from tests.support.processes.envoy import EnvoySettings, envoy
+from tests.support.processes.envoy import EnvoySettings, envoy_beside
 from tests.support.waiting import eventually
 
 BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Set the points. " * 8}]}
@@ -54,7 +54,7 @@ async def proxied(
     async with stack(folder, ext_proc_listen="127.0.0.1:0", engine=engine, **(gateway or {})) as up:
         endpoints = [engine.url.removeprefix("http://") for engine in up.engines]
         port = up.gateway.ext_proc_port if picker is None else picker
-        async with envoy(EnvoySettings(endpoints, [port], **settings), folder) as url:
+        async with envoy_beside(EnvoySettings(endpoints, [port], **settings), folder) as url:
             yield Proxied(up, url)
             await eventually(lambda: not any(engine.open for engine in up.engines), "nothing is open at the engines")
             await eventually(lambda: not up.router.reserved, "nothing is reserved")
@@ -382,7 +382,7 @@ async def test_a_gateway_that_stops_ends_its_streams_with_an_error(tmp_path: Pat
         await until_ready(gateway)
         endpoints = [engine.url.removeprefix("http://") for engine in up.engines]
         async with (
-            envoy(EnvoySettings(endpoints, [gateway.ext_proc_port]), tmp_path) as url,
+            envoy_beside(EnvoySettings(endpoints, [gateway.ext_proc_port]), tmp_path) as url,
             aiohttp.ClientSession() as http,
             http.post(f"{url}/v1/chat/completions", json=BODY | {"stream": True}) as answer,
         ):

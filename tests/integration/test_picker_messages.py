@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import random
 import subprocess
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -103,7 +105,8 @@ def body(piece: bytes = CHAT, *, end: bool = True) -> pb.ProcessingRequest:
 
 def answer_head(status: int = 200, end: bool = False, **fields: str) -> pb.ProcessingRequest:
     every = {":status": str(status), "content-type": "text/event-stream", "x-envoy-upstream-service-time": "1"} | fields
-    return pb.ProcessingRequest(response_headers=pb.HttpHeaders(headers=header_map(every), end_of_stream=end))
+    headers = header_map({name: value for name, value in every.items() if value})
+    return pb.ProcessingRequest(response_headers=pb.HttpHeaders(headers=headers, end_of_stream=end))
 
 
 def answer_body(piece: bytes, *, end: bool = False) -> pb.ProcessingRequest:
@@ -164,6 +167,19 @@ async def test_a_request_and_its_answer(up: Stack) -> None:
     assert await outcomes(up) == [1]
 
 
+@pytest.mark.parametrize(("status", "outcome"), [(200, 1), (503, 4)])
+async def test_a_proxy_that_does_not_tell_how_long_an_engine_took(up: Stack, status: int, outcome: int) -> None:
+    async with Proxy(up) as proxy:
+        await proxy.send(head(), body())
+        await placed(proxy)
+        quiet = {"x-envoy-upstream-service-time": ""}
+        await proxy.send(answer_head(status, **quiet), answer_body(WORD + DONE, end=True))
+        began, *_ = await proxy.read_all()
+        told = set_fields(began.response_headers.response.header_mutation)
+        assert told.get(":status", "200") == ("200" if status == 200 else "502")
+    assert await outcomes(up) == [outcome]
+
+
 async def test_trailers_in_both_directions(up: Stack) -> None:
     async with Proxy(up) as proxy:
         await proxy.send(head(), body(end=False), pb.ProcessingRequest(request_trailers=trailers()))
@@ -195,6 +211,15 @@ async def test_a_request_without_a_body_gets_its_response_at_once(up: Stack) -> 
         pytest.param([head(), answer_head()], 500, "messages_out_of_order", id="an answer before the body's end"),
         pytest.param([head(), body(), body()], 500, "messages_out_of_order", id="a body after its end"),
         pytest.param([head(), body(), answer_body(b"x")], 500, "messages_out_of_order", id="an answer without a head"),
+        pytest.param(
+            [head(), body(), answer_head(**{":status": ""})],
+            500,
+            "messages_out_of_order",
+            id="an answer without a status",
+        ),
+        pytest.param(
+            [head(), body(), answer_head(**{":status": "²"})], 500, "messages_out_of_order", id="no number of a status"
+        ),
         pytest.param([head(), body(b"{")], 400, "invalid_json", id="not JSON"),
         pytest.param([head(), body(b"")], 400, "invalid_json", id="an empty body"),
         pytest.param([head(end=True)], 400, "invalid_json", id="no body"),
@@ -274,6 +299,33 @@ async def test_a_stream_that_ends_leaves_nothing(up: Stack, when: str, how: str)
     if when not in ("in the head", "in the body"):
         assert await outcomes(up) == [2]
     await eventually(lambda: not up.gateway.proxy_streams)
+
+
+async def test_any_messages_in_any_order_leave_nothing(up: Stack) -> None:
+    rng = random.Random(11)
+    every = [
+        head(), head(end=True), head(subset=[]), body(), body(b"{"), body(b"", end=False), answer_head(), answer_head(503),
+        answer_head(end=True), answer_body(WORD), answer_body(DONE, end=True), answer_body(b""), pb.ProcessingRequest(),
+        pb.ProcessingRequest(request_trailers=trailers()), pb.ProcessingRequest(response_trailers=trailers()),
+    ]  # fmt: skip
+    begins = [[], [head()], [head(), body()], [head(), body(), answer_head()]]
+
+    async def one() -> None:
+        async with Proxy(up) as proxy:
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                for message in [*rng.choice(begins), *rng.choices(every, k=rng.randint(0, 4))]:
+                    await proxy.send(message)
+                    await asyncio.sleep(rng.choice([0.0, 0.0, 0.02]))
+                await proxy.end()
+                await proxy.read_all()
+
+    async with asyncio.timeout(60):
+        for _ in range(10):
+            await asyncio.gather(*(one() for _ in range(20)))
+    await eventually(lambda: not up.gateway.proxy_streams, "no stream is open")
+    # A placement that arrives after the end of its request is given back, too.
+    ended = [one.request_id for one in up.router.finished if one.error != "the placement came too late"]
+    assert len(ended) == len(set(ended)) > 20
 
 
 async def test_an_instance_that_does_not_answer_in_time(up: Stack) -> None:

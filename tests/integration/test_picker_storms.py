@@ -13,7 +13,7 @@ import aiohttp
 
 from pointsman.gateway.io.tokenizer_files import load_tokenizer
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine
-from tests.support.processes.envoy import EnvoySettings, envoy
+from tests.support.processes.envoy import EnvoySettings, envoy_beside
 from tests.support.processes.gateway import gateway_running, ready, told_url
 from tests.support.processes.process import free_port
 from tests.support.processes.replicas import Replicas, replicas
@@ -82,7 +82,7 @@ async def fleet(folder: Path, pickers: int = 2) -> AsyncIterator[Fleet]:
             await ready(picker_urls[-1])
             processes.append(process)
         endpoints = [url.removeprefix("http://") for url in urls]
-        url = await running.enter_async_context(envoy(EnvoySettings(endpoints, ports), folder))
+        url = await running.enter_async_context(envoy_beside(EnvoySettings(endpoints, ports), folder))
         http = await running.enter_async_context(aiohttp.ClientSession())
         yield Fleet(engines, behind, processes, picker_urls, url, http)
 

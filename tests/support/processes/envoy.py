@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,20 +41,36 @@ class EnvoySettings:
     """Processing modes of the bodies of request and response."""
 
 
+@contextmanager
+def envoy(settings: EnvoySettings, folder: Path) -> Iterator[str]:
+    """Run an Envoy inside the block; yield its base URL."""
+    with _started(settings, folder) as (process, ready, url):
+        process.wait_ready(ready, within_s=START_S)
+        yield url
+
+
 @asynccontextmanager
-async def envoy(settings: EnvoySettings, folder: Path) -> AsyncIterator[str]:
-    """Run an Envoy inside the block; yield its base URL. The picker may run in this event loop."""
+async def envoy_beside(settings: EnvoySettings, folder: Path) -> AsyncIterator[str]:
+    """As envoy(), before pickers that run in this event loop."""
+    with _started(settings, folder) as (process, ready, url):
+        await asyncio.to_thread(process.wait_ready, ready, within_s=START_S)
+        try:
+            yield url
+        finally:
+            await asyncio.to_thread(process.stop, within_s=30)
+
+
+@contextmanager
+def _started(settings: EnvoySettings, folder: Path) -> Iterator[tuple[Process, Callable[[], bool], str]]:
     port, admin = free_port(), free_port()
     config = folder / f"envoy-{port}.json"
     config.write_text(json.dumps(configuration(settings, port, admin)))
     process = Process(f"envoy-{port}", command(config), folder / f"envoy-{port}.log")
     process.start()
     try:
-        ready = partial(is_ready, settings, f"http://127.0.0.1:{admin}")
-        await asyncio.to_thread(process.wait_ready, ready, within_s=START_S)
-        yield f"http://127.0.0.1:{port}"
+        yield process, partial(is_ready, settings, f"http://127.0.0.1:{admin}"), f"http://127.0.0.1:{port}"
     finally:
-        await asyncio.to_thread(process.stop, within_s=30)
+        process.stop(within_s=30)
 
 
 def command(config: Path) -> list[str]:

@@ -32,7 +32,9 @@ log = structlog.get_logger()
 
 Context: TypeAlias = "grpc.aio.ServicerContext[pb.ProcessingRequest, pb.ProcessingResponse]"
 
-# Field by which Envoy tells how long an instance took. The proxy's own answers do not have it.
+# Statuses of a proxy's own answers if it reaches no instance, and the field by which Envoy tells how long an instance took, which
+# those do not have. A proxy may be told to leave it out.
+_PROXYS = (502, 503, 504)
 _UPSTREAM_TIME = "x-envoy-upstream-service-time"
 
 
@@ -254,7 +256,7 @@ class ProxyStream:
         answered = target_at(self._served, self._endpoints, next(iter(self._endpoints.values())))
         if answered.instance_id != first.instance_id:
             raise OtherInstanceAnswered(answered)
-        if not self._served and _UPSTREAM_TIME not in self._answer.headers:
+        if self._answer.status in _PROXYS and not self._served and _UPSTREAM_TIME not in self._answer.headers:
             raise UpstreamError("the proxy got no answer", 0)
         return self._answer
 
@@ -311,8 +313,10 @@ class ProxyStream:
         received = messages.fields_of(message.response_headers.headers)
         self._answer_fields = [name for name, _ in received]
         pseudo, headers = messages.head_of(received)
+        if not pseudo.get(":status", "").isdecimal():
+            return False
         self._answer = answer = UpstreamResponse(self)
-        answer.status, answer.headers = int(pseudo.get(":status", "0")), headers
+        answer.status, answer.headers = int(pseudo[":status"]), headers
         self._bodiless = message.response_headers.end_of_stream
         if self._bodiless:
             answer.end(None)
