@@ -284,6 +284,14 @@ async def test_the_runner_up_is_the_first_on_the_list_after_the_chosen(tmp_path:
         assert headers["x-gateway-destination-endpoint"] == ",".join(reversed(up.endpoints))
 
 
+async def test_an_envoy_that_takes_one_endpoint_and_no_list(tmp_path: Path) -> None:
+    async with proxied(tmp_path, gateway={"ext_proc_fallbacks": 0}, original_dst=True) as up:
+        answer = await ask(up, "/v1/chat/completions", BODY | {"stream": True})
+        assert (answer.status, answer.headers["x-pointsman-instance"]) == (200, "i0")
+        [(_, _, headers)] = up.stack.engines[0].requests
+        assert headers["x-gateway-destination-endpoint"] == up.endpoints[0]
+
+
 @pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prefill_elsewhere_is_done_before_the_proxy_is_answered(

@@ -166,6 +166,7 @@ class Gateway:
             settings.expose_placement,
             settings.mark_session_ends,
             Continuations(settings.continue_mb << 20, settings.continued_per_minute),
+            settings.ext_proc_fallbacks,
         )
         self.ext_proc_port = 0
         """Port of the server for proxies; 0: there is none."""

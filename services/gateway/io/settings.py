@@ -43,6 +43,13 @@ class GatewaySettings(BaseSettings):
         description="HOST:PORT to serve Envoy's external processing on, as an endpoint picker of the Gateway API Inference "
         "Extension; empty: none",
     )
+    ext_proc_fallbacks: int = Field(
+        2,
+        ge=0,
+        le=8,
+        description="number of endpoints that a proxy gets besides the chosen one, to which it may send a request that the "
+        "chosen one does not answer; 0 for proxies that take no list (Envoy's ORIGINAL_DST clusters)",
+    )
     ext_proc_cert: Path | None = Field(
         None, description="certificate chain (PEM) of ext_proc_listen: TLS; with ext_proc_key"
     )

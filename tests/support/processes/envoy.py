@@ -35,6 +35,8 @@ class EnvoySettings:
     """Whether requests pass if the picker does not answer."""
     retries: int = 0
     """How often a request is sent again, to the next endpoint that the picker has named."""
+    original_dst: bool = False
+    """Whether Envoy connects to the endpoint in the header, whatever it is; it then takes no list."""
     subset: str = ""
     """Header whose endpoints become the subset."""
     body_modes: tuple[str, str] = ("FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED")
@@ -119,7 +121,7 @@ def configuration(settings: EnvoySettings, port: int, admin: int) -> Mapping[str
         http_filters=filters,
     )
     listener = {"address": _address("127.0.0.1", port), "filter_chains": [{"filters": [manager]}]}
-    clusters = [_engines(settings.endpoints)]
+    clusters = [_ORIGINAL_DST if settings.original_dst else _engines(settings.endpoints)]
     if settings.pickers:
         clusters.append(_pickers(settings.pickers))
     return {
@@ -167,6 +169,15 @@ def _engines(endpoints: Sequence[str]) -> Mapping[str, Any]:
         "load_balancing_policy": {"policies": [{"typed_extension_config": override}]},
         "load_assignment": _assignment("engines", [one.rpartition(":")[::2] for one in endpoints]),
     }
+
+
+_ORIGINAL_DST: Mapping[str, Any] = {
+    "name": "engines",
+    "type": "ORIGINAL_DST",
+    "lb_policy": "CLUSTER_PROVIDED",
+    "connect_timeout": "1s",
+    "original_dst_lb_config": {"use_http_header": True, "http_header_name": DESTINATION},
+}
 
 
 def _pickers(ports: Sequence[int]) -> Mapping[str, Any]:

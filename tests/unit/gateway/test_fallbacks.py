@@ -17,7 +17,8 @@ def test_the_runner_up_and_the_emptiest_of_other_servers() -> None:
     ]
     load = {"b": 3, "c": 1, "d": 0, "e": 2}
     step = StepAssigned("r", target_of(refs[0]))
-    assert [one.instance_id for one in fallbacks(step, refs, ["d"], load)] == ["c", "e"]
-    assert [one.instance_id for one in fallbacks(replace(step, runner_up="b"), refs, ["d"], load)] == ["b", "c"]
-    assert [one.instance_id for one in fallbacks(replace(step, runner_up="d"), refs, ["d"], load)] == ["c", "e"]
-    assert fallbacks(replace(step, runner_up="a/1"), refs[:2], [], {}) == []
+    assert [one.instance_id for one in fallbacks(step, refs, ["d"], load, 2)] == ["c", "e"]
+    assert [one.instance_id for one in fallbacks(replace(step, runner_up="b"), refs, ["d"], load, 2)] == ["b", "c"]
+    assert [one.instance_id for one in fallbacks(replace(step, runner_up="d"), refs, ["d"], load, 2)] == ["c", "e"]
+    assert fallbacks(replace(step, runner_up="a/1"), refs[:2], [], {}, 2) == []
+    assert [one.instance_id for one in fallbacks(step, refs, [], load, 9)] == ["d", "c", "e", "b"]

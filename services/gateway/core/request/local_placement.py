@@ -9,9 +9,6 @@ from pointsman.gateway.core.request.placement_messages import target_of
 from pointsman.gateway.core.request.request_events import UNAVAILABLE, PlacementRefused, StepAssigned, Target
 from pointsman.router.v1 import placement_pb2
 
-# Maximum number of instances after the chosen one to which a proxy may send a request that the chosen one does not answer.
-FALLBACKS = 2
-
 
 def place_locally(
     attempt_id: str,
@@ -46,9 +43,10 @@ def fallbacks(
     instances: Iterable[placement_pb2.InstanceRef],
     exclude: Collection[str],
     inflight: Mapping[str, int],
+    count: int,
 ) -> list[Target]:
-    """Return the instances to which a proxy may send a request that the step's does not answer: the runner-up, then those with
-    the fewest open requests. A server's ranks fail together, so none is one of the step's server's."""
+    """Return `count` instances to which a proxy may send a request that the step's does not answer: the runner-up, then those
+    with the fewest open requests. A server's ranks fail together, so none is one of the step's server's."""
     others = [one for one in instances if one.url != step.target.url and one.instance_id not in exclude]
     others.sort(key=lambda one: (one.instance_id != step.runner_up, inflight.get(one.instance_id, 0), one.instance_id))
-    return [target_of(one) for one in others[:FALLBACKS]]
+    return [target_of(one) for one in others[:count]]

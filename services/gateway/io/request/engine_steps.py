@@ -278,12 +278,9 @@ class EngineSteps:
         path, headers = self._context.call.endpoint.value, self._context.headers_of(step)
         if self._proxy is None:
             return await self._shared.upstream.post(step.target, path, payload, headers)
-        others = fallbacks(
-            step,
-            self._context.state.pool.instances,
-            self._context.placement.exclude,
-            self._shared.router.inflight(),
-        )
+        pool, exclude = self._context.state.pool, self._context.placement.exclude
+        load, count = self._shared.router.inflight(), self._shared.proxy_fallbacks
+        others = fallbacks(step, pool.instances, exclude, load, count) if count else []
         fields = self._shared.upstream.fields(step.target, headers)
         return await self._proxy.post([step.target, *others], path, payload, fields)
 
