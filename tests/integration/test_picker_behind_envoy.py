@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from tests.support.fakes.gateway_peers import (
 )
 from tests.support.fakes.offloading_peers import KvEngine, halves, offloading, slicing, told
 from tests.support.processes.envoy import EnvoySettings, envoy_beside
+from tests.support.processes.gateway import gateway_running, ready, told_url
+from tests.support.processes.process import free_port
 from tests.support.waiting import eventually
 
 BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Set the points. " * 8}]}
@@ -381,6 +384,36 @@ async def test_a_picker_that_is_gone(tmp_path: Path, fail_open: bool) -> None:
         answer = await ask(up, "/v1/chat/completions", BODY)
         assert answer.status == (200 if fail_open else 500)
         assert sum(len(engine.requests) for engine in up.stack.engines) == fail_open
+
+
+async def test_several_processes_of_a_gateway_are_one_picker(tmp_path: Path) -> None:
+    port = free_port()
+    async with peers(tmp_path, 2) as up:
+        settings = {
+            "LISTEN": f"127.0.0.1:{free_port()}",
+            "EXT_PROC_LISTEN": f"127.0.0.1:{port}",
+            "ROUTERS": up.router.address,
+            "PROCESSES": "2",
+        }
+        async with gateway_running(settings) as (_, log):
+            await ready(await told_url(log))
+            endpoints = [engine.url.removeprefix("http://") for engine in up.engines]
+            async with (
+                envoy_beside(EnvoySettings(endpoints, [port]), tmp_path) as url,
+                aiohttp.ClientSession() as http,
+                http.post(f"{url}/v1/chat/completions", json=BODY) as answer,
+            ):
+                assert answer.status == 200, await answer.text()
+        assert sum(b"gateway serves proxies" in line for line in log) == 2
+
+
+async def test_an_address_in_use_is_told(tmp_path: Path) -> None:
+    async with peers(tmp_path, 1) as up:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            at = f"127.0.0.1:{taken.getsockname()[1]}"
+            with pytest.raises(OSError, match="cannot be listened on"):
+                async with gateway_before(up, ext_proc_listen=at):
+                    pass
 
 
 async def test_a_gateway_that_stops_ends_its_streams_with_an_error(tmp_path: Path) -> None:

@@ -28,8 +28,9 @@ class ExtProcServer:
     def __init__(self, streams: Streams, usable: Callable[[], bool], *, reuse_port: bool = False) -> None:
         """`usable`: whether requests can be placed. `reuse_port`: several processes share the address."""
         self._streams = streams
-        options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(reuse_port))]
-        self._server = grpc.aio.server(options=options)
+        # Of two options with one name gRPC takes the first.
+        options = dict(SERVER_OPTIONS) | {"grpc.so_reuseport": int(reuse_port)}
+        self._server = grpc.aio.server(options=list(options.items()))
         process = grpc.stream_stream_rpc_method_handler(
             self._process, pb.ProcessingRequest.FromString, pb.ProcessingResponse.SerializeToString
         )
@@ -46,11 +47,14 @@ class ExtProcServer:
         return self._streams.open
 
     async def start(self, listen: str, credentials: grpc.ServerCredentials | None) -> None:
-        """Listen on HOST:PORT. Raises OSError or RuntimeError if the address is in use."""
-        if credentials is None:
-            self.port = self._server.add_insecure_port(listen)
-        else:
-            self.port = self._server.add_secure_port(listen, credentials)
+        """Listen on HOST:PORT. Raises OSError if the address cannot be used."""
+        try:
+            if credentials is None:
+                self.port = self._server.add_insecure_port(listen)
+            else:
+                self.port = self._server.add_secure_port(listen, credentials)
+        except RuntimeError as error:
+            raise OSError(f"{listen} cannot be listened on: {error}") from None
         await self._health.set("liveness", health_pb2.HealthCheckResponse.SERVING)
         self._watching = asyncio.create_task(self._watch())
         await self._server.start()
