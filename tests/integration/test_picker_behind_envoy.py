@@ -14,7 +14,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from pointsman.gateway.io.settings import GatewaySettings
 from pointsman.router.v1 import placement_pb2
+from tests.support.certificates import Authority
 from tests.support.fakes.gateway_peers import (
     MODEL,
     FakeEngine,
@@ -384,6 +386,25 @@ async def test_a_picker_that_is_gone(tmp_path: Path, fail_open: bool) -> None:
         answer = await ask(up, "/v1/chat/completions", BODY)
         assert answer.status == (200 if fail_open else 500)
         assert sum(len(engine.requests) for engine in up.stack.engines) == fail_open
+
+
+async def test_a_picker_with_a_certificate(tmp_path: Path) -> None:
+    """A proxy dials it by TLS. With an authority for proxies, one without a certificate is no proxy."""
+    signed = Authority(tmp_path / "authority").sign("picker")
+    files = {"ext_proc_cert": signed.cert, "ext_proc_key": signed.key}
+    async with proxied(tmp_path, gateway=files, tls=True) as up:
+        assert (await ask(up, "/v1/chat/completions", BODY)).status == 200
+    strict = files | {"ext_proc_client_ca": tmp_path / "authority" / "ca.pem"}
+    (tmp_path / "strict").mkdir()
+    async with proxied(tmp_path / "strict", gateway=strict, tls=True, pickers_up=False) as up:
+        assert (await ask(up, "/v1/chat/completions", BODY)).status == 500
+        assert up.stack.router.places == []
+
+
+@pytest.mark.parametrize("given", [{"ext_proc_cert": "a"}, {"ext_proc_key": "a"}, {"ext_proc_client_ca": "a"}])
+def test_a_certificate_needs_its_key(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="belong together"):
+        GatewaySettings(**given)
 
 
 async def test_several_processes_of_a_gateway_are_one_picker(tmp_path: Path) -> None:

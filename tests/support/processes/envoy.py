@@ -31,6 +31,8 @@ class EnvoySettings:
     """Ports of the pickers; without one Envoy alone chooses."""
     pickers_up: bool = True
     """Whether to wait until the pickers are healthy."""
+    tls: bool = False
+    """Whether Envoy dials the pickers by TLS; it does not verify their certificates, as Gateways do not."""
     fail_open: bool = False
     """Whether requests pass if the picker does not answer."""
     retries: int = 0
@@ -123,7 +125,7 @@ def configuration(settings: EnvoySettings, port: int, admin: int) -> Mapping[str
     listener = {"address": _address("127.0.0.1", port), "filter_chains": [{"filters": [manager]}]}
     clusters = [_ORIGINAL_DST if settings.original_dst else _engines(settings.endpoints)]
     if settings.pickers:
-        clusters.append(_pickers(settings.pickers))
+        clusters.append(_pickers(settings.pickers, tls=settings.tls))
     return {
         "admin": {"address": _address("127.0.0.1", admin)},
         "static_resources": {"listeners": [listener], "clusters": clusters},
@@ -180,11 +182,17 @@ _ORIGINAL_DST: Mapping[str, Any] = {
 }
 
 
-def _pickers(ports: Sequence[int]) -> Mapping[str, Any]:
+def _pickers(ports: Sequence[int], *, tls: bool) -> Mapping[str, Any]:
     http2 = _typed(
         "x", "extensions.upstreams.http.v3.HttpProtocolOptions", explicit_http_config={"http2_protocol_options": {}}
     )
+    verified_by_nobody = _typed(
+        "envoy.transport_sockets.tls",
+        "extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+        common_tls_context={"alpn_protocols": ["h2"]},
+    )
     return {
+        **({"transport_socket": verified_by_nobody} if tls else {}),
         "name": "picker",
         "type": "STATIC",
         "connect_timeout": "1s",
