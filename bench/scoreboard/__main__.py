@@ -1,4 +1,4 @@
-"""`make scoreboard`: runs what is missing of the board, and writes docs/scoreboard.md with its plots.
+"""`make scoreboard`: runs what is missing of the board and of the comparison of CPU time, and writes docs/scoreboard.md.
 
 Trials are stored in .state/scoreboard/COMMIT.jsonl, so an interrupted run goes on where it was. No trial begins after the time
 limit; the page names what is missing.
@@ -27,6 +27,7 @@ from bench.scoreboard.fleet import Fleet, emulated_fleet, reset_caches, vllm_fle
 from bench.scoreboard.page import write_page
 from bench.scoreboard.traffic import Draw, PreparedChats, SendSettings, draw, send
 from bench.scoreboard.trial import Send, run_trial
+from bench.side_by_side import side_by_side
 from pointsman.lab.report.bundle import git_commit
 from pointsman.lab.report.request_record import RequestRecord
 from tests.support.processes.process import ProcessFailure
@@ -36,6 +37,8 @@ STATE = REPOSITORY / ".state" / "scoreboard"
 TRIAL_S = 240.0
 # Timeout of aiperf with its start, s.
 AIPERF_S = 400.0
+# How long the comparison of CPU time takes at most, s.
+SIDE_BY_SIDE_S = 900.0
 
 
 class BoardRun:
@@ -186,18 +189,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="number of paired rounds")
     parser.add_argument("--minutes", type=float, default=145.0, help="no trial begins later than this")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "docs" / "scoreboard.md")
+    parser.add_argument(
+        "--render-only", type=Path, metavar="FILE", help="write the page of these trials, and run nothing"
+    )
     given = parser.parse_args()
     if shutil.disk_usage(REPOSITORY).free < 2e9:
         sys.exit("the scoreboard needs 2 GB of disk for the other routers' environments")
     commit = git_commit() or "unknown"
     # The page that an interrupted run has written does not make another board.
-    results = Results(STATE / f"{commit.removesuffix('-dirty')}.jsonl")
-    results.forget_problems()
-    results.save_plan(
-        CELLS, {"commit": commit, "machine": machine(), "rounds": given.rounds, "date": time.strftime("%Y-%m-%d")}
-    )
+    results = Results(given.render_only or STATE / f"{commit.removesuffix('-dirty')}.jsonl")
+    if not given.render_only:
+        results.forget_problems()
+        facts = {"commit": commit, "machine": machine(), "rounds": given.rounds, "date": time.strftime("%Y-%m-%d")}
+        results.save_plan(CELLS, facts)
+    end = time.monotonic() + 60 * given.minutes
     try:
-        BoardRun(results, contenders(), given.rounds, time.monotonic() + 60 * given.minutes).run(CELLS)
+        if not given.render_only:
+            BoardRun(results, contenders(), given.rounds, end).run(CELLS)
+            if not results.figures() and time.monotonic() < end - SIDE_BY_SIDE_S:
+                results.save_figures(asyncio.run(side_by_side()))
     finally:
         if results.trials:
             write_page(results, given.out)

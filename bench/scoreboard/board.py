@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from bench.figures import Figure
 from bench.scoreboard.contenders import Contender
 from bench.scoreboard.measures import Measures, geometric_mean
 from bench.scoreboard.traffic import Load
@@ -98,6 +99,16 @@ class Results:
         """Write beside the trials what the page says of them: the cells and `facts`."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.with_suffix(".plan.json").write_text(json.dumps({"cells": [asdict(one) for one in cells], **facts}))
+
+    def save_figures(self, figures: Sequence[Figure]) -> None:
+        """Write beside the trials what `python -m bench side_by_side` has measured."""
+        self._file.with_suffix(".figures.json").write_text(json.dumps([one.row() for one in figures]))
+
+    def figures(self) -> list[Figure]:
+        """Return the saved figures, none if there are none."""
+        file = self._file.with_suffix(".figures.json")
+        rows = json.loads(file.read_text()) if file.exists() else []
+        return [Figure(*(row[name] for name in ("metric", "value", "unit", "baseline", "note"))) for row in rows]
 
     def plan(self) -> tuple[list[Cell], dict[str, object]]:
         """Return the saved cells and facts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from bench.figures import Figure
 from bench.scoreboard.board import EMULATED, OWN_CLIENT, Cell, Results, StoredTrial
 from bench.scoreboard.comparison import (
     CPU,
@@ -21,6 +22,7 @@ from bench.scoreboard.comparison import (
 )
 from bench.scoreboard.contenders import ABSENT, POINTSMAN
 from bench.scoreboard.plots import cpu_plot, ttft_plot
+from bench.side_by_side import GOALS
 
 _OPENING = """# Scoreboard
 
@@ -41,14 +43,16 @@ def write_page(results: Results, out: Path) -> None:
     """Write the page to `out`, and its plots beside it."""
     cells, facts = results.plan()
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(render(cells, results.trials, facts))
+    out.write_text(render(cells, results.trials, facts, results.figures()))
     comparisons = _comparisons(cells, results.trials)
     out.with_name("scoreboard_ttft.svg").write_text(ttft_plot(comparisons))
     out.with_name("scoreboard_cpu.svg").write_text(cpu_plot(comparisons))
 
 
-def render(cells: Sequence[Cell], trials: Sequence[StoredTrial], facts: dict[str, object]) -> str:
-    """Return the page. `facts`: commit, machine, rounds and date of the run."""
+def render(
+    cells: Sequence[Cell], trials: Sequence[StoredTrial], facts: dict[str, object], figures: Sequence[Figure] = ()
+) -> str:
+    """Return the page. `facts`: commit, machine, rounds and date of the run. `figures`: those of side_by_side."""
     comparisons = _comparisons(cells, trials)
     references = dict.fromkeys(one.reference for one in comparisons if one.reference)
     told = {"commit": "", "machine": "", "rounds": 0, "date": ""} | facts
@@ -61,6 +65,7 @@ def render(cells: Sequence[Cell], trials: Sequence[StoredTrial], facts: dict[str
         _missing(cells, trials, int(str(told["rounds"]))),
         _programs(trials),
         *(_cell(one) for one in comparisons),
+        *([_side_by_side(figures)] if figures else []),
     ]
     return "\n".join(parts)
 
@@ -174,6 +179,43 @@ def _cell(one: Comparison) -> str:
     if idle:
         parts.append(f"The machine's cores were idle {min(idle):.0%} to {max(idle):.0%} of the time.\n")
     return "\n".join(parts)
+
+
+# Metric of side_by_side, without the prefix of the proxy -> what is measured.
+_MEASURED = {
+    "new_1k_us": "a new prompt of 1 KB",
+    "turn_32k_us": "a follow-up turn of 32 KB",
+    "turn_400k_us": "a follow-up turn of 400 KB",
+    "chunk_us": "a chunk of a stream",
+    "answer_300_us": "a whole answer of 300 chunks",
+    "added_ttft_ms": "added TTFT",
+    "rss_mb_1000_streams": "memory at 1,000 open streams",
+}
+
+
+def _side_by_side(figures: Iterable[Figure]) -> str:
+    """Return the section of CPU time: each figure with its ratio to another program's in the same run, and the goal of it."""
+    lines = [
+        "## CPU time side by side\n",
+        "What a request, a chunk or a stream costs, in front of engines that answer at once; medians of rounds in which each",
+        "program is measured in turn. `serve` is router and gateway in one process. vllm-router and SMG run cache_aware, which",
+        "does not tokenise; nginx knows nothing of a request.",
+        "",
+        "| measured | Pointsman is | figure | compared with | ratio | goal of the ratio | all programs |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in figures:
+        serve = one.metric.startswith("side_serve_")
+        what = one.metric.removeprefix("side_serve_" if serve else "side_")
+        _, against, goal = GOALS[f"side_{what}"]
+        ratio = "-" if one.ratio is None else f"{one.ratio:.2f}"
+        reached = "-" if not goal else f"{goal:g}, {'reached' if (one.ratio or 0.0) <= goal else '**missed**'}"
+        others = one.note.partition("; baseline")[0]
+        form = "`serve`" if serve else "two processes"
+        lines.append(
+            f"| {_MEASURED[what]} | {form} | {one.value:,.3g} {one.unit} | {against} | {ratio} | {reached} | {others} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def _table(one: Comparison, columns: Sequence[Column]) -> str:

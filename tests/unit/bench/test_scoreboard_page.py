@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.figures import Figure
 from bench.scoreboard.board import CELLS, Cell, Results, StoredTrial, best_rivals
 from bench.scoreboard.comparison import CPU, HITS, TTFT, Comparison
 from bench.scoreboard.contenders import ABSENT, POINTSMAN, contenders, part_label, shown_command
@@ -80,6 +81,32 @@ def test_each_figure_stands_beside_its_ratio_in_the_same_rounds(tmp_path: Path) 
     assert "gateway 2.00, router 1.00" in page
     for name in ("scoreboard_ttft.svg", "scoreboard_cpu.svg"):
         assert "smg cache_aware" in (tmp_path / "docs" / name).read_text()
+
+
+def test_cpu_time_stands_beside_its_goal(tmp_path: Path) -> None:
+    results = Results(tmp_path / "abc.jsonl")
+    results.save_plan([CELL], FACTS)
+    for one in rounds(f"{POINTSMAN} auto", 1.0, 1.1):
+        results.add(one)
+    assert results.figures() == []
+    figures = [
+        Figure(
+            "side_new_1k_us", 900.0, "us", 450.0, "nginx 30, smg 350; baseline is vllm-router; goal of the ratio 1.8"
+        ),
+        Figure(
+            "side_serve_answer_300_us", 300.0, "us", 600.0, "nginx 90; baseline is vllm-router; goal of the ratio 0.55"
+        ),
+        Figure("side_rss_mb_1000_streams", 90.0, "MB", 60.0, "nginx 9; baseline is vllm-router"),
+    ]
+    results.save_figures(figures)
+    assert results.figures() == figures
+    write_page(results, tmp_path / "page.md")
+    rows = [line for line in (tmp_path / "page.md").read_text().splitlines() if "vllm-router |" in line]
+    assert rows == [
+        "| a new prompt of 1 KB | two processes | 900 us | vllm-router | 2.00 | 1.8, **missed** | nginx 30, smg 350 |",
+        "| a whole answer of 300 chunks | `serve` | 300 us | vllm-router | 0.50 | 0.55, reached | nginx 90 |",
+        "| memory at 1,000 open streams | two processes | 90 MB | vllm-router | 1.50 | - | nginx 9 |",
+    ]
 
 
 def test_a_loss_is_shown_as_one() -> None:
