@@ -244,6 +244,22 @@ async def test_an_error_in_the_middle_of_a_stream_is_redacted(up: Proxied) -> No
     assert [one.outcome for one in up.stack.router.finished] == [placement_pb2.OUTCOME_FAILED]
 
 
+async def test_an_engine_that_breaks_off_breaks_the_stream(up: Proxied) -> None:
+    """The proxy tells no picker why a stream has ended: it counts as one whose client has left."""
+    engine = up.stack.engines[0]
+    engine.mode, engine.hold = "cut", asyncio.Event()
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{up.url}/v1/chat/completions", json=BODY | {"stream": True}) as answer,
+    ):
+        assert b"The " in await answer.content.readany()
+        engine.hold.set()
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await answer.read()
+    await up.stack.router.until(lambda: not up.stack.router.reserved)
+    assert [one.outcome for one in up.stack.router.finished] == [placement_pb2.OUTCOME_CANCELLED]
+
+
 @pytest.mark.parametrize("failure", ["refuses", "503"])
 async def test_envoy_goes_down_the_list_and_the_router_learns_who_answered(tmp_path: Path, failure: str) -> None:
     async with proxied(tmp_path, retries=2) as up:
