@@ -29,8 +29,7 @@ class ExtProcServer:
         """`usable`: whether requests can be placed. `reuse_port`: several processes share the address."""
         self._streams = streams
         # Of two options with one name gRPC takes the first.
-        options = dict(SERVER_OPTIONS) | {"grpc.so_reuseport": int(reuse_port)}
-        self._server = grpc.aio.server(options=list(options.items()))
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", int(reuse_port)), *SERVER_OPTIONS])
         process = grpc.stream_stream_rpc_method_handler(
             self._process, pb.ProcessingRequest.FromString, pb.ProcessingResponse.SerializeToString
         )
