@@ -24,7 +24,14 @@ from pointsman.gateway.core.request.request_events import Target
 from pointsman.gateway.io.engines.engine_connection import UpstreamError, UpstreamResponse
 from pointsman.gateway.io.ext_proc.addresses import Addresses
 from pointsman.gateway.io.ext_proc.outgoing import Outgoing
-from pointsman.gateway.io.http.server_types import HttpHandler, ServerLimits
+from pointsman.gateway.io.http.server_types import (
+    HttpHandler,
+    ServerLimits,
+    body_too_large,
+    no_room_for_body,
+    shutting_down,
+    too_slow,
+)
 from pointsman.gateway.io.request.proxied_request import OtherInstanceAnswered, ProxiedRequest
 from pointsman.gateway.v1 import ext_proc_pb2 as pb
 
@@ -175,7 +182,7 @@ class ProxyStream:
         self._fields = [name for name, _ in received]
         pseudo, headers = messages.head_of(received)
         self._target = pseudo.get(":path", "")
-        path, _, query = path_of(self._target).partition("?")
+        path, query = self._path(), self._target.partition("?")[2]
         request = ProxiedRequest(
             pseudo.get(":method", ""), path, query, headers, self._writer, self._held_answer, proxy=self
         )
@@ -193,7 +200,7 @@ class ProxyStream:
             async with asyncio.timeout(self._streams.limits.body_s):
                 body = await self._read_body()
         except TimeoutError:
-            raise _Refused(self._error(408, "The request did not arrive in time.", "request_timeout")) from None
+            raise _Refused(too_slow(self._streams.handler, self._path())) from None
         if body is None:
             return None
         request.body = body
@@ -213,9 +220,9 @@ class ProxyStream:
             piece = message.request_body.body
             size += len(piece)
             if size > self._streams.limits.max_body_bytes:
-                raise _Refused(self._error(413, "The request body is too large.", "body_too_large"))
+                raise _Refused(body_too_large(self._streams.handler, self._path()))
             if not self._held_body.take(len(piece)):
-                raise _Refused(self._error(503, "The gateway has no memory left for another request.", "no_room"))
+                raise _Refused(no_room_for_body(self._streams.handler, self._path()))
             parts.append(piece)
             if message.request_body.end_of_stream:
                 return b"".join(parts)
@@ -232,8 +239,10 @@ class ProxyStream:
         return self._error(500, "The proxy's messages are out of order.", "messages_out_of_order")
 
     def _error(self, status: int, message: str, code: str) -> Response:
-        path = path_of(self._target).partition("?")[0]
-        return self._streams.handler.error(status, message, code, path)
+        return self._streams.handler.error(status, message, code, self._path())
+
+    def _path(self) -> str:
+        return path_of(self._target).partition("?")[0]
 
     # The instance's side (Proxy).
 
@@ -369,11 +378,8 @@ class ProxyStream:
         if work.cancelled():
             if self._writer.begun:
                 return self._writer.ended
-            self._send_whole(
-                self._out_of_order()
-                if self._disorder
-                else self._error(503, "The gateway is shutting down.", "shutting_down")
-            )
+            ended = shutting_down(self._streams.handler, self._path())
+            self._send_whole(self._out_of_order() if self._disorder else ended)
             return True
         if (fault := work.exception()) is not None:
             log.error("a fault in the gateway", exc_info=fault)

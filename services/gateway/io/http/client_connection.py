@@ -24,7 +24,14 @@ import structlog
 
 from pointsman.gateway.core.http_message import Headers, Request, Response, Source, fault_of, head_bytes, path_of
 from pointsman.gateway.core.memory_budget import Holding, MemoryBudget
-from pointsman.gateway.io.http.server_types import HttpHandler, ServerLimits
+from pointsman.gateway.io.http.server_types import (
+    HttpHandler,
+    ServerLimits,
+    body_too_large,
+    no_room_for_body,
+    shutting_down,
+    too_slow,
+)
 
 log = structlog.get_logger()
 
@@ -318,9 +325,9 @@ class ClientConnection(asyncio.Protocol):
         refusal = self.server.handler.admit(request)
         self._held_body.holder = self._held_answer.holder = request.holder
         if refusal is None and length > self._limits.max_body_bytes:
-            refusal = self._too_much_body()
+            refusal = body_too_large(self.server.handler, self._path())
         elif refusal is None and not self.server.bodies.has_room(request.holder, length):
-            refusal = self._no_room()
+            refusal = no_room_for_body(self.server.handler, self._path())
         waits = headers.get("expect").lower() == "100-continue" and has_body
         self._state = _State.BODY
         self._body_until = time.monotonic() + self._limits.body_s
@@ -344,10 +351,10 @@ class ClientConnection(asyncio.Protocol):
         if self._refusal is not None or not body:
             return
         if self._body_size > self._limits.max_body_bytes:
-            self._end_with(self._too_much_body())
+            self._end_with(body_too_large(self.server.handler, self._path()))
             return
         if not self._held_body.take(len(body)):
-            self._end_with(self._no_room())
+            self._end_with(no_room_for_body(self.server.handler, self._path()))
             return
         self.deadline = min(self._body_until, time.monotonic() + self._limits.body_stall_s)
         self._body.append(body)
@@ -396,7 +403,7 @@ class ClientConnection(asyncio.Protocol):
         elif request.writer.ended:
             self._close()
         else:
-            self._refuse(503, "The gateway is shutting down.", "shutting_down")
+            self._refuse_with(shutting_down)
 
     def _answered(self, request: Request, response: Response | None) -> None:
         if self.lost:
@@ -459,18 +466,14 @@ class ClientConnection(asyncio.Protocol):
             self._rest = memoryview(response.body)
 
     def _refuse(self, status: int, message: str, code: str) -> None:
+        self._refuse_with(lambda handler, path: handler.error(status, message, code, path))
+
+    def _refuse_with(self, answer: Callable[[HttpHandler, str], Response]) -> None:
         if self._state is not _State.ENDING:
-            self._end_with(self.server.handler.error(status, message, code, self._path()))
+            self._end_with(answer(self.server.handler, self._path()))
 
     def _too_large(self) -> None:
         self._refuse(431, "The request's head is too large.", "head_too_large")
-
-    def _too_much_body(self) -> Response:
-        return self.server.handler.error(413, "The request body is too large.", "body_too_large", self._path())
-
-    def _no_room(self) -> Response:
-        message = "The gateway has no memory left for another request."
-        return self.server.handler.error(503, message, "no_room", self._path())
 
     def _path(self) -> str:
         return self._url.partition(b"?")[0].decode("latin-1")
@@ -532,7 +535,7 @@ class ClientConnection(asyncio.Protocol):
             case _State.IDLE:
                 self._close()
             case _State.HEAD | _State.BODY:
-                self._refuse(408, "The request did not arrive in time.", "request_timeout")
+                self._refuse_with(too_slow)
             case _State.BUSY | _State.FLUSHING | _State.ENDING:
                 self._look_at_reader(now)
 

@@ -40,3 +40,23 @@ class HttpHandler(Protocol):
 
     def error(self, status: int, message: str, code: str, path: str) -> Response:
         """Return the answer for an error found before the handler had a request; `path` as far as it is known."""
+
+
+def body_too_large(handler: HttpHandler, path: str) -> Response:
+    """Return the answer to a request whose body exceeds max_body_bytes."""
+    return handler.error(413, "The request body is too large.", "body_too_large", path)
+
+
+def no_room_for_body(handler: HttpHandler, path: str) -> Response:
+    """Return the answer to a request for whose body the memory of all clients has no room."""
+    return handler.error(503, "The gateway has no memory left for another request.", "no_room", path)
+
+
+def too_slow(handler: HttpHandler, path: str) -> Response:
+    """Return the answer to a request that was not complete in time."""
+    return handler.error(408, "The request did not arrive in time.", "request_timeout", path)
+
+
+def shutting_down(handler: HttpHandler, path: str) -> Response:
+    """Return the answer to a request that was cancelled at the end of the drain."""
+    return handler.error(503, "The gateway is shutting down.", "shutting_down", path)
