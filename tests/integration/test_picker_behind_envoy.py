@@ -244,6 +244,81 @@ async def test_an_error_in_the_middle_of_a_stream_is_redacted(up: Proxied) -> No
     assert [one.outcome for one in up.stack.router.finished] == [placement_pb2.OUTCOME_FAILED]
 
 
+async def test_a_route_that_matches_a_field_stays(tmp_path: Path) -> None:
+    """The picker removes the field on its way to the engine."""
+    async with proxied(tmp_path, only_with={"x-gateway-model-name": "tiny"}) as up:
+        answer = await ask(up, "/v1/chat/completions", BODY, **{"X-Gateway-Model-Name": "tiny"})
+        assert answer.status == 200
+        [(_, _, headers)] = up.stack.engines[0].requests
+        assert "x-gateway-model-name" not in {name.lower() for name in headers}
+        assert (await ask(up, "/v1/chat/completions", BODY)).status == 418
+
+
+async def test_fields_that_begin_like_the_proxys_own_do_not_reach_an_engine(up: Proxied) -> None:
+    fields = dict.fromkeys(("hosting", "content-length-x", "x-request-id-2", "x-forwarded-user"), "1")
+    assert (await ask(up, "/v1/chat/completions", BODY, **fields)).status == 200
+    [(_, _, headers)] = up.stack.engines[0].requests
+    assert not {name.lower() for name in headers} & fields.keys()
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/health", "/ready", "/livez"])
+async def test_what_needs_no_key_is_not_for_a_proxys_clients(up: Proxied, path: str) -> None:
+    assert (await ask(up, path, method="GET")).status == 404
+
+
+async def test_an_instance_that_the_proxy_itself_chose_has_the_request(tmp_path: Path) -> None:
+    """The picker's endpoint is none of the proxy's."""
+    async with proxied(tmp_path, gateway={"ext_proc_fallbacks": 0}) as up:
+        up.stack.router.placer = lambda request: serve(request, up.stack.router.pools[0].instances[0])
+        with_one = EnvoySettings(up.endpoints[1:], [up.stack.gateway.ext_proc_port])
+        async with envoy_beside(with_one, tmp_path) as url:
+            answer = await ask(Proxied(up.stack, url), "/v1/chat/completions", BODY)
+        assert answer.status == 200
+        await up.stack.router.until(lambda: len(up.stack.router.finished) == 2)
+        left, ended = up.stack.router.finished
+        assert (left.outcome, ended.outcome) == (placement_pb2.OUTCOME_FAILED, placement_pb2.OUTCOME_OK)
+        assert [one.instance_id for one in up.stack.router.open_streams] == ["i1"]
+
+
+async def test_a_proxy_without_room_blames_nobody(tmp_path: Path) -> None:
+    async with proxied(tmp_path, most_requests=1) as up:
+        up.stack.engines[0].hold = asyncio.Event()
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(f"{up.url}/v1/chat/completions", json=BODY | {"stream": True}) as first,
+            http.post(f"{up.url}/v1/chat/completions", json=BODY | {"stream": True}) as second,
+        ):
+            assert (first.status, second.status) == (200, 502)
+            up.stack.engines[0].hold.set()
+            await first.read()
+        await up.stack.router.until(lambda: len(up.stack.router.finished) == 2)
+        outcomes = {one.outcome for one in up.stack.router.finished}
+        assert outcomes == {placement_pb2.OUTCOME_OK, placement_pb2.OUTCOME_CANCELLED}
+
+
+async def test_an_engine_that_refuses_connections_is_at_fault(up: Proxied) -> None:
+    await up.stack.engines[0]._site.stop()
+    answer = await ask(up, "/v1/chat/completions", BODY)
+    assert answer.status == 502
+    [failed] = up.stack.router.finished
+    assert (failed.outcome, failed.refused) == (placement_pb2.OUTCOME_FAILED, False)
+
+
+async def test_a_stored_response_is_read_in_one_piece(up: Proxied) -> None:
+    sent = {"model": MODEL, "input": "Set the points.", "store": True}
+    stored = (await ask(up, "/v1/responses", sent)).body["id"]
+    for query in ("", "?stream=true"):
+        answer = await ask(up, f"/v1/responses/{stored}{query}", method="GET")
+        assert (answer.status, answer.body["id"]) == (200, stored)
+
+
+async def test_a_response_is_stored_where_its_id_says(up: Proxied) -> None:
+    """So a proxy gets no other endpoint for it."""
+    assert (await ask(up, "/v1/responses", {"model": MODEL, "input": "Set the points."})).status == 200
+    [(_, _, headers)] = up.stack.engines[0].requests
+    assert headers["x-gateway-destination-endpoint"] == up.endpoints[0]
+
+
 async def test_an_engine_that_breaks_off_breaks_the_stream(up: Proxied) -> None:
     """The proxy tells no picker why a stream has ended: it counts as one whose client has left."""
     engine = up.stack.engines[0]

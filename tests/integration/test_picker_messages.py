@@ -8,6 +8,7 @@ import json
 import random
 import subprocess
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import pytest
 from google.protobuf.struct_pb2 import Struct
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pointsman.gateway.io.ext_proc import proxy_stream
 from pointsman.gateway.v1 import ext_proc_pb2 as pb
-from tests.support.fakes.gateway_peers import MODEL, Stack, stack
+from pointsman.router.v1 import placement_pb2
+from tests.support.fakes.gateway_peers import MODEL, Stack, gateway_before, peers, stack, until_ready
 from tests.support.repository import REPOSITORY
 from tests.support.waiting import eventually
 
@@ -45,7 +48,7 @@ class Proxy:
     def __init__(self, up: Stack) -> None:
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{up.gateway.ext_proc_port}")
         self._call: Any = self._channel.stream_stream(
-            PROCESS, pb.ProcessingRequest.SerializeToString, pb.ProcessingResponse.FromString
+            PROCESS, lambda message: message.SerializeToString(), pb.ProcessingResponse.FromString
         )()
 
     async def __aenter__(self) -> Proxy:
@@ -151,7 +154,6 @@ async def test_a_request_and_its_answer(up: Stack) -> None:
         endpoints = ",".join(engine.url.removeprefix("http://") for engine in up.engines)
         assert fields["x-gateway-destination-endpoint"] == endpoints
         assert dict(to.dynamic_metadata)["envoy.lb"]["x-gateway-destination-endpoint"] == endpoints
-        assert common.clear_route_cache
         assert fields["x-request-id"] == "mine"
         assert "user-agent" in common.header_mutation.remove_headers
         assert all(one.append_action == 2 for one in common.header_mutation.set_headers)
@@ -335,6 +337,69 @@ async def test_an_instance_that_does_not_answer_in_time(up: Stack) -> None:
         [answer] = await proxy.read_all()
         assert answer.immediate_response.status.code in (502, 504)
     assert await outcomes(up) == [4]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_silent_answer_fails(tmp_path: Path, lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After idle_timeout_s, or sooner if the agent of its instance is gone."""
+    monkeypatch.setattr(proxy_stream, "LOST_S", 0.3)
+    idle_s = 600.0 if lost else 0.5
+    async with stack(tmp_path, ext_proc_listen="127.0.0.1:0", idle_timeout_s=idle_s) as up, Proxy(up) as proxy:
+        await proxy.send(head(), body())
+        await placed(proxy)
+        await proxy.send(answer_head(), answer_body(WORD))
+        await up.router.until(lambda: bool(up.router.first_tokens))
+        if lost:
+            await up.router.move(up.router.places[0].request_id, placement_pb2.MOVE_REASON_LOST)
+        _, *rest = await proxy.read_all()
+        pieces = [one.response_body.response.body_mutation.streamed_response for one in rest]
+        assert b'"error"' in b"".join(one.body for one in pieces)
+        assert await outcomes(up) == [4]
+
+
+async def test_a_message_that_cannot_be_read_ends_the_stream(up: Stack) -> None:
+    class Broken:
+        def SerializeToString(self) -> bytes:
+            return b"\xff\xff\xff"
+
+    async with Proxy(up) as proxy:
+        await proxy.send(head(), body())
+        await placed(proxy)
+        await proxy._call.write(Broken())
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await asyncio.wait_for(proxy.read_all(), 20)
+    assert await outcomes(up) == [2]
+    await eventually(lambda: not up.gateway.proxy_streams)
+
+
+async def test_a_head_over_the_limits_is_refused(up: Stack) -> None:
+    for fields in ({f"x-{at}": "1" for at in range(200)}, {"x-long": "y" * 40_000}):
+        async with Proxy(up) as proxy:
+            await proxy.send(head(**fields))
+            [answer] = await proxy.read_all()
+            assert answer.immediate_response.status.code == 431
+
+
+async def test_the_end_of_the_drain_is_the_end_of_all_streams(tmp_path: Path) -> None:
+    """A stream whose request is not complete gets a 503, and a caller who watches the health holds nobody up."""
+    async with peers(tmp_path, 1) as up, AsyncExitStack() as running:
+        given = {"ext_proc_listen": "127.0.0.1:0", "drain_timeout_s": 0.5}
+        gateway, url = await running.enter_async_context(gateway_before(up, **given))
+        await until_ready(gateway)
+        async with (
+            Proxy(Stack(up.router, up.engines, url, gateway)) as proxy,
+            grpc.aio.insecure_channel(f"127.0.0.1:{gateway.ext_proc_port}") as channel,
+        ):
+            watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())  # type: ignore[arg-type]
+            await watching.read()  # type: ignore[attr-defined]
+            await proxy.send(head(), body(CHAT[:5], end=False))
+            await eventually(lambda: bool(gateway.proxy_streams))
+            before = asyncio.get_running_loop().time()
+            ending = asyncio.create_task(running.aclose())
+            [answer] = await proxy.read_all()
+            assert json.loads(answer.immediate_response.body)["error"]["code"] == "shutting_down"
+            await ending
+            assert asyncio.get_running_loop().time() - before < 8.0
 
 
 async def test_a_proxy_that_only_watches_reserves_nothing(up: Stack) -> None:

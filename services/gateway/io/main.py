@@ -162,7 +162,8 @@ async def serve(
             raise SystemExit(f"pointsman gateway: {error}") from None
         keys = gateway.keys_needed
         log.info("gateway serves", url=url, gateway_id=settings.gateway_id, keys=keys)
-        if not keys and not is_loopback(settings.listen):
+        listens = filter(None, (settings.listen, settings.ext_proc_listen))
+        if not keys and not all(map(is_loopback, listens)):
             log.warning("no API keys are set: everyone who reaches this address may send requests")
         if ready is not None:
             ready.send(None)

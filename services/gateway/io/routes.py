@@ -290,6 +290,8 @@ class Gateway:
 
     def _refusal(self, request: Request) -> Response | None:
         route, error_format = self._route(request.path), error_format_of(request.path)
+        if route is not None and route.open and isinstance(request, ProxiedRequest):
+            route = None  # what needs no key is for those who reach the gateway itself
         if route is None and request.method == "OPTIONS" and request.path == "*":
             return Response(204)
         if route is None:
@@ -523,10 +525,13 @@ class Gateway:
 
 async def _keep_within(proxy: Proxy, context: RequestContext) -> None:
     """Exclude the instances that the proxy does not allow. Raises ApiRequestError if none is left. Mutates `context`."""
+    if not proxy.restricts:
+        return
     instances = context.state.pool.instances
-    exclude = context.placement.exclude
-    exclude.extend(one for one in await proxy.excluded([target_of(one) for one in instances]) if one not in exclude)
-    if instances and all(one.instance_id in exclude for one in instances):
+    before = set(context.placement.exclude)
+    found = set(await proxy.excluded([target_of(one) for one in instances]))
+    context.placement.exclude.extend(sorted(found - before))
+    if instances and all(one.instance_id in found or one.instance_id in before for one in instances):
         raise ApiRequestError(
             503, "No instance is ready that may be chosen.", type_="server_error", code="no_instance", retry_after_s=1.0
         )

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,10 @@ class EnvoySettings:
     """How often a request is sent again, to the next endpoint that the picker has named."""
     original_dst: bool = False
     """Whether Envoy connects to the endpoint in the header, whatever it is; it then takes no list."""
+    only_with: Mapping[str, str] = field(default_factory=dict)
+    """Fields without which a request takes another route, which is answered with 418."""
+    most_requests: int = 1_024
+    """How many requests Envoy has open at the engines."""
     subset: str = ""
     """Header whose endpoints become the subset."""
     body_modes: tuple[str, str] = ("FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED")
@@ -114,7 +118,10 @@ def configuration(settings: EnvoySettings, port: int, admin: int) -> Mapping[str
             "retry_on": "connect-failure,reset-before-request,5xx",
             "num_retries": settings.retries,
         }
-    host = {"name": "all", "domains": ["*"], "routes": [{"match": {"prefix": "/"}, "route": route}]}
+    named = [{"name": name, "string_match": {"exact": value}} for name, value in settings.only_with.items()]
+    routes: list[Mapping[str, Any]] = [{"match": {"prefix": "/", "headers": named}, "route": route}]
+    routes.append({"match": {"prefix": "/"}, "direct_response": {"status": 418}})
+    host = {"name": "all", "domains": ["*"], "routes": routes}
     manager = _typed(
         "envoy.filters.network.http_connection_manager",
         "extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
@@ -123,7 +130,7 @@ def configuration(settings: EnvoySettings, port: int, admin: int) -> Mapping[str
         http_filters=filters,
     )
     listener = {"address": _address("127.0.0.1", port), "filter_chains": [{"filters": [manager]}]}
-    clusters = [_ORIGINAL_DST if settings.original_dst else _engines(settings.endpoints)]
+    clusters = [_ORIGINAL_DST if settings.original_dst else _engines(settings)]
     if settings.pickers:
         clusters.append(_pickers(settings.pickers, tls=settings.tls))
     return {
@@ -154,7 +161,7 @@ def _ext_proc(settings: EnvoySettings) -> Mapping[str, Any]:
     )  # fmt: skip
 
 
-def _engines(endpoints: Sequence[str]) -> Mapping[str, Any]:
+def _engines(settings: EnvoySettings) -> Mapping[str, Any]:
     round_robin = _typed(
         "envoy.load_balancing_policies.round_robin", "extensions.load_balancing_policies.round_robin.v3.RoundRobin"
     )
@@ -169,7 +176,8 @@ def _engines(endpoints: Sequence[str]) -> Mapping[str, Any]:
         "type": "STATIC",
         "connect_timeout": "1s",
         "load_balancing_policy": {"policies": [{"typed_extension_config": override}]},
-        "load_assignment": _assignment("engines", [one.rpartition(":")[::2] for one in endpoints]),
+        "load_assignment": _assignment("engines", [one.rpartition(":")[::2] for one in settings.endpoints]),
+        "circuit_breakers": {"thresholds": [{"max_requests": settings.most_requests}]},
     }
 
 

@@ -56,6 +56,8 @@ def subset(value: Any) -> dict[str, Struct]:
             id="with and without a port",
         ),
         pytest.param(subset("10.0.0.1:3000"), PODS_OF_PORTS, [], id="another port"),
+        pytest.param(subset("10.0.0.1:²"), PODS_OF_PORTS, [], id="no port"),
+        pytest.param(subset("10.0.0.1:" + "9" * 5_000), PODS_OF_PORTS, [], id="a port that is too long"),
         pytest.param(subset(["[fd00::1]:8000"]), [("fd00::1", 8000), ("fd00::1", 8001)], [("fd00::1", 8000)], id="IPv6"),
         pytest.param(subset(["fd00:0::1"]), [("fd00::1", 8000), ("fd00::2", 8000)], [("fd00::1", 8000)], id="IPv6, no port"),
     ],
@@ -104,7 +106,7 @@ def test_the_instance_that_answered() -> None:
     first, second = Target("a", "http://10.0.0.1:80"), Target("b", "http://[fd00::1]:80")
     given = {endpoint("10.0.0.1", 80): first, endpoint("fd00::1", 80): second}
     assert list(given) == ["10.0.0.1:80", "[fd00::1]:80"]
-    assert target_at("10.0.0.1:80", given, first) is first
-    assert target_at("[fd00:0::1]:80", given, first) is second
-    assert target_at("", given, first) is first
-    assert target_at("10.0.0.9:80", given, first) is first
+    assert target_at("10.0.0.1:80", given) is first
+    assert target_at("[fd00:0::1]:80", given) is second
+    assert target_at("", given) is None
+    assert target_at("10.0.0.9:80", given) is None

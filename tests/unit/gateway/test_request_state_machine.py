@@ -266,10 +266,10 @@ def test_an_answer_of_another_instance_is_an_attempt_of_its_own() -> None:
     machine = serving()
     finished, adopt, serve, told = machine.handle(ev.OtherAnswered(B), 2.0)
     assert isinstance(finished, ev.ReportFinished)
-    assert (finished.attempt_id, finished.outcome, finished.refused) == ("r", Outcome.FAILED, False)
+    assert (finished.attempt_id, finished.outcome, finished.refused) == ("r", Outcome.FAILED, True)
     step = StepAssigned("r.1", B, degraded=True)
     assert [adopt, serve, told] == [ev.AdoptInstance(step), ev.Serve(step), ev.ReportServedAlone("r.1")]
-    assert machine.handle(ev.ResponseStarted(), 2.0) == [ev.ReportFirstToken("r.1")]
+    assert machine.handle(ev.ResponseStarted(), 2.0) == [ev.ReportFirstToken("r.1", ("a",))]
     assert machine.handle(ev.ResponseEnded(), 3.0) == [ev.ReportFinished("r.1", Outcome.OK)]
 
 

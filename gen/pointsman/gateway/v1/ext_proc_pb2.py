@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#pointsman/gateway/v1/ext_proc.proto\x12\x14pointsman.gateway.v1\x1a\x1cgoogle/protobuf/struct.proto\"\xc2\x05\n\x11ProcessingRequest\x12<\n\x0frequest_headers\x18\x02 \x01(\x0b\x32!.pointsman.gateway.v1.HttpHeadersH\x00\x12=\n\x10response_headers\x18\x03 \x01(\x0b\x32!.pointsman.gateway.v1.HttpHeadersH\x00\x12\x36\n\x0crequest_body\x18\x04 \x01(\x0b\x32\x1e.pointsman.gateway.v1.HttpBodyH\x00\x12\x37\n\rresponse_body\x18\x05 \x01(\x0b\x32\x1e.pointsman.gateway.v1.HttpBodyH\x00\x12>\n\x10request_trailers\x18\x06 \x01(\x0b\x32\".pointsman.gateway.v1.HttpTrailersH\x00\x12?\n\x11response_trailers\x18\x07 \x01(\x0b\x32\".pointsman.gateway.v1.HttpTrailersH\x00\x12\x38\n\x10metadata_context\x18\x08 \x01(\x0b\x32\x1e.pointsman.gateway.v1.Metadata\x12K\n\nattributes\x18\t \x03(\x0b\x32\x37.pointsman.gateway.v1.ProcessingRequest.AttributesEntry\x12\x1a\n\x12observability_mode\x18\n \x01(\x08\x12\x44\n\x0fprotocol_config\x18\x0b \x01(\x0b\x32+.pointsman.gateway.v1.ProtocolConfiguration\x1aJ\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01\x42\t\n\x07request\"\x96\x01\n\x15ProtocolConfiguration\x12=\n\x11request_body_mode\x18\x01 \x01(\x0e\x32\".pointsman.gateway.v1.BodySendMode\x12>\n\x12response_body_mode\x18\x02 \x01(\x0e\x32\".pointsman.gateway.v1.BodySendMode\"\xa1\x04\n\x12ProcessingResponse\x12@\n\x0frequest_headers\x18\x01 \x01(\x0b\x32%.pointsman.gateway.v1.HeadersResponseH\x00\x12\x41\n\x10response_headers\x18\x02 \x01(\x0b\x32%.pointsman.gateway.v1.HeadersResponseH\x00\x12:\n\x0crequest_body\x18\x03 \x01(\x0b\x32\".pointsman.gateway.v1.BodyResponseH\x00\x12;\n\rresponse_body\x18\x04 \x01(\x0b\x32\".pointsman.gateway.v1.BodyResponseH\x00\x12\x42\n\x10request_trailers\x18\x05 \x01(\x0b\x32&.pointsman.gateway.v1.TrailersResponseH\x00\x12\x43\n\x11response_trailers\x18\x06 \x01(\x0b\x32&.pointsman.gateway.v1.TrailersResponseH\x00\x12\x45\n\x12immediate_response\x18\x07 \x01(\x0b\x32\'.pointsman.gateway.v1.ImmediateResponseH\x00\x12\x31\n\x10\x64ynamic_metadata\x18\x08 \x01(\x0b\x32\x17.google.protobuf.StructB\n\n\x08response\"V\n\x0bHttpHeaders\x12\x30\n\x07headers\x18\x01 \x01(\x0b\x32\x1f.pointsman.gateway.v1.HeaderMap\x12\x15\n\rend_of_stream\x18\x03 \x01(\x08\"/\n\x08HttpBody\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"A\n\x0cHttpTrailers\x12\x31\n\x08trailers\x18\x01 \x01(\x0b\x32\x1f.pointsman.gateway.v1.HeaderMap\"I\n\x0fHeadersResponse\x12\x36\n\x08response\x18\x01 \x01(\x0b\x32$.pointsman.gateway.v1.CommonResponse\"F\n\x0c\x42odyResponse\x12\x36\n\x08response\x18\x01 \x01(\x0b\x32$.pointsman.gateway.v1.CommonResponse\"Q\n\x10TrailersResponse\x12=\n\x0fheader_mutation\x18\x01 \x01(\x0b\x32$.pointsman.gateway.v1.HeaderMutation\"\xa5\x01\n\x0e\x43ommonResponse\x12=\n\x0fheader_mutation\x18\x02 \x01(\x0b\x32$.pointsman.gateway.v1.HeaderMutation\x12\x39\n\rbody_mutation\x18\x03 \x01(\x0b\x32\".pointsman.gateway.v1.BodyMutation\x12\x19\n\x11\x63lear_route_cache\x18\x05 \x01(\x08\"\x9b\x01\n\x11ImmediateResponse\x12\x30\n\x06status\x18\x01 \x01(\x0b\x32 .pointsman.gateway.v1.HttpStatus\x12\x35\n\x07headers\x18\x02 \x01(\x0b\x32$.pointsman.gateway.v1.HeaderMutation\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64\x65tails\x18\x05 \x01(\t\"\x1a\n\nHttpStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\"f\n\x0eHeaderMutation\x12<\n\x0bset_headers\x18\x01 \x03(\x0b\x32\'.pointsman.gateway.v1.HeaderValueOption\x12\x16\n\x0eremove_headers\x18\x02 \x03(\t\"c\n\x0c\x42odyMutation\x12G\n\x11streamed_response\x18\x03 \x01(\x0b\x32*.pointsman.gateway.v1.StreamedBodyResponseH\x00\x42\n\n\x08mutation\";\n\x14StreamedBodyResponse\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"?\n\tHeaderMap\x12\x32\n\x07headers\x18\x01 \x03(\x0b\x32!.pointsman.gateway.v1.HeaderValue\"<\n\x0bHeaderValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x11\n\traw_value\x18\x03 \x01(\x0c\"\x81\x01\n\x11HeaderValueOption\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32!.pointsman.gateway.v1.HeaderValue\x12\x39\n\rappend_action\x18\x03 \x01(\x0e\x32\".pointsman.gateway.v1.AppendAction\"\xa7\x01\n\x08Metadata\x12K\n\x0f\x66ilter_metadata\x18\x01 \x03(\x0b\x32\x32.pointsman.gateway.v1.Metadata.FilterMetadataEntry\x1aN\n\x13\x46ilterMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01*\xcf\x01\n\x0c\x42odySendMode\x12\x1e\n\x1a\x42ODY_SEND_MODE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x42ODY_SEND_MODE_STREAMED\x10\x01\x12\x1b\n\x17\x42ODY_SEND_MODE_BUFFERED\x10\x02\x12#\n\x1f\x42ODY_SEND_MODE_BUFFERED_PARTIAL\x10\x03\x12\'\n#BODY_SEND_MODE_FULL_DUPLEX_STREAMED\x10\x04\x12\x17\n\x13\x42ODY_SEND_MODE_GRPC\x10\x05*|\n\x0c\x41ppendAction\x12\x1d\n\x19\x41PPEND_ACTION_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x41PPEND_ACTION_ADD_IF_ABSENT\x10\x01\x12,\n(APPEND_ACTION_OVERWRITE_IF_EXISTS_OR_ADD\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#pointsman/gateway/v1/ext_proc.proto\x12\x14pointsman.gateway.v1\x1a\x1cgoogle/protobuf/struct.proto\"\xc2\x05\n\x11ProcessingRequest\x12<\n\x0frequest_headers\x18\x02 \x01(\x0b\x32!.pointsman.gateway.v1.HttpHeadersH\x00\x12=\n\x10response_headers\x18\x03 \x01(\x0b\x32!.pointsman.gateway.v1.HttpHeadersH\x00\x12\x36\n\x0crequest_body\x18\x04 \x01(\x0b\x32\x1e.pointsman.gateway.v1.HttpBodyH\x00\x12\x37\n\rresponse_body\x18\x05 \x01(\x0b\x32\x1e.pointsman.gateway.v1.HttpBodyH\x00\x12>\n\x10request_trailers\x18\x06 \x01(\x0b\x32\".pointsman.gateway.v1.HttpTrailersH\x00\x12?\n\x11response_trailers\x18\x07 \x01(\x0b\x32\".pointsman.gateway.v1.HttpTrailersH\x00\x12\x38\n\x10metadata_context\x18\x08 \x01(\x0b\x32\x1e.pointsman.gateway.v1.Metadata\x12K\n\nattributes\x18\t \x03(\x0b\x32\x37.pointsman.gateway.v1.ProcessingRequest.AttributesEntry\x12\x1a\n\x12observability_mode\x18\n \x01(\x08\x12\x44\n\x0fprotocol_config\x18\x0b \x01(\x0b\x32+.pointsman.gateway.v1.ProtocolConfiguration\x1aJ\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01\x42\t\n\x07request\"\x96\x01\n\x15ProtocolConfiguration\x12=\n\x11request_body_mode\x18\x01 \x01(\x0e\x32\".pointsman.gateway.v1.BodySendMode\x12>\n\x12response_body_mode\x18\x02 \x01(\x0e\x32\".pointsman.gateway.v1.BodySendMode\"\xa1\x04\n\x12ProcessingResponse\x12@\n\x0frequest_headers\x18\x01 \x01(\x0b\x32%.pointsman.gateway.v1.HeadersResponseH\x00\x12\x41\n\x10response_headers\x18\x02 \x01(\x0b\x32%.pointsman.gateway.v1.HeadersResponseH\x00\x12:\n\x0crequest_body\x18\x03 \x01(\x0b\x32\".pointsman.gateway.v1.BodyResponseH\x00\x12;\n\rresponse_body\x18\x04 \x01(\x0b\x32\".pointsman.gateway.v1.BodyResponseH\x00\x12\x42\n\x10request_trailers\x18\x05 \x01(\x0b\x32&.pointsman.gateway.v1.TrailersResponseH\x00\x12\x43\n\x11response_trailers\x18\x06 \x01(\x0b\x32&.pointsman.gateway.v1.TrailersResponseH\x00\x12\x45\n\x12immediate_response\x18\x07 \x01(\x0b\x32\'.pointsman.gateway.v1.ImmediateResponseH\x00\x12\x31\n\x10\x64ynamic_metadata\x18\x08 \x01(\x0b\x32\x17.google.protobuf.StructB\n\n\x08response\"V\n\x0bHttpHeaders\x12\x30\n\x07headers\x18\x01 \x01(\x0b\x32\x1f.pointsman.gateway.v1.HeaderMap\x12\x15\n\rend_of_stream\x18\x03 \x01(\x08\"/\n\x08HttpBody\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"A\n\x0cHttpTrailers\x12\x31\n\x08trailers\x18\x01 \x01(\x0b\x32\x1f.pointsman.gateway.v1.HeaderMap\"I\n\x0fHeadersResponse\x12\x36\n\x08response\x18\x01 \x01(\x0b\x32$.pointsman.gateway.v1.CommonResponse\"F\n\x0c\x42odyResponse\x12\x36\n\x08response\x18\x01 \x01(\x0b\x32$.pointsman.gateway.v1.CommonResponse\"Q\n\x10TrailersResponse\x12=\n\x0fheader_mutation\x18\x01 \x01(\x0b\x32$.pointsman.gateway.v1.HeaderMutation\"\x8a\x01\n\x0e\x43ommonResponse\x12=\n\x0fheader_mutation\x18\x02 \x01(\x0b\x32$.pointsman.gateway.v1.HeaderMutation\x12\x39\n\rbody_mutation\x18\x03 \x01(\x0b\x32\".pointsman.gateway.v1.BodyMutation\"\x9b\x01\n\x11ImmediateResponse\x12\x30\n\x06status\x18\x01 \x01(\x0b\x32 .pointsman.gateway.v1.HttpStatus\x12\x35\n\x07headers\x18\x02 \x01(\x0b\x32$.pointsman.gateway.v1.HeaderMutation\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64\x65tails\x18\x05 \x01(\t\"\x1a\n\nHttpStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\"f\n\x0eHeaderMutation\x12<\n\x0bset_headers\x18\x01 \x03(\x0b\x32\'.pointsman.gateway.v1.HeaderValueOption\x12\x16\n\x0eremove_headers\x18\x02 \x03(\t\"c\n\x0c\x42odyMutation\x12G\n\x11streamed_response\x18\x03 \x01(\x0b\x32*.pointsman.gateway.v1.StreamedBodyResponseH\x00\x42\n\n\x08mutation\";\n\x14StreamedBodyResponse\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"?\n\tHeaderMap\x12\x32\n\x07headers\x18\x01 \x03(\x0b\x32!.pointsman.gateway.v1.HeaderValue\"<\n\x0bHeaderValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x11\n\traw_value\x18\x03 \x01(\x0c\"\x81\x01\n\x11HeaderValueOption\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32!.pointsman.gateway.v1.HeaderValue\x12\x39\n\rappend_action\x18\x03 \x01(\x0e\x32\".pointsman.gateway.v1.AppendAction\"\xa7\x01\n\x08Metadata\x12K\n\x0f\x66ilter_metadata\x18\x01 \x03(\x0b\x32\x32.pointsman.gateway.v1.Metadata.FilterMetadataEntry\x1aN\n\x13\x46ilterMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01*\xcf\x01\n\x0c\x42odySendMode\x12\x1e\n\x1a\x42ODY_SEND_MODE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x42ODY_SEND_MODE_STREAMED\x10\x01\x12\x1b\n\x17\x42ODY_SEND_MODE_BUFFERED\x10\x02\x12#\n\x1f\x42ODY_SEND_MODE_BUFFERED_PARTIAL\x10\x03\x12\'\n#BODY_SEND_MODE_FULL_DUPLEX_STREAMED\x10\x04\x12\x17\n\x13\x42ODY_SEND_MODE_GRPC\x10\x05*|\n\x0c\x41ppendAction\x12\x1d\n\x19\x41PPEND_ACTION_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x41PPEND_ACTION_ADD_IF_ABSENT\x10\x01\x12,\n(APPEND_ACTION_OVERWRITE_IF_EXISTS_OR_ADD\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,10 +36,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROCESSINGREQUEST_ATTRIBUTESENTRY']._serialized_options = b'8\001'
   _globals['_METADATA_FILTERMETADATAENTRY']._loaded_options = None
   _globals['_METADATA_FILTERMETADATAENTRY']._serialized_options = b'8\001'
-  _globals['_BODYSENDMODE']._serialized_start=2985
-  _globals['_BODYSENDMODE']._serialized_end=3192
-  _globals['_APPENDACTION']._serialized_start=3194
-  _globals['_APPENDACTION']._serialized_end=3318
+  _globals['_BODYSENDMODE']._serialized_start=2958
+  _globals['_BODYSENDMODE']._serialized_end=3165
+  _globals['_APPENDACTION']._serialized_start=3167
+  _globals['_APPENDACTION']._serialized_end=3291
   _globals['_PROCESSINGREQUEST']._serialized_start=92
   _globals['_PROCESSINGREQUEST']._serialized_end=798
   _globals['_PROCESSINGREQUEST_ATTRIBUTESENTRY']._serialized_start=713
@@ -61,25 +61,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAILERSRESPONSE']._serialized_start=1852
   _globals['_TRAILERSRESPONSE']._serialized_end=1933
   _globals['_COMMONRESPONSE']._serialized_start=1936
-  _globals['_COMMONRESPONSE']._serialized_end=2101
-  _globals['_IMMEDIATERESPONSE']._serialized_start=2104
-  _globals['_IMMEDIATERESPONSE']._serialized_end=2259
-  _globals['_HTTPSTATUS']._serialized_start=2261
-  _globals['_HTTPSTATUS']._serialized_end=2287
-  _globals['_HEADERMUTATION']._serialized_start=2289
-  _globals['_HEADERMUTATION']._serialized_end=2391
-  _globals['_BODYMUTATION']._serialized_start=2393
-  _globals['_BODYMUTATION']._serialized_end=2492
-  _globals['_STREAMEDBODYRESPONSE']._serialized_start=2494
-  _globals['_STREAMEDBODYRESPONSE']._serialized_end=2553
-  _globals['_HEADERMAP']._serialized_start=2555
-  _globals['_HEADERMAP']._serialized_end=2618
-  _globals['_HEADERVALUE']._serialized_start=2620
-  _globals['_HEADERVALUE']._serialized_end=2680
-  _globals['_HEADERVALUEOPTION']._serialized_start=2683
-  _globals['_HEADERVALUEOPTION']._serialized_end=2812
-  _globals['_METADATA']._serialized_start=2815
-  _globals['_METADATA']._serialized_end=2982
-  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_start=2904
-  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_end=2982
+  _globals['_COMMONRESPONSE']._serialized_end=2074
+  _globals['_IMMEDIATERESPONSE']._serialized_start=2077
+  _globals['_IMMEDIATERESPONSE']._serialized_end=2232
+  _globals['_HTTPSTATUS']._serialized_start=2234
+  _globals['_HTTPSTATUS']._serialized_end=2260
+  _globals['_HEADERMUTATION']._serialized_start=2262
+  _globals['_HEADERMUTATION']._serialized_end=2364
+  _globals['_BODYMUTATION']._serialized_start=2366
+  _globals['_BODYMUTATION']._serialized_end=2465
+  _globals['_STREAMEDBODYRESPONSE']._serialized_start=2467
+  _globals['_STREAMEDBODYRESPONSE']._serialized_end=2526
+  _globals['_HEADERMAP']._serialized_start=2528
+  _globals['_HEADERMAP']._serialized_end=2591
+  _globals['_HEADERVALUE']._serialized_start=2593
+  _globals['_HEADERVALUE']._serialized_end=2653
+  _globals['_HEADERVALUEOPTION']._serialized_start=2656
+  _globals['_HEADERVALUEOPTION']._serialized_end=2785
+  _globals['_METADATA']._serialized_start=2788
+  _globals['_METADATA']._serialized_end=2955
+  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_start=2877
+  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_end=2955
 # @@protoc_insertion_point(module_scope)

@@ -439,9 +439,6 @@ class CommonResponse(_message.Message):
 
     HEADER_MUTATION_FIELD_NUMBER: _builtins.int
     BODY_MUTATION_FIELD_NUMBER: _builtins.int
-    CLEAR_ROUTE_CACHE_FIELD_NUMBER: _builtins.int
-    clear_route_cache: _builtins.bool
-    """Whether the proxy chooses the route anew."""
     @_builtins.property
     def header_mutation(self) -> Global___HeaderMutation:
         """Changes of the head."""
@@ -455,11 +452,10 @@ class CommonResponse(_message.Message):
         *,
         header_mutation: Global___HeaderMutation | None = ...,
         body_mutation: Global___BodyMutation | None = ...,
-        clear_route_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["body_mutation", b"body_mutation", "header_mutation", b"header_mutation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_mutation", b"body_mutation", "clear_route_cache", b"clear_route_cache", "header_mutation", b"header_mutation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_mutation", b"body_mutation", "header_mutation", b"header_mutation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

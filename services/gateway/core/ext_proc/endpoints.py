@@ -20,6 +20,7 @@ SUBSET_NAMESPACE, SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoi
 # names the endpoint which answered.
 NAMESPACE, DESTINATION = "envoy.lb", "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
+_PORT_DIGITS = 5
 # Attribute by which Envoy itself names the endpoint that answered.
 UPSTREAM_ADDRESS = "upstream.address"
 
@@ -69,7 +70,8 @@ def _entries(value: Any) -> Iterator[str]:
 def _normal(entry: str) -> tuple[str, int]:
     """Return address and port of an entry, port 0 if it has none."""
     host, colon, port = entry.rpartition(":")
-    if not colon or not port.isdigit() or (":" in host and not host.startswith("[")):
+    number = port.isascii() and port.isdigit() and len(port) <= _PORT_DIGITS
+    if not colon or not number or (":" in host and not host.startswith("[")):
         host, port = entry, "0"
     host = host.strip("[]")
     try:
@@ -86,8 +88,7 @@ def served_endpoint(metadata: Mapping[str, Struct], attributes: Mapping[str, Str
     return ""
 
 
-def target_at(served: str, endpoints: Mapping[str, Target], first: Target) -> Target:
-    """Return the instance that answered at the endpoint `served`. `endpoints`: those that the proxy was given, that of `first` as
-    the first. It is `first` if the proxy has not told, or has found another one itself."""
+def target_at(served: str, endpoints: Mapping[str, Target]) -> Target | None:
+    """Return the instance at the endpoint `served`, None if it is none of `endpoints`."""
     told = _normal(served)
-    return next((target for one, target in endpoints.items() if _normal(one) == told), first)
+    return next((target for one, target in endpoints.items() if _normal(one) == told), None)

@@ -11,7 +11,19 @@ from pointsman.gateway.v1 import ext_proc_pb2 as pb
 # Maximum size of a piece of a body, bytes: some proxies accept no more than 64 KiB.
 PIECE_BYTES = 62_000
 # Fields of a request that are the proxy's own. A client's are its proxy's to remove.
-_OF_THE_PROXY = ("host", "content-length", "transfer-encoding", "x-forwarded-", "x-envoy-", "x-request-id", ":")
+_OF_THE_PROXY = frozenset(
+    {
+        "host",
+        "content-length",
+        "transfer-encoding",
+        "x-forwarded-for",
+        "x-forwarded-host",
+        "x-forwarded-port",
+        "x-forwarded-proto",
+        "x-forwarded-client-cert",
+        "x-request-id",
+    }
+)
 _OVERWRITE = pb.APPEND_ACTION_OVERWRITE_IF_EXISTS_OR_ADD
 
 
@@ -37,9 +49,9 @@ def destination(endpoints: Sequence[str], received: Iterable[str], fields: Mappi
     """Return the answer to a request's head: it goes to the first of `endpoints`, or to the next ones if that does not answer.
     `received`: names of the fields that the request has; `fields`: those that it gets. All others are removed."""
     to = ",".join(endpoints)
+    # The route is not chosen anew: it may match fields that are removed here.
     common = pb.CommonResponse(
         header_mutation=_mutation({**fields, DESTINATION: to}, removed=_not_kept(received, fields)),
-        clear_route_cache=True,
     )
     answer = pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common))
     answer.dynamic_metadata.get_or_create_struct(NAMESPACE)[DESTINATION] = to
@@ -48,7 +60,11 @@ def destination(endpoints: Sequence[str], received: Iterable[str], fields: Mappi
 
 def _not_kept(received: Iterable[str], fields: Mapping[str, str]) -> Iterator[str]:
     kept = {name.lower() for name in fields}
-    return (name for name in dict.fromkeys(received) if name not in kept and not name.startswith(_OF_THE_PROXY))
+    return (name for name in dict.fromkeys(received) if name not in kept and not _is_of_the_proxy(name))
+
+
+def _is_of_the_proxy(name: str) -> bool:
+    return name in _OF_THE_PROXY or name.startswith((":", "x-envoy-"))
 
 
 def request_body(body: bytes, *, last: bool) -> Iterator[pb.ProcessingResponse]:

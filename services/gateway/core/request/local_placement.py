@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from heapq import nsmallest
 
+from pointsman.agent.v1 import agent_pb2
 from pointsman.gateway.core.request.failures import RETRY_S
 from pointsman.gateway.core.request.placement_messages import target_of
 from pointsman.gateway.core.request.request_events import UNAVAILABLE, PlacementRefused, StepAssigned, Target
@@ -46,7 +48,22 @@ def fallbacks(
     count: int,
 ) -> list[Target]:
     """Return `count` instances to which a proxy may send a request that the step's does not answer: the runner-up, then those
-    with the fewest open requests. A server's ranks fail together, so none is one of the step's server's."""
-    others = [one for one in instances if one.url != step.target.url and one.instance_id not in exclude]
-    others.sort(key=lambda one: (one.instance_id != step.runner_up, inflight.get(one.instance_id, 0), one.instance_id))
-    return [target_of(one) for one in others[:count]]
+    with the fewest open requests.
+
+    None has ranks, since a proxy sends the rank of the first. Instances that only prefill for others answer nobody.
+    """
+    if step.target.rank is not None:
+        return []
+    others = [
+        one
+        for one in instances
+        if one.url != step.target.url
+        and not one.HasField("data_parallel_rank")
+        and one.kv_transfer.role != agent_pb2.KV_ROLE_PRODUCER
+        and one.instance_id not in exclude
+    ]
+
+    def order(one: placement_pb2.InstanceRef) -> tuple[bool, int, str]:
+        return one.instance_id != step.runner_up, inflight.get(one.instance_id, 0), one.instance_id
+
+    return [target_of(one) for one in nsmallest(count, others, key=order)]

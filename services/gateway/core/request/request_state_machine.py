@@ -367,8 +367,11 @@ class RequestStateMachine:
         return [*ended, *self._retry(now, counts=not failed.moved)]
 
     def _other_answered(self, answered: OtherAnswered, now: float) -> list[Effect]:
-        """End the attempt as failed; a new one, which no router has placed, has the answer."""
-        ended = self._end(Outcome.FAILED, "it did not answer, and the proxy asked another instance")
+        """End the attempt as failed; a new one, which no router has placed, has the answer. A proxy may have left an instance
+        because of its 5xx, of which the request may be the cause: the end of the new attempt decides whose fault it was."""
+        assert self.step is not None
+        self._refused_by.append(self.step.target.instance_id)
+        ended = self._end(Outcome.FAILED, "it did not answer, and the proxy asked another instance", refused=True)
         self._next_attempt_id()
         self._attempt_open = True
         step = StepAssigned(self.attempt_id, answered.target, degraded=True)

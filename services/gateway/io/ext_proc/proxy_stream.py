@@ -8,7 +8,8 @@ gets. The stream ends with the answer, or when the client leaves.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import grpc
@@ -32,17 +33,22 @@ from pointsman.gateway.io.http.server_types import (
     shutting_down,
     too_slow,
 )
-from pointsman.gateway.io.request.proxied_request import OtherInstanceAnswered, ProxiedRequest
+from pointsman.gateway.io.request.proxied_request import InnocentFailure, OtherInstanceAnswered, ProxiedRequest
 from pointsman.gateway.v1 import ext_proc_pb2 as pb
 
 log = structlog.get_logger()
 
 Context: TypeAlias = "grpc.aio.ServicerContext[pb.ProcessingRequest, pb.ProcessingResponse]"
 
-# Statuses of a proxy's own answers if it reaches no instance, and the field by which Envoy tells how long an instance took, which
-# those do not have. A proxy may be told to leave it out.
+# Statuses of a proxy's own answers if it gets none of an instance, and the field by which Envoy tells how long an instance took,
+# which those do not have. A proxy may be told to leave it out.
 _PROXYS = (502, 503, 504)
+_TIMED_OUT = 504
 _UPSTREAM_TIME = "x-envoy-upstream-service-time"
+# Field of an answer of an Envoy that had no room for the request.
+_OVERLOADED = "x-envoy-overloaded"
+# How long an answer may be silent once the agent of its instance is gone, s.
+LOST_S = 10.0
 
 
 class _Refused(Exception):
@@ -120,6 +126,8 @@ class ProxyStream:
         self._subset: Subset | None = None
         self._request: ProxiedRequest | None = None
         self._work: asyncio.Future[Response | None] | None = None
+        self._reader: asyncio.Task[None] | None = None  # reads the request
+        self._told_to_end = False
         self._disorder = False
         self._endpoints: dict[str, Target] = {}  # those that the proxy was given, the first one first
         self._answer: UpstreamResponse | None = None
@@ -127,6 +135,8 @@ class ProxyStream:
         self._answer_trailers = False
         self._bodiless = False  # the answer has nothing after its head
         self._served = ""
+        self._silent_since = 0.0  # when the last message came, monotonic s
+        self._instance_lost = False
         self._head_here = asyncio.Event()
         self._readable = asyncio.Event()
         self._readable.set()
@@ -134,12 +144,18 @@ class ProxyStream:
     async def run(self) -> None:
         """Carry the request to its end."""
         self._streams.open.add(self)
+        self._reader = asyncio.current_task()
         try:
             request = await self._read_request()
+            self._reader = None
             if request is not None:
                 await self._carry(request)
         except _Refused as refused:
             await self._context.write(self._immediate(refused.response))
+        except asyncio.CancelledError:
+            if self._reader is None or not self._told_to_end:
+                raise
+            await self._context.write(self._immediate(shutting_down(self._streams.handler, self._path())))
         finally:
             self._streams.open.discard(self)
             self._held_body.let_go()
@@ -147,14 +163,27 @@ class ProxyStream:
 
     def cancel(self) -> None:
         """End the request; its client gets an error."""
+        self._told_to_end = True
         if self._work is not None:
             self._work.cancel()
+        elif self._reader is not None:
+            self._reader.cancel()
+
+    def overdue(self, now: float) -> None:
+        """Let an answer fail that has been silent for too long, though it was read. `now`: monotonic s."""
+        answer, limit_s = self._answer, LOST_S if self._instance_lost else self._streams.limits.stall_s
+        reads = answer is not None and not answer.whole and self._readable.is_set()
+        if reads and now - self._silent_since > limit_s:
+            self.give_up("silent")
 
     async def _carry(self, request: ProxiedRequest) -> None:
         self._work = asyncio.ensure_future(self._streams.handler.answer(request))
         reading = asyncio.create_task(self._read_answer())
         sending = asyncio.create_task(self._outgoing.run())
         try:
+            await asyncio.wait({self._work, reading, sending}, return_when=asyncio.FIRST_COMPLETED)
+            if not self._work.done():
+                self._end_for(reading, sending)
             await asyncio.wait({self._work})
             whole = self._send_result(self._work)
             self._outgoing.end()
@@ -168,11 +197,26 @@ class ProxyStream:
                 task.cancel()
             await asyncio.gather(self._work, reading, sending, return_exceptions=True)
 
+    def _end_for(self, reading: asyncio.Task[bool], sending: asyncio.Task[None]) -> None:
+        """End the work: the stream has ended, or what was read or sent cannot be handled."""
+        failed = sending.done() or reading.cancelled() or reading.exception() is not None
+        if failed and reading.done() and not reading.cancelled() and (fault := reading.exception()) is not None:
+            log.warning("a message of a proxy cannot be handled", reason=f"{type(fault).__name__}: {fault}"[:200])
+        self._disorder = failed or not reading.result()
+        self._writer.lost = sending.done() or not self._disorder
+        assert self._work is not None
+        self._work.cancel()
+
     # The request.
 
     async def _read_request(self) -> ProxiedRequest | None:
         """Read the request; None if the client has left, or the proxy ignores what it is told. Raises _Refused. Mutates."""
-        message = await self._context.read()
+        limits = self._streams.limits
+        try:
+            async with asyncio.timeout(limits.head_s):
+                message = await self._context.read()
+        except TimeoutError:
+            return None
         if message is END_OF_STREAM or message.observability_mode:
             return None
         if message.WhichOneof("request") != "request_headers":
@@ -180,6 +224,8 @@ class ProxyStream:
         head = message.request_headers
         received = messages.fields_of(head.headers)
         self._fields = [name for name, _ in received]
+        if len(received) > limits.max_headers or head.ByteSize() > limits.max_head_bytes:
+            raise _Refused(self._error(431, "The request's head is too large.", "head_too_large"))
         pseudo, headers = messages.head_of(received)
         self._target = pseudo.get(":path", "")
         path, query = self._path(), self._target.partition("?")[2]
@@ -197,7 +243,7 @@ class ProxyStream:
         if head.end_of_stream:
             return request
         try:
-            async with asyncio.timeout(self._streams.limits.body_s):
+            async with asyncio.timeout(limits.body_s):
                 body = await self._read_body()
         except TimeoutError:
             raise _Refused(too_slow(self._streams.handler, self._path())) from None
@@ -210,7 +256,11 @@ class ProxyStream:
         """Read the request's body; None if the client has left. Raises _Refused. Mutates."""
         parts: list[bytes] = []
         size = 0
-        while (message := await self._context.read()) is not END_OF_STREAM:
+        while True:
+            async with asyncio.timeout(self._streams.limits.body_stall_s):
+                message = await self._context.read()
+            if message is END_OF_STREAM:
+                return None
             kind = message.WhichOneof("request")
             if kind == "request_trailers":
                 self._request_trailers = True
@@ -226,7 +276,6 @@ class ProxyStream:
             parts.append(piece)
             if message.request_body.end_of_stream:
                 return b"".join(parts)
-        return None
 
     def _wrong_mode(self, told: pb.ProtocolConfiguration) -> Response | None:
         if told.request_body_mode == told.response_body_mode == pb.BODY_SEND_MODE_FULL_DUPLEX_STREAMED:
@@ -246,15 +295,25 @@ class ProxyStream:
 
     # The instance's side (Proxy).
 
+    @property
+    def restricts(self) -> bool:
+        """Whether the proxy has named a subset of the endpoints."""
+        return self._subset is not None
+
     async def excluded(self, targets: Sequence[Target]) -> list[str]:
         """Return the ids of the instances that the proxy does not allow."""
         if (subset := self._subset) is None:
             return []
-        found = [(one.instance_id, await self._streams.addresses.of(one.url)) for one in targets]
-        return [instance_id for instance_id, address in found if not subset.allows(*address)]
+        found = await asyncio.gather(*(self._streams.addresses.of(one) for one in targets))
+        return [one.instance_id for one, at in zip(targets, found, strict=True) if not subset.allows(*at)]
 
     async def post(
-        self, targets: Sequence[Target], path: str, payload: bytes, fields: Mapping[str, str]
+        self,
+        targets: Sequence[Target],
+        path: str,
+        payload: bytes,
+        fields: Mapping[str, str],
+        every: Callable[[], Sequence[Target]],
     ) -> UpstreamResponse:
         """Have the request sent, and wait for the answer's head."""
         first = targets[0]
@@ -262,22 +321,42 @@ class ProxyStream:
             await self._send_request(targets, path, payload, fields)
         await self._head_here.wait()
         assert self._answer is not None
-        answered = target_at(self._served, self._endpoints, next(iter(self._endpoints.values())))
+        headers = self._answer.headers
+        if self._answer.status in _PROXYS and _UPSTREAM_TIME not in headers:
+            if _OVERLOADED in headers or self._answer.status == _TIMED_OUT:
+                raise InnocentFailure("the proxy has given the request up", 0)
+            raise UpstreamError("the proxy got no answer", 0)
+        answered = self._who_answered(every)
         if answered.instance_id != first.instance_id:
             raise OtherInstanceAnswered(answered)
-        if self._answer.status in _PROXYS and not self._served and _UPSTREAM_TIME not in self._answer.headers:
-            raise UpstreamError("the proxy got no answer", 0)
         return self._answer
+
+    def _who_answered(self, every: Callable[[], Sequence[Target]]) -> Target:
+        """Return the instance that answered: the first of the list, unless the proxy tells of another one that is known."""
+        first = next(iter(self._endpoints.values()))
+        if not self._served or (found := target_at(self._served, self._endpoints)) is not None:
+            return first if not self._served or found is None else found
+        pool = {endpoint(*self._streams.addresses.known(one)): one for one in every()}
+        if (other := target_at(self._served, pool)) is None:
+            log.warning("a proxy asked an unknown instance", chosen=first.instance_id, endpoint=self._served)
+            return first
+        return other
+
+    def instance_lost(self) -> None:
+        """Let the answer fail if it stays silent."""
+        self._instance_lost = True
 
     async def _send_request(
         self, targets: Sequence[Target], path: str, payload: bytes, fields: Mapping[str, str]
     ) -> None:
-        for target in targets:
-            address, port = await self._streams.addresses.of(target.url)
+        address, port = await self._streams.addresses.of(targets[0])
+        if not address:
+            raise InnocentFailure("the instance's host has no address", sent=False)
+        self._endpoints[endpoint(address, port)] = targets[0]
+        for target in targets[1:]:
+            address, port = self._streams.addresses.known(target)
             if address:
                 self._endpoints.setdefault(endpoint(address, port), target)
-            elif not self._endpoints:
-                raise UpstreamError("the instance's host has no address", sent=False)
         changed = dict(fields) if path == self._target else {":path": path, **fields}
         self._outgoing.message(messages.destination(list(self._endpoints), self._fields, changed))
         for message in messages.request_body(payload, last=not self._request_trailers):
@@ -285,19 +364,18 @@ class ProxyStream:
         if self._request_trailers:
             self._outgoing.message(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
 
-    async def _read_answer(self) -> None:
-        """Read what the instance answers, until the stream ends."""
+    async def _read_answer(self) -> bool:
+        """Read what the instance answers, until the stream ends: the client has left, or the proxy has lost the instance. Return
+        False if a message is out of order."""
         while (message := await self._context.read()) is not END_OF_STREAM:
+            self._silent_since = time.monotonic()
             if not self._take(message):
                 log.warning("a proxy's messages are out of order", message=message.WhichOneof("request"))
-                self._disorder = True
-                self.cancel()
-                return
+                return False
             if not self._readable.is_set():
                 await self._readable.wait()
-        # The client has left, or the proxy has lost the instance.
-        self._writer.lost = True
-        self.cancel()
+                self._silent_since = time.monotonic()
+        return True
 
     def _take(self, message: pb.ProcessingRequest) -> bool:
         """Handle a message; return False if it is out of order. Mutates."""
@@ -334,7 +412,8 @@ class ProxyStream:
         if not self._endpoints:
             # The proxy itself has answered the client: a timeout of its own.
             self._writer.lost = True
-            self.cancel()
+            assert self._work is not None
+            self._work.cancel()
         return True
 
     # The answer that is read (Carrier).

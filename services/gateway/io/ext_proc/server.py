@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Collection
 
 import grpc
@@ -16,8 +17,10 @@ from pointsman.gateway.v1 import ext_proc_pb2 as pb
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 # Services whose health is that of the gateway. "liveness" is healthy as long as the process answers.
 _READY = ("", "readiness", "inference-extension", SERVICE)
-# Interval in which the gateway's health is looked at, s.
+# Interval in which the gateway's health and silent answers are looked at, s.
 WATCH_S = 0.5
+# Maximum size of a message, bytes. Proxies send bodies in pieces of some ten KiB.
+MAX_MESSAGE_BYTES = 4 << 20
 # How long cancelled requests have to send their ends, s.
 LINGER_S = 2.0
 
@@ -29,7 +32,8 @@ class ExtProcServer:
         """`usable`: whether requests can be placed. `reuse_port`: several processes share the address."""
         self._streams = streams
         # Of two options with one name gRPC takes the first.
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", int(reuse_port)), *SERVER_OPTIONS])
+        own = [("grpc.so_reuseport", int(reuse_port)), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+        self._server = grpc.aio.server(options=[*own, *SERVER_OPTIONS])
         process = grpc.stream_stream_rpc_method_handler(
             self._process, pb.ProcessingRequest.FromString, pb.ProcessingResponse.SerializeToString
         )
@@ -60,14 +64,22 @@ class ExtProcServer:
 
     async def close(self, drain_timeout_s: float) -> None:
         """Accept nothing more, wait up to `drain_timeout_s` for open requests to end, then end them with an error."""
+        await self._health.enter_graceful_shutdown()
+        stopping = asyncio.create_task(self._server.stop(drain_timeout_s + 2 * LINGER_S))
+        if not await self._all_ended(drain_timeout_s):
+            self.cancel_all()
+            await self._all_ended(LINGER_S)
+        # Health is watched for as long as its callers like.
+        await self._server.stop(0)
+        await stopping
         if self._watching is not None:
             self._watching.cancel()
-        await self._health.enter_graceful_shutdown()
-        stopping = asyncio.create_task(self._server.stop(drain_timeout_s + LINGER_S))
-        await asyncio.wait({stopping}, timeout=drain_timeout_s)
-        if not stopping.done():
-            self.cancel_all()
-        await stopping
+
+    async def _all_ended(self, within_s: float) -> bool:
+        ends = time.monotonic() + within_s
+        while self._streams.open and time.monotonic() < ends:  # noqa: ASYNC110 - once in a process's life
+            await asyncio.sleep(0.02)
+        return not self._streams.open
 
     def cancel_all(self) -> None:
         """End every open request; each client gets an error."""
@@ -82,4 +94,7 @@ class ExtProcServer:
             serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
             for service in _READY:
                 await self._health.set(service, serving if self._usable() else not_serving)
+            now = time.monotonic()
+            for stream in list(self._streams.open):
+                stream.overdue(now)
             await asyncio.sleep(WATCH_S)

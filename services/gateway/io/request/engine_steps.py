@@ -6,7 +6,7 @@ import asyncio
 import time
 from dataclasses import replace
 
-from pointsman.gateway.core.api import ApiRequestError, begins_with_error, redact_error, was_aborted
+from pointsman.gateway.core.api import ApiRequestError, Endpoint, begins_with_error, redact_error, was_aborted
 from pointsman.gateway.core.forwarded_headers import client_headers
 from pointsman.gateway.core.http_message import Request, Response
 from pointsman.gateway.core.memory_budget import Holding
@@ -24,6 +24,7 @@ from pointsman.gateway.core.request.request_events import (
     ResponseRejected,
     ResponseStarted,
     StepAssigned,
+    Target,
     UpstreamFailed,
 )
 from pointsman.gateway.core.request.text_continuation import TextContinuation, continued_text
@@ -48,7 +49,7 @@ from pointsman.gateway.io.engines.engine_client import (
 )
 from pointsman.gateway.io.engines.engine_connection import UpstreamResponse
 from pointsman.gateway.io.engines.remote_prefill import RemotePrefill
-from pointsman.gateway.io.request.proxied_request import OtherInstanceAnswered, Proxy
+from pointsman.gateway.io.request.proxied_request import InnocentFailure, OtherInstanceAnswered, Proxy
 from pointsman.gateway.io.request.shared_context import SharedContext
 
 # Maximum number of an answer's tokens for whose ids memory is reserved.
@@ -170,6 +171,8 @@ class EngineSteps:
         """Handle that the router has lost the agent of a step's instance: what is silent there fails if nobody is there any
         more."""
         self._shared.upstream.lost(step.target)
+        if self._proxy is not None:
+            self._proxy.instance_lost()
 
     def close_upstream(self) -> None:
         """Close the open answer."""
@@ -269,7 +272,8 @@ class EngineSteps:
         except NoRoomForAnswer as no_room:
             return self._reject(no_room)
         except UpstreamError as error:
-            return UpstreamFailed(error.text, error.status, error.refused, moved=self._moved)
+            innocent = isinstance(error, InnocentFailure)
+            return UpstreamFailed(error.text, error.status, error.refused, innocent=innocent, moved=self._moved)
         attempt.first_byte_at = time.monotonic()
         return ResponseStarted()
 
@@ -278,11 +282,17 @@ class EngineSteps:
         path, headers = self._context.call.endpoint.value, self._context.headers_of(step)
         if self._proxy is None:
             return await self._shared.upstream.post(step.target, path, payload, headers)
-        pool, exclude = self._context.state.pool, self._context.placement.exclude
-        load, count = self._shared.router.inflight(), self._shared.proxy_fallbacks
-        others = fallbacks(step, pool.instances, exclude, load, count) if count else []
+        context, count = self._context, self._shared.proxy_fallbacks
+        pool = context.state.pool
+        # Not every instance has an adapter, or stores this response.
+        alike = context.call.endpoint is not Endpoint.RESPONSES and context.call.model not in pool.lora_names
+        others: list[Target] = []
+        if count and alike:
+            load = self._shared.router.inflight()
+            others = fallbacks(step, pool.instances, set(context.placement.exclude), load, count)
         fields = self._shared.upstream.fields(step.target, headers)
-        return await self._proxy.post([step.target, *others], path, payload, fields)
+        targets = [step.target, *others]
+        return await self._proxy.post(targets, path, payload, fields, lambda: list(map(target_of, pool.instances)))
 
     def _reject(self, error: ApiRequestError) -> ResponseRejected:
         """Set `error` as the answer. The instance did not fail."""

@@ -22,6 +22,7 @@ from pointsman.gateway.core.request.placement_messages import target_of
 from pointsman.gateway.core.streaming.sse import SseFilter
 from pointsman.gateway.io.engines.engine_client import Upstream, UpstreamError, relay_stream
 from pointsman.gateway.io.engines.engine_connection import UpstreamResponse
+from pointsman.gateway.io.request.proxied_request import ProxiedRequest
 from pointsman.gateway.io.routing.model_pools import ModelPools
 from pointsman.gateway.io.routing.router_client import RouterClient
 from pointsman.router.v1 import placement_pb2
@@ -82,8 +83,8 @@ class UnplacedProxy:
         if here is None:
             raise not_stored(id_)
         asked = [(name, value) for name, value in parse_qsl(request.query) if name in _QUERY]
-        # An answer to HEAD has no body to stream, so it is the head of the whole response.
-        asked = [] if request.method == "HEAD" else asked
+        # An answer to HEAD has no body to stream, so it is the head of the whole response. A proxy gets whole answers only.
+        asked = [] if request.method == "HEAD" or isinstance(request, ProxiedRequest) else asked
         path = f"/v1/responses/{id_}{found[2] or ''}" + (f"?{urlencode(asked)}" if asked else "")
         try:
             async with (
