@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import zmq.asyncio
 
+from pointsman.agent.io import engine_services
 from pointsman.agent.io.engine_services import FIRST_PAUSE_S
 from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, RunningAgent
 from tests.support.fakes.kubernetes_api import FakeKubernetes, endpoint, endpoint_slice
@@ -94,3 +95,13 @@ async def test_a_watch_that_is_too_old_begins_anew(up: Cluster) -> None:
     gone = {"kind": "Status", "status": "Failure", "reason": "Expired", "message": "too old", "code": 410}
     up.api.send({"type": "ERROR", "object": gone})
     await eventually(lambda: up.known() == {0}, "the list is read again")
+
+
+async def test_a_watch_that_dies_without_a_word_is_noticed(up: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    await eventually(lambda: up.api.watches == 1, "the agent watches")
+    monkeypatch.setattr(engine_services, "WATCH_S", 0.2)
+    monkeypatch.setattr(engine_services, "ANSWER_S", 0.2)
+    up.api.send(None)
+    await eventually(lambda: up.api.watches == 1, "it watches with other limits")
+    up.api.slices["a"] = up.slice(0, name="a")
+    await eventually(lambda: up.known() == {0}, "what no watch has told")

@@ -15,9 +15,12 @@ from pointsman.agent.core.engine_service import EngineService, ServiceEndpoints
 
 log = structlog.get_logger()
 
-# How long a watch lasts before the slices are listed again, s: the server may end it sooner.
+# How long a watch lasts before the slices are listed again, s: the server may end it sooner. A connection that dies without a
+# word ends it ANSWER_S later.
 WATCH_S = 300
-# Pause after a failure, s, doubled by each further one.
+# Timeouts of a connection and of an answer, s.
+CONNECT_S, ANSWER_S = 5, 15
+# Pause after a failure, s, doubled by each further one, and before each list.
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 15.0
 
 
@@ -40,6 +43,7 @@ async def follow(service: EngineService, on_engines: Callable[[Mapping[str, Engi
                 async for kind, changed in _watch(api, service, version):
                     endpoints.apply(kind, changed)
                     on_engines(endpoints.engines())
+                await asyncio.sleep(FIRST_PAUSE_S)
             # The library passes on what aiohttp, ssl and its own checks raise.
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"[:300]
@@ -65,7 +69,10 @@ async def _configure() -> None:
 async def _list(api: Any, service: EngineService, endpoints: ServiceEndpoints) -> str:
     """Read all slices; return the version from which on a watch tells their changes. Mutates `endpoints`."""
     answer = await api.list_namespaced_endpoint_slice(
-        service.namespace, label_selector=service.label_selector, _preload_content=False
+        service.namespace,
+        label_selector=service.label_selector,
+        _preload_content=False,
+        _request_timeout=(CONNECT_S, ANSWER_S),
     )
     told = json.loads(await answer.read())
     if answer.status != 200:
@@ -85,5 +92,6 @@ async def _watch(api: Any, service: EngineService, version: str) -> Any:
             label_selector=service.label_selector,
             resource_version=version,
             timeout_seconds=WATCH_S,
+            _request_timeout=(CONNECT_S, WATCH_S + ANSWER_S),
         ):
             yield event["type"], event["raw_object"]
