@@ -189,6 +189,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="number of paired rounds")
     parser.add_argument("--minutes", type=float, default=145.0, help="no trial begins later than this")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "docs" / "scoreboard.md")
+    parser.add_argument("--note", default="", help="a sentence about the run, for the page")
     parser.add_argument(
         "--render-only", type=Path, metavar="FILE", help="write the page of these trials, and run nothing"
     )

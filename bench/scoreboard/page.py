@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -31,7 +32,7 @@ again and writes this page. A ratio is to {reference} in the same rounds; in bra
 rounds (Student's, on the logarithm). An interval that contains 1 is no difference beyond chance. All programs run with their
 defaults.
 
-Run on {date} at commit `{commit}`, on {machine}.
+Run on {date} at commit `{commit}`, on {machine}. {note}
 
 ![TTFT p90 of each router](scoreboard_ttft.svg)
 
@@ -52,10 +53,11 @@ def write_page(results: Results, out: Path) -> None:
 def render(
     cells: Sequence[Cell], trials: Sequence[StoredTrial], facts: dict[str, object], figures: Sequence[Figure] = ()
 ) -> str:
-    """Return the page. `facts`: commit, machine, rounds and date of the run. `figures`: those of side_by_side."""
+    """Return the page. `facts`: commit, machine, rounds and date of the run, and a note about it. `figures`: those of
+    side_by_side."""
     comparisons = _comparisons(cells, trials)
     references = dict.fromkeys(one.reference for one in comparisons if one.reference)
-    told = {"commit": "", "machine": "", "rounds": 0, "date": ""} | facts
+    told = {"commit": "", "machine": "", "rounds": 0, "date": "", "note": ""} | facts
     parts = [
         _OPENING.format(**{**told, "reference": " or ".join(references) or "nothing"}),
         "## Who wins\n",
@@ -210,12 +212,16 @@ def _side_by_side(figures: Iterable[Figure]) -> str:
         _, against, goal = GOALS[f"side_{what}"]
         ratio = "-" if one.ratio is None else f"{one.ratio:.2f}"
         reached = "-" if not goal else f"{goal:g}, {'reached' if (one.ratio or 0.0) <= goal else '**missed**'}"
-        others = one.note.partition("; baseline")[0]
+        others = re.sub(r"[\d.]+e\+\d+", lambda found: _short(float(found[0])), one.note.partition("; baseline")[0])
         form = "`serve`" if serve else "two processes"
         lines.append(
-            f"| {_MEASURED[what]} | {form} | {one.value:,.3g} {one.unit} | {against} | {ratio} | {reached} | {others} |"
+            f"| {_MEASURED[what]} | {form} | {_short(one.value)} {one.unit} | {against} | {ratio} | {reached} | {others} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _table(one: Comparison, columns: Sequence[Column]) -> str:
