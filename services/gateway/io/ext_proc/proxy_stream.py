@@ -198,14 +198,17 @@ class ProxyStream:
             await asyncio.gather(self._work, reading, sending, return_exceptions=True)
 
     def _end_for(self, reading: asyncio.Task[bool], sending: asyncio.Task[None]) -> None:
-        """End the work: the stream has ended, or what was read or sent cannot be handled."""
-        failed = sending.done() or reading.cancelled() or reading.exception() is not None
-        if failed and reading.done() and not reading.cancelled() and (fault := reading.exception()) is not None:
-            log.warning("a message of a proxy cannot be handled", reason=f"{type(fault).__name__}: {fault}"[:200])
-        self._disorder = failed or not reading.result()
-        self._writer.lost = sending.done() or not self._disorder
+        """End the work, since nothing more can be read or sent: the stream is over, or a message cannot be handled."""
         assert self._work is not None
         self._work.cancel()
+        if sending.done():
+            self._writer.lost = True
+        elif (fault := reading.exception()) is not None:
+            log.warning("a message of a proxy cannot be handled", reason=f"{type(fault).__name__}: {fault}"[:200])
+            self._disorder = True
+        else:
+            self._disorder = not reading.result()
+            self._writer.lost = not self._disorder
 
     # The request.
 
@@ -334,13 +337,14 @@ class ProxyStream:
     def _who_answered(self, every: Callable[[], Sequence[Target]]) -> Target:
         """Return the instance that answered: the first of the list, unless the proxy tells of another one that is known."""
         first = next(iter(self._endpoints.values()))
-        if not self._served or (found := target_at(self._served, self._endpoints)) is not None:
-            return first if not self._served or found is None else found
-        pool = {endpoint(*self._streams.addresses.known(one)): one for one in every()}
-        if (other := target_at(self._served, pool)) is None:
-            log.warning("a proxy asked an unknown instance", chosen=first.instance_id, endpoint=self._served)
+        if not self._served:
             return first
-        return other
+        found = target_at(self._served, self._endpoints)
+        if found is None:
+            found = target_at(self._served, {endpoint(*self._streams.addresses.known(one)): one for one in every()})
+        if found is None:
+            log.warning("a proxy asked an unknown instance", chosen=first.instance_id, endpoint=self._served)
+        return found or first
 
     def instance_lost(self) -> None:
         """Let the answer fail if it stays silent."""
