@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,20 +29,18 @@ from tests.support.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "set_points",
-            "parameters": {
-                "type": "object",
-                "properties": {"track": {"type": "string", "maxLength": 8}},
-                "required": ["track"],
-                "additionalProperties": False,
-            },
-        },
-    }
-]
+# A random model ends a call only if there is one way to write it.
+TURN = {
+    "name": "turn",
+    "description": "Set the points.",
+    "parameters": {
+        "type": "object",
+        "properties": {"side": {"type": "string", "enum": ["left"]}},
+        "required": ["side"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -89,17 +88,21 @@ def test_answers_are_those_of_a_gateway(client: openai.OpenAI, through_envoy: op
 
 
 def test_tools_are_called(through_envoy: openai.OpenAI) -> None:
-    forced = {"type": "function", "function": {"name": "set_points"}}
-    asked: Any = {"model": SERVED_NAME, "messages": [user("Set the points.")], "tools": TOOLS, "tool_choice": forced,
-                  "max_tokens": 60, "temperature": 0}  # fmt: skip
-    whole = through_envoy.chat.completions.create(**asked).choices[0].message.tool_calls
-    assert whole is not None
-    [call] = whole
+    asked: dict[str, Any] = {
+        "model": SERVED_NAME,
+        "max_tokens": 200,
+        "temperature": 0,
+        "messages": [user("left or right?")],
+        "tools": [{"type": "function", "function": TURN}],
+        "tool_choice": "required",
+    }
+    (call,) = through_envoy.chat.completions.create(**asked).choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("turn", {"side": "left"})
     arguments = ""
     for chunk in through_envoy.chat.completions.create(**asked, stream=True):
         for part in (chunk.choices[0].delta.tool_calls or []) if chunk.choices else []:
-            arguments += (part.function.arguments or "") if part.function else ""
-    assert arguments == call.function.arguments  # type: ignore[union-attr]
+            arguments += part.function.arguments or ""
+    assert json.loads(arguments) == {"side": "left"}
 
 
 def test_anthropics_client_streams(picked: str, plane: ControlPlane) -> None:
