@@ -203,7 +203,10 @@ class EngineModel:
         preemptions = self.counters.num_preemptions
         scheduled = self._schedule(events, awaited, now) if self._sequences else {}
         duration = self._duration(scheduled, now)
+        # After a preemption the next step can admit requests again.
+        settled = self.counters.num_preemptions == preemptions
         if self.offloading is not None:
+            settled = settled and not self.offloading.changed_in_step
             computed = [(sequence, sequence.computed + count) for sequence, count in scheduled.items()]
             self.offloading.scheduled(computed, now)
             self.offloading.step_ended(now + duration)
@@ -212,8 +215,7 @@ class EngineModel:
             if sequence.computed == sequence.length:
                 self._sample(sequence, events)
         if not scheduled and self._sequences:
-            # After a preemption the next step can admit requests again.
-            self._nothing_schedulable = self.counters.num_preemptions == preemptions
+            self._nothing_schedulable = settled
         self._complete_transfers(now + duration)
         if self.offloading is not None:
             # As in vLLM, after those of the engine's own cache.

@@ -103,6 +103,12 @@ class Offloading:
         """Whether the next step must be taken even if it schedules nothing, because of requests that have ended."""
         return bool(self._ended)
 
+    @property
+    def changed_in_step(self) -> bool:
+        """Whether the current step's lookups have requested blocks, which evicts others, or requests have ended: the next step's
+        lookups may then find other blocks, without a transfer's end between them. To be asked before scheduled()."""
+        return bool(self._new_reads or self._ended)
+
     def next_end(self, *, loads_only: bool) -> float | None:
         """Return when a transfer ends next; None without one."""
         directions = (self._loads,) if loads_only else (self._loads, self._reads, self._stores, self._writes)

@@ -238,8 +238,44 @@ ABORTED_LOAD: dict[str, Any] = {
     ],
 }
 
+# What one request has in storage does not fit into host memory: each lookup evicts what the last one has brought there. Its steps
+# schedule nothing, and yet the next one finds other blocks.
+REPEATED_LOOKUPS: dict[str, Any] = {
+    "config": {
+        "block_size": 16,
+        "kv_blocks": 12,
+        "host_blocks": 4,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 2,
+        "scheduling_policy": "fcfs",
+        "host_s": 0.0137,
+        "host_token_s": 0.00071,
+        "storage_s": 0.0171,
+        "storage_token_s": 0.00037,
+    },
+    "storage": True,
+    "requests": {
+        "r0": {"prompt": [5] * 130, "max_tokens": 1, "priority": 0},
+        **{f"r{number}": {"prompt": [3] * 150, "max_tokens": 1, "priority": 0} for number in range(1, 10)},
+        "r10": {"prompt": [5] * 150, "max_tokens": 1, "priority": 0},
+        "r11": {"prompt": [3] * 150, "max_tokens": 1, "priority": 0},
+    },
+    "actions": [
+        *[["submit", f"r{number}"] for number in range(7)],
+        *STEPS[1:],
+        *STEPS,
+        *STEPS,
+        ["step", None],
+        *[["submit", f"r{number}"] for number in range(7, 12)],
+        *STEPS[1:],
+        *STEPS,
+        *STEPS,
+    ],
+}
+
 
 @example(script=ABORTED_LOAD)
+@example(script=REPEATED_LOOKUPS)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(script=scripts())
 def test_every_step_is_vllms(vllm: Vllm, model_folder: Path, script: dict[str, Any]) -> None:
