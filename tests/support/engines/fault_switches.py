@@ -39,7 +39,7 @@ def file(engine: Engine, kind: str) -> Path:
 
 
 @contextlib.contextmanager
-def faulty(engine: Engine, **faults: float) -> Iterator[None]:
+def faulty(engine: Engine, **faults: float | list[int]) -> Iterator[None]:
     """Inside the block the engine does wrong what faulty_connector.py says."""
     beside = file(engine, ".json.new")
     beside.write_text(json.dumps(faults))

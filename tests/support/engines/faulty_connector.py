@@ -31,7 +31,7 @@ def file(kind: str) -> Path:
 
 
 def faults() -> dict[str, Any]:
-    """What is wrong now. `withhold`: a region that is not written, and said to be; `silent`: a layer that is never said to be
+    """What is wrong now. `withhold`: regions that are not written, and said to be; `silent`: a layer that is never said to be
     computed; `fail`: pushes fail; `slow_s`: each takes so much longer; `layer_s`: each layer takes so much longer to compute;
     `expires_s`: in place of the abort timeout; `unchecked`: checksums are ignored; `forgiving`: no sender stays refused."""
     try:
@@ -75,7 +75,7 @@ class FaultyWorker(LayerwiseWorker):
             super().save_layer(layer)
 
     async def _pointers(self, transfer: Any, computed: Any, receiver: Any, batch: Batch) -> Any:
-        told = tuple(span for span in batch.spans if span.region != faults().get("withhold"))
+        told = tuple(span for span in batch.spans if span.region not in faults().get("withhold", ()))
         return await super()._pointers(transfer, computed, receiver, Batch(told, batch.epoch))
 
     def _differs(self, pull: Any, sums: Any) -> bool:
