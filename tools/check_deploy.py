@@ -25,7 +25,7 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import yaml
 
 from tools import generate_telemetry as derived
-from tools.deploy_checks import compose, gateway_api, k8s, keda, prometheus, prometheus_operator
+from tools.deploy_checks import compose, gateway_api, k8s, keda, prometheus, prometheus_operator, strict_schemas
 from tools.deploy_checks.kubectl import KubectlMissing, ensure_kubectl
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +36,13 @@ BIN = Path(sys.executable).parent
 KUBERNETES = ("1.29", "1.37")
 
 
+# Groups of custom resources, and the schemas of their kinds.
+CUSTOM: dict[str, Mapping[str, strict_schemas.Object]] = {
+    "monitoring.coreos.com": prometheus_operator.SPECS,
+    "keda.sh": keda.SPECS,
+    "inference.networking.k8s.io": gateway_api.SPECS,
+    "gateway.networking.k8s.io": gateway_api.SPECS,
+}
 # Components with certificates that make-certificates.sh creates.
 CERTIFIED = {"tls", "picker"}
 
@@ -109,12 +116,8 @@ def check_k8s(kustomization: Path, *components: str) -> list[str]:
 def schema_problems(item: dict[str, Any]) -> list[str]:
     """Return the violations of one object's schema; unknown fields and unknown kinds are problems."""
     name = f"{item.get('kind')}/{item.get('metadata', {}).get('name')}"
-    if str(item.get("apiVersion")).startswith("monitoring.coreos.com/"):
-        return [f"{name}: {problem}" for problem in prometheus_operator.schema_problems(item)]
-    if str(item.get("apiVersion")).startswith("keda.sh/"):
-        return [f"{name}: {problem}" for problem in keda.schema_problems(item)]
-    if re.match(r"(inference|gateway)\.networking\.k8s\.io/", str(item.get("apiVersion"))):
-        return [f"{name}: {problem}" for problem in gateway_api.schema_problems(item)]
+    if (specs := CUSTOM.get(str(item.get("apiVersion")).partition("/")[0])) is not None:
+        return [f"{name}: {problem}" for problem in strict_schemas.problems(item, specs)]
     for version in KUBERNETES:
         try:
             kubernetes_validate.validate(item, version, strict=True)

@@ -7,20 +7,7 @@ Source of the names and limits: the custom resource definitions of InferencePool
 
 from __future__ import annotations
 
-from typing import Any
-
-import jsonschema
-
-Object = dict[str, Any]
-
-
-def _exactly(required: Object, **optional: Object) -> Object:
-    return {
-        "type": "object",
-        "properties": {**required, **optional},
-        "required": list(required),
-        "additionalProperties": False,
-    }
+from tools.deploy_checks.strict_schemas import Object, exactly
 
 
 def _some(items: Object, most: int) -> Object:
@@ -31,44 +18,36 @@ NAME: Object = {"type": "string", "minLength": 1, "maxLength": 253}
 KIND: Object = {"type": "string", "pattern": r"^[a-zA-Z]([-a-zA-Z0-9]{0,61}[a-zA-Z0-9])?$"}
 GROUP: Object = {"type": "string", "pattern": r"^$|^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"}
 NAMESPACE: Object = {"type": "string", "pattern": r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"}
-PORT = _exactly({"number": {"type": "integer", "minimum": 1, "maximum": 65_535}})
+PORT = exactly({"number": {"type": "integer", "minimum": 1, "maximum": 65_535}})
 LABEL: Object = {"type": "string", "maxLength": 63, "pattern": r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"}
 DURATION: Object = {"type": "string", "pattern": r"^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
-POOL = _exactly(
+POOL = exactly(
     {
-        "selector": _exactly(
+        "selector": exactly(
             {"matchLabels": {"type": "object", "minProperties": 1, "maxProperties": 64, "additionalProperties": LABEL}}
         ),
         "targetPorts": _some(PORT, 8),
         # The definition lets a pool be without a picker; then it is no use here.
-        "endpointPickerRef": _exactly(
+        "endpointPickerRef": exactly(
             {"name": NAME, "port": PORT}, group=GROUP, kind=KIND, failureMode={"enum": ["FailOpen", "FailClose"]}
         ),
     },
     appProtocol={"enum": ["http", "kubernetes.io/h2c"]},
 )
-PATH = _exactly({"type": {"enum": ["Exact", "PathPrefix"]}, "value": {"type": "string", "pattern": "^/"}})
-ROUTE = _exactly(
+PATH = exactly({"type": {"enum": ["Exact", "PathPrefix"]}, "value": {"type": "string", "pattern": "^/"}})
+ROUTE = exactly(
     {
-        "parentRefs": _some(_exactly({"name": NAME}, group=GROUP, kind=KIND, namespace=NAMESPACE), 32),
+        "parentRefs": _some(exactly({"name": NAME}, group=GROUP, kind=KIND, namespace=NAMESPACE), 32),
         "rules": _some(
-            _exactly(
+            exactly(
                 {
-                    "matches": _some(_exactly({"path": PATH}), 64),
-                    "backendRefs": _some(_exactly({"name": NAME}, group=GROUP, kind=KIND), 16),
+                    "matches": _some(exactly({"path": PATH}), 64),
+                    "backendRefs": _some(exactly({"name": NAME}, group=GROUP, kind=KIND), 16),
                 },
-                timeouts=_exactly({}, request=DURATION, backendRequest=DURATION),
+                timeouts=exactly({}, request=DURATION, backendRequest=DURATION),
             ),
             16,
         ),
     }
 )
 SPECS = {"InferencePool": POOL, "HTTPRoute": ROUTE}
-
-
-def schema_problems(item: Object) -> list[str]:
-    """Return the schema violations of one object of these kinds."""
-    if item["kind"] not in SPECS:
-        return [f"no schema for {item['kind']}"]
-    errors = jsonschema.Draft202012Validator(SPECS[item["kind"]]).iter_errors(item.get("spec"))
-    return [f"spec.{'.'.join(map(str, error.path))}: {error.message}" for error in errors]
