@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
+from tests.support.docs.page_run import run_page
 from tests.support.docs.shell_blocks import blocks_of
-from tests.support.processes.process import Process, free_port
+from tests.support.processes.process import free_port
 from tests.support.repository import REPOSITORY
-from tests.support.waiting import until
 
 PORTS = ("50051", "50052", "6379", "8000", "8001", "8080", "9100", "9101", "9102", "9110", "9112")
-WITHIN_S = 180.0
 # Run after the page's last command. Whether or not the killed router owned the model, the other one answers.
 AFTERWARDS = """
 echo "=== one router is gone"
@@ -36,28 +34,14 @@ def test_the_pages_commands_make_a_fleet_that_outlives_a_router(tmp_path: Path) 
     assert set(re.findall(r"(?:127\.0\.0\.1:|--port )(\d+)", page)) <= set(ports)
     text = re.sub(rf"\b({'|'.join(ports)})\b", lambda found: ports[found[1]], page)
     gateway = f"127.0.0.1:{ports['8080']}"
-    script = tmp_path / "by_hand.sh"
-    script.write_text(f"set -u\n{text}\n{AFTERWARDS.replace('GATEWAY', f'http://{gateway}')}")
     (tmp_path / "deploy").symlink_to(REPOSITORY / "deploy")
-    (tmp_path / "bin").mkdir()
-    shim = tmp_path / "bin/pointsman"
-    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m pointsman.cli.main "$@"\n')
-    shim.chmod(0o755)
     environment = {
-        "PATH": f"{tmp_path / 'bin'}:/usr/local/bin:/usr/bin:/bin",
-        "PYTHONPATH": str(REPOSITORY),
         "POINTSMAN_ROUTER": f"127.0.0.1:{ports['50051']}",
         "POINTSMAN_GATEWAY": f"http://{gateway}",
         "POINTSMAN_GATEWAY_LISTEN": gateway,
         "POINTSMAN_AGENT_METRICS_LISTEN": f"127.0.0.1:{ports['9101']}",
     }
-    process = Process("by-hand", ["bash", str(script)], tmp_path / "log", env=environment, cwd=tmp_path)
-    process.start()
-    try:
-        until(lambda: not process.alive, within_s=WITHIN_S, what="the page's commands are through")
-    finally:
-        process.kill()
-    log = process.log.read_text()
+    log = run_page(f"{text}\n{AFTERWARDS.replace('GATEWAY', f'http://{gateway}')}", tmp_path, environment)
     before, _, after = log.partition("=== one router is gone")
     assert len(re.findall(r"pointsman-emulated\s+READY", before)) == 2, log
     assert '"object": "chat.completion"' in before, log

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
+from tests.support.docs.page_run import run_page
 from tests.support.docs.shell_blocks import blocks_of
-from tests.support.processes.process import Process, free_port
+from tests.support.processes.process import free_port
 from tests.support.repository import REPOSITORY
-from tests.support.waiting import until
 
 PORTS = ("8000", "8001", "8080", "9002", "9901", "10000", "50051", "9100", "9101", "9102")
-WITHIN_S = 180.0
 
 
 def test_the_pages_commands_put_an_envoy_before_a_fleet(tmp_path: Path) -> None:
@@ -22,20 +20,12 @@ def test_the_pages_commands_put_an_envoy_before_a_fleet(tmp_path: Path) -> None:
     assert commands[:2] == ["make env env-envoy", 'export PATH="$PWD/.venv/bin:$PATH"']
     swap = re.compile(rf"(?<![\w.])({'|'.join(ports)})\b")
     text = swap.sub(lambda found: ports[found[1]], "\n".join(commands[2:]))
-    script = tmp_path / "page.sh"
-    script.write_text(f"set -u\n{text}\necho '=== the end'\nkill $(jobs -p)\nwait\n")
     envoy = tmp_path / "deploy/envoy"
     envoy.mkdir(parents=True)
     config = (REPOSITORY / "deploy/envoy/envoy.yaml").read_text()
     (envoy / "envoy.yaml").write_text(swap.sub(lambda found: ports[found[1]], config))
     (tmp_path / ".venv-envoy").symlink_to(REPOSITORY / ".venv-envoy")
-    (tmp_path / "bin").mkdir()
-    shim = tmp_path / "bin/pointsman"
-    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m pointsman.cli.main "$@"\n')
-    shim.chmod(0o755)
     environment = {
-        "PATH": f"{tmp_path / 'bin'}:/usr/local/bin:/usr/bin:/bin",
-        "PYTHONPATH": str(REPOSITORY),
         "POINTSMAN_ROUTER": f"127.0.0.1:{ports['50051']}",
         "POINTSMAN_GATEWAY": f"http://127.0.0.1:{ports['8080']}",
         "POINTSMAN_UP_LISTEN": f"127.0.0.1:{ports['8080']}",
@@ -44,13 +34,7 @@ def test_the_pages_commands_put_an_envoy_before_a_fleet(tmp_path: Path) -> None:
         "POINTSMAN_UP_AGENT_METRICS": f"127.0.0.1:{ports['9101']}",
         "POINTSMAN_UP_CONSOLE": f"127.0.0.1:{ports['9102']}",
     }
-    process = Process("page", ["bash", str(script)], tmp_path / "log", env=environment, cwd=tmp_path)
-    process.start()
-    try:
-        until(lambda: not process.alive, within_s=WITHIN_S, what="the page's commands are through")
-    finally:
-        process.kill()
-    log = process.log.read_text()
+    log = run_page(f"{text}\necho '=== the end'\nkill $(jobs -p)\nwait\n", tmp_path, environment)
     assert '"object":"list"' in log, log
     assert "server: envoy" in log, log
     assert "x-pointsman-instance: 127.0.0.1:" in log, log
