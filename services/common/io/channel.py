@@ -1,4 +1,5 @@
-"""gRPC channels to a router: keepalive detects a dead peer within seconds, and the message limit fits long prompts' keys."""
+"""gRPC channels to a router, and the options of servers: keepalive detects a dead peer within seconds, and the message limit fits
+long prompts' keys."""
 
 from __future__ import annotations
 
@@ -54,6 +55,14 @@ def open_channel(address: str, *, own_connection: bool = False) -> grpc.aio.Chan
     if (credentials := TlsSettings().for_channel()) is not None:
         return grpc.aio.secure_channel(address, credentials, options=options)
     return grpc.aio.insecure_channel(address, options=options)
+
+
+def listen_on(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    """Let a server listen on "HOST:PORT", in plain text without `credentials`; return its port. Raises RuntimeError if the
+    address cannot be used."""
+    if credentials is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, credentials)
 
 
 class ReloadingChannel:

@@ -226,15 +226,12 @@ class GatewaySettings(BaseSettings):
 
     @model_validator(mode="after")
     def _whole_tls(self) -> GatewaySettings:
-        if (self.tls_cert is None) is not (self.tls_key is None) or (self.tls_client_ca and not self.tls_cert):
-            raise ValueError("tls_cert and tls_key belong together, and tls_client_ca needs both")
-        return self
-
-    @model_validator(mode="after")
-    def _whole_ext_proc_tls(self) -> GatewaySettings:
-        cert, key = self.ext_proc_cert, self.ext_proc_key
-        if (cert is None) is not (key is None) or (self.ext_proc_client_ca and not cert):
-            raise ValueError("ext_proc_cert and ext_proc_key belong together, and ext_proc_client_ca needs both")
+        for of, cert, key, client_ca in (
+            ("tls", self.tls_cert, self.tls_key, self.tls_client_ca),
+            ("ext_proc", self.ext_proc_cert, self.ext_proc_key, self.ext_proc_client_ca),
+        ):
+            if (cert is None) is not (key is None) or (client_ca and not cert):
+                raise ValueError(f"{of}_cert and {of}_key belong together, and {of}_client_ca needs both")
         return self
 
     @model_validator(mode="after")

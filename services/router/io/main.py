@@ -18,7 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from pointsman.common.io import event_loop
 from pointsman.common.io.auth import TokenInterceptor, is_loopback
-from pointsman.common.io.channel import SERVER_OPTIONS
+from pointsman.common.io.channel import SERVER_OPTIONS, listen_on
 from pointsman.common.io.garbage import collect_garbage
 from pointsman.common.io.local_calls import LocalServer
 from pointsman.common.io.logs import configure_logs
@@ -88,10 +88,7 @@ class RouterServer:
 
     async def start(self) -> None:
         """Start all servers and the router's background work. Raises OSError or RuntimeError if an address is in use."""
-        if self._credentials is None:
-            self.port = self._server.add_insecure_port(self.settings.listen)
-        else:
-            self.port = self._server.add_secure_port(self.settings.listen, self._credentials)
+        self.port = listen_on(self._server, self.settings.listen, self._credentials)
         host = self.settings.listen.rpartition(":")[0]
         self.router.store.address = self.settings.advertise or f"{_reachable(host)}:{self.port}"
         await self._server.start()

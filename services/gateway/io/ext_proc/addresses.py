@@ -36,7 +36,7 @@ class Addresses:
             return str(ip_address(host)), port
         except ValueError:
             pass
-        name = host, target.incarnation
+        name = _name_of(target)
         address, until = self._known.get(name, ("", 0.0))
         if time.monotonic() >= until:
             self._look_up(name)
@@ -45,10 +45,7 @@ class Addresses:
     async def of(self, target: Target) -> tuple[str, int]:
         """As known(), but wait for a name's first lookup; "" for a name without an address. Mutates."""
         address, port = self.known(target)
-        if (
-            not address
-            and (lookup := self._lookups.get((host_and_port(target.url)[0], target.incarnation))) is not None
-        ):
+        if not address and (lookup := self._lookups.get(_name_of(target))) is not None:
             address = await asyncio.shield(lookup)
         return address, port
 
@@ -70,3 +67,7 @@ class Addresses:
             self._known.clear()
         self._known[name] = address, time.monotonic() + good_s
         return address
+
+
+def _name_of(target: Target) -> _Name:
+    return host_and_port(target.url)[0], target.incarnation

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pointsman.common.io.channel import SERVER_OPTIONS
+from pointsman.common.io.channel import SERVER_OPTIONS, listen_on
 from pointsman.gateway.io.ext_proc.proxy_stream import Context, ProxyStream, Streams
 from pointsman.gateway.v1 import ext_proc_pb2 as pb
 
@@ -52,10 +52,7 @@ class ExtProcServer:
     async def start(self, listen: str, credentials: grpc.ServerCredentials | None) -> None:
         """Listen on HOST:PORT. Raises OSError if the address cannot be used."""
         try:
-            if credentials is None:
-                self.port = self._server.add_insecure_port(listen)
-            else:
-                self.port = self._server.add_secure_port(listen, credentials)
+            self.port = listen_on(self._server, listen, credentials)
         except RuntimeError as error:
             raise OSError(f"{listen} cannot be listened on: {error}") from None
         await self._health.set("liveness", health_pb2.HealthCheckResponse.SERVING)
