@@ -18,7 +18,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from bench import stack
 from bench.figures import Figure, percentile
-from pointsman.gateway.core.api import Endpoint, parse
+from pointsman.gateway.core.api import ApiCall, Endpoint, parse
+from pointsman.gateway.core.api.decode_body import decode_light
 from pointsman.gateway.core.tokens.chat_template import ChatTemplate
 from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman.gateway.core.tokens.token_cache import TokenCache, TokenIds
@@ -113,15 +114,18 @@ def _tokens_alone(name: str, tokenizer: Tokenizer, text: str) -> list[Figure]:
         spent[step].append((time.process_time() - started) * 1e3)
         return done
 
+    def parsed(raw: bytes) -> ApiCall:
+        return parse(Endpoint.CHAT, raw, light_body=decode_light(raw))
+
     def tokenize_whole(chat: dict[str, Any]) -> TokenIds:
         return model.whole(template.render(chat))
 
     for turn in range(TURNS + 1):
         raw = talk.body()
         if not turn:
-            cache.keys(model.prompt(parse(Endpoint.CHAT, raw)).ids, "m")
+            cache.keys(model.prompt(parsed(raw)).ids, "m")
         else:
-            call = timed("parse", partial(parse, Endpoint.CHAT, raw))
+            call = timed("parse", partial(parsed, raw))
             pending = timed("render", partial(model.prepare, call))
             prompt = timed("tokenize", pending.tokenize)
             timed("keys", partial(cache.keys, prompt.ids, "m"))

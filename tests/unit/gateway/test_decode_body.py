@@ -26,7 +26,6 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pieces of a few bytes, and room for a few values."""
     with monkeypatch.context() as patch:
         patch.setattr(decode_body, "PIECE_BYTES", 8)
-        patch.setattr(decode_body, "LIGHT_BYTES", 8)
         patch.setattr(decode_body, "MAX_OBJECTS", 400)
         patch.setattr(decode_body, "MAX_VALUES", 1_000)
         patch.setattr(decode_body, "MAX_STRINGS", 700)

@@ -105,7 +105,7 @@ class ApiCall:
     previous_response_id: str = ""  # the stored response that the request continues
     stripped: tuple[str, ...] = ()
     hide_usage: bool = False  # only the gateway requested the stream's usage: it is not forwarded
-    light: bool = False  # decode_body.is_light() of the body
+    light: bool = False  # whether decode_light() has decoded the body
     continuable: bool = False  # whether another engine can go on with its answer (continuable.py)
     continuable_by_text: bool = False  # whether it can if it only knows the answer's text
 

@@ -10,7 +10,7 @@ import msgspec
 from pointsman.gateway.core.api import anthropic_messages, embeddings_and_scores, openai_chat, openai_responses
 from pointsman.gateway.core.api.api_call import ApiCall, ClientRules, Endpoint, with_fields
 from pointsman.gateway.core.api.continuable import TOLD_FIELD, is_continuable, is_continuable_by_text
-from pointsman.gateway.core.api.decode_body import decode_body, is_light
+from pointsman.gateway.core.api.decode_body import decode_body
 from pointsman.gateway.core.api.errors import ApiRequestError
 from pointsman.gateway.core.api.field_checks import check_model
 from pointsman.gateway.core.api.prompt_length import check_items
@@ -65,21 +65,22 @@ def parse(
     rules: ClientRules = ClientRules(),  # noqa: B008 (frozen)
     context_of: Callable[[str], int] = _unknown_context,
     *,
-    light: bool | None = None,
+    light_body: Any = None,
 ) -> ApiCall:
     """Parse and sanitise one body. `context_of`: returns the context of a model in tokens, by any of its names; 0: unknown.
-    `light`: is_light() of the body, if already known. Raises ApiRequestError (400), and no other exception for any bytes."""
+    `light_body`: what decode_light() returned for `raw`. Mutates it. Raises ApiRequestError (400), and no other exception for any
+    bytes."""
     try:
-        return _parse(endpoint, raw, rules, context_of, is_light(raw) if light is None else light)
+        return _parse(endpoint, raw, rules, context_of, light_body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else "not valid JSON"
         raise ApiRequestError(400, f"The request body is {reason}.", code="invalid_json") from None
 
 
 def _parse(
-    endpoint: Endpoint, raw: bytes, rules: ClientRules, context_of: Callable[[str], int], light: bool
+    endpoint: Endpoint, raw: bytes, rules: ClientRules, context_of: Callable[[str], int], light_body: Any
 ) -> ApiCall:
-    body = decode_body(raw, light=light)
+    body = decode_body(raw) if light_body is None else light_body
     if not isinstance(body, dict):
         raise ApiRequestError(400, "The request body must be a JSON object.", code="invalid_json")
     check_model(body)
@@ -101,7 +102,7 @@ def _parse(
     chat, untokenizable = _prompt(endpoint, body)
     limit = next((body[name] for name in _LIMITS.get(endpoint, ("max_tokens",)) if body.get(name) is not None), None)
     return ApiCall(
-        light=light,
+        light=light_body is not None,
         endpoint=endpoint,
         model=model,
         requested_model=requested_model,

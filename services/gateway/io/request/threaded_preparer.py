@@ -13,7 +13,7 @@ from typing import TypeVar
 import structlog
 
 from pointsman.gateway.core.api import ApiCall, ClientRules, Endpoint, parse
-from pointsman.gateway.core.api.decode_body import is_light
+from pointsman.gateway.core.api.decode_body import decode_light
 from pointsman.gateway.core.request.prepare import IncomingCall, RequestPreparer, Tokens
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.tokens.chat_template import Unrenderable
@@ -49,8 +49,8 @@ class ThreadedPreparer:
         self, endpoint: Endpoint, raw: bytes, rules: ClientRules, context_of: Callable[[str], int]
     ) -> ApiCall:
         """As api.parse(). `context_of` may be called in another thread."""
-        light = is_light(raw)
-        return await self._done(light, partial(parse, endpoint, raw, rules, context_of, light=light))
+        body = decode_light(raw)
+        return await self._done(body is not None, partial(parse, endpoint, raw, rules, context_of, light_body=body))
 
     async def prepare(self, incoming: IncomingCall, *, dry: bool) -> RequestContext:
         """Return the context of a call: its tokens, block keys and session. Raises ApiRequestError if the prompt is too long.

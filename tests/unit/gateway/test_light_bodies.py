@@ -1,0 +1,80 @@
+"""Which bodies are light, and so are parsed and rendered on the gateway's event loop: a coding agent's turns are."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pointsman.gateway.core.api import decode_body
+from pointsman.gateway.core.api.decode_body import LIGHT_BYTES, LIGHT_ITEMS, LIGHT_OBJECTS, decode_light
+
+CODE = """
+// Returns the coordinates of all points, in the order of their distance.
+export function coordinates(points) {
+  const sorted = points.toSorted((one, other) => distance(one) - distance(other));
+  return sorted.map((one) => [one.x, one.y]);
+}
+"""
+VALUES = st.recursive(
+    st.none() | st.integers() | st.text('\\"{[', max_size=4),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    max_leaves=30,
+)
+
+
+def objects_and_items(value: Any) -> tuple[int, int]:
+    if not isinstance(value, dict | list):
+        return 0, 0
+    inner = [objects_and_items(one) for one in (value.values() if isinstance(value, dict) else value)]
+    return 1 + sum(one for one, _ in inner), len(value) + sum(one for _, one in inner)
+
+
+def turn_of_an_agent(messages: int = 200, tools: int = 30) -> bytes:
+    """Return a request of about 500 KB, with the brackets of code in its texts."""
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in "abcdef"}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "read", "description": CODE, "parameters": schema}}
+    call = {"id": "c", "type": "function", "function": {"name": "read", "arguments": json.dumps({"a": CODE})}}
+    turn = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": CODE * 18}]
+    return json.dumps({"model": "m", "messages": turn * (messages // 2), "tools": [tool] * tools}).encode()
+
+
+def test_an_agents_turn_is_light_whatever_its_code() -> None:
+    raw = turn_of_an_agent()
+    assert 400_000 < len(raw) < LIGHT_BYTES
+    assert raw.count(b"{") + raw.count(b"[") > 2 * LIGHT_OBJECTS
+    assert decode_light(raw) == json.loads(raw)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"messages": [{"role": "user", "content": "a" * 40}] * LIGHT_OBJECTS},
+        {"prompt": [1] * (LIGHT_ITEMS + 1)},
+        {"prompt": "a" * LIGHT_BYTES},
+        {"prompt": "{" * 40_000},
+    ],
+    ids=["objects", "items", "bytes", "brackets"],
+)
+def test_what_takes_long_is_not(value: object) -> None:
+    assert decode_light(json.dumps(value).encode()) is None
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b'"\xff"', b"[" * 5_000 + b"]" * 5_000, b'{"a": ' + b" " * 40_000])
+def test_what_is_no_json_is_not(raw: bytes) -> None:
+    assert decode_light(raw) is None
+
+
+@given(VALUES, st.integers(0, 12), st.integers(0, 20))
+def test_objects_and_items_are_counted_exactly(value: Any, objects: int, items: int) -> None:
+    raw = json.dumps(value).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_body, "PIECE_BYTES", 0)
+        patch.setattr(decode_body, "LIGHT_OBJECTS", objects)
+        patch.setattr(decode_body, "LIGHT_ITEMS", items)
+        has = objects_and_items(value)
+        few = has[0] <= objects and has[1] <= items
+        assert decode_light(raw) == (value if few else None)
