@@ -43,12 +43,12 @@ def free_port() -> int:
 
 
 def alive(pid: int) -> bool:
-    """Return whether a process with this id exists."""
+    """Return whether a process with this id runs. One that has ended may exist until its parent asks for its status."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return True
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 class Child(Protocol):
