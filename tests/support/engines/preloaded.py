@@ -71,8 +71,7 @@ class _Fork:
     def poll(self) -> int | None:
         """Return the exit status, None while the server runs."""
         if self.returncode is None:
-            # A killed server may take longer to die than its watcher, and answers connections until then.
-            watched = alive(self._watcher) or alive(self.pid)
+            watched = alive(self._watcher)
             if self._status.exists():
                 self.returncode = int(self._status.read_text())
             elif not watched:  # killed, and its server with it

@@ -42,13 +42,32 @@ def free_port() -> int:
     raise RuntimeError(f"no free port between {_FIRST_PORT} and {_END_PORT}")
 
 
+# Places among the fields of _stat().
+_GROUP, _NUM_THREADS = 2, 17
+
+
 def alive(pid: int) -> bool:
     """Return whether a process with this id runs. One that has ended may exist until its parent asks for its status."""
+    fields = _stat(pid)
+    # The first thread of a killed process may end before others, and with them its files.
+    return fields is not None and (fields[0] not in "ZX" or int(fields[_NUM_THREADS]) > 1)
+
+
+def _group_runs(group: int) -> bool:
+    """Return whether any process of a process group runs."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        fields = _stat(int(folder.name))
+        if fields is not None and int(fields[_GROUP]) == group and alive(int(folder.name)):
+            return True
+    return False
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Return the fields of a process from its state on (proc_pid_stat(5)); None if there is no such process."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
+        return None
 
 
 class Child(Protocol):
@@ -149,7 +168,7 @@ class Process:
         return self._end(signal.SIGTERM, within_s)
 
     def kill(self) -> int:
-        """Kill the whole process group, and return the exit status."""
+        """Kill the whole process group, and return the exit status when all its processes have ended."""
         return self._end(signal.SIGKILL, 10)
 
     def tail(self, lines: int = 60) -> str:
@@ -170,6 +189,8 @@ class Process:
             _signal_group(group, signal.SIGKILL)
             status = self._child.wait(10)
         _signal_group(group, signal.SIGKILL)
+        # A process that was forked holds the sockets of the one that has ended, and takes connections.
+        until(lambda: not _group_runs(group), within_s=10, what=f"the end of all processes of {self.name}")
         return status
 
 
