@@ -179,6 +179,8 @@ def _to_router(message: key_stream.KeyMessage) -> report_sync.KeyMessage:
     match message:
         case cached_blocks.Delta():
             return report_sync.Delta(message.seq, message.tier.value, message.added, message.removed, message.cleared)
+        case key_stream.MergedDelta():
+            raise TypeError("a simulated agent is told no pace")
         case key_stream.SnapshotBegin():
             return report_sync.SnapshotBegin(message.seq)
         case key_stream.SnapshotChunk():

@@ -52,7 +52,18 @@ class ConsistencyCheck:
     digest: int
 
 
-KeyMessage = SnapshotBegin | SnapshotChunk | SnapshotEnd | Delta | ConsistencyCheck
+@dataclass(frozen=True, slots=True)
+class MergedDelta:
+    """The sum of the changes `first_seq` to `seq`: for each tier that changed, the keys added and removed, the device's first.
+    `cleared`: all keys of all tiers are removed first."""
+
+    first_seq: int
+    seq: int
+    changes: Sequence[tuple[Tier, Sequence[int], Sequence[int]]]
+    cleared: bool
+
+
+KeyMessage = SnapshotBegin | SnapshotChunk | SnapshotEnd | Delta | MergedDelta | ConsistencyCheck
 
 
 class ReportedKeys(Protocol):
@@ -85,17 +96,20 @@ class ReportedKeys(Protocol):
 class KeyStream:
     """The key messages of one stream after its welcome. Call `next_message` until it returns None.
 
-    `consistency_check_interval_s` is the time between two checks. `snapshots` counts the snapshots begun.
+    `consistency_check_interval_s` is the time between two checks. `snapshots` counts the snapshots begun. `key_interval_s`: the
+    router's minimum interval between two deltas, s; with one, the changes in between are merged.
     """
 
     def __init__(self, keys: ReportedKeys, consistency_check_interval_s: float) -> None:
         self.welcomed = False
         self.snapshots = 0
+        self.key_interval_s = 0.0
         self._keys = keys
         self._interval_s = consistency_check_interval_s
         self._cursor = 0
         self._snapshot: Iterator[KeyMessage] | None = None
         self._check_due = 0.0
+        self._delta_sent = float("-inf")
 
     def welcome(self, resume_from_seq: int, now: float, *, snapshot: bool) -> None:
         """Start the stream after the router's welcome: with all keys if `snapshot`, else with the deltas from `resume_from_seq`
@@ -119,8 +133,7 @@ class KeyStream:
             self._snapshot = None
             return self.next_message(now)
         if self._cursor <= keys.latest_seq:
-            self._cursor += 1
-            return keys.delta(self._cursor - 1)
+            return self._next_delta(now)
         if now >= self._check_due:
             self._check_due = now + self._interval_s
             # Every delta is sent at this point, so the router can compare the current figures with its copy.
@@ -129,7 +142,10 @@ class KeyStream:
 
     def wake_at(self) -> float | None:
         """Return when `next_message` has a message even if nothing changes; None before the welcome."""
-        return self._check_due if self.welcomed else None
+        if not self.welcomed:
+            return None
+        waiting = self._cursor <= self._keys.latest_seq
+        return min(self._check_due, self._delta_sent + self.key_interval_s) if waiting else self._check_due
 
     def begin_snapshot(self) -> None:
         """Send all keys next, for example because the router requests a snapshot. Mutates; copies all keys."""
@@ -139,8 +155,51 @@ class KeyStream:
         copies = [(tier, list(keys.keys(tier))) for tier in Tier]
         self._snapshot = _snapshot(copies, SnapshotEnd(keys.latest_seq, keys.key_count, keys.digest))
 
+    def _next_delta(self, now: float) -> KeyMessage | None:
+        """Return the next change, or with an interval all that have come since the last delta; None before that has passed."""
+        if not self.key_interval_s:
+            self._cursor += 1
+            return self._keys.delta(self._cursor - 1)
+        if now < self._delta_sent + self.key_interval_s:
+            return None
+        merged = _merged(self._keys, self._cursor)
+        self._cursor = merged.seq + 1
+        # What did not fit into one message follows at once.
+        self._delta_sent = now if self._cursor > self._keys.latest_seq else float("-inf")
+        return merged
+
     def _can_resume(self) -> bool:
         return self._keys.oldest_seq <= self._cursor <= self._keys.latest_seq + 1
+
+
+def _merged(keys: ReportedKeys, first_seq: int) -> MergedDelta:
+    """Return the sum of the changes from `first_seq` to the latest, or to the one with which CHUNK_KEYS keys are reached."""
+    # Tier -> key -> whether it is added (else removed), since the start or the last time that all keys were removed.
+    net: dict[Tier, dict[int, bool]] = {}
+    cleared, size, seq = False, 0, first_seq - 1
+    while seq < keys.latest_seq and size < CHUNK_KEYS:
+        seq += 1
+        delta = keys.delta(seq)
+        if delta.cleared:
+            cleared = True
+            net.clear()
+        of_tier = net.setdefault(delta.tier, {})
+        for added, changed in ((False, delta.removed), (True, delta.added)):
+            for key in changed:
+                # A key changes sides each time, so a second change takes back the first.
+                if of_tier.pop(key, None) is None:
+                    of_tier[key] = added
+        size += len(delta.added) + len(delta.removed)
+    changes = [
+        (
+            tier,
+            [key for key, added in net[tier].items() if added],
+            [key for key, added in net[tier].items() if not added],
+        )
+        for tier in Tier
+        if net.get(tier)
+    ]
+    return MergedDelta(first_seq, seq, changes, cleared)
 
 
 def _snapshot(copies: list[tuple[Tier, list[int]]], end: SnapshotEnd) -> Iterator[KeyMessage]:

@@ -12,6 +12,7 @@ from pointsman.agent.core.key_stream import (
     ConsistencyCheck,
     KeyMessage,
     KeyStream,
+    MergedDelta,
     ReportedKeys,
     SnapshotBegin,
     SnapshotChunk,
@@ -82,6 +83,7 @@ class ReportProtocol:
         elif kind == "pace":
             self._load_interval_s = response.pace.load_interval_ms / 1e3
             self._load_due = min(self._load_due, now + self._load_interval_s)
+            self._stream.key_interval_s = response.pace.key_interval_ms / 1e3
 
     def load(self, load: pb.Load, taken_at: float) -> None:
         """Send `load`, sampled at `taken_at`, as soon as the router's limit permits. It replaces a load that is not sent yet.
@@ -128,6 +130,14 @@ def _to_wire(told: KeyMessage) -> pb.ReportRequest:
             delta = pb.Delta(
                 seq=told.seq, tier=_TIERS[told.tier], added=told.added, removed=told.removed, cleared=told.cleared
             )
+            return pb.ReportRequest(delta=delta)
+        case MergedDelta():
+            delta = pb.Delta(first_seq=told.first_seq, seq=told.seq, cleared=told.cleared)
+            for at, (tier, added, removed) in enumerate(told.changes):
+                into = delta.other_tiers.add() if at else delta
+                into.tier = _TIERS[tier]
+                into.added.extend(added)
+                into.removed.extend(removed)
             return pb.ReportRequest(delta=delta)
         case SnapshotBegin():
             return pb.ReportRequest(snapshot_begin=pb.SnapshotBegin(seq=told.seq))

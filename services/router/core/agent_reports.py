@@ -19,15 +19,29 @@ from pointsman.router.core.requests.placed_requests import Plans
 MAX_LOADS_PER_S = 1_500
 MIN_LOAD_INTERVAL_S = 0.05
 MAX_LOAD_INTERVAL_S = 1.6
+# As for loads, for messages about changes of keys. A busy engine publishes changes at each step, 20 to 50 times a second, and a
+# message takes 100 us. Changes that an agent merges take the more time the more keys they have, a tenth of that for a step's.
+MAX_KEY_MESSAGES_PER_S = 2_500
+MIN_KEY_INTERVAL_S = 0.025
+MAX_KEY_INTERVAL_S = 0.8
 
 
 def load_interval_s(instances: int) -> float:
     """Return the minimum interval between two loads of each of so many instances, s; 0 without a limit. The interval doubles, so
     that agents are rarely told another one."""
-    interval = MIN_LOAD_INTERVAL_S
-    while instances > MAX_LOADS_PER_S * interval and interval < MAX_LOAD_INTERVAL_S:
-        interval *= 2
+    interval = _interval_s(instances, MAX_LOADS_PER_S, MIN_LOAD_INTERVAL_S, MAX_LOAD_INTERVAL_S)
     return interval if interval > MIN_LOAD_INTERVAL_S else 0.0
+
+
+def key_interval_s(instances: int) -> float:
+    """Return the minimum interval between two messages about changes of keys of each of so many instances, s."""
+    return _interval_s(instances, MAX_KEY_MESSAGES_PER_S, MIN_KEY_INTERVAL_S, MAX_KEY_INTERVAL_S)
+
+
+def _interval_s(instances: int, most_per_s: float, interval: float, longest: float) -> float:
+    while instances > most_per_s * interval and interval < longest:
+        interval *= 2
+    return interval
 
 
 class Reports:
@@ -77,7 +91,8 @@ class Reports:
             if before.info.incarnation != info.incarnation:
                 self._prefix_knowledge.forget(info.instance_id)
         record = self._instances.add(info, hello.stream_id, now)
-        record.report_interval_s, record.load_interval_s = hello.report_interval_s, 0.0
+        record.report_interval_s = hello.report_interval_s
+        record.load_interval_s = record.key_interval_s = 0.0
         record.accepts_pace = hello.accepts_pace
         resume = record.follows_events and record.sync.can_resume(hello.oldest_seq, hello.latest_seq)
         if not resume:
@@ -136,14 +151,15 @@ class Reports:
 
     def tick(self, now: float) -> list[ev.Effect]:
         """Remove instances lost for `lost_instance_s`; request a new snapshot of each instance that did not fit into the index
-        and does now; tell agents how often to send loads. Mutates."""
+        and does now; tell agents how often to send loads and keys. Mutates."""
         effects: list[ev.Effect] = []
         records = self._instances.records()
-        interval_s = load_interval_s(len(records))
+        loads_s, keys_s = load_interval_s(len(records)), key_interval_s(len(records))
         for record in records:
-            if record.accepts_pace and record.load_interval_s != interval_s and record.lost_at is None:
-                record.load_interval_s = interval_s
-                effects.append(ev.Pace(record.stream_id, interval_s))
+            told = (record.load_interval_s, record.key_interval_s)
+            if record.accepts_pace and told != (loads_s, keys_s) and record.lost_at is None:
+                record.load_interval_s, record.key_interval_s = loads_s, keys_s
+                effects.append(ev.Pace(record.stream_id, loads_s, keys_s))
             if record.lost_at is not None and record.lost_at + self._lost_instance_s <= now:
                 self._remove(record.info.instance_id)
                 # Its machine may be gone: then nothing else ends the connections to it.

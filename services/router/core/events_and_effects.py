@@ -283,10 +283,11 @@ class Welcome(msgspec.Struct, frozen=True, gc=False):
 
 
 class Pace(msgspec.Struct, frozen=True, gc=False):
-    """Limit how often an agent sends loads: `load_interval_s` is the minimum interval, 0 without a limit."""
+    """Limit how often an agent sends loads and changes of keys: the minimum intervals, s; 0 without a limit."""
 
     stream_id: int
     load_interval_s: float
+    key_interval_s: float
 
 
 class Resync(msgspec.Struct, frozen=True, gc=False):

@@ -558,7 +558,10 @@ class Router:
                 )
                 stream.replies.put_nowait(agent_pb2.ReportResponse(welcome=welcome))
             case ev.Pace():
-                pace = agent_pb2.Pace(load_interval_ms=round(effect.load_interval_s * 1e3))
+                pace = agent_pb2.Pace(
+                    load_interval_ms=round(effect.load_interval_s * 1e3),
+                    key_interval_ms=round(effect.key_interval_s * 1e3),
+                )
                 stream.replies.put_nowait(agent_pb2.ReportResponse(pace=pace))
             case ev.Resync():
                 self.telemetry.resyncs.inc()

@@ -13,9 +13,10 @@ from pointsman.agent.core.kv_events import BlockRemoved
 from pointsman.agent.core.report_protocol import ProtocolError, ReportProtocol
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman.common.core.block_keys import KEY_SCHEME, digest_of
-from tests.support.kv_events import hash_of, pairs_of, store
+from tests.support.kv_events import PER_BLOCK, hash_of, pairs_of, store
 
 INTERVALS = {"consistency_check_interval_s": 5.0, "report_interval_s": 0.25}
+MEDIA = st.sampled_from(["GPU", "CPU"])
 INSTANCE = pb.Instance(instance_id="h:1", incarnation="a", model="tiny", block_size=32)
 
 
@@ -26,6 +27,7 @@ class ToyRouter:
         self.pairs: set[tuple[int, int]] | None = None
         self.seq = 0
         self.loads = 0
+        self.deltas = 0
         self.consistency_checks = 0
         self.begun: int | None = None
         self._partial: set[tuple[int, int]] = set()
@@ -44,16 +46,20 @@ class ToyRouter:
             assert message.snapshot_end.digest == digest(self._partial)
             self.pairs, self.seq, self.begun = self._partial, message.snapshot_end.seq, None
         elif kind == "delta":
+            delta = message.delta
             assert self.pairs is not None, "a delta before there is anything to change"
-            assert message.delta.seq == self.seq + 1
-            self.seq += 1
-            if message.delta.cleared:
+            assert (delta.first_seq or delta.seq) == self.seq + 1
+            assert len(delta.other_tiers) <= delta.seq - (delta.first_seq or delta.seq)
+            self.seq = delta.seq
+            self.deltas += 1
+            if delta.cleared:
                 self.pairs.clear()
-            added = {(message.delta.tier, key) for key in message.delta.added}
-            removed = {(message.delta.tier, key) for key in message.delta.removed}
-            assert not added & self.pairs
-            assert removed <= self.pairs
-            self.pairs = (self.pairs | added) - removed
+            for change in (delta, *delta.other_tiers):
+                added = {(change.tier, key) for key in change.added}
+                removed = {(change.tier, key) for key in change.removed}
+                assert not added & self.pairs
+                assert removed <= self.pairs
+                self.pairs = (self.pairs | added) - removed
         elif kind == "consistency_check":
             assert self.pairs is not None
             assert message.consistency_check.seq == self.seq
@@ -109,13 +115,18 @@ class ReportMachine(RuleBasedStateMachine):
         self.stream = None
         self.router.begun = None if self.router.begun is None else self.router.begun
 
-    @rule(path=st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple))
-    def store(self, path: tuple[int, ...]) -> None:
-        self.cached_blocks.apply([store(path)])
+    @rule(path=st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple), medium=MEDIA)
+    def store(self, path: tuple[int, ...], medium: str) -> None:
+        self.cached_blocks.apply([store(path, medium=medium)])
 
-    @rule(path=st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple))
-    def remove(self, path: tuple[int, ...]) -> None:
-        self.cached_blocks.apply([BlockRemoved(block_hashes=[hash_of(path)], medium="GPU")])
+    @rule(path=st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple), medium=MEDIA)
+    def remove(self, path: tuple[int, ...], medium: str) -> None:
+        self.cached_blocks.apply([BlockRemoved(block_hashes=[hash_of(path)], medium=medium)])
+
+    @rule(interval_ms=st.sampled_from([0, 25, 3_000]))
+    def pace(self, interval_ms: int) -> None:
+        if self.stream is not None:
+            self.stream.received(pb.ReportResponse(pace=pb.Pace(key_interval_ms=interval_ms)), self.now)
 
     @rule()
     def clear(self) -> None:
@@ -143,13 +154,17 @@ class ReportMachine(RuleBasedStateMachine):
     def read_all(self) -> None:
         if self.stream is None:
             return
-        while (message := self.stream.next_message(self.now)) is not None:
-            self.router.take(message)
+        while True:
+            while (message := self.stream.next_message(self.now)) is not None:
+                self.router.take(message)
+            wake_at = self.stream.wake_at()
+            assert wake_at is not None
+            assert wake_at > self.now
+            if self.router.seq == self.cached_blocks.latest_seq:
+                break
+            self.now = wake_at
         assert self.router.seq == self.cached_blocks.latest_seq
         assert self.router.pairs == pairs_of(self.cached_blocks)
-        wake_at = self.stream.wake_at()
-        assert wake_at is not None
-        assert wake_at > self.now
 
     @invariant()
     def shadow_is_sound(self) -> None:
@@ -301,3 +316,58 @@ def test_loads_are_sent_at_the_router_s_pace_the_newest_first() -> None:
     stream.received(pb.ReportResponse(pace=pb.Pace(load_interval_ms=100)), 2.4)
     assert sent(2.4) is None
     assert sent(2.5) == 10
+
+
+def test_changes_are_merged_at_the_router_s_pace() -> None:
+    """A busy engine publishes changes at each step; a router of a thousand engines could not read a message for each."""
+    cached_blocks = CachedBlocks("tiny")
+    stream = ReportProtocol(cached_blocks, INSTANCE, "agent", **INTERVALS)
+    stream.next_message(0.0)
+    stream.received(welcome(1), 0.0)
+    stream.received(pb.ReportResponse(pace=pb.Pace(key_interval_ms=400)), 0.0)
+    router = ToyRouter()
+    router.pairs = set()
+
+    def sent(now: float) -> int:
+        before = router.deltas
+        while (message := stream.next_message(now)) is not None:
+            router.take(message)
+        return router.deltas - before
+
+    cached_blocks.apply([store((1,))])
+    assert sent(1.0) == 1, "the first change waits for nothing"
+    for step in range(20):
+        cached_blocks.apply([store((2, step))])
+        cached_blocks.apply([store((3, step), medium="CPU")])
+        if step % 2:
+            cached_blocks.apply([BlockRemoved(block_hashes=[hash_of((2, step))], medium="GPU")])
+        assert sent(1.0 + step / 100) == 0
+    assert stream.wake_at() == pytest.approx(1.4)
+    assert sent(1.41) == 1
+    assert router.pairs == pairs_of(cached_blocks)
+    assert router.seq == cached_blocks.latest_seq
+    cached_blocks.clear()
+    cached_blocks.apply([store((7,))])
+    assert sent(1.5) == 0
+    assert sent(1.9) == 1
+    assert router.pairs == pairs_of(cached_blocks)
+    # Without a limit each change is a message again.
+    stream.received(pb.ReportResponse(pace=pb.Pace()), 2.0)
+    for step in range(3):
+        cached_blocks.apply([store((8, step))])
+    assert sent(2.0) == 3
+
+
+def test_a_merged_delta_is_no_larger_than_a_part_of_a_snapshot() -> None:
+    cached_blocks = CachedBlocks("tiny")
+    stream = ReportProtocol(cached_blocks, INSTANCE, "agent", **INTERVALS)
+    stream.next_message(0.0)
+    stream.received(welcome(1), 0.0)
+    stream.received(pb.ReportResponse(pace=pb.Pace(key_interval_ms=400)), 0.0)
+    for step in range(CHUNK_KEYS):
+        cached_blocks.apply([store((step,))])
+    sizes = []
+    while (message := stream.next_message(1.0)) is not None:
+        sizes.append(len(message.delta.added))
+    assert sum(sizes) == cached_blocks.key_count
+    assert max(sizes) < CHUNK_KEYS + PER_BLOCK

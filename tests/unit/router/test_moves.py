@@ -139,6 +139,7 @@ def test_many_reports_make_few_looks() -> None:
 
 def test_gateways_learn_that_an_instance_s_agent_is_gone() -> None:
     router = fleet(streams=2)
+    router.handle(ev.Tick(), 9.0)
     router.handle(ev.AgentLost(1, "a"), 10.0)
     assert router.handle(ev.Tick(), 39.0) == []
     told = [effect for effect in router.handle(ev.Tick(), 40.0) if isinstance(effect, ev.Move)]

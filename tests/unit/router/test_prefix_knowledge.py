@@ -590,6 +590,7 @@ def test_an_instance_beyond_the_index_is_approximated_until_there_is_room() -> N
     assert router.index.count("b") == 0
     one = seen(router, OTHER, name="b")
     assert (one.exact, one.prefix_source) == (False, PrefixSource.APPROXIMATE)
+    assert all(isinstance(effect, ev.Pace) for effect in router.handle(ev.Tick(), 0.5))
     assert router.handle(ev.Tick(), 1.0) == []
     router.handle(ev.AgentGoodbye(1, "a"), 1.0)
     effects = router.handle(ev.Tick(), 1.0)

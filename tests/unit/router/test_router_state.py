@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from pointsman.common.core.block_keys import KEY_SCHEME, prompt_keys
 from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.agent_reports import load_interval_s
+from pointsman.router.core.agent_reports import key_interval_s, load_interval_s
 from pointsman.router.core.analysis.decision_replay import redecide
 from pointsman.router.core.instances.report_sync import ConsistencyCheck, Delta
 from pointsman.router.core.instances.saturation import SaturationLimits
@@ -276,17 +276,21 @@ def test_a_wrong_bookmark_costs_the_credit_until_the_next_snapshot() -> None:
     assert router.index.count("a") == 0
 
 
-def test_agents_of_many_instances_are_told_to_send_loads_less_often() -> None:
+def test_agents_of_many_instances_are_told_to_send_loads_and_keys_less_often() -> None:
     router = state()
 
     def paces() -> list[ev.Pace]:
         return [effect for effect in router.handle(ev.Tick(), 1.0) if isinstance(effect, ev.Pace)]
 
-    for number in range(75):
+    for number in range(62):
         join(router, f"{number}", number)
+    assert set(paces()) == {ev.Pace(number, 0.0, 0.025) for number in range(62)}
     assert paces() == []
+    for number in range(62, 75):
+        join(router, f"{number}", number)
+    assert set(paces()) == {ev.Pace(number, 0.0, 0.05) for number in range(75)}
     join(router, "more", 75)
-    assert {(pace.stream_id, pace.load_interval_s) for pace in paces()} == {(number, 0.1) for number in range(76)}
+    assert set(paces()) == {ev.Pace(number, 0.1, 0.05) for number in range(76)}
     assert paces() == []
     # An agent that does not understand it is told nothing.
     router.handle(ev.AgentHello(98, info("old"), KEY_SCHEME, 1, 0), 1.0)
@@ -296,11 +300,12 @@ def test_agents_of_many_instances_are_told_to_send_loads_less_often() -> None:
     router.handle(ev.AgentLost(3, "3"), 1.0)
     assert paces() == []
     join(router, "3", 99)
-    assert paces() == [ev.Pace(99, 0.1)]
+    assert paces() == [ev.Pace(99, 0.1, 0.05)]
     for number in (0, 1):
         router.handle(ev.AgentGoodbye(number, f"{number}"), 1.0)
-    assert {pace.load_interval_s for pace in paces()} == {0.0}
+    assert {(pace.load_interval_s, pace.key_interval_s) for pace in paces()} == {(0.0, 0.05)}
     assert [load_interval_s(count) for count in (300, 1_000, 10_000)] == [0.2, 0.8, 1.6]
+    assert [key_interval_s(count) for count in (300, 1_000, 10_000)] == [0.2, 0.4, 0.8]
 
 
 def test_a_gateway_that_stays_away_loses_its_reservations_after_the_lease() -> None:

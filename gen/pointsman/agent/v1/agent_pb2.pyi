@@ -524,24 +524,28 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class Pace(_message.Message):
-    """Limits how often the agent sends loads on this stream, so that a router of many instances has time for requests. Valid until the
-    next one or the end of the stream. Between two loads the newest sample replaces the one before; a sample that differs in healthy
-    or suspended is sent at once.
+    """Limits how often the agent sends loads and deltas on this stream, so that a router of many instances has time for requests. Valid
+    until the next one or the end of the stream. Between two loads the newest sample replaces the one before; a sample that differs in
+    healthy or suspended is sent at once. Between two deltas changes are merged.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LOAD_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    KEY_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     load_interval_ms: _builtins.int
     """Minimum interval between two loads, in ms. 0: no limit, as before the first Pace of a stream."""
+    key_interval_ms: _builtins.int
+    """Minimum interval between two deltas, in ms. 0: no limit, and no delta merges changes, as before the first Pace of a stream."""
     def __init__(
         self,
         *,
         load_interval_ms: _builtins.int = ...,
+        key_interval_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_interval_ms", b"load_interval_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_interval_ms", b"key_interval_ms", "load_interval_ms", b"load_interval_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -651,7 +655,7 @@ Global___SnapshotEnd: _TypeAlias = SnapshotEnd  # noqa: Y015
 
 @_typing.final
 class Delta(_message.Message):
-    """A change of the instance's set of keys. The numbers of deltas have no gaps."""
+    """One change of the instance's set of keys, or several that are merged into one. The numbers of changes have no gaps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -660,12 +664,60 @@ class Delta(_message.Message):
     ADDED_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
     CLEARED_FIELD_NUMBER: _builtins.int
+    FIRST_SEQ_FIELD_NUMBER: _builtins.int
+    OTHER_TIERS_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
-    """Number of the delta: that of the delta before, plus one. The router ignores a delta that it has applied already."""
+    """Number of the change, or of the last of those that are merged. The router ignores a delta that it has applied already."""
     tier: Global___Tier.ValueType
     """Tier of the keys."""
     cleared: _builtins.bool
     """Whether all keys of all tiers are removed first."""
+    first_seq: _builtins.int
+    """Number of the first of the changes that are merged: that of the last change before, plus one. 0: the delta is one change. Merged
+    changes have the sum of their effects: a key that is added and removed again is in neither list.
+    """
+    @_builtins.property
+    def added(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Keys that are added. They were not in the set before."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Keys that are removed. They were in the set before."""
+
+    @_builtins.property
+    def other_tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierKeys]:
+        """Keys of other tiers that the merged changes add and remove. There are fewer tiers than changes, or as many."""
+
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+        tier: Global___Tier.ValueType = ...,
+        added: _abc.Iterable[_builtins.int] | None = ...,
+        removed: _abc.Iterable[_builtins.int] | None = ...,
+        cleared: _builtins.bool = ...,
+        first_seq: _builtins.int = ...,
+        other_tiers: _abc.Iterable[Global___TierKeys] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "cleared", b"cleared", "first_seq", b"first_seq", "other_tiers", b"other_tiers", "removed", b"removed", "seq", b"seq", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Delta: _TypeAlias = Delta  # noqa: Y015
+
+@_typing.final
+class TierKeys(_message.Message):
+    """Keys of one tier in a delta that merges changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    ADDED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    tier: Global___Tier.ValueType
+    """Tier of the keys."""
     @_builtins.property
     def added(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Keys that are added. They were not in the set before."""
@@ -677,19 +729,17 @@ class Delta(_message.Message):
     def __init__(
         self,
         *,
-        seq: _builtins.int = ...,
         tier: Global___Tier.ValueType = ...,
         added: _abc.Iterable[_builtins.int] | None = ...,
         removed: _abc.Iterable[_builtins.int] | None = ...,
-        cleared: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "cleared", b"cleared", "removed", b"removed", "seq", b"seq", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "removed", b"removed", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Delta: _TypeAlias = Delta  # noqa: Y015
+Global___TierKeys: _TypeAlias = TierKeys  # noqa: Y015
 
 @_typing.final
 class ConsistencyCheck(_message.Message):

@@ -45,6 +45,7 @@ class InstanceRecord:
     report_interval_s: float = 0.0
     # Minimum interval between two loads that the agent was told, s (0: none), and whether the agent can be told one.
     load_interval_s: float = 0.0
+    key_interval_s: float = 0.0
     accepts_pace: bool = False
     lost_at: float | None = None
     draining: bool = False

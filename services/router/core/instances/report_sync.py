@@ -55,13 +55,15 @@ class SnapshotEnd(msgspec.Struct, frozen=True, gc=False):
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
-    """One change of the set. `cleared`: all keys were removed before this change."""
+    """One change of the set, or with a `first_seq` the sum of the changes from that one to `seq`. `cleared`: all keys were
+    removed before this change."""
 
     seq: int
     tier: int
     added: Collection[int] = ()
     removed: Collection[int] = ()
     cleared: bool = False
+    first_seq: int = 0
 
 
 class ConsistencyCheck(msgspec.Struct, frozen=True, gc=False):
@@ -175,8 +177,8 @@ class ReportSync:
             return self._fail("a delta inside a snapshot")
         if delta.seq <= self.seq:
             return ""  # Applied already: an agent may send a delta again if it is unsure whether it arrived.
-        if delta.seq != self.seq + 1:
-            return self._fail(f"a gap: delta {delta.seq} after {self.seq}")
+        if (delta.first_seq or delta.seq) != self.seq + 1:
+            return self._fail(f"a gap: delta {delta.first_seq or delta.seq} after {self.seq}")
         if delta.cleared:
             self._index.drop(self._instance_id)
             self._lower_tiers.drop(self._instance_id)

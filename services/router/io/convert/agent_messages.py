@@ -117,9 +117,9 @@ def _kv_transfer(wire: agent_pb2.Instance) -> KvTransfer | None:
 
 
 def pieces(wire: agent_pb2.ReportRequest) -> int:
-    """Return the number of pieces that `key_message` splits a message into: of at most PIECE_KEYS keys for a snapshot chunk, else
-    one."""
-    return max(1, math.ceil(len(wire.snapshot_chunk.keys) / PIECE_KEYS))
+    """Return the number of pieces that `key_message` splits a message into: of at most PIECE_KEYS keys for a snapshot chunk, of
+    one tier for a delta, else one."""
+    return max(1, math.ceil(len(wire.snapshot_chunk.keys) / PIECE_KEYS)) + len(wire.delta.other_tiers)
 
 
 def key_message(wire: agent_pb2.ReportRequest, piece: int = 0) -> KeyMessage | None:
@@ -135,13 +135,22 @@ def key_message(wire: agent_pb2.ReportRequest, piece: int = 0) -> KeyMessage | N
             end = wire.snapshot_end
             return SnapshotEnd(end.seq, end.key_count, end.digest)
         case "delta":
-            delta = wire.delta
-            return Delta(delta.seq, delta.tier, list(delta.added), list(delta.removed), delta.cleared)
+            return _delta(wire.delta, piece)
         case "consistency_check":
             mark = wire.consistency_check
             return ConsistencyCheck(mark.seq, mark.key_count, mark.digest)
         case _:
             return None
+
+
+def _delta(wire: agent_pb2.Delta, piece: int) -> Delta:
+    """Convert the part of a delta that is about one tier. A delta has no more tiers than changes: each part has the number of one
+    change, and the last part those of all that are left."""
+    of_tier = wire.other_tiers[piece - 1] if piece else wire
+    first = (wire.first_seq or wire.seq) + piece
+    seq = first if piece < len(wire.other_tiers) else wire.seq
+    cleared = wire.cleared and not piece
+    return Delta(seq, of_tier.tier, list(of_tier.added), list(of_tier.removed), cleared, first)
 
 
 def load(wire: agent_pb2.Load, now: float) -> Load:
