@@ -32,6 +32,7 @@ from bench.gateway import chunks, leaks, requests
 from bench.h2load import h2load
 from bench.hostile import hostile
 from bench.http_lint import http_lint
+from bench.key_changes import key_changes
 from bench.large_fleet import large_fleet
 from bench.layer_events import layer_events
 from bench.layerwise import layerwise
@@ -60,6 +61,7 @@ BENCHMARKS: dict[str, Callable[[], object]] = {
         foresight,
         index,
         place,
+        key_changes,
         stalls,
         bursts,
         takeover,
