@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from pointsman_connector.layerwise.checked_response import CheckedXferResponse
 from pointsman_connector.layerwise.kv_checks import RefusedSenders, Sums, differing
 from pointsman_connector.layerwise.sender import LayerwiseSender
-from pointsman_connector.layerwise.sleeping_writes import WRITE_S
+from pointsman_connector.layerwise.sleeping_writes import LONGEST_WRITE_S, WRITE_S
 
 logger = init_logger(__name__)
 
@@ -198,8 +198,8 @@ class LayerwiseWorker(LayerwiseSender):
 
 def sender_timeout_s() -> float:
     """Return the timeout for a sender's next message, in s. A sender may start a last write one write timeout after the abort
-    timeout, and that write may take another write timeout."""
-    return envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT + 2 * WRITE_S
+    timeout, and a write of many pieces may take two write timeouts."""
+    return envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT + WRITE_S + LONGEST_WRITE_S
 
 
 async def _wait_until_gone(worker_addr: str) -> None:

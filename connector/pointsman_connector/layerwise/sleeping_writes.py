@@ -10,6 +10,10 @@ from typing import Any, Protocol
 
 # Timeout of a write in the transport, s.
 WRITE_S = float(os.environ.get("MC_TRANSFER_TIMEOUT", "30"))
+# Maximum number of pieces that the transport is given at once: several writes may be in its queue for a receiver.
+MAX_PIECES = max(1, int(os.environ.get("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535")) // 8)
+# Maximum duration of a write of more pieces, s: no part of it starts later than WRITE_S after the first.
+LONGEST_WRITE_S = 2 * WRITE_S
 
 # Share of a write's expected duration for which the waiting thread sleeps. For the rest the engine's own call waits.
 SLEEP_SHARE = 0.8
@@ -46,7 +50,8 @@ class SleepingTransferEngine:
 
     Mooncake's own method keeps a core busy until the end. Its asynchronous API has no status query that does not wait, except
     `transfer_check_status`, which reports only on a batch's first piece. So the thread sleeps for most of the duration that
-    recent writes to the same host suggest for the size, then queries the status. All other methods are the engine's.
+    recent writes to the same host suggest for the size, then queries the status. A write of more than MAX_PIECES is made in
+    parts, one after the other. All other methods are the engine's.
     """
 
     def __init__(
@@ -71,7 +76,17 @@ class SleepingTransferEngine:
         self, session: str, src: Sequence[int], dst: Sequence[int], lengths: Sequence[int]
     ) -> int:
         """Write `lengths` bytes from each of `src` to each of `dst` at `session` (host:port). Return 0 if all is written, else a
-        negative value. Returns at the latest WRITE_S and a nanosecond per byte after the start."""
+        negative value. Returns at the latest LONGEST_WRITE_S and a nanosecond per byte after the start."""
+        began = self._clock()
+        for start in range(0, len(src), MAX_PIECES):
+            if start and self._clock() - began > WRITE_S:
+                return -1
+            part = slice(start, start + MAX_PIECES)
+            if status := self._write(session, src[part], dst[part], lengths[part]):
+                return status
+        return 0
+
+    def _write(self, session: str, src: Sequence[int], dst: Sequence[int], lengths: Sequence[int]) -> int:
         size, host = sum(lengths), session.rpartition(":")[0]
         began = self._clock()
         batch = self._engine.batch_transfer_async_write(session, src, dst, lengths)

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pointsman_connector.layerwise.sleeping_writes import SLEEP_SHARE, WRITE_S, SleepingTransferEngine
+from pointsman_connector.layerwise.sleeping_writes import (
+    LONGEST_WRITE_S,
+    MAX_PIECES,
+    SLEEP_SHARE,
+    WRITE_S,
+    SleepingTransferEngine,
+)
 
 MB = 1_000_000
 HERE = "10.0.0.1:700"
@@ -28,6 +34,8 @@ class Link:
     # When each batch that is not free began, and when it lands.
     batches: dict[int, tuple[float, float]] = field(default_factory=dict)
     synchronous: int = 0
+    # Number of pieces of each write that was begun.
+    parts: list[int] = field(default_factory=list)
 
     def resting(self) -> SleepingTransferEngine:
         return SleepingTransferEngine(self, sleep=self.sleep, clock=lambda: self.now, cpu_clock=lambda: self.spun)
@@ -51,6 +59,7 @@ class Link:
     ) -> int:
         if self.refuses:
             return 0
+        self.parts.append(len(src))
         number = 1_000 + len(self.slept) + int(self.now * 1e6)
         self.batches[number] = (self.now, self.now + self.opening_s + sum(lengths) / self.speed)
         self.opening_s = 0.0
@@ -179,6 +188,31 @@ def test_what_cannot_be_begun_is_left_to_the_synchronous_call() -> None:
     link.refuses = True
     assert write(engine, 5 * MB) == -7
     assert (link.synchronous, link.slept) == (1, [])
+
+
+def test_a_write_of_many_pieces_is_made_in_parts() -> None:
+    link = Link()
+    engine = known(link)
+    pieces = 2 * MAX_PIECES + 1
+    began = link.now
+    assert engine.batch_transfer_sync_write(HERE, range(pieces), range(pieces), [1_000] * pieces) == 0
+    assert link.parts[-3:] == [MAX_PIECES, MAX_PIECES, 1]
+    assert link.now - began == pytest.approx(pieces * 1_000 / link.speed, rel=0.2)
+    link.speed = 1e-9
+    assert engine.batch_transfer_sync_write(HERE, range(pieces), range(pieces), [1_000] * pieces) < 0
+    assert link.parts[-1] == MAX_PIECES, "no part follows one that failed"
+    assert link.batches == {}
+
+
+def test_no_part_begins_after_the_timeout() -> None:
+    link = Link()
+    engine = known(link)
+    link.speed = MAX_PIECES / (0.6 * WRITE_S)
+    began = link.now
+    pieces = 4 * MAX_PIECES
+    assert engine.batch_transfer_sync_write(HERE, range(pieces), range(pieces), [1] * pieces) < 0
+    assert link.parts[-2:] == [MAX_PIECES, MAX_PIECES]
+    assert link.now - began < LONGEST_WRITE_S
 
 
 def test_all_else_is_the_engines() -> None:
