@@ -18,6 +18,7 @@ import statistics
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -50,7 +51,7 @@ def lend(arguments: argparse.Namespace, pipe: Connection) -> None:
     _, address = engine(arguments, tensor)
     pipe.send((address, tensor.data_ptr()))
     while pipe.recv() == "sums":
-        pipe.send(tensor[:, 0].tolist())
+        pipe.send(list(zip(tensor.amin(1).tolist(), tensor.amax(1).tolist(), strict=True)))
 
 
 class Layers:
@@ -58,11 +59,16 @@ class Layers:
 
     def __init__(self, arguments: argparse.Namespace, tensor: torch.Tensor) -> None:
         self._tensor = tensor
+        self._own_stream = arguments.stream == "own"
+        self._own: torch.cuda.Stream | None = None
         self._matrix = torch.randn(2048, 2048, device=arguments.device)
         self._events = EventWaiter(
             partial(torch.cuda.Event, blocking=True) if torch.cuda.is_available() else None, self._failed
         )
         self._repeats = 1
+        # The first product also loads its kernels.
+        self._work()
+        self._wait()
         began = time.perf_counter()
         for _ in range(8):
             self._work()
@@ -84,27 +90,44 @@ class Layers:
     def run(self, value: int, saved: SimpleQueue[int | None]) -> float:
         """Compute; returns when the last layer's computation is over, in seconds of the performance counter. `saved` gets each
         layer when it is computed, and None at the end."""
-        for layer in range(len(self._tensor)):
-            self._work()
-            self._tensor[layer].fill_(value)
-            self._events.after_launched(partial(saved.put, layer))
+        with self._stream():
+            self._launch(value, saved)
         self._wait()
         computed = time.perf_counter()
         self._events.in_order(partial(saved.put, None))
         return computed
 
+    def _stream(self) -> AbstractContextManager[object]:
+        if self._own is None and self._own_stream and torch.cuda.is_available():
+            self._own = torch.cuda.Stream()
+        return torch.cuda.stream(self._own) if self._own is not None else nullcontext()
 
-def send(one: TransferEngine, tensor: torch.Tensor, remote: tuple[str, int], layers: list[int]) -> None:
-    """Write whole layers to the same places of the other tensor."""
-    offsets = [layer * tensor.shape[1] for layer in layers]
+    def _launch(self, value: int, saved: SimpleQueue[int | None]) -> None:
+        for layer in range(len(self._tensor)):
+            self._work()
+            self._tensor[layer].fill_(value)
+            self._events.after_launched(partial(saved.put, layer))
+
+
+def send(one: TransferEngine, tensor: torch.Tensor, remote: tuple[str, int], layers: list[int], pieces: int) -> None:
+    """Write whole layers to the same places of the other tensor, each in so many pieces."""
+    size = tensor.shape[1] // pieces
+    offsets = [layer * tensor.shape[1] + piece * size for layer in layers for piece in range(pieces)]
     sources = [tensor.data_ptr() + offset for offset in offsets]
     targets = [remote[1] + offset for offset in offsets]
-    if one.batch_transfer_sync_write(remote[0], sources, targets, [tensor.shape[1]] * len(layers)) != 0:
+    if one.batch_transfer_sync_write(remote[0], sources, targets, [size] * len(offsets)) != 0:
         raise RuntimeError("the transfer failed")
 
 
 def tail(
-    one: TransferEngine, tensor: torch.Tensor, remote: tuple[str, int], layers: Layers, value: int, *, each: bool
+    one: TransferEngine,
+    tensor: torch.Tensor,
+    remote: tuple[str, int],
+    layers: Layers,
+    value: int,
+    pieces: int,
+    *,
+    each: bool,
 ) -> float:
     """Seconds between the last layer's end and the last byte's arrival."""
     saved: SimpleQueue[int | None] = SimpleQueue()
@@ -112,13 +135,17 @@ def tail(
 
     def push() -> None:
         ready: list[int] = []
-        while (layer := saved.get()) is not None:
-            ready.append(layer)
-            if each:
-                send(one, tensor, remote, ready)
+        over = False
+        while not over:
+            # As the connector: a write has all that is ready when it starts.
+            found = [saved.get()]
+            while not saved.empty():
+                found.append(saved.get())
+            ready += [layer for layer in found if layer is not None]
+            over = found[-1] is None
+            if ready and (each or over):
+                send(one, tensor, remote, ready, pieces)
                 ready = []
-        if ready:
-            send(one, tensor, remote, ready)
         ended.append(time.perf_counter())
 
     pusher = threading.Thread(target=push)
@@ -139,6 +166,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--bytes-per-token", type=int, default=2048, help="K and V of one token in one layer")
     parser.add_argument("--layer-ms", type=float, default=8.0, help="computation of one layer")
+    parser.add_argument("--pieces", type=int, default=1, help="pieces of a layer; scattered blocks are many")
+    parser.add_argument("--stream", choices=("own", "default"), default="own", help="the stream that computes")
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
@@ -153,9 +182,9 @@ def main() -> None:
     for number in range(arguments.rounds):
         for each in found:
             value = (2 * number + each) % 250 + 1
-            found[each].append(tail(one, tensor, remote, layers, value, each=each))
+            found[each].append(tail(one, tensor, remote, layers, value, arguments.pieces, each=each))
             pipe.send("sums")
-            if pipe.recv() != [value] * arguments.layers:
+            if pipe.recv() != [(value, value)] * arguments.layers:
                 raise SystemExit("the receiver has other bytes")
     megabytes = tensor.nbytes / 2**20
     print(

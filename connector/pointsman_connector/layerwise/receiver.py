@@ -162,7 +162,7 @@ class LayerwiseWorker(LayerwiseSender):
             return []
         assert self._block_sums is not None
         blocks = pull.local_block_ids[0]
-        return differing(sums, self._block_sums.of([blocks[-place] for place, _ in sums]).tolist())
+        return differing(sums, self._block_sums.now([blocks[-place] for place, _ in sums]))
 
     def _handle_failed_recv(self, pull_metas: dict[str, PullReqMeta], req_ids: Collection[str], reason: str) -> None:
         super()._handle_failed_recv(pull_metas, req_ids, reason)

@@ -36,6 +36,7 @@ from pointsman_connector.layerwise.kv_checks import Sums
 from pointsman_connector.layerwise.progress import ComputedBlocks, Delivery
 from pointsman_connector.layerwise.pusher import LEAST_WRITE_BYTES, LayerwisePusher
 from pointsman_connector.layerwise.sleeping_writes import WRITE_S
+from pointsman_connector.layerwise.stream_events import StreamEvents
 from pointsman_connector.layerwise.support import layers_without_region, unsupported_receiver
 from pointsman_connector.layerwise.transfer import Receiver, Transfer, session_of
 
@@ -98,12 +99,16 @@ class LayerwiseSender(LayerwisePusher):
         self._block_sums = BlockSums(
             kv_caches.values(), [Region(*region) for region in regions], self._physical_blocks_per_logical_kv_block
         )
+        # The first use of the kernels loads them, which would stop the engine's thread for half a second at the first prompt.
+        try:
+            self._block_sums.now([0])
+        except Exception as error:
+            logger.warning("Checksums of KV cannot be computed: %s", error)
 
     def _new_event(self) -> Callable[[], Event] | None:
         """Return a factory of events of the current stream; None if work is complete when it is launched (CPU). `support`
         excludes other devices."""
-        # A blocking event lets the thread that waits for it sleep.
-        return partial(torch.cuda.Event, blocking=True) if torch.cuda.is_available() else None
+        return StreamEvents() if torch.cuda.is_available() else None
 
     def shutdown(self) -> None:
         """Stop the threads."""

@@ -276,10 +276,10 @@ class Pair:
         self.engine.late = True
 
         class Early:
-            def of(_, blocks: list[int]) -> torch.Tensor:  # noqa: N805
+            def now(_, blocks: list[int]) -> list[int]:  # noqa: N805
                 if next(checks):
                     before_further()
-                found = sums.of(blocks).clone()
+                found = sums.now(blocks)
                 if self.engine.late:
                     self.engine.arrive_late()
                 return found
