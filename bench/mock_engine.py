@@ -25,6 +25,10 @@ _CHUNK = (
     b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1760000000,"model":"m",'
     b'"choices":[{"index":0,"delta":{"content":" word"},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
 )
+_TEXT_CHUNK = (
+    b'data: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":1760000000,"model":"m",'
+    b'"choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null}]}\n\n'
+)
 _USAGE = b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":0}}'
 _HEAD = b"HTTP/1.1 %b\r\nserver: uvicorn\r\ncontent-type: %b\r\n%b\r\n\r\n"
 _STREAM_HEAD = _HEAD % (b"200 OK", b"text/event-stream; charset=utf-8", b"transfer-encoding: chunked")
@@ -103,7 +107,8 @@ class Engine(asyncio.Protocol):
                 usage = bool((body.get("stream_options") or {}).get("include_usage"))
                 self._transport.write(_STREAM_HEAD)
                 Engine.open_answers += 1
-                self._chunk = _framed(_TOLD + _CHUNK if self.tells and "vllm_xargs" in body else _CHUNK)
+                chunk = _CHUNK if path.endswith(b"/chat/completions") else _TEXT_CHUNK
+                self._chunk = _framed(_TOLD + chunk if self.tells and "vllm_xargs" in body else chunk)
                 self._timer = asyncio.get_running_loop().call_later(self.interval_s, self._next, count, count, usage)
             else:
                 self._json(

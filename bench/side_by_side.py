@@ -1,7 +1,7 @@
-"""CPU time, added TTFT and memory of Pointsman, vllm-router, SMG and nginx in front of the same mock engines, in one run.
+"""CPU time, added TTFT and memory of Pointsman, vllm-router, SMG, Dynamo and nginx in front of the same mock engines, in one run.
 
 Pointsman is its gateway and its router, as two processes and as one (`pointsman serve`). vllm-router and SMG run their
-cache_aware policies, nginx its round robin.
+cache_aware policies, nginx its round robin. Dynamo gets requests only; its front end counts, not the adapters behind it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ ANSWERS, CHUNKS, INTERVAL_MS = 64, 300, 20.0
 STREAMS = 1_000
 OURS, ONE_PROCESS = "pointsman", "pointsman serve"
 VLLM_ROUTER, SMG, NGINX = "vllm-router", "smg", "nginx"
-PROXIES = (OURS, ONE_PROCESS, VLLM_ROUTER, SMG, NGINX)
+DYNAMO = "dynamo"
+PROXIES = (OURS, ONE_PROCESS, VLLM_ROUTER, SMG, NGINX, DYNAMO)
 # Metric -> unit, the proxy of the baseline, and the ratio to it that is the goal (0: none).
 GOALS: Mapping[str, tuple[str, str, float]] = {
     "side_new_1k_us": ("us", VLLM_ROUTER, 1.8),
+    "side_new_1k_of_dynamo_us": ("us", DYNAMO, 0.4),
     "side_turn_32k_us": ("us", VLLM_ROUTER, 0.8),
     "side_turn_400k_us": ("us", VLLM_ROUTER, 0.2),
     "side_chunk_us": ("us", NGINX, 1.1),
@@ -50,14 +52,16 @@ async def side_by_side() -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         model = str(Path(folder))
         await asyncio.to_thread(make_model, Path(folder), text)
-        async with _proxies(0.0, model) as (engines, proxies):
-            await _warm_up(proxies)
+        async with _proxies(0.0, model) as (engines, proxies), stack.dynamo(engines, model) as dynamo:
+            everyone = proxies | {DYNAMO: dynamo}
+            await _warm_up(everyone)
             for number in range(ROUNDS):
-                for name, proxy in proxies.items():
+                for name, proxy in everyone.items():
                     await _requests(found, name, proxy, number)
                     await _turns(found, name, proxy, text, number)
                     _say(number, name)
                 await _added_ttft(found, engines[0], proxies, number)
+        found["side_new_1k_of_dynamo_us"] = found["side_new_1k_us"]
         async with _proxies(INTERVAL_MS, model) as (_, proxies):
             await _warm_up(proxies)
             for number in range(ROUNDS):

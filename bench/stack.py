@@ -1,4 +1,4 @@
-"""Processes for the benchmarks: mock engines, router, gateway, nginx, vllm-router and load client; their CPU time and memory."""
+"""Processes for the benchmarks: mock engines, router, gateway, other routers and load client; their CPU time and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from typing import Any
 
 import grpc.aio
 
+from bench.scoreboard.contenders import DYNAMO, contenders
 from bench.scoreboard.environments import environment
+from bench.scoreboard.fleet import EngineAddress, Fleet
+from bench.scoreboard.trial import running_router
 from pointsman.agent.v1 import agent_pb2
 from pointsman.common.io.channel import open_channel
 from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
@@ -31,6 +34,7 @@ from tests.support.router import Client, Report
 from tests.support.waiting import until
 
 MODEL = "m"  # also the model of Report's instances
+DYNAMO_BLOCK_SIZE, DYNAMO_CONTEXT = 16, 131_072
 READY_WITHIN_S = 60.0
 
 
@@ -288,6 +292,26 @@ async def smg(engines: list[ServerProcess], policy: str) -> AsyncIterator[Server
     command = [str(executable), "launch", "--disable-tokenizer-autoload"]
     async with _rust_router(command, engines, policy, "error") as running:
         yield running
+
+
+@contextlib.asynccontextmanager
+async def dynamo(engines: list[ServerProcess], model: str) -> AsyncIterator[ServerProcess]:
+    """Run Dynamo's front end with its KV router, and an adapter for each engine; yield the front end. It is installed on first
+    use. Raises NotRunnable if it cannot be."""
+    addresses = [
+        EngineAddress(f"http://127.0.0.1:{one.port}", *(f"tcp://127.0.0.1:{free_port()}" for _ in range(2)))
+        for one in engines
+    ]
+    fleet = Fleet(addresses, MODEL, Path(model), (), DYNAMO_BLOCK_SIZE, 0, DYNAMO_CONTEXT, ())
+    [contender] = [one for one in contenders() if one.name.startswith(DYNAMO)]
+    with tempfile.TemporaryDirectory() as folder:
+        running = running_router(contender, fleet, Path(folder))
+        router = await asyncio.to_thread(running.__enter__)
+        try:
+            pids = [pid for name, found in router.processes().items() if name == "front end" for pid in found]
+            yield ServerProcess(int(router.url.rpartition(":")[2]), tuple(pids))
+        finally:
+            await asyncio.to_thread(running.__exit__, None, None, None)
 
 
 @contextlib.asynccontextmanager
