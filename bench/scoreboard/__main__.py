@@ -207,8 +207,8 @@ def main() -> None:
     try:
         if not given.render_only:
             BoardRun(results, contenders(), given.rounds, end).run(CELLS)
-            if not results.figures() and time.monotonic() < end - SIDE_BY_SIDE_S:
-                results.save_figures(asyncio.run(side_by_side()))
+            if results.figures() is None and time.monotonic() < end - SIDE_BY_SIDE_S:
+                results.save_figures(asyncio.run(side_by_side()), commit, time.strftime("%Y-%m-%d"))
     finally:
         if results.trials:
             write_page(results, given.out)

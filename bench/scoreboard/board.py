@@ -66,6 +66,15 @@ class StoredTrial(msgspec.Struct, kw_only=True):
     problem: str = ""
 
 
+@dataclass(frozen=True)
+class SavedFigures:
+    """Figures of `python -m bench side_by_side`, with the commit and the date of the run."""
+
+    commit: str
+    date: str
+    figures: Sequence[Figure]
+
+
 class Results:
     """The trials of one board, in a file that grows by a line for each."""
 
@@ -100,15 +109,21 @@ class Results:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.with_suffix(".plan.json").write_text(json.dumps({"cells": [asdict(one) for one in cells], **facts}))
 
-    def save_figures(self, figures: Sequence[Figure]) -> None:
-        """Write beside the trials what `python -m bench side_by_side` has measured."""
-        self._file.with_suffix(".figures.json").write_text(json.dumps([one.row() for one in figures]))
+    def save_figures(self, figures: Sequence[Figure], commit: str, date: str) -> None:
+        """Write beside the trials what `python -m bench side_by_side` has measured, and at which commit."""
+        rows = [one.row() for one in figures]
+        self._file.with_suffix(".figures.json").write_text(
+            json.dumps({"commit": commit, "date": date, "figures": rows})
+        )
 
-    def figures(self) -> list[Figure]:
-        """Return the saved figures, none if there are none."""
+    def figures(self) -> SavedFigures | None:
+        """Return the saved figures; None if there are none."""
         file = self._file.with_suffix(".figures.json")
-        rows = json.loads(file.read_text()) if file.exists() else []
-        return [Figure(*(row[name] for name in ("metric", "value", "unit", "baseline", "note"))) for row in rows]
+        if not file.exists():
+            return None
+        told = json.loads(file.read_text())
+        names = ("metric", "value", "unit", "baseline", "note")
+        return SavedFigures(told["commit"], told["date"], [Figure(*map(row.get, names)) for row in told["figures"]])
 
     def plan(self) -> tuple[list[Cell], dict[str, object]]:
         """Return the saved cells and facts."""

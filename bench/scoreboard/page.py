@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bench.figures import Figure
-from bench.scoreboard.board import EMULATED, OWN_CLIENT, Cell, Results, StoredTrial
+from bench.scoreboard.board import EMULATED, OWN_CLIENT, Cell, Results, SavedFigures, StoredTrial
 from bench.scoreboard.comparison import (
     CPU,
     E2E,
@@ -51,7 +50,10 @@ def write_page(results: Results, out: Path) -> None:
 
 
 def render(
-    cells: Sequence[Cell], trials: Sequence[StoredTrial], facts: dict[str, object], figures: Sequence[Figure] = ()
+    cells: Sequence[Cell],
+    trials: Sequence[StoredTrial],
+    facts: dict[str, object],
+    figures: SavedFigures | None = None,
 ) -> str:
     """Return the page. `facts`: commit, machine, rounds and date of the run, and a note about it. `figures`: those of
     side_by_side."""
@@ -67,7 +69,7 @@ def render(
         _missing(cells, trials, int(str(told["rounds"]))),
         _programs(trials),
         *(_cell(one) for one in comparisons),
-        *([_side_by_side(figures)] if figures else []),
+        *([_side_by_side(figures)] if figures is not None else []),
     ]
     return "\n".join(parts)
 
@@ -186,7 +188,7 @@ def _cell(one: Comparison) -> str:
 # Metric of side_by_side, without the prefix of the proxy -> what is measured.
 _MEASURED = {
     "new_1k_us": "a new prompt of 1 KB",
-    "new_1k_of_dynamo_us": "the same",
+    "new_1k_of_dynamo_us": "a new prompt of 1 KB",
     "turn_32k_us": "a follow-up turn of 32 KB",
     "turn_400k_us": "a follow-up turn of 400 KB",
     "chunk_us": "a chunk of a stream",
@@ -196,18 +198,20 @@ _MEASURED = {
 }
 
 
-def _side_by_side(figures: Iterable[Figure]) -> str:
+def _side_by_side(saved: SavedFigures) -> str:
     """Return the section of CPU time: each figure with its ratio to another program's in the same run, and the goal of it."""
     lines = [
         "## CPU time side by side\n",
         "What a request, a chunk or a stream costs, in front of engines that answer at once; medians of rounds in which each",
         "program is measured in turn. `serve` is router and gateway in one process. vllm-router and SMG run cache_aware, which",
         "does not tokenise; nginx knows nothing of a request. Of Dynamo its front end counts, not the adapters behind it.",
+        f"Measured on {saved.date} at commit `{saved.commit}`. [Where the time is](../bench/README.md#where-the-cpu-time-is)",
+        "tells what was tried, and why goals are missed.",
         "",
         "| measured | Pointsman is | figure | compared with | ratio | goal of the ratio | all programs |",
         "|---|---|---|---|---|---|---|",
     ]
-    for one in figures:
+    for one in saved.figures:
         serve = one.metric.startswith("side_serve_")
         what = one.metric.removeprefix("side_serve_" if serve else "side_")
         _, against, goal = GOALS[f"side_{what}"]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.figures import Figure
-from bench.scoreboard.board import CELLS, Cell, Results, StoredTrial, best_rivals
+from bench.scoreboard.board import CELLS, Cell, Results, SavedFigures, StoredTrial, best_rivals
 from bench.scoreboard.comparison import CPU, HITS, TTFT, Comparison
 from bench.scoreboard.contenders import ABSENT, POINTSMAN, contenders, part_label, shown_command
 from bench.scoreboard.measures import Measures, measure
@@ -88,7 +88,7 @@ def test_cpu_time_stands_beside_its_goal(tmp_path: Path) -> None:
     results.save_plan([CELL], FACTS)
     for one in rounds(f"{POINTSMAN} auto", 1.0, 1.1):
         results.add(one)
-    assert results.figures() == []
+    assert results.figures() is None
     figures = [
         Figure(
             "side_new_1k_us", 900.0, "us", 450.0, "nginx 30, smg 350; baseline is vllm-router; goal of the ratio 1.8"
@@ -98,8 +98,8 @@ def test_cpu_time_stands_beside_its_goal(tmp_path: Path) -> None:
         ),
         Figure("side_rss_mb_1000_streams", 90.0, "MB", 60.0, "nginx 9; baseline is vllm-router"),
     ]
-    results.save_figures(figures)
-    assert results.figures() == figures
+    results.save_figures(figures, "abc", "2026-11-01")
+    assert results.figures() == SavedFigures("abc", "2026-11-01", figures)
     write_page(results, tmp_path / "page.md")
     rows = [line for line in (tmp_path / "page.md").read_text().splitlines() if "vllm-router |" in line]
     assert rows == [
