@@ -27,11 +27,16 @@ from pointsman.agent.io.status import make_app
 from pointsman.agent.io.step_load_receiver import receive_step_loads
 from pointsman.common.io.auth import showing
 from pointsman.common.io.channel import ReloadingChannel
+from pointsman.common.io.garbage import collect_garbage
 from pointsman.common.io.logs import configure_logs
 from pointsman.common.io.settings import Tokens
 from pointsman.common.io.tls import TlsSettings, client_context
 
 log = structlog.get_logger()
+
+# Interval between two collections of all garbage, s. One takes 16 ms for each engine with a million cached tokens. When Python
+# chose the times, they took a fifth of the agent's CPU time, since cached blocks come and go.
+COLLECT_INTERVAL_S = 300.0
 
 
 def run(settings: AgentSettings) -> None:
@@ -140,7 +145,11 @@ async def _until_signal(settings: AgentSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await serve(settings, stop)
+    collecting = asyncio.create_task(collect_garbage(COLLECT_INTERVAL_S))
+    try:
+        await serve(settings, stop)
+    finally:
+        collecting.cancel()
 
 
 async def _serve_status(listen: str, monitors: Sequence[EngineMonitor], resources: AsyncExitStack) -> None:
