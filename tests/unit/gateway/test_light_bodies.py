@@ -56,11 +56,19 @@ def test_an_agents_turn_is_light_whatever_its_code() -> None:
         {"prompt": [1] * (LIGHT_ITEMS + 1)},
         {"prompt": "a" * LIGHT_BYTES},
         {"prompt": "{" * 40_000},
+        {"prompt": "a" * 40_000, "x": [1.5] * 1_025},
+        {"messages": [{"tool_calls": [{"function": {"arguments": '{"a":1,' * 40_000}}]}]},
     ],
-    ids=["objects", "items", "bytes", "brackets"],
+    ids=["objects", "items", "bytes", "brackets", "floats", "arguments"],
 )
 def test_what_takes_long_is_not(value: object) -> None:
     assert decode_light(json.dumps(value).encode()) is None
+
+
+def test_numbers_are_what_they_are_without_the_limit() -> None:
+    value = {"prompt": "a" * 40_000, "temperature": 0.7, "x": [-0.0, 1e-400, 1.5e300, 12345678901234567890.5]}
+    assert decode_light(json.dumps(value).encode()) == value
+    assert decode_light(b'{"prompt": "' + b"a" * 40_000 + b'", "x": 1e400}') is None
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b'"\xff"', b"[" * 5_000 + b"]" * 5_000, b'{"a": ' + b" " * 40_000])

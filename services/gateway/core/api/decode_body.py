@@ -7,6 +7,7 @@ memory, so a limit on the size of a body alone is too weak.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ LIGHT_BRACKETS = 16_384
 _MAX_DEPTH = 6
 _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"{[")
 _INNER = (dict, list)
+# Limits of a light body's numbers with a fraction or an exponent: how many, and characters of one. Some take 7 us to decode.
+_LIGHT_FLOATS, _FLOAT_CHARS = 1_024, 40
 _WINDOW_BYTES = 1 << 20
 _QUOTE = b'"'
 
@@ -41,23 +44,46 @@ def decode_light(raw: bytes) -> Any:
     if not small and (len(raw) > LIGHT_BYTES or len(raw.translate(None, _NO_BRACKETS)) > LIGHT_BRACKETS):
         return None
     try:
-        body = msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        body = msgspec.json.decode(raw) if small else _decoded_with_few_floats(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, _ManyFloats):
         return None
     return body if small or _is_small_tree(body) else None
 
 
+class _ManyFloats(Exception):
+    """A body has too many numbers with a fraction or an exponent, or too long ones."""
+
+
+def _decoded_with_few_floats(raw: bytes) -> Any:
+    left = _LIGHT_FLOATS
+
+    def number(text: str) -> float:
+        nonlocal left
+        left -= 1
+        if left < 0 or len(text) > _FLOAT_CHARS or math.isinf(value := float(text)):
+            raise _ManyFloats
+        return value
+
+    return msgspec.json.Decoder(float_hook=number).decode(raw)
+
+
 def _is_small_tree(value: Any) -> bool:
-    """Return whether a decoded value has at most LIGHT_OBJECTS objects and lists, with at most LIGHT_ITEMS items in all."""
+    """Return whether a decoded value has at most LIGHT_OBJECTS objects and lists, with at most LIGHT_ITEMS items in all. JSON in
+    the arguments of tool calls counts, because templates get it decoded."""
     level = [value] if type(value) in _INNER else []
     objects = items = 0
     while level:
         objects += len(level)
         items += sum(map(len, level))
+        items += sum(_items_in_text(one.get("arguments")) for one in level if type(one) is dict)
         if objects > LIGHT_OBJECTS or items > LIGHT_ITEMS:
             return False
         level = [part for one in level for part in (one.values() if type(one) is dict else one) if type(part) in _INNER]
     return True
+
+
+def _items_in_text(text: object) -> int:
+    return text.count(",") + text.count("{") + text.count("[") if isinstance(text, str) else 0
 
 
 def decode_body(raw: bytes) -> Any:
