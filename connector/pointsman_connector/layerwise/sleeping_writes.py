@@ -10,8 +10,18 @@ from typing import Any, Protocol
 
 # Timeout of a write in the transport, s.
 WRITE_S = float(os.environ.get("MC_TRANSFER_TIMEOUT", "30"))
-# Maximum number of pieces that the transport is given at once: several writes may be in its queue for a receiver.
-MAX_PIECES = max(1, int(os.environ.get("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535")) // 8)
+
+
+def queued_pieces(setting: str) -> int:
+    """Return how many pieces Mooncake's queue for a receiver has room for with this MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER. It
+    takes its own value for one that is not a number from 1 to 65,535."""
+    size = int(setting) if setting.isascii() and setting.isdigit() else 0
+    return size if 1 <= size <= 65_535 else 1_024
+
+
+# Maximum number of pieces that the transport is given at once. Each of vLLM's sender threads (`num_workers`, 10 by default) may
+# have a write in the queue for one receiver.
+MAX_PIECES = max(1, queued_pieces(os.environ.get("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535")) // 16)
 # Maximum duration of a write of more pieces, s: no part of it starts later than WRITE_S after the first.
 LONGEST_WRITE_S = 2 * WRITE_S
 

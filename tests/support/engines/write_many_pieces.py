@@ -1,12 +1,14 @@
 """Writes as many pieces as the arguments say, each way once, by Mooncake over TCP; run by a Python that has vLLM's packages.
 
-Prints a line for each: the number of pieces, the status of the write, and whether the receiver has the bytes.
+Prints a line for each: the number of pieces, the status of the write, and whether the receiver has the bytes. Then the last
+number of pieces is written by as many threads at once as vLLM's sender has, and their statuses are printed.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from mooncake.engine import TransferEngine
@@ -14,6 +16,7 @@ from mooncake.engine import TransferEngine
 from pointsman_connector.layerwise.sleeping_writes import SleepingTransferEngine
 
 PIECE_BYTES = 512
+SENDER_THREADS = 10
 
 
 def engine(pieces: int) -> tuple[TransferEngine, torch.Tensor]:
@@ -36,5 +39,12 @@ for count in counts:
     status = SleepingTransferEngine(sender).batch_transfer_sync_write(session, froms, tos, [PIECE_BYTES] * count)
     arrived = torch.equal(source.view(-1, PIECE_BYTES)[:count], target.view(-1, PIECE_BYTES)[:count].flip(0))
     print(count, status, arrived, flush=True)
+with ThreadPoolExecutor(SENDER_THREADS) as threads:
+    one = SleepingTransferEngine(sender)
+    writes = [
+        threads.submit(one.batch_transfer_sync_write, session, froms, tos, [PIECE_BYTES] * counts[-1])
+        for _ in range(SENDER_THREADS)
+    ]
+print(sorted({write.result() for write in writes}), flush=True)
 # The transfer engines' threads do not end.
 os._exit(0)

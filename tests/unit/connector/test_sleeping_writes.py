@@ -13,6 +13,7 @@ from pointsman_connector.layerwise.sleeping_writes import (
     SLEEP_SHARE,
     WRITE_S,
     SleepingTransferEngine,
+    queued_pieces,
 )
 
 MB = 1_000_000
@@ -213,6 +214,13 @@ def test_no_part_begins_after_the_timeout() -> None:
     assert engine.batch_transfer_sync_write(HERE, range(pieces), range(pieces), [1] * pieces) < 0
     assert link.parts[-2:] == [MAX_PIECES, MAX_PIECES]
     assert link.now - began < LONGEST_WRITE_S
+
+
+@pytest.mark.parametrize(
+    ("setting", "size"), [("65535", 65_535), ("1", 1), ("", 1_024), ("100000", 1_024), ("0", 1_024), ("1e4", 1_024)]
+)
+def test_the_queue_has_the_size_that_mooncake_reads(setting: str, size: int) -> None:
+    assert queued_pieces(setting) == size
 
 
 def test_all_else_is_the_engines() -> None:
