@@ -453,3 +453,28 @@ async def test_an_engine_that_is_not_up_yet_is_waited_for(
         await engine.start()
         await eventually(lambda: len(router.streams) == 1, "hello")
     await engine.stop()
+
+
+@pytest.mark.parametrize("interval_ms", [0, 60_000])
+async def test_an_agent_of_a_busy_engine_restarts_without_a_snapshot(
+    engine: FakeEngine, router: FakeRouter, tmp_path: Path, interval_ms: int
+) -> None:
+    name = name_of(engine)
+
+    def saved_blocks() -> int:
+        state = StateFile(tmp_path, name).load()
+        return len(state.blocks) if state is not None else 0
+
+    await engine.publish(store((1, 2)))
+    async with running(engine.url, [router.address], tmp_path):
+        await eventually(lambda: router.keys(name) == keys_of((1, 2)), "the first agent")
+        router.streams[0].answers.put_nowait(pb.ReportResponse(pace=pb.Pace(key_interval_ms=interval_ms)))
+        await eventually(router.streams[0].answers.empty, "the pace")
+        await engine.publish(store((1, 3), first=1))
+        await eventually(lambda: router.keys(name) == keys_of((1, 2), (1, 3)), "a change at once")
+        await engine.publish(store((1, 4), first=1))
+        await eventually(lambda: saved_blocks() == 4, "the agent has a change that waits")
+    async with running(engine.url, [router.address], tmp_path):
+        await eventually(lambda: len(router.streams) == 2, "the second agent's stream")
+        await eventually(lambda: router.keys(name) == keys_of((1, 2), (1, 3), (1, 4)), "the second agent")
+    assert [stream.kinds.count("snapshot_begin") for stream in router.streams] == [1, 0]

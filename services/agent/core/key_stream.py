@@ -144,8 +144,13 @@ class KeyStream:
         """Return when `next_message` has a message even if nothing changes; None before the welcome."""
         if not self.welcomed:
             return None
+        # While changes wait, a check does, too: it follows them.
         waiting = self._cursor <= self._keys.latest_seq
-        return min(self._check_due, self._delta_sent + self.key_interval_s) if waiting else self._check_due
+        return self._delta_sent + self.key_interval_s if waiting else self._check_due
+
+    def end_pause(self) -> None:
+        """Let the changes that wait for the router's interval go at once, because the stream is to end. Mutates."""
+        self._delta_sent = float("-inf")
 
     def begin_snapshot(self) -> None:
         """Send all keys next, for example because the router requests a snapshot. Mutates; copies all keys."""
@@ -174,8 +179,8 @@ class KeyStream:
 
 def _merged(keys: ReportedKeys, first_seq: int) -> MergedDelta:
     """Return the sum of the changes from `first_seq` to the latest, or to the one with which CHUNK_KEYS keys are reached."""
-    # Tier -> key -> whether it is added (else removed), since the start or the last time that all keys were removed.
-    net: dict[Tier, dict[int, bool]] = {}
+    # Tier -> key -> whether it was there before (or since all keys were removed), and whether it is there now.
+    net: dict[Tier, dict[int, tuple[bool, bool]]] = {}
     cleared, size, seq = False, 0, first_seq - 1
     while seq < keys.latest_seq and size < CHUNK_KEYS:
         seq += 1
@@ -184,21 +189,18 @@ def _merged(keys: ReportedKeys, first_seq: int) -> MergedDelta:
             cleared = True
             net.clear()
         of_tier = net.setdefault(delta.tier, {})
-        for added, changed in ((False, delta.removed), (True, delta.added)):
+        for there, changed in ((False, delta.removed), (True, delta.added)):
             for key in changed:
-                # A key changes sides each time, so a second change takes back the first.
-                if of_tier.pop(key, None) is None:
-                    of_tier[key] = added
+                of_tier[key] = of_tier[key][0] if key in of_tier else not there, there
         size += len(delta.added) + len(delta.removed)
-    changes = [
-        (
-            tier,
-            [key for key, added in net[tier].items() if added],
-            [key for key, added in net[tier].items() if not added],
-        )
-        for tier in Tier
-        if net.get(tier)
-    ]
+    changes = []
+    for tier in Tier:
+        of_tier = net.get(tier, {})
+        # A key that was removed and added again is in both lists: a prompt that lost its prefix meanwhile is no evidence.
+        added = [key for key, (_, now) in of_tier.items() if now]
+        removed = [key for key, (before, _) in of_tier.items() if before]
+        if added or removed:
+            changes.append((tier, added, removed))
     return MergedDelta(first_seq, seq, changes, cleared)
 
 

@@ -106,6 +106,14 @@ class ReportProtocol:
         told = self._stream.next_message(now)
         return None if told is None else _to_wire(told)
 
+    def last_changes(self, now: float) -> list[pb.ReportRequest]:
+        """Return the changes of keys that wait for the router's pace: the router resumes after them. Mutates."""
+        changes = []
+        self._stream.end_pause()
+        while (told := self._stream.next_message(now)) is not None and isinstance(told, Delta | MergedDelta):
+            changes.append(_to_wire(told))
+        return changes
+
     def wake_at(self) -> float | None:
         """Return when `next_message` has a message even if nothing changes; None before Welcome."""
         due = self._stream.wake_at()

@@ -298,13 +298,15 @@ class FakeRouter(agent_pb2_grpc.AgentServiceServicer):
                 self._check(name, message.snapshot_end)
                 self.seqs[name] = (incarnation, message.snapshot_end.seq)
             elif kind == "delta":
-                if message.delta.seq != self.seqs[name][1] + 1:
-                    self.problems.append(f"delta {message.delta.seq} after {self.seqs[name][1]}")
+                first_seq = message.delta.first_seq or message.delta.seq
+                if first_seq != self.seqs[name][1] + 1:
+                    self.problems.append(f"delta {first_seq} after {self.seqs[name][1]}")
                 self.seqs[name] = (incarnation, message.delta.seq)
                 if message.delta.cleared:
                     self.pairs[name].clear()
-                self.pairs[name] |= {(message.delta.tier, key) for key in message.delta.added}
-                self.pairs[name] -= {(message.delta.tier, key) for key in message.delta.removed}
+                for change in (message.delta, *message.delta.other_tiers):
+                    self.pairs[name] -= {(change.tier, key) for key in change.removed}
+                    self.pairs[name] |= {(change.tier, key) for key in change.added}
             elif kind == "consistency_check":
                 self._check(name, message.consistency_check)
                 self.consistency_checks += 1

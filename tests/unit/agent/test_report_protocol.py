@@ -57,9 +57,9 @@ class ToyRouter:
             for change in (delta, *delta.other_tiers):
                 added = {(change.tier, key) for key in change.added}
                 removed = {(change.tier, key) for key in change.removed}
-                assert not added & self.pairs
                 assert removed <= self.pairs
-                self.pairs = (self.pairs | added) - removed
+                assert not added & (self.pairs - removed)
+                self.pairs = (self.pairs - removed) | added
         elif kind == "consistency_check":
             assert self.pairs is not None
             assert message.consistency_check.seq == self.seq
@@ -371,3 +371,22 @@ def test_a_merged_delta_is_no_larger_than_a_part_of_a_snapshot() -> None:
         sizes.append(len(message.delta.added))
     assert sum(sizes) == cached_blocks.key_count
     assert max(sizes) < CHUNK_KEYS + PER_BLOCK
+
+
+def test_a_check_that_falls_due_while_changes_wait_is_no_reason_to_wake() -> None:
+    """It follows the changes. The agent would ask again and again until they may go."""
+    cached_blocks = CachedBlocks("tiny")
+    stream = ReportProtocol(cached_blocks, INSTANCE, "agent", **INTERVALS)
+    stream.next_message(0.0)
+    stream.received(welcome(1), 0.0)
+    stream.received(pb.ReportResponse(pace=pb.Pace(key_interval_ms=800)), 0.0)
+    cached_blocks.apply([store((1,))])
+    assert stream.next_message(4.5) is not None
+    cached_blocks.apply([store((2,))])
+    for now in (4.6, 5.0, 5.2):
+        assert stream.next_message(now) is None
+        assert stream.wake_at() == pytest.approx(5.3)
+    kinds = []
+    while (message := stream.next_message(5.3)) is not None:
+        kinds.append(message.WhichOneof("kind"))
+    assert kinds == ["delta", "consistency_check"]

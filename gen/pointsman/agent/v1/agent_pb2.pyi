@@ -674,11 +674,12 @@ class Delta(_message.Message):
     """Whether all keys of all tiers are removed first."""
     first_seq: _builtins.int
     """Number of the first of the changes that are merged: that of the last change before, plus one. 0: the delta is one change. Merged
-    changes have the sum of their effects: a key that is added and removed again is in neither list.
+    changes have the sum of their effects: a key that is added and removed again is in neither list, and one that is removed and
+    added again is in both.
     """
     @_builtins.property
     def added(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Keys that are added. They were not in the set before."""
+        """Keys that are added, after others are removed. They are not in the set then."""
 
     @_builtins.property
     def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -686,7 +687,7 @@ class Delta(_message.Message):
 
     @_builtins.property
     def other_tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierKeys]:
-        """Keys of other tiers that the merged changes add and remove. There are fewer tiers than changes, or as many."""
+        """Keys of other tiers that the merged changes add and remove. With the delta's own there are no more tiers than changes."""
 
     def __init__(
         self,
@@ -720,7 +721,7 @@ class TierKeys(_message.Message):
     """Tier of the keys."""
     @_builtins.property
     def added(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Keys that are added. They were not in the set before."""
+        """Keys that are added, after others are removed. They are not in the set then."""
 
     @_builtins.property
     def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -56,7 +56,7 @@ class SnapshotEnd(msgspec.Struct, frozen=True, gc=False):
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
     """One change of the set, or with a `first_seq` the sum of the changes from that one to `seq`. `cleared`: all keys were
-    removed before this change."""
+    removed before this change. `more`: the sum goes on with another tier's keys in the next message."""
 
     seq: int
     tier: int
@@ -64,6 +64,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     removed: Collection[int] = ()
     cleared: bool = False
     first_seq: int = 0
+    more: bool = False
 
 
 class ConsistencyCheck(msgspec.Struct, frozen=True, gc=False):
@@ -93,6 +94,8 @@ class ReportSync:
         self._without_lower = False
         self._count = 0
         self._digest = 0
+        # Whether only some tiers' keys of a sum of changes have been applied.
+        self._in_part = False
 
     @property
     def live(self) -> bool:
@@ -106,13 +109,13 @@ class ReportSync:
 
     def can_resume(self, oldest_seq: int, latest_seq: int) -> bool:
         """Return whether an agent that keeps the deltas oldest..latest can continue from this copy without a snapshot."""
-        return self.live and oldest_seq <= self.seq + 1 <= latest_seq + 1
+        return self.live and not self._in_part and oldest_seq <= self.seq + 1 <= latest_seq + 1
 
     def reset(self) -> None:
         """Drop the copy and wait for a snapshot. Mutates the index."""
         self.phase = SyncPhase.WAITING
         self._count = self._digest = self.seq = 0
-        self._without_lower = False
+        self._without_lower = self._in_part = False
         self._index.drop(self._instance_id)
         self._lower_tiers.drop(self._instance_id)
 
@@ -195,7 +198,7 @@ class ReportSync:
             return self._fail("a delta that does not fit the copy")
         self._count += len(added) - len(removed)
         self._digest ^= digest_of(delta.tier, added) ^ digest_of(delta.tier, removed)
-        self.seq = delta.seq
+        self.seq, self._in_part = delta.seq, delta.more
         return ""
 
     def _change_lower(self, tier: int, added: Collection[int], removed: Collection[int]) -> bool:

@@ -1,12 +1,14 @@
 """Tracks the prefill progress of placed prompts by their keys, which appear in their instances' events. Pure.
 
 Keys are chained and engines compute from the front, so for each prompt only the next expected key needs to be watched. A report
-costs one look-up per watched prompt, and progress one more per block computed. Nothing is watched after the first token.
+costs one look-up per watched prompt, and progress one more per block computed. After the first token only the last key of the
+predicted prefix is watched: the report of an eviction from before the prefill may come later, and a running request's prefix is
+not evicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pointsman.common.core.block_keys import KEY_TOKENS
@@ -22,7 +24,8 @@ class OpenPrompt:
     `target_tokens`: tokens of the prompt that are on the instance after the step. `cached_tokens`: how many of them were
     predicted to be cached. `device_tokens`: those of them that were predicted to be on the GPU. `reached`: number of leading
     blocks known to be there. `evicted`: a part of the predicted prefix was evicted while the request waited, so the engine's
-    report of cached tokens says nothing about the index. `learned`: the keys already count as cached.
+    report of cached tokens says nothing about the index. `learned`: the keys already count as cached. `last_key`: the last key of
+    the predicted prefix on the GPU, while it is watched after the prefill.
     """
 
     request_id: str
@@ -35,6 +38,7 @@ class OpenPrompt:
     reached: int = 0
     evicted: bool = False
     learned: bool = False
+    last_key: int | None = None
 
     @property
     def limit(self) -> int:
@@ -53,6 +57,8 @@ class PrefillProgress:
     def __init__(self) -> None:
         self._waiting: dict[str, dict[str, OpenPrompt]] = {}
         self._next: dict[str, dict[int, list[OpenPrompt]]] = {}
+        # Instance -> last key of the predicted prefix -> prompts that are computed.
+        self._computed: dict[str, dict[int, list[OpenPrompt]]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -81,10 +87,35 @@ class PrefillProgress:
             if not by_key:
                 del self._next[prompt.instance_id]
 
+    def computed(self, prompt: OpenPrompt) -> None:
+        """Watch only the end of a prompt's predicted prefix from now on; no effect if the prompt is not watched. Mutates."""
+        watched = prompt.request_id in self._waiting.get(prompt.instance_id, {})
+        self.unwatch(prompt)
+        last = prompt.device_tokens // KEY_TOKENS - 1
+        if watched and last >= 0 and not prompt.evicted:
+            prompt.last_key = prompt.keys[last]
+            self._computed.setdefault(prompt.instance_id, {}).setdefault(prompt.last_key, []).append(prompt)
+
+    def forget(self, prompt: OpenPrompt) -> None:
+        """Stop watching a prompt and the end of its prefix. Mutates."""
+        self.unwatch(prompt)
+        if prompt.last_key is None:
+            return
+        by_key = self._computed[prompt.instance_id]
+        by_key[prompt.last_key].remove(prompt)
+        if not by_key[prompt.last_key]:
+            del by_key[prompt.last_key]
+        if not by_key:
+            del self._computed[prompt.instance_id]
+        prompt.last_key = None
+
     def unwatch_all(self, instance_id: str) -> None:
         """Stop watching all prompts of an instance. Mutates."""
         for prompt in list(self._waiting.get(instance_id, {}).values()):
             self.unwatch(prompt)
+        for prompts in self._computed.pop(instance_id, {}).values():
+            for prompt in prompts:
+                prompt.last_key = None
 
     def reported(self, instance_id: str, index: PrefixIndex) -> list[OpenPrompt]:
         """Return the prompts that progressed, after the instance's copy in `index` has grown or was replaced. O(expected keys +
@@ -94,14 +125,22 @@ class PrefillProgress:
             return []
         return self._move(instance_id, by_key, [key for key in by_key if index.holds(instance_id, key)], index)
 
-    def removed(self, instance_id: str, index: PrefixIndex) -> None:
-        """Mark the watched prompts that lost a part of their predicted prefix, after keys of the instance were removed.
+    def removed(self, instance_id: str, index: PrefixIndex, gone: Collection[int] | None = None) -> None:
+        """Mark the watched prompts that lost a part of their predicted prefix, after the keys `gone` of the instance were removed
+        (None: all), of which some may have come back.
 
-        Engines evict a prefix from its end, so only its last block is checked. O(watched prompts of the instance). Mutates.
+        Engines evict a prefix from its end, so only its last block is checked. O(watched prompts of the instance + `gone`).
+        Mutates.
         """
+        by_key = self._computed.get(instance_id, {})
+        for key in by_key if gone is None else by_key.keys() & gone:
+            for prompt in by_key[key]:
+                prompt.evicted = True
         for prompt in self._waiting.get(instance_id, {}).values():
             last = prompt.device_tokens // KEY_TOKENS - 1
-            if last >= 0 and not index.holds(instance_id, prompt.keys[last]):
+            if last >= 0 and (
+                gone is None or prompt.keys[last] in gone or not index.holds(instance_id, prompt.keys[last])
+            ):
                 prompt.evicted = True
 
     def check_invariants(
@@ -133,6 +172,12 @@ class PrefillProgress:
                     <= prompt.reached
                     <= max(prompt.limit, prompt.cached_tokens // KEY_TOKENS)
                 )
+        assert all(all(by_key.values()) and by_key for by_key in self._computed.values())
+        for instance_id, by_key in self._computed.items():
+            for key, computed in by_key.items():
+                for prompt in computed:
+                    assert prompts[prompt.request_id] is prompt
+                    assert (prompt.instance_id, prompt.last_key) == (instance_id, key)
         for (instance_id, request_id), key in awaited.items():
             assert instance_id not in live or not index.holds(instance_id, key), (instance_id, request_id)
 

@@ -142,7 +142,7 @@ class PrefixKnowledge:
                 self.provisional.settle(instance_id, message.removed)
                 self.provisional.settle(instance_id, message.added)
                 if message.removed:
-                    self.prefill_progress.removed(instance_id, self.index)
+                    self.prefill_progress.removed(instance_id, self.index, frozenset(message.removed))
                 moved = self.prefill_progress.reported(instance_id, self.index)
             case SnapshotEnd():
                 record.prediction_audit.reset(now)
@@ -191,7 +191,7 @@ class PrefixKnowledge:
 
     def step_done(self, prompt: OpenPrompt, now: float) -> None:
         """Record that a PREFILL step is done. Mutates."""
-        self.prefill_progress.unwatch(prompt)
+        self.prefill_progress.computed(prompt)
         self._learn(prompt, now)
 
     def finished(
@@ -204,7 +204,7 @@ class PrefixKnowledge:
 
     def closed(self, prompt: OpenPrompt) -> None:
         """Stop watching a prompt whose request is no longer open on the instance. Mutates."""
-        self.prefill_progress.unwatch(prompt)
+        self.prefill_progress.forget(prompt)
 
     def expire(self, now: float) -> None:
         """Remove expired provisional blocks, and let lower tiers count again. Mutates."""

@@ -20,6 +20,8 @@ from pointsman.router.io.convert.times import finite
 
 # Maximum number of a snapshot's keys that are applied at once, which takes 0.2 ms.
 PIECE_KEYS = 512
+# Maximum number of tiers of one delta besides the first. There are three tiers, and newer versions may have more.
+MAX_OTHER_TIERS = 7
 # Maximum number of senders of wrong KV that are kept of one instance.
 MAX_WRONG_SENDERS = 1000
 _KV_ROLES = {
@@ -150,7 +152,15 @@ def _delta(wire: agent_pb2.Delta, piece: int) -> Delta:
     first = (wire.first_seq or wire.seq) + piece
     seq = first if piece < len(wire.other_tiers) else wire.seq
     cleared = wire.cleared and not piece
-    return Delta(seq, of_tier.tier, list(of_tier.added), list(of_tier.removed), cleared, first)
+    more = piece < len(wire.other_tiers)
+    return Delta(seq, of_tier.tier, list(of_tier.added), list(of_tier.removed), cleared, first, more)
+
+
+def delta_fault(wire: agent_pb2.Delta) -> str:
+    """Return what is wrong with a delta's tiers; empty if nothing is. Each tier of merged changes has a change of its own."""
+    tiers = len(wire.other_tiers)
+    changes = wire.seq - wire.first_seq if wire.first_seq else 0
+    return "a delta of more tiers than changes" if tiers > max(min(changes, MAX_OTHER_TIERS), 0) else ""
 
 
 def load(wire: agent_pb2.Load, now: float) -> Load:

@@ -155,9 +155,12 @@ def _address(url: str) -> str:
 
 def _parsed(raw: bytes) -> agent_pb2.ReportRequest:
     try:
-        return agent_pb2.ReportRequest.FromString(raw)
+        message = agent_pb2.ReportRequest.FromString(raw)
     except DecodeError as error:
         raise _ProtocolError(f"not a ReportRequest: {error}") from None
+    if fault := agent_messages.delta_fault(message.delta):
+        raise _ProtocolError(fault)
+    return message
 
 
 class _NotYours(Exception):
