@@ -1,9 +1,6 @@
 #!/usr/bin/env bash
-# Whether the protos break those of the newest released version (a tag v*): for peers of that version, and for JSON.
-# Before the first tag nobody depends on them: says so and succeeds.
+# Whether the protos break those of the newest released version (protos/released/vVERSION.binpb): for its peers, and for JSON.
+# A release adds its own: buf build -o protos/released/vVERSION.binpb
 set -eu
-if ! tag=$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null); then
-  echo "no version is tagged yet: the protos are compared with nothing"
-  exit 0
-fi
-exec "${BUF:-.venv/bin/buf}" breaking --against "$(git rev-parse --git-common-dir)#tag=$tag"
+newest=$(printf '%s\n' protos/released/v*.binpb | sort -V | tail -n 1)
+exec "${BUF:-.venv/bin/buf}" breaking --against "$newest"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.repository import VERSION
 from tools import build_images, check_deploy
 from tools.deploy_checks import service_environment
 
@@ -60,7 +61,7 @@ def test_all_images_are_built_for_all_platforms_and_the_overlays_take_them_by_di
     assert build_images.main(["reg.example.com:5000/llm/", "--push", "--platforms", platforms], checkout) == 0
     built = told(checkout)
     tag = build_images.tag_of(checkout)
-    assert tag.startswith("0.1.0-g")
+    assert tag.startswith(f"{VERSION}-g")
     names = [after(words, "--tag") for words in built]
     assert names == [f"reg.example.com:5000/llm/pointsman-{part}:{tag}" for part in (*build_images.PARTS, "engine")]
     assert {after(words, "--platform") for words in built} == {platforms}
@@ -94,8 +95,8 @@ def test_images_of_this_machine_have_no_digest(checkout: Path) -> None:
 
 
 def test_a_commit_that_is_the_version_is_tagged_with_it_alone(checkout: Path) -> None:
-    subprocess.run(["git", "tag", "v0.1.0"], cwd=checkout, check=True)
-    assert build_images.tag_of(checkout) == "0.1.0"
+    subprocess.run(["git", "tag", f"v{VERSION}"], cwd=checkout, check=True)
+    assert build_images.tag_of(checkout) == VERSION
 
 
 def test_what_cannot_be_built_leaves_the_overlays_alone_and_says_why(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.repository import VERSION
 from tools import check_deploy
 from tools.deploy_checks import compose
 
@@ -164,7 +165,7 @@ def change_a_default(project: Project) -> None:
         (use_unknown_secret, "redis: no secret redis-tls"),
         (name_unmade_secret, "secret api-keys: make-secrets.sh does not make ./secrets/keys"),
         (use_latest, "redis: the image needs a tag other than latest"),
-        (run_in_another_image, "gateway: the image pointsman-router:0.1.0 has not what `pointsman gateway` needs"),
+        (run_in_another_image, f"gateway: the image pointsman-router:{VERSION} has not what `pointsman gateway` needs"),
         (keep_capabilities, "vllm-0: all capabilities must be dropped"),
         (never_restart, "redis: no restart policy"),
         (lose_health_check, "gateway: waits for the health of router, which has no health check"),

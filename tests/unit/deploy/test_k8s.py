@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from pointsman.gateway.core.api.api_call import ROUTES
+from tests.support.repository import VERSION
 from tools import check_deploy
 from tools.deploy_checks import k8s
 
@@ -426,7 +427,7 @@ def use_latest(objects: Objects) -> None:
 
 
 def run_in_another_image(objects: Objects) -> None:
-    pod(objects, "Deployment", "gateway")["containers"][0]["image"] = "pointsman-agent:0.1.0"
+    pod(objects, "Deployment", "gateway")["containers"][0]["image"] = f"pointsman-agent:{VERSION}"
 
 
 def ask_for_nothing(objects: Objects) -> None:
@@ -505,7 +506,7 @@ def define_twice(objects: Objects) -> None:
         (write_to_root, "Deployment/gateway/gateway: readOnlyRootFilesystem must be true"),
         (link_services, "StatefulSet/vllm: enableServiceLinks must be false"),
         (use_latest, "StatefulSet/redis/redis: image redis needs a tag other than latest"),
-        (run_in_another_image, "the image pointsman-agent:0.1.0 has not what `pointsman gateway` needs"),
+        (run_in_another_image, f"the image pointsman-agent:{VERSION} has not what `pointsman gateway` needs"),
         (ask_for_nothing, "StatefulSet/router/router: resources.requests.memory is not said"),
         (mount_unknown_volume, "StatefulSet/redis/redis: no volume disk"),
         (open_unknown_port, "NetworkPolicy/vllm: port grpc is not a port of what it selects"),
