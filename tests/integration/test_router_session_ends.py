@@ -85,6 +85,29 @@ async def test_an_end_is_confirmed_once_redis_has_it_and_holds_for_the_next_owne
             await eventually(read, "the new owner has read the sessions")
 
 
+async def test_an_end_is_not_confirmed_while_redis_does_not_answer(tmp_path: Path) -> None:
+    """The owner's end would be the end of it: the gateway tells the next owner of what nobody has confirmed."""
+    with redis_server(tmp_path) as (url, process):
+        async with running(redis_url=url, router_id="one") as (one, client):
+            await Report(client).join("a")
+            await owns(one)
+            session = Session(client)
+            await session.hello()
+            await turns(session, 2)
+            process.kill()
+
+            async def degraded() -> bool:
+                return one.router.state.store_degraded
+
+            await eventually(degraded, "the router goes on without Redis")
+            await session.send(end_session=placement_pb2.EndSession(tenant="t", session_id="s"))
+            place = placement_pb2.PlacementRequest(request_id="later", model="m", input_tokens=10)
+            await session.send(place=place)
+            answer = await session.read("session_ended", "placement", "refusal")
+            assert answer.WhichOneof("kind") == "placement"
+            assert await listed(client) == ([], 1)
+
+
 async def test_a_router_that_does_not_own_the_pool_confirms_nothing(tmp_path: Path) -> None:
     """The gateway then waits for the answer of the owner."""
     with redis_server(tmp_path) as (url, _):

@@ -232,6 +232,11 @@ class RouterState:
         """Whether parts of earlier events are still to be applied. The caller must then send GoOn until this is False."""
         return bool(self._work)
 
+    @property
+    def store_degraded(self) -> bool:
+        """Whether the shared store does not answer, so that nothing is kept for another owner."""
+        return self._decider.degraded
+
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
         """Apply one event and return its effects. The only mutator. Never raises for anything that a peer may send.
 

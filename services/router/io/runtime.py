@@ -494,13 +494,13 @@ class Router:
 
     def _confirm(self, end: ev.SessionEndApplied) -> None:
         """Tell the gateway in which pools a session has ended, once the store has it in all of them. A pool that is lost
-        meanwhile is left out, so that the gateway tells its next owner."""
+        meanwhile is left out, and so are all while the store does not answer: the gateway then tells the next owner."""
         waiting = set(end.pools)
         models: list[str] = []
 
         def stored(pool: str, kept: bool) -> None:
             waiting.discard(pool)
-            if kept:
+            if kept and not self.state.store_degraded:
                 models.append(pool)
             if not waiting and models and (stream := self.gateways.get(end.gateway_id)) is not None:
                 ended = placement_pb2.SessionEnded(tenant=end.tenant, session_id=end.session_id, models=models)
