@@ -9,6 +9,7 @@ low priority, because real agents do not use the router's machine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import sys
@@ -18,6 +19,7 @@ from collections.abc import Collection
 from typing import Any
 
 from bench.full_cache_fleet import info
+from bench.many_agents import LOAD_INTERVAL_S, NICENESS, ON_A_NODE
 from pointsman.agent.core.cached_blocks import Delta, Tier
 from pointsman.agent.core.report_protocol import ReportProtocol
 from pointsman.agent.v1 import agent_pb2
@@ -27,10 +29,7 @@ from tests.support.router import Client
 
 # Steps of an engine per second that change its keys, and the keys that one adds; as many leave, once there are CACHED.
 STEPS_PER_S, ADDED, CACHED = 30, 8, 4_000
-# Interval between two loads of an engine, s.
-LOAD_INTERVAL_S = 1.0
-ON_A_NODE = 8  # engines, which share a connection
-NICENESS = 10
+# Time after the start in which all engines are told their pace, s.
 SETTLE_S = 3.0
 
 
@@ -120,8 +119,15 @@ async def main(address: str, instances: int, paced: bool) -> None:
     """Run until standard input ends."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    channels = [open_channel(address, own_connection=True) for _ in range(-(-instances // ON_A_NODE))]
-    nodes = [Client(await channel.__aenter__()) for channel in channels]
+    async with contextlib.AsyncExitStack() as open_channels:
+        nodes = [
+            Client(await open_channels.enter_async_context(open_channel(address, own_connection=True)))
+            for _ in range(-(-instances // ON_A_NODE))
+        ]
+        await _run(nodes, instances, paced, reader)
+
+
+async def _run(nodes: list[Client], instances: int, paced: bool, reader: asyncio.StreamReader) -> None:
     engines = [BusyEngine(nodes[number // ON_A_NODE], number, paced) for number in range(instances)]
     await asyncio.gather(*(engine.open() for engine in engines))
     tasks = [asyncio.create_task(engine.read()) for engine in engines]

@@ -198,10 +198,9 @@ class Reporter:
             if reading.done():
                 await reading
                 return
-            for change in (
-                machine.last_changes(time.monotonic()) if self._stopping.is_set() and not self._goodbye else ()
-            ):
-                await call.write(change)
+            if self._stopping.is_set() and not self._goodbye:
+                for change in machine.last_changes(time.monotonic()):
+                    await call.write(change)
             # The router reads a written hello before the goodbye, so the goodbye need not wait for the welcome.
             if self._stopping.is_set() and self._goodbye and greeted:
                 await call.write(pb.ReportRequest(goodbye=pb.Goodbye(reason=self._goodbye)))

@@ -49,17 +49,18 @@ _GROUP, _NUM_THREADS = 2, 17
 def alive(pid: int) -> bool:
     """Return whether a process with this id runs. One that has ended may exist until its parent asks for its status."""
     fields = _stat(pid)
-    # The first thread of a killed process may end before others, and with them its files.
-    return fields is not None and (fields[0] not in "ZX" or int(fields[_NUM_THREADS]) > 1)
+    return fields is not None and _runs(fields)
 
 
 def _group_runs(group: int) -> bool:
     """Return whether any process of a process group runs."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        fields = _stat(int(folder.name))
-        if fields is not None and int(fields[_GROUP]) == group and alive(int(folder.name)):
-            return True
-    return False
+    every = (_stat(int(folder.name)) for folder in Path("/proc").glob("[0-9]*"))
+    return any(fields is not None and int(fields[_GROUP]) == group and _runs(fields) for fields in every)
+
+
+def _runs(fields: list[str]) -> bool:
+    # The first thread of a killed process may end before others, and with them its files.
+    return fields[0] not in "ZX" or int(fields[_NUM_THREADS]) > 1
 
 
 def _stat(pid: int) -> list[str] | None:

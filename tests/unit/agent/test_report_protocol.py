@@ -318,13 +318,19 @@ def test_loads_are_sent_at_the_router_s_pace_the_newest_first() -> None:
     assert sent(2.5) == 10
 
 
-def test_changes_are_merged_at_the_router_s_pace() -> None:
-    """A busy engine publishes changes at each step; a router of a thousand engines could not read a message for each."""
-    cached_blocks = CachedBlocks("tiny")
+def paced(cached_blocks: CachedBlocks, key_interval_ms: int) -> ReportProtocol:
+    """Return a welcomed stream whose router has told a pace for changes of keys."""
     stream = ReportProtocol(cached_blocks, INSTANCE, "agent", **INTERVALS)
     stream.next_message(0.0)
     stream.received(welcome(1), 0.0)
-    stream.received(pb.ReportResponse(pace=pb.Pace(key_interval_ms=400)), 0.0)
+    stream.received(pb.ReportResponse(pace=pb.Pace(key_interval_ms=key_interval_ms)), 0.0)
+    return stream
+
+
+def test_changes_are_merged_at_the_router_s_pace() -> None:
+    """A busy engine publishes changes at each step; a router of a thousand engines could not read a message for each."""
+    cached_blocks = CachedBlocks("tiny")
+    stream = paced(cached_blocks, 400)
     router = ToyRouter()
     router.pairs = set()
 
@@ -360,10 +366,7 @@ def test_changes_are_merged_at_the_router_s_pace() -> None:
 
 def test_a_merged_delta_is_no_larger_than_a_part_of_a_snapshot() -> None:
     cached_blocks = CachedBlocks("tiny")
-    stream = ReportProtocol(cached_blocks, INSTANCE, "agent", **INTERVALS)
-    stream.next_message(0.0)
-    stream.received(welcome(1), 0.0)
-    stream.received(pb.ReportResponse(pace=pb.Pace(key_interval_ms=400)), 0.0)
+    stream = paced(cached_blocks, 400)
     for step in range(CHUNK_KEYS):
         cached_blocks.apply([store((step,))])
     sizes = []
@@ -376,10 +379,7 @@ def test_a_merged_delta_is_no_larger_than_a_part_of_a_snapshot() -> None:
 def test_a_check_that_falls_due_while_changes_wait_is_no_reason_to_wake() -> None:
     """It follows the changes. The agent would ask again and again until they may go."""
     cached_blocks = CachedBlocks("tiny")
-    stream = ReportProtocol(cached_blocks, INSTANCE, "agent", **INTERVALS)
-    stream.next_message(0.0)
-    stream.received(welcome(1), 0.0)
-    stream.received(pb.ReportResponse(pace=pb.Pace(key_interval_ms=800)), 0.0)
+    stream = paced(cached_blocks, 800)
     cached_blocks.apply([store((1,))])
     assert stream.next_message(4.5) is not None
     cached_blocks.apply([store((2,))])

@@ -180,8 +180,9 @@ class ReportSync:
             return self._fail("a delta inside a snapshot")
         if delta.seq <= self.seq:
             return ""  # Applied already: an agent may send a delta again if it is unsure whether it arrived.
-        if (delta.first_seq or delta.seq) != self.seq + 1:
-            return self._fail(f"a gap: delta {delta.first_seq or delta.seq} after {self.seq}")
+        first_seq = delta.first_seq or delta.seq
+        if first_seq != self.seq + 1:
+            return self._fail(f"a gap: delta {first_seq} after {self.seq}")
         if delta.cleared:
             self._index.drop(self._instance_id)
             self._lower_tiers.drop(self._instance_id)

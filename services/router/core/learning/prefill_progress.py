@@ -46,6 +46,13 @@ class OpenPrompt:
         return min(self.target_tokens // KEY_TOKENS, len(self.keys))
 
     @property
+    def end_of_prefix(self) -> int | None:
+        """The last key of the prefix that was predicted to be on the GPU; None without one. Engines evict a prefix from its
+        end."""
+        last = self.device_tokens // KEY_TOKENS - 1
+        return self.keys[last] if last >= 0 else None
+
+    @property
     def prefilled_tokens(self) -> int:
         """Number of tokens after the cached ones that the engine has computed; valid once `reached` has grown."""
         return self.reached * KEY_TOKENS - self.cached_tokens
@@ -71,43 +78,29 @@ class PrefillProgress:
         self._waiting.setdefault(prompt.instance_id, {})[prompt.request_id] = prompt
         self._await_next(prompt)
 
-    def unwatch(self, prompt: OpenPrompt) -> None:
-        """Stop watching a prompt; no effect if it is not watched. Mutates."""
+    def unwatch(self, prompt: OpenPrompt) -> bool:
+        """Stop watching a prompt; return whether it was watched. Mutates."""
         waiting = self._waiting.get(prompt.instance_id)
         if waiting is None or waiting.pop(prompt.request_id, None) is None:
-            return
+            return False
         if not waiting:
             del self._waiting[prompt.instance_id]
         if prompt.reached < prompt.limit:
-            by_key = self._next[prompt.instance_id]
-            awaited = by_key[prompt.keys[prompt.reached]]
-            awaited.remove(prompt)
-            if not awaited:
-                del by_key[prompt.keys[prompt.reached]]
-            if not by_key:
-                del self._next[prompt.instance_id]
+            _remove(self._next, prompt, prompt.keys[prompt.reached])
+        return True
 
     def computed(self, prompt: OpenPrompt) -> None:
         """Watch only the end of a prompt's predicted prefix from now on; no effect if the prompt is not watched. Mutates."""
-        watched = prompt.request_id in self._waiting.get(prompt.instance_id, {})
-        self.unwatch(prompt)
-        last = prompt.device_tokens // KEY_TOKENS - 1
-        if watched and last >= 0 and not prompt.evicted:
-            prompt.last_key = prompt.keys[last]
-            self._computed.setdefault(prompt.instance_id, {}).setdefault(prompt.last_key, []).append(prompt)
+        if self.unwatch(prompt) and not prompt.evicted and (key := prompt.end_of_prefix) is not None:
+            prompt.last_key = key
+            self._computed.setdefault(prompt.instance_id, {}).setdefault(key, []).append(prompt)
 
     def forget(self, prompt: OpenPrompt) -> None:
         """Stop watching a prompt and the end of its prefix. Mutates."""
         self.unwatch(prompt)
-        if prompt.last_key is None:
-            return
-        by_key = self._computed[prompt.instance_id]
-        by_key[prompt.last_key].remove(prompt)
-        if not by_key[prompt.last_key]:
-            del by_key[prompt.last_key]
-        if not by_key:
-            del self._computed[prompt.instance_id]
-        prompt.last_key = None
+        if prompt.last_key is not None:
+            _remove(self._computed, prompt, prompt.last_key)
+            prompt.last_key = None
 
     def unwatch_all(self, instance_id: str) -> None:
         """Stop watching all prompts of an instance. Mutates."""
@@ -129,18 +122,15 @@ class PrefillProgress:
         """Mark the watched prompts that lost a part of their predicted prefix, after the keys `gone` of the instance were removed
         (None: all), of which some may have come back.
 
-        Engines evict a prefix from its end, so only its last block is checked. O(watched prompts of the instance + `gone`).
-        Mutates.
+        Only the last block of each prefix is checked. O(watched prompts of the instance + `gone`). Mutates.
         """
         by_key = self._computed.get(instance_id, {})
         for key in by_key if gone is None else by_key.keys() & gone:
             for prompt in by_key[key]:
                 prompt.evicted = True
         for prompt in self._waiting.get(instance_id, {}).values():
-            last = prompt.device_tokens // KEY_TOKENS - 1
-            if last >= 0 and (
-                gone is None or prompt.keys[last] in gone or not index.holds(instance_id, prompt.keys[last])
-            ):
+            last = prompt.end_of_prefix
+            if last is not None and (gone is None or last in gone or not index.holds(instance_id, last)):
                 prompt.evicted = True
 
     def check_invariants(
@@ -198,6 +188,16 @@ class PrefillProgress:
         if prompt.reached < prompt.limit:
             by_key = self._next.setdefault(prompt.instance_id, {})
             by_key.setdefault(prompt.keys[prompt.reached], []).append(prompt)
+
+
+def _remove(watched: dict[str, dict[int, list[OpenPrompt]]], prompt: OpenPrompt, key: int) -> None:
+    """Remove a prompt from those of its instance that wait for `key`, and what is empty then. Mutates."""
+    by_key = watched[prompt.instance_id]
+    by_key[key].remove(prompt)
+    if not by_key[key]:
+        del by_key[key]
+    if not by_key:
+        del watched[prompt.instance_id]
 
 
 def _run_on(prompt: OpenPrompt, index: PrefixIndex) -> bool:

@@ -150,9 +150,9 @@ def _delta(wire: agent_pb2.Delta, piece: int) -> Delta:
     change, and the last part those of all that are left."""
     of_tier = wire.other_tiers[piece - 1] if piece else wire
     first = (wire.first_seq or wire.seq) + piece
-    seq = first if piece < len(wire.other_tiers) else wire.seq
-    cleared = wire.cleared and not piece
     more = piece < len(wire.other_tiers)
+    seq = first if more else wire.seq
+    cleared = wire.cleared and not piece
     return Delta(seq, of_tier.tier, list(of_tier.added), list(of_tier.removed), cleared, first, more)
 
 
