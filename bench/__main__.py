@@ -51,7 +51,7 @@ from bench.soak import soak
 from bench.stalls import stalls
 from bench.takeover import bursts, takeover
 from bench.turns import turns
-from pointsman.common.io.logs import configure_logs
+from pointsman_common.io.logs import configure_logs
 
 RESULTS = Path(__file__).parent / "results.jsonl"
 BENCHMARKS: dict[str, Callable[[], object]] = {

@@ -18,20 +18,20 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.figures import Figure
-from pointsman.lab.engine.interface import EngineConfig
-from pointsman.lab.simulation.autoscaling.autoscaled_simulator import AutoscaledSimulator
-from pointsman.lab.simulation.autoscaling.horizontal_autoscaler import SYNC_EVERY_S, TargetType, settings_of_hpa
-from pointsman.lab.simulation.autoscaling.outcome import WINDOW_S, ScalingOutcome, TtftWindows, outcome_of
-from pointsman.lab.simulation.autoscaling.signals import (
+from pointsman_lab.engine.interface import EngineConfig
+from pointsman_lab.simulation.autoscaling.autoscaled_simulator import AutoscaledSimulator
+from pointsman_lab.simulation.autoscaling.horizontal_autoscaler import SYNC_EVERY_S, TargetType, settings_of_hpa
+from pointsman_lab.simulation.autoscaling.outcome import WINDOW_S, ScalingOutcome, TtftWindows, outcome_of
+from pointsman_lab.simulation.autoscaling.signals import (
     AverageOverTime,
     Signal,
     backlog_seconds,
     kv_usage,
     requests_waiting,
 )
-from pointsman.lab.simulation.config import SimulationConfig
-from pointsman.lab.workload.session_starts import Ramp, ramp_sessions
-from pointsman.lab.workload.synthetic_trace import AGENTIC, SMALL, SessionShape, generate
+from pointsman_lab.simulation.config import SimulationConfig
+from pointsman_lab.workload.session_starts import Ramp, ramp_sessions
+from pointsman_lab.workload.synthetic_trace import AGENTIC, SMALL, SessionShape, generate
 
 COMPONENT = Path(__file__).parents[1] / "deploy/k8s/components/autoscaling-hpa"
 SHIPPED = settings_of_hpa(yaml.safe_load((COMPONENT / "autoscaler.yaml").read_text()))

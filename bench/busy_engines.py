@@ -20,11 +20,11 @@ from typing import Any
 
 from bench.full_cache_fleet import info
 from bench.many_agents import LOAD_INTERVAL_S, NICENESS, ON_A_NODE
-from pointsman.agent.core.cached_blocks import Delta, Tier
-from pointsman.agent.core.report_protocol import ReportProtocol
 from pointsman.agent.v1 import agent_pb2
-from pointsman.common.core.block_keys import digest_of
-from pointsman.common.io.channel import open_channel
+from pointsman_agent.core.cached_blocks import Delta, Tier
+from pointsman_agent.core.report_protocol import ReportProtocol
+from pointsman_common.core.block_keys import digest_of
+from pointsman_common.io.channel import open_channel
 from tests.support.router import Client
 
 # Steps of an engine per second that change its keys, and the keys that one adds; as many leave, once there are CACHED.

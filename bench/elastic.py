@@ -20,13 +20,13 @@ from pathlib import Path
 import openai
 
 from bench.figures import Figure
-from pointsman.router.core.policy.elastic import (
+from pointsman.router.v1 import fleet_pb2
+from pointsman_router.core.policy.elastic import (
     BELOW_THRESHOLD,
     DECODE_IDLE,
     PREFILL_IDLE_DECODE_BUSY,
     PREFILL_OVERLOADED,
 )
-from pointsman.router.v1 import fleet_pb2
 from tests.support.engines.model import words
 from tests.support.engines.servers import ENGINE_PYTHON, MOONCAKE, SERVED_NAME, EngineSpec, make_model, running_engines
 from tests.support.processes.control_plane import ControlPlane

@@ -17,18 +17,18 @@ from functools import partial
 from typing import ClassVar, NamedTuple
 
 from bench.figures import Figure
-from pointsman.lab.engine.interface import EngineConfig
-from pointsman.lab.experiments.paired_statistics import Estimate, paired_difference
-from pointsman.lab.experiments.trials import Cell, Trial, Workload, run_cells
-from pointsman.lab.report.measures import ALL
-from pointsman.lab.simulation.config import SimulationConfig
-from pointsman.lab.workload.session_starts import Arrivals
-from pointsman.lab.workload.synthetic_trace import AGENTIC, generate
-from pointsman.lab.workload.traces import TraceRequest
-from pointsman.router.core.policy.base import Policy
-from pointsman.router.core.policy.registry import make_policy
-from pointsman.router.core.router_state import StateSettings
-from pointsman.router.core.types import FleetView, PlacementRequest, PolicyRef, PolicyResult, PoolFacts
+from pointsman_lab.engine.interface import EngineConfig
+from pointsman_lab.experiments.paired_statistics import Estimate, paired_difference
+from pointsman_lab.experiments.trials import Cell, Trial, Workload, run_cells
+from pointsman_lab.report.measures import ALL
+from pointsman_lab.simulation.config import SimulationConfig
+from pointsman_lab.workload.session_starts import Arrivals
+from pointsman_lab.workload.synthetic_trace import AGENTIC, generate
+from pointsman_lab.workload.traces import TraceRequest
+from pointsman_router.core.policy.base import Policy
+from pointsman_router.core.policy.registry import make_policy
+from pointsman_router.core.router_state import StateSettings
+from pointsman_router.core.types import FleetView, PlacementRequest, PolicyRef, PolicyResult, PoolFacts
 
 VARIABLE = "POINTSMAN_BENCH_FIRST_CHOICE"
 CASES = ",".join(

@@ -14,13 +14,13 @@ from itertools import count
 from msgspec.structs import replace
 
 from bench.figures import Figure
-from pointsman.lab.engine.interface import EngineConfig
-from pointsman.lab.simulation.config import SimulationConfig
-from pointsman.lab.simulation.simulator import Simulator
-from pointsman.lab.workload.session_starts import Session
-from pointsman.lab.workload.synthetic_trace import SMALL, generate
-from pointsman.lab.workload.traces import by_session
-from pointsman.router.core.router_state import StateSettings
+from pointsman_lab.engine.interface import EngineConfig
+from pointsman_lab.simulation.config import SimulationConfig
+from pointsman_lab.simulation.simulator import Simulator
+from pointsman_lab.workload.session_starts import Session
+from pointsman_lab.workload.synthetic_trace import SMALL, generate
+from pointsman_lab.workload.traces import by_session
+from pointsman_router.core.router_state import StateSettings
 
 INSTANCES = 1_000
 POOLS = 10

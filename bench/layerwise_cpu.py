@@ -19,7 +19,7 @@ import aiohttp
 
 from bench.figures import Figure
 from bench.layerwise import TOKENS, engine_pairs, tail_of
-from pointsman.lab.experiments.paired_statistics import trimmed_difference
+from pointsman_lab.experiments.paired_statistics import trimmed_difference
 from tests.support.engines.direct_offloads import session
 from tests.support.engines.servers import Engine
 

@@ -17,10 +17,10 @@ from statistics import median
 from typing import Any
 
 from bench.figures import Figure, percentile
-from pointsman.lab.live.replay_command import ReplaySettings, replay
-from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.workload.synthetic_trace import SMALL, generate
-from pointsman.lab.workload.trace_files import save_trace
+from pointsman_lab.live.replay_command import ReplaySettings, replay
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.workload.synthetic_trace import SMALL, generate
+from pointsman_lab.workload.trace_files import save_trace
 from tests.support.engines.fault_switches import installed
 from tests.support.engines.servers import LAYERWISE, MOONCAKE, EngineSpec, make_model, running_engines
 from tests.support.processes.control_plane import ControlPlane

@@ -17,7 +17,7 @@ from array import array
 
 from bench.full_cache_fleet import info
 from pointsman.agent.v1 import agent_pb2
-from pointsman.common.io.channel import open_channel
+from pointsman_common.io.channel import open_channel
 from tests.support.instances import IN_STEP
 from tests.support.router import Client, Report
 

@@ -15,9 +15,9 @@ from typing import cast
 
 import uvloop
 
-from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
-from pointsman.gateway.core.tokens.token_cache import TokenCache
-from pointsman.gateway.io.tokenizer_files import find_tokenizer, load_tokenizer
+from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman_gateway.core.tokens.token_cache import TokenCache
+from pointsman_gateway.io.tokenizer_files import find_tokenizer, load_tokenizer
 
 # A conversation's next turn costs the engine little, so that a proxy that asks it for tokens does not wait long.
 TOKEN_CACHE_BYTES = 64 << 20

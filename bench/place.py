@@ -18,11 +18,11 @@ from bench.figures import Figure, percentile
 from bench.full_cache_fleet import KEYS_PER_INSTANCE, PROMPT_TOKENS, cached_keys, info, long_prompt
 from bench.stack import ServerProcess
 from pointsman.agent.v1 import agent_pb2
-from pointsman.common.io.batch_queue import BatchQueue
-from pointsman.common.io.channel import open_channel
-from pointsman.gateway.core.request.prepare import set_keys
-from pointsman.gateway.io.routing.router_client import REPORT_DELAY_S
 from pointsman.router.v1 import fleet_pb2, placement_pb2, placement_pb2_grpc
+from pointsman_common.io.batch_queue import BatchQueue
+from pointsman_common.io.channel import open_channel
+from pointsman_gateway.core.request.prepare import set_keys
+from pointsman_gateway.io.routing.router_client import REPORT_DELAY_S
 from tests.support.processes.redis import redis_server
 from tests.support.router import Client, Report
 

@@ -8,13 +8,13 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from bench.figures import Figure
-from pointsman.lab.engine.interface import EngineConfig
-from pointsman.lab.simulation.config import SimulationConfig
-from pointsman.lab.simulation.simulator import Simulator
-from pointsman.lab.workload.synthetic_trace import generate
-from pointsman.lab.workload.trace_files import load_trace
-from pointsman.lab.workload.traces import TINY_TRACE, TraceRequest
-from pointsman.router.core.policy.registry import DEFAULT_POLICY
+from pointsman_lab.engine.interface import EngineConfig
+from pointsman_lab.simulation.config import SimulationConfig
+from pointsman_lab.simulation.simulator import Simulator
+from pointsman_lab.workload.synthetic_trace import generate
+from pointsman_lab.workload.trace_files import load_trace
+from pointsman_lab.workload.traces import TINY_TRACE, TraceRequest
+from pointsman_router.core.policy.registry import DEFAULT_POLICY
 
 GOAL_S = 2.0
 # The file is beside the repository on the machines where the project is developed. Without it the tiny trace of the package is

@@ -24,8 +24,8 @@ from bench.scoreboard.environments import environment
 from bench.scoreboard.fleet import EngineAddress, Fleet
 from bench.scoreboard.trial import running_router
 from pointsman.agent.v1 import agent_pb2
-from pointsman.common.io.channel import open_channel
 from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
+from pointsman_common.io.channel import open_channel
 from tests.support.http_request import serves
 from tests.support.processes.envoy import EnvoySettings, command, configuration, is_ready
 from tests.support.processes.pointsman import pointsman_command

@@ -26,8 +26,8 @@ import redis.asyncio
 
 from bench import stack
 from bench.figures import Figure, percentile
-from pointsman.common.io.channel import open_channel
 from pointsman.router.v1 import fleet_pb2
+from pointsman_common.io.channel import open_channel
 from tests.support.http_request import serves
 from tests.support.processes.process import free_port
 from tests.support.processes.redis import redis_server

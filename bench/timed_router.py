@@ -66,4 +66,4 @@ if __name__ == "__main__":
 
     uvloop.run = run_timed  # type: ignore[assignment]
     sys.argv = ["pointsman", "router", *sys.argv[2:]]
-    runpy.run_module("pointsman.cli.main", run_name="__main__", alter_sys=True)
+    runpy.run_module("pointsman_cli.main", run_name="__main__", alter_sys=True)

@@ -18,11 +18,11 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from bench import stack
 from bench.figures import Figure, percentile
-from pointsman.gateway.core.api import ApiCall, Endpoint, parse
-from pointsman.gateway.core.api.decode_body import decode_light
-from pointsman.gateway.core.tokens.chat_template import ChatTemplate
-from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
-from pointsman.gateway.core.tokens.token_cache import TokenCache, TokenIds
+from pointsman_gateway.core.api import ApiCall, Endpoint, parse
+from pointsman_gateway.core.api.decode_body import decode_light
+from pointsman_gateway.core.tokens.chat_template import ChatTemplate
+from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman_gateway.core.tokens.token_cache import TokenCache, TokenIds
 
 # Characters of prompt, number of messages, number of conversations, and the goal in ms. A turn adds an answer and a question of
 # half ADDED characters each.

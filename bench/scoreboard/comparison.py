@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from bench.scoreboard.board import Cell, StoredTrial
 from bench.scoreboard.contenders import OWN_POLICIES, POINTSMAN
 from bench.scoreboard.measures import Measures
-from pointsman.lab.experiments.paired_statistics import Estimate, estimate
+from pointsman_lab.experiments.paired_statistics import Estimate, estimate
 
 
 @dataclass(frozen=True)

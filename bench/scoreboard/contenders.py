@@ -14,8 +14,8 @@ from pathlib import Path
 
 from bench.scoreboard.environments import NotRunnable, environment, locked_version
 from bench.scoreboard.fleet import EngineAddress
-from pointsman.lab.report.bundle import git_commit
-from pointsman.router.core.policy.registry import POLICIES
+from pointsman_lab.report.bundle import git_commit
+from pointsman_router.core.policy.registry import POLICIES
 from tests.support.processes.pointsman import flag_words, pointsman_command
 
 POINTSMAN, DYNAMO = "pointsman", "dynamo"
@@ -75,7 +75,7 @@ class Contender:
 
 def part_label(part: Part, argv: Sequence[str]) -> str:
     """Return the name under which a process of `part` is counted: of `pointsman up` each service by its own name."""
-    after = [second for first, second in pairwise(argv) if first == "pointsman.cli.main"]
+    after = [second for first, second in pairwise(argv) if first == "pointsman_cli.main"]
     return after[0] if after else part.name
 
 

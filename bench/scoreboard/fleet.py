@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pointsman.lab.workload.tokenizer import TOKENIZER_DIR, ChatTokenizer
+from pointsman_lab.workload.tokenizer import TOKENIZER_DIR, ChatTokenizer
 from tests.support.engines.model import vocabulary
 from tests.support.engines.servers import ENGINE_PYTHON, SERVED_NAME, EngineSpec, make_model, running_engines
 from tests.support.processes.pointsman import flag_words, pointsman_process

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.report.run_summary import percentiles
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.report.run_summary import percentiles
 
 
 class Measures(msgspec.Struct, kw_only=True):

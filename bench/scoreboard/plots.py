@@ -13,7 +13,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from bench.scoreboard.board import EMULATED
 from bench.scoreboard.comparison import CPU, TTFT, Column, Comparison
 from bench.scoreboard.contenders import POINTSMAN
-from pointsman.lab.report.plots import LIGHT_STYLE
+from pointsman_lab.report.plots import LIGHT_STYLE
 
 _STYLE: Any = LIGHT_STYLE | {"svg.hashsalt": "pointsman scoreboard"}
 _OWN, _OTHER, _RANGE = "#0b6e4f", "#8a8f98", "#1f2328"

@@ -13,13 +13,13 @@ import aiohttp
 import msgspec
 from msgspec.structs import replace
 
-from pointsman.lab.live.trace_sender import TraceSender
-from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.workload.chat_maker import ChatMaker
-from pointsman.lab.workload.session_starts import Session
-from pointsman.lab.workload.synthetic_trace import AGENTIC, SMALL, SessionShape, generate, shape_with
-from pointsman.lab.workload.trace_files import load_trace
-from pointsman.lab.workload.traces import TraceRequest, by_session
+from pointsman_lab.live.trace_sender import TraceSender
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.workload.chat_maker import ChatMaker
+from pointsman_lab.workload.session_starts import Session
+from pointsman_lab.workload.synthetic_trace import AGENTIC, SMALL, SessionShape, generate, shape_with
+from pointsman_lab.workload.trace_files import load_trace
+from pointsman_lab.workload.traces import TraceRequest, by_session
 
 # The recorded traces are beside the repository on the machines where the project is developed.
 RECORDED = Path(__file__).resolve().parents[3] / "shared" / "traces"

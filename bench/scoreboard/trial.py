@@ -16,7 +16,7 @@ from bench.scoreboard.environments import NotRunnable
 from bench.scoreboard.fleet import Fleet
 from bench.scoreboard.measures import Measures, measure
 from bench.scoreboard.process_cpu import MachineTime, cpu_s, descendants, resident_mb
-from pointsman.lab.report.request_record import RequestRecord
+from pointsman_lab.report.request_record import RequestRecord
 from tests.support.processes.process import Process, ProcessFailure, free_port
 
 # Sends a trial's requests to a base URL, and returns their records.

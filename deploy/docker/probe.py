@@ -28,7 +28,7 @@ def why_unhealthy(kind: str, address: str, service: str = "") -> str | None:
     import grpc  # Imported only here, because an http probe is three times as fast without it.
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from pointsman.common.io.channel import open_blocking_channel
+    from pointsman_common.io.channel import open_blocking_channel
 
     with open_blocking_channel(address) as channel:
         try:

@@ -11,10 +11,10 @@ import pytest
 from google.protobuf import json_format
 from pydantic_settings import BaseSettings
 
-from pointsman.cli import main as command_line
-from pointsman.cli import settings_page
-from pointsman.router.core.policy.registry import POLICIES
 from pointsman.router.v1 import fleet_pb2
+from pointsman_cli import main as command_line
+from pointsman_cli import settings_page
+from pointsman_router.core.policy.registry import POLICIES
 from tests.support.docs import command_parsers
 from tests.support.docs.shell_blocks import BLOCKS, MARKS, PAGES, Block
 from tests.support.repository import REPOSITORY
@@ -48,7 +48,16 @@ def test_the_source_files_that_are_named_exist(page: str) -> None:
     below = [Path(name) for name in TRACKED if Path(name).is_relative_to(folder)]
     # A page about any part may name a test by its file's name alone.
     tests = {Path(name).name for name in TRACKED if name.startswith("tests/") and Path(name).name.startswith("test_")}
-    known = {*TRACKED, *(str(file.relative_to(folder)) for file in below), *(file.name for file in below), *tests}
+    # A part's page names its files from its package on, as its first lines say.
+    package = folder / f"pointsman_{folder.name}"
+    inside = {str(file.relative_to(package)) for file in below if file.is_relative_to(package)}
+    known = {
+        *TRACKED,
+        *(str(file.relative_to(folder)) for file in below),
+        *inside,
+        *(file.name for file in below),
+        *tests,
+    }
     named = set(re.findall(r"`([\w./-]+\.py)(?:::\w+)?`", (REPOSITORY / page).read_text()))
     assert named - known == set()
 

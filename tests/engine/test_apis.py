@@ -11,9 +11,9 @@ import anthropic
 import openai
 import pytest
 
-from pointsman.gateway.core.api import Endpoint, parse
-from pointsman.gateway.core.api.anthropic_messages import merged_system, system_only_first
-from pointsman.gateway.io.tokenizer_files import load_tokenizer
+from pointsman_gateway.core.api import Endpoint, parse
+from pointsman_gateway.core.api.anthropic_messages import merged_system, system_only_first
+from pointsman_gateway.io.tokenizer_files import load_tokenizer
 from tests.support.engines.chat_client import fresh_words, user
 from tests.support.engines.servers import SERVED_NAME, Engine
 from tests.support.engines.vllm_questions import Vllm

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pointsman.gateway.core.api import error_format_of, redact_error
+from pointsman_gateway.core.api import error_format_of, redact_error
 from tests.support.engines.comparison_cases import CASES, PLAIN, Case
 from tests.support.engines.servers import Engine
 from tests.support.http_request import Reply, ask

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pointsman.lab.engine.cost_profile import read_profile
-from pointsman.lab.live.calibrate_command import CalibrateSettings, run
-from pointsman.lab.report.bundle import read_bundle
-from pointsman.lab.workload.traces import TraceRequest
+from pointsman_lab.engine.cost_profile import read_profile
+from pointsman_lab.live.calibrate_command import CalibrateSettings, run
+from pointsman_lab.report.bundle import read_bundle
+from pointsman_lab.workload.traces import TraceRequest
 from tests.support.engines.servers import Engine
 from tests.support.processes.control_plane import ControlPlane
 
@@ -44,8 +44,8 @@ def test_two_engines_are_measured_replayed_and_simulated(
 ) -> None:
     monkeypatch.setenv("POINTSMAN_OPERATOR_TOKEN", plane.tokens["operator"])
     # Enough batch sizes to separate the costs; their accuracy is not checked.
-    monkeypatch.setattr("pointsman.lab.live.profile_command.BATCHES", (1, 4))
-    monkeypatch.setattr("pointsman.lab.live.engine_client.EVENTS_WITHIN_S", 0.5)
+    monkeypatch.setattr("pointsman_lab.live.profile_command.BATCHES", (1, 4))
+    monkeypatch.setattr("pointsman_lab.live.engine_client.EVENTS_WITHIN_S", 0.5)
     file = tmp_path / "trace.jsonl"
     file.write_bytes(b"\n".join(map(msgspec.json.encode, trace())))
     out = tmp_path / "out"

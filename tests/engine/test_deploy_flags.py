@@ -7,7 +7,7 @@ import shlex
 
 import yaml
 
-from pointsman.agent.core.engine_address import offset_port
+from pointsman_agent.core.engine_address import offset_port
 from tests.support.docs.shell_blocks import BLOCKS
 from tests.support.engines.servers import LAYERWISE
 from tests.support.engines.vllm_questions import Vllm

@@ -18,9 +18,9 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from pointsman.common.io.auth import bearer
-from pointsman.common.io.channel import CHANNEL_OPTIONS
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
+from pointsman_common.io.auth import bearer
+from pointsman_common.io.channel import CHANNEL_OPTIONS
 from tests.support.engines.chat_client import ONE_MESSAGE, assistant, fresh_words, user
 from tests.support.engines.servers import ENGINE_PYTHON, core_paused, held_pieces, make_model
 from tests.support.http_request import ask, serves

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pointsman.lab.engine.block_cache import BlocksRemoved, BlocksStored
-from pointsman.lab.engine.cost_profile import Profile
-from pointsman.lab.engine.host_tier import OffloadedRemoved, OffloadedStored
-from pointsman.lab.engine.interface import EngineConfig, EngineRequest, FirstToken, Preempted, TokenGenerated
-from pointsman.lab.engine.model import EngineModel
-from pointsman.lab.engine.offloading import Loaded
-from pointsman.lab.engine.request_queue import EngineSequence
+from pointsman_lab.engine.block_cache import BlocksRemoved, BlocksStored
+from pointsman_lab.engine.cost_profile import Profile
+from pointsman_lab.engine.host_tier import OffloadedRemoved, OffloadedStored
+from pointsman_lab.engine.interface import EngineConfig, EngineRequest, FirstToken, Preempted, TokenGenerated
+from pointsman_lab.engine.model import EngineModel
+from pointsman_lab.engine.offloading import Loaded
+from pointsman_lab.engine.request_queue import EngineSequence
 from tests.support.engines.vllm_questions import Vllm
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

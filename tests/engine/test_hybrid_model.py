@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pointsman.agent.core.cached_blocks import CachedBlocks
-from pointsman.agent.core.kv_events import Event
 from pointsman.agent.v1 import agent_pb2
+from pointsman_agent.core.cached_blocks import CachedBlocks
+from pointsman_agent.core.kv_events import Event
 from tests.support.engines.chat_client import assert_agree, complete, fresh_words
 from tests.support.engines.model import VOCAB, make_config, make_tokenizer, text_config
 from tests.support.engines.servers import (

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pointsman.agent.core.cached_blocks import CachedBlocks
-from pointsman.agent.core.kv_events import decode_batch
-from pointsman.common.core.block_keys import KEY_TOKENS, prompt_keys
-from pointsman.router.core.prefix.exact_index import PrefixIndex
+from pointsman_agent.core.cached_blocks import CachedBlocks
+from pointsman_agent.core.kv_events import decode_batch
+from pointsman_common.core.block_keys import KEY_TOKENS, prompt_keys
+from pointsman_router.core.prefix.exact_index import PrefixIndex
 from tests.support.engines.vllm_questions import Vllm
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

@@ -12,8 +12,8 @@ from typing import Any
 import openai
 import pytest
 
-from pointsman.common.core.tracing import SpanContext
 from pointsman.router.v1 import fleet_pb2
+from pointsman_common.core.tracing import SpanContext
 from tests.support.engines.chat_client import (
     Answer,
     Message,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pointsman.lab.live.replay_command import ReplaySettings, replay, save
-from pointsman.lab.report.bundle import read_bundle
-from pointsman.lab.workload.synthetic_trace import SMALL, generate
-from pointsman.lab.workload.trace_files import save_trace
+from pointsman_lab.live.replay_command import ReplaySettings, replay, save
+from pointsman_lab.report.bundle import read_bundle
+from pointsman_lab.workload.synthetic_trace import SMALL, generate
+from pointsman_lab.workload.trace_files import save_trace
 from tests.support.processes.control_plane import ControlPlane
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pointsman.lab.engine.block_cache import AllCleared, BlocksRemoved, BlocksStored
-from pointsman.lab.engine.interface import EngineConfig, EngineRequest, FirstToken, Preempted, TokenGenerated
-from pointsman.lab.engine.model import EngineModel
+from pointsman_lab.engine.block_cache import AllCleared, BlocksRemoved, BlocksStored
+from pointsman_lab.engine.interface import EngineConfig, EngineRequest, FirstToken, Preempted, TokenGenerated
+from pointsman_lab.engine.model import EngineModel
 from tests.support.engines.vllm_questions import Vllm
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

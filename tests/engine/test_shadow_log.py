@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pointsman.shadow.io.read_command import LogReader
-from pointsman.shadow.io.settings import ReadSettings
+from pointsman_shadow.io.read_command import LogReader
+from pointsman_shadow.io.settings import ReadSettings
 from tests.support.engines.chat_client import assistant, fresh_words, user
 from tests.support.engines.servers import SERVED_NAME, Engine
 

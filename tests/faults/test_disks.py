@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pointsman.router.io.telemetry.decision_log import read_log
+from pointsman_router.io.telemetry.decision_log import read_log
 from tests.support.fault_under_load import fault_under_load
 from tests.support.processes.fleet import ROUTERS, Fleet
 

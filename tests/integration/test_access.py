@@ -22,16 +22,16 @@ import redis
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pointsman.agent.v1 import agent_pb2_grpc
-from pointsman.common.io import proven_streams
-from pointsman.common.io.auth import bearer, showing
-from pointsman.common.io.channel import CHANNEL_OPTIONS, ReloadingChannel
-from pointsman.common.io.settings import Tokens
-from pointsman.gateway.io.main import serving
-from pointsman.gateway.io.routing.router_client import RouterClient
-from pointsman.gateway.io.settings import GatewaySettings
-from pointsman.router.io.main import RouterServer
-from pointsman.router.io.settings import RouterSettings
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_common.io import proven_streams
+from pointsman_common.io.auth import bearer, showing
+from pointsman_common.io.channel import CHANNEL_OPTIONS, ReloadingChannel
+from pointsman_common.io.settings import Tokens
+from pointsman_gateway.io.main import serving
+from pointsman_gateway.io.routing.router_client import RouterClient
+from pointsman_gateway.io.settings import GatewaySettings
+from pointsman_router.io.main import RouterServer
+from pointsman_router.io.settings import RouterSettings
 from tests.support.certificates import Authority, Signed
 from tests.support.processes.pointsman import pointsman_command
 from tests.support.processes.process import Process, free_port

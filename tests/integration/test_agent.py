@@ -11,11 +11,11 @@ import grpc
 import pytest
 import zmq.asyncio
 
-from pointsman.agent.core.kv_events import BlockRemoved
-from pointsman.agent.io import report_sender
-from pointsman.agent.io.state_file import StateFile
 from pointsman.agent.v1 import agent_pb2 as pb
-from pointsman.common.core.block_keys import prompt_keys
+from pointsman_agent.core.kv_events import BlockRemoved
+from pointsman_agent.io import report_sender
+from pointsman_agent.io.state_file import StateFile
+from pointsman_common.core.block_keys import prompt_keys
 from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, running
 from tests.support.kv_events import BLOCK, MODEL, hash_of, store, tokens_of
 from tests.support.waiting import eventually

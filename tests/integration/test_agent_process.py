@@ -13,10 +13,10 @@ import aiohttp
 import pytest
 import zmq.asyncio
 
-from pointsman.agent.core.cached_blocks import CachedBlocks, Tier
-from pointsman.agent.core.kv_events import END_OF_REPLAY
-from pointsman.agent.io.kv_subscriber import KvEventSource, KvSubscriber
-from pointsman.common.core.block_keys import prompt_keys
+from pointsman_agent.core.cached_blocks import CachedBlocks, Tier
+from pointsman_agent.core.kv_events import END_OF_REPLAY
+from pointsman_agent.io.kv_subscriber import KvEventSource, KvSubscriber
+from pointsman_common.core.block_keys import prompt_keys
 from tests.support.fakes.agent_peers import FakeEngine, FakeRouter
 from tests.support.kv_events import store, tokens_of
 from tests.support.processes.process import free_port
@@ -50,7 +50,7 @@ async def test_the_command_reports_serves_its_figures_and_saves_when_asked_to_en
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
-        "from pointsman.cli.main import main; main()",
+        "from pointsman_cli.main import main; main()",
         "agent",
         *flags,
         stderr=asyncio.subprocess.PIPE,

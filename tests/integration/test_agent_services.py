@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import zmq.asyncio
 
-from pointsman.agent.io import engine_services
-from pointsman.agent.io.engine_services import FIRST_PAUSE_S
+from pointsman_agent.io import engine_services
+from pointsman_agent.io.engine_services import FIRST_PAUSE_S
 from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, RunningAgent
 from tests.support.fakes.kubernetes_api import FakeKubernetes, endpoint, endpoint_slice
 from tests.support.waiting import eventually

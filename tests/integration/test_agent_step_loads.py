@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq.asyncio
 
-from pointsman.agent.core.step_load import StepLoad
+from pointsman_agent.core.step_load import StepLoad
 from pointsman_connector import step_load
 from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, RunningAgent, running
 from tests.support.waiting import eventually

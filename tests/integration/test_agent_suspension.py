@@ -9,11 +9,11 @@ import aiohttp
 import pytest
 import zmq.asyncio
 
-from pointsman.agent.core.kv_events import AllBlocksCleared
-from pointsman.agent.io import engine_monitor
-from pointsman.common.core.block_keys import prompt_keys
-from pointsman.lab.emulator.emulated_engine import EmulateSettings
-from pointsman.lab.emulator.emulated_engine import start as emulate
+from pointsman_agent.core.kv_events import AllBlocksCleared
+from pointsman_agent.io import engine_monitor
+from pointsman_common.core.block_keys import prompt_keys
+from pointsman_lab.emulator.emulated_engine import EmulateSettings
+from pointsman_lab.emulator.emulated_engine import start as emulate
 from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, running
 from tests.support.kv_events import store, tokens_of
 from tests.support.waiting import eventually

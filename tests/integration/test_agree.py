@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import typer
 
-from pointsman.lab.live.agree_command import AgreeSettings, run
-from pointsman.lab.live.agreement import StoredRun
-from pointsman.lab.report.bundle import read_bundle
-from pointsman.lab.report.request_record import RequestRecord
+from pointsman_lab.live.agree_command import AgreeSettings, run
+from pointsman_lab.live.agreement import StoredRun
+from pointsman_lab.report.bundle import read_bundle
+from pointsman_lab.report.request_record import RequestRecord
 
 # Ten processes start.
 pytestmark = pytest.mark.timeout(600)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pointsman.lab.workload.synthetic_trace import SMALL, generate
-from pointsman.lab.workload.trace_files import load_trace
+from pointsman_lab.workload.synthetic_trace import SMALL, generate
+from pointsman_lab.workload.trace_files import load_trace
 from tests.support.aiperf import AIPERF, TOKENIZER, deltas, hub_cache
 from tests.support.processes.emulated_fleet import emulated_fleet
 from tests.support.processes.process import Process

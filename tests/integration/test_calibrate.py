@@ -10,11 +10,11 @@ import msgspec
 import pytest
 import typer
 
-from pointsman.lab.emulator.emulated_engine import EmulateSettings, start
-from pointsman.lab.engine.cost_profile import Profile, read_profile
-from pointsman.lab.live.calibrate_command import CalibrateSettings, run
-from pointsman.lab.report.bundle import read_bundle
-from pointsman.lab.workload.traces import TraceRequest
+from pointsman_lab.emulator.emulated_engine import EmulateSettings, start
+from pointsman_lab.engine.cost_profile import Profile, read_profile
+from pointsman_lab.live.calibrate_command import CalibrateSettings, run
+from pointsman_lab.report.bundle import read_bundle
+from pointsman_lab.workload.traces import TraceRequest
 
 FAST = Profile(step_s=0.002, prefill_token_s=1e-5, prefill_pair_s=1e-9, decode_sequence_s=1e-5, decode_kv_token_s=1e-9)
 
@@ -38,8 +38,8 @@ def trace() -> list[TraceRequest]:
 
 async def test_the_model_is_true_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Few batch sizes, but enough to separate the costs.
-    monkeypatch.setattr("pointsman.lab.live.profile_command.BATCHES", (1, 4))
-    monkeypatch.setattr("pointsman.lab.live.engine_client.EVENTS_WITHIN_S", 0.5)
+    monkeypatch.setattr("pointsman_lab.live.profile_command.BATCHES", (1, 4))
+    monkeypatch.setattr("pointsman_lab.live.engine_client.EVENTS_WITHIN_S", 0.5)
     file, out = tmp_path / "trace.jsonl", tmp_path / "out"
     file.write_bytes(b"\n".join(map(msgspec.json.encode, trace())))
     engine = await start(EmulateSettings(port=0, max_model_len=4_096, kv_blocks=1_000), FAST)

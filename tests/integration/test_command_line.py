@@ -17,10 +17,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from pointsman.cli import doctor
-from pointsman.cli.doctor import redis_finding
-from pointsman.cli.findings import Finding
-from pointsman.router.core.policy.registry import DEFAULT_POLICY
+from pointsman_cli import doctor
+from pointsman_cli.doctor import redis_finding
+from pointsman_cli.findings import Finding
+from pointsman_router.core.policy.registry import DEFAULT_POLICY
 from tests.support.docs.command_parsers import command_line
 from tests.support.docs.shell_blocks import BLOCKS, PAGES, Block
 from tests.support.processes.pointsman import pointsman_command
@@ -31,7 +31,7 @@ from tests.support.repository import REPOSITORY
 READY_WITHIN_S = 90.0
 # Replacements for the programs that the pages' commands call. They do not check grpcurl's own flags.
 SHIMS = {
-    "pointsman": f'PYTHONPATH={REPOSITORY} exec {sys.executable} -m pointsman.cli.main "$@"',
+    "pointsman": f'PYTHONPATH={REPOSITORY} exec {sys.executable} -m pointsman_cli.main "$@"',
     "grpcurl": """data=()
 while [[ $1 == -* ]]; do
   case $1 in -plaintext) shift ;; -d) data=(-d "$2"); shift 2 ;; *) echo "grpcurl $1?"; exit 2 ;; esac

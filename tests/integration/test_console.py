@@ -14,11 +14,11 @@ import aiohttp
 import pytest
 from google.protobuf import json_format
 
-from pointsman.common.io.settings import Tokens
-from pointsman.router.io.console import decision_stream
-from pointsman.router.io.main import RouterServer
-from pointsman.router.io.settings import RouterSettings
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_common.io.settings import Tokens
+from pointsman_router.io.console import decision_stream
+from pointsman_router.io.main import RouterServer
+from pointsman_router.io.settings import RouterSettings
 from tests.support.router import Client, Report, Session, running
 from tests.support.waiting import WITHIN_S, eventually
 

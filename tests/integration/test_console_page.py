@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from playwright.async_api import Route, expect
 
-from pointsman.router.core.instances.instance_orders import OrderChange
-from pointsman.router.core.policy.reasons import REASONS, ROUTE_CLASSES, explained
-from pointsman.router.core.policy.registry import DEFAULT_POLICY
+from pointsman_router.core.instances.instance_orders import OrderChange
+from pointsman_router.core.policy.reasons import REASONS, ROUTE_CLASSES, explained
+from pointsman_router.core.policy.registry import DEFAULT_POLICY
 from tests.support.console_page import CONTRAST, EVIL, browser
 from tests.support.router_past import give_past
 

@@ -12,8 +12,8 @@ import grpc.aio
 import pytest
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.common.io.auth import bearer
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
+from pointsman_common.io.auth import bearer
 from tests.support.fakes.span_collector import Collector, collecting
 from tests.support.processes.compose_services import Stack, compose_stack
 
@@ -77,8 +77,8 @@ async def test_profile_emulated_answers_requests(stack: Stack, collector: Collec
 VLLM = f"""#!{sys.executable}
 import json, os, sys
 from prometheus_client.core import GaugeMetricFamily
-from pointsman.lab.emulator import vllm_metrics
-from pointsman.cli import main as command_line
+from pointsman_lab.emulator import vllm_metrics
+from pointsman_cli import main as command_line
 given = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:] if word.startswith("--") and "=" in word)
 events = json.loads(given["kv-events-config"])
 ports = [events[name].rpartition(":")[2] for name in ("endpoint", "replay_endpoint")]

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pointsman.lab.emulator.emulated_engine import EmulateSettings, start
+from pointsman_lab.emulator.emulated_engine import EmulateSettings, start
 
 TOOLS = [
     {

@@ -13,9 +13,9 @@ import jsonschema
 import openai
 import pytest
 
-from pointsman.lab.emulator.emulated_engine import EmulateSettings, start
-from pointsman.lab.workload.tokenizer import TOKENIZER_DIR, ChatTokenizer
 from pointsman.router.v1 import placement_pb2
+from pointsman_lab.emulator.emulated_engine import EmulateSettings, start
+from pointsman_lab.workload.tokenizer import TOKENIZER_DIR, ChatTokenizer
 from tests.support.fakes.gateway_peers import FakeRouter, Peers, gateway_before, until_ready
 
 MODEL = "pointsman-emulated"

@@ -19,13 +19,13 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from pointsman.agent.core.cached_blocks import CachedBlocks, Tier
-from pointsman.agent.core.kv_events import decode_batch
-from pointsman.common.core.block_keys import prompt_keys
-from pointsman.lab.emulator.emulated_engine import EmulatedEngine, EmulateSettings, start
-from pointsman.lab.emulator.http_routes import EngineApp
-from pointsman.lab.emulator.scripted_answers import Piece
-from pointsman.lab.workload.tokenizer import ChatTokenizer, words_of
+from pointsman_agent.core.cached_blocks import CachedBlocks, Tier
+from pointsman_agent.core.kv_events import decode_batch
+from pointsman_common.core.block_keys import prompt_keys
+from pointsman_lab.emulator.emulated_engine import EmulatedEngine, EmulateSettings, start
+from pointsman_lab.emulator.http_routes import EngineApp
+from pointsman_lab.emulator.scripted_answers import Piece
+from pointsman_lab.workload.tokenizer import ChatTokenizer, words_of
 
 MODEL = "pointsman-emulated"
 TOKENIZER = ChatTokenizer()
@@ -424,7 +424,7 @@ async def test_two_hundred_streams_at_once(emulate: Starter) -> None:
 
 
 async def test_the_process_serves_and_ends_on_sigterm() -> None:
-    code = "from pointsman.lab.emulator.emulated_engine import EmulateSettings, run; run(EmulateSettings(port=0))"
+    code = "from pointsman_lab.emulator.emulated_engine import EmulateSettings, run; run(EmulateSettings(port=0))"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, env=os.environ | {"PYTHONPATH": os.getcwd()}
     )

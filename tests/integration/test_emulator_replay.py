@@ -16,13 +16,13 @@ import msgspec
 import pytest
 import typer
 
-from pointsman.lab.emulator.emulated_engine import EmulatedEngine, EmulateSettings, start
-from pointsman.lab.live.replay_command import ReplayError, ReplaySettings, config_of, replay, run
-from pointsman.lab.report.bundle import Bundle, read_bundle, read_records
-from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.workload.synthetic_trace import generate
-from pointsman.lab.workload.trace_files import load_trace, save_trace
-from pointsman.lab.workload.traces import TraceError, by_session
+from pointsman_lab.emulator.emulated_engine import EmulatedEngine, EmulateSettings, start
+from pointsman_lab.live.replay_command import ReplayError, ReplaySettings, config_of, replay, run
+from pointsman_lab.report.bundle import Bundle, read_bundle, read_records
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.workload.synthetic_trace import generate
+from pointsman_lab.workload.trace_files import load_trace, save_trace
+from pointsman_lab.workload.traces import TraceError, by_session
 from tests.support.processes.pointsman import pointsman_command
 from tests.support.processes.process import alive
 
@@ -168,7 +168,7 @@ async def test_ctrl_c_keeps_what_had_finished(trace: Path) -> None:
 async def demo(*arguments: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "pointsman.cli.main", "demo", *arguments),
+        *("-m", "pointsman_cli.main", "demo", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         process_group=0,

@@ -12,8 +12,8 @@ import aiohttp
 import openai
 import pytest
 
-from pointsman.common.core.block_keys import prompt_keys
 from pointsman.router.v1 import placement_pb2
+from pointsman_common.core.block_keys import prompt_keys
 from tests.support.fakes.gateway_peers import MODEL, Stack, refusal, stack
 from tests.support.gateway_requests import CHAT, post
 from tests.support.waiting import eventually
@@ -192,7 +192,7 @@ async def test_what_no_engine_of_the_model_can_do_is_asked_of_one(up: Stack) -> 
 
 
 async def test_an_answer_that_is_too_long_is_made_once(up: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pointsman.gateway.io.engines.engine_client.MAX_ANSWER_BYTES", 100)
+    monkeypatch.setattr("pointsman_gateway.io.engines.engine_client.MAX_ANSWER_BYTES", 100)
     status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT)
     assert (status, answer["error"]["code"]) == (502, "too_long")  # type: ignore[index]
     await up.router.until(lambda: len(up.router.finished) == 1)

@@ -13,10 +13,10 @@ import anthropic
 import openai
 import pytest
 
-from pointsman.common.core.block_keys import prompt_keys
-from pointsman.gateway.core.api import ROUTES, Endpoint, parse
-from pointsman.gateway.core.api.openai_responses import response_id
 from pointsman.router.v1 import placement_pb2
+from pointsman_common.core.block_keys import prompt_keys
+from pointsman_gateway.core.api import ROUTES, Endpoint, parse
+from pointsman_gateway.core.api.openai_responses import response_id
 from tests.support.fakes.gateway_peers import MODEL, Stack, refusal, stack
 from tests.support.gateway_requests import BODIES, MESSAGES, RESPONSES, WORDS, ask, claude, finished, gpt
 from tests.support.waiting import eventually

@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pointsman.gateway.core.api import ROUTES, ApiRequestError, openai_chat
-from pointsman.gateway.core.api.field_checks import SAMPLING, Rule, check_fields
+from pointsman_gateway.core.api import ROUTES, ApiRequestError, openai_chat
+from pointsman_gateway.core.api.field_checks import SAMPLING, Rule, check_fields
 from tests.support.fakes.gateway_peers import MODEL, Stack, stack
 from tests.support.gateway_requests import CHAT
 from tests.support.processes.gateway import gateway_running, ready, told_url

@@ -7,9 +7,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from pointsman.gateway.core.cors import EXPOSED
-from pointsman.gateway.io.main import serving
-from pointsman.gateway.io.settings import GatewaySettings
+from pointsman_gateway.core.cors import EXPOSED
+from pointsman_gateway.io.main import serving
+from pointsman_gateway.io.settings import GatewaySettings
 from tests.support.fakes.gateway_peers import stack
 from tests.support.gateway_requests import CHAT
 

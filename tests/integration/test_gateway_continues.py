@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pointsman.common.core.block_keys import extend_keys
 from pointsman.router.v1 import placement_pb2
+from pointsman_common.core.block_keys import extend_keys
 from tests.support.fakes.gateway_peers import MODEL, Stack, stack
 from tests.support.fakes.offloading_peers import answered, offload_stack, p_and_d
 from tests.support.fakes.telling_engine import FIRST_ID, TellingEngine

@@ -21,10 +21,10 @@ import tqdm
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
-from pointsman.common.core.block_keys import prompt_keys
-from pointsman.gateway.io import tokenizer_files
-from pointsman.gateway.io.routing import model_pools, pool_check
-from pointsman.gateway.io.tokenizer_files import load_tokenizer
+from pointsman_common.core.block_keys import prompt_keys
+from pointsman_gateway.io import tokenizer_files
+from pointsman_gateway.io.routing import model_pools, pool_check
+from pointsman_gateway.io.tokenizer_files import load_tokenizer
 from tests.support.fakes.gateway_peers import MODEL, Peers, gateway_before, peers, stack
 from tests.support.fakes.hub import SHA, FakeHub
 from tests.support.gateway_requests import CHAT

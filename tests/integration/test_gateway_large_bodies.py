@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pointsman.gateway.core.api import Endpoint, decode_body
-from pointsman.gateway.core.request import prepare
-from pointsman.gateway.core.tokens.chat_template import ChatTemplate
-from pointsman.gateway.io.request import threaded_preparer
+from pointsman_gateway.core.api import Endpoint, decode_body
+from pointsman_gateway.core.request import prepare
+from pointsman_gateway.core.tokens.chat_template import ChatTemplate
+from pointsman_gateway.io.request import threaded_preparer
 from tests.support.fakes.gateway_peers import MODEL, stack
 from tests.support.gateway_requests import ask
 

@@ -32,7 +32,7 @@ async def up(tmp_path: Path) -> AsyncIterator[Stack]:
 def kept_by_the_gateway() -> int:
     """Bytes that the gateway's code allocated and that are still referenced."""
     files = ("app.py", "http/connection.py", "conduct.py")
-    ours = [tracemalloc.Filter(True, f"*/services/gateway/{file}", all_frames=True) for file in files]
+    ours = [tracemalloc.Filter(True, f"*/pointsman_gateway/{file}", all_frames=True) for file in files]
     return sum(one.size for one in tracemalloc.take_snapshot().filter_traces(ours).statistics("filename"))
 
 

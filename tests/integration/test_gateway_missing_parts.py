@@ -12,11 +12,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from pointsman.gateway.core.api import Endpoint
-from pointsman.gateway.core.pool_state import TokenizerStatus
-from pointsman.gateway.io.main import serving
-from pointsman.gateway.io.settings import GatewaySettings
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.api import Endpoint
+from pointsman_gateway.core.pool_state import TokenizerStatus
+from pointsman_gateway.io.main import serving
+from pointsman_gateway.io.settings import GatewaySettings
 from tests.support.fakes.gateway_peers import MODEL, FakeRouter, stack
 from tests.support.gateway_requests import CHAT, post
 from tests.support.processes.gateway import gateway_process, gateway_running, ready, told_url
@@ -140,7 +140,7 @@ async def test_a_fault_in_a_check_or_a_session_does_not_stop_the_gateway(
     async def broken(*_: object) -> str:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("pointsman.gateway.io.routing.model_pools.first_difference", broken)
+    monkeypatch.setattr("pointsman_gateway.io.routing.model_pools.first_difference", broken)
     async with stack(tmp_path) as up:
         (state,) = up.gateway.pools.states()
         assert (state.tokenizer_status, state.reason) == (

@@ -14,9 +14,9 @@ import pytest
 from prometheus_client import generate_latest
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.gateway.core.pool_state import TokenizerStatus
-from pointsman.gateway.io import tokenizer_files
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.pool_state import TokenizerStatus
+from pointsman_gateway.io import tokenizer_files
 from tests.support.fakes.gateway_peers import MODEL, Stack, stack
 from tests.support.fakes.offloading_peers import (
     CHAT,

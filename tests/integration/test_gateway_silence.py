@@ -11,9 +11,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from pointsman.gateway.core import dead_connections
-from pointsman.gateway.io.engines import connection_pool
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core import dead_connections
+from pointsman_gateway.io.engines import connection_pool
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine, Placer, Stack, serve, stack
 from tests.support.fakes.offloading_peers import STREAM, KvEngine, answered, offload_stack, slicing, told
 from tests.support.gateway_requests import CHAT, LONG

@@ -9,9 +9,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pointsman.gateway.core.api import ApiCall
-from pointsman.gateway.core.tokens.model_tokenizer import Prompt
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.api import ApiCall
+from pointsman_gateway.core.tokens.model_tokenizer import Prompt
 from tests.support.fakes.gateway_peers import FakeEngine, Stack, stack
 from tests.support.fakes.offloading_peers import slicing, told
 from tests.support.gateway_requests import LONG

@@ -14,9 +14,9 @@ import openai
 import pytest
 from prometheus_client import generate_latest
 
-from pointsman.common.core.block_keys import prompt_keys
-from pointsman.gateway.core.api import Endpoint
-from pointsman.gateway.io.api_keys import LOOK_AGAIN_S
+from pointsman_common.core.block_keys import prompt_keys
+from pointsman_gateway.core.api import Endpoint
+from pointsman_gateway.io.api_keys import LOOK_AGAIN_S
 from tests.support.fakes.gateway_peers import MODEL, Stack, stack
 from tests.support.gateway_requests import BODIES, MESSAGES, RESPONSES, ask, claude, finished, gpt
 from tests.support.waiting import eventually

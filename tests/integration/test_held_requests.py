@@ -18,15 +18,15 @@ from grpc_status import rpc_status
 from msgspec import structs
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.gateway.io.main import serving
-from pointsman.gateway.io.settings import GatewaySettings
-from pointsman.gateway.io.tokenizer_files import load_tokenizer
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.policy.base import Policy, hold, slice_of
-from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult
-from pointsman.router.io.convert import gateway_messages
-from pointsman.router.io.main import RouterServer
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_gateway.io.main import serving
+from pointsman_gateway.io.settings import GatewaySettings
+from pointsman_gateway.io.tokenizer_files import load_tokenizer
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.policy.base import Policy, hold, slice_of
+from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResult
+from pointsman_router.io.convert import gateway_messages
+from pointsman_router.io.main import RouterServer
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine, stack, until_ready
 from tests.support.processes.pointsman import pointsman_process
 from tests.support.processes.process import free_port

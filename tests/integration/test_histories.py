@@ -11,11 +11,11 @@ import grpc
 import grpc.aio
 import pytest
 
-from pointsman.common.io.settings import Tokens
-from pointsman.router.core.history.fleet_history import FleetHistory
-from pointsman.router.core.history.rows import POOL_STEP_S, PoolSample
-from pointsman.router.io.main import RouterServer
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_common.io.settings import Tokens
+from pointsman_router.core.history.fleet_history import FleetHistory
+from pointsman_router.core.history.rows import POOL_STEP_S, PoolSample
+from pointsman_router.io.main import RouterServer
 from tests.support.router import Client, Report, Session, running
 from tests.support.router_past import give_past
 from tests.support.waiting import WITHIN_S, eventually

@@ -21,9 +21,9 @@ from grpc_status import rpc_status
 from redis import Redis
 from structlog.testing import capture_logs
 
-from pointsman.router.core.instances import instance_orders
-from pointsman.router.io.store import redis_scripts
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_router.core.instances import instance_orders
+from pointsman_router.io.store import redis_scripts
 from tests.support.processes.pointsman import pointsman_command
 from tests.support.processes.redis import redis_server
 from tests.support.router import Client, Report, Session, running

@@ -8,16 +8,16 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from pointsman.common.core.block_keys import KEY_SCHEME
-from pointsman.common.io.batch_queue import BatchQueue
-from pointsman.gateway.core.told_fleet import ToldFleet
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.types import InstanceInfo, Load
-from pointsman.router.io.convert import told_fleet
-from pointsman.router.io.convert.gateway_messages import instance_ref
-from pointsman.router.io.runtime import GatewayStream, Router
-from pointsman.router.io.settings import RouterSettings
 from pointsman.router.v1.placement_pb2 import InstanceRef
+from pointsman_common.core.block_keys import KEY_SCHEME
+from pointsman_common.io.batch_queue import BatchQueue
+from pointsman_gateway.core.told_fleet import ToldFleet
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.types import InstanceInfo, Load
+from pointsman_router.io.convert import told_fleet
+from pointsman_router.io.convert.gateway_messages import instance_ref
+from pointsman_router.io.runtime import GatewayStream, Router
+from pointsman_router.io.settings import RouterSettings
 from tests.support.router_values import info, request
 
 INSTANCES = 1_000

@@ -13,11 +13,11 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from pointsman.common.io.channel import END_OF_STREAM, open_channel
-from pointsman.common.io.local_calls import MAX_UNREAD, LocalChannel, LocalServer
-from pointsman.common.io.settings import Tokens
-from pointsman.router.io.main import RouterServer
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_common.io.channel import END_OF_STREAM, open_channel
+from pointsman_common.io.local_calls import MAX_UNREAD, LocalChannel, LocalServer
+from pointsman_common.io.settings import Tokens
+from pointsman_router.io.main import RouterServer
 from tests.support.router import Client, Report, Session, running
 from tests.support.waiting import WITHIN_S, eventually
 

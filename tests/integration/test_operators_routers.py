@@ -17,10 +17,10 @@ import structlog
 import typer
 from typer.testing import CliRunner
 
-from pointsman.cli import fleet_commands
-from pointsman.lab.live.fleet_watch import FleetError, FleetWatcher
-from pointsman.router.io.main import RouterServer
 from pointsman.router.v1 import placement_pb2
+from pointsman_cli import fleet_commands
+from pointsman_lab.live.fleet_watch import FleetError, FleetWatcher
+from pointsman_router.io.main import RouterServer
 from tests.support.processes.process import free_port
 from tests.support.processes.redis import redis_server
 from tests.support.router import Client, Report, Session, running

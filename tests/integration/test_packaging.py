@@ -37,8 +37,7 @@ NOT_ITS_OWN = {
 # parts.
 IMPORT_ALL = """
 import ast, importlib, pathlib, sys
-import pointsman
-part = pathlib.Path(pointsman.__path__[0]) / sys.argv[1]
+part = pathlib.Path(importlib.import_module("pointsman_" + sys.argv[1]).__path__[0])
 for file in {*part.rglob("*.py")} - {part / "main.py", part / "one_process.py"}:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -101,10 +100,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 def test_the_wheel_has_one_package_and_the_license(installed: Installed) -> None:
     names = zipfile.ZipFile(installed.wheel).namelist()
     info = f"{'-'.join(installed.wheel.name.split('-')[:2])}.dist-info"
-    assert {name.split("/")[0] for name in names} == {"pointsman", info}
-    assert {name.split("/")[1] for name in names if name.startswith("pointsman/")} == {
-        path.name for folder in ("src/pointsman", "gen/pointsman") for path in (ROOT / folder).iterdir()
-    }
+    packages = {path.name for folder in ("services/*", "lab") for path in ROOT.glob(f"{folder}/pointsman_*")}
+    assert len(packages) == 7
+    assert {name.split("/")[0] for name in names} == packages | {"pointsman", info}
+    assert {name.split("/")[1] for name in names if name.startswith("pointsman/")} == {"agent", "gateway", "router"}
     assert f"{info}/licenses/LICENSE" in names
     assert (ROOT / "connector/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 

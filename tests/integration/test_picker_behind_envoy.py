@@ -14,8 +14,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pointsman.gateway.io.settings import GatewaySettings
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.io.settings import GatewaySettings
 from tests.support.certificates import Authority
 from tests.support.fakes.gateway_peers import (
     MODEL,

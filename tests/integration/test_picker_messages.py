@@ -18,9 +18,9 @@ import pytest
 from google.protobuf.struct_pb2 import Struct
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pointsman.gateway.io.ext_proc import proxy_stream
 from pointsman.gateway.v1 import ext_proc_pb2 as pb
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.io.ext_proc import proxy_stream
 from tests.support.fakes.gateway_peers import MODEL, Stack, gateway_before, peers, stack, until_ready
 from tests.support.repository import REPOSITORY
 from tests.support.waiting import eventually

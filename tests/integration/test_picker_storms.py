@@ -11,7 +11,7 @@ from pathlib import Path
 
 import aiohttp
 
-from pointsman.gateway.io.tokenizer_files import load_tokenizer
+from pointsman_gateway.io.tokenizer_files import load_tokenizer
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine
 from tests.support.processes.envoy import EnvoySettings, envoy_beside
 from tests.support.processes.gateway import gateway_running, ready, told_url

@@ -11,14 +11,14 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from pointsman.lab.emulator.emulated_engine import EmulatedEngine, EmulateSettings, start
-from pointsman.lab.engine.cost_fit import DecodeTime, fit
-from pointsman.lab.engine.cost_profile import Profile, ProfileFile, read_profile
-from pointsman.lab.live.engine_client import EngineBusyError, EngineClient, EngineError
-from pointsman.lab.live.profile_command import ProfileSettings, measure, median_measurement, profile_of, run
-from pointsman.lab.live.replay_command import ReplaySettings
-from pointsman.lab.live.request_overhead import measure_overhead
-from pointsman.lab.workload.tokenizer import ChatTokenizer
+from pointsman_lab.emulator.emulated_engine import EmulatedEngine, EmulateSettings, start
+from pointsman_lab.engine.cost_fit import DecodeTime, fit
+from pointsman_lab.engine.cost_profile import Profile, ProfileFile, read_profile
+from pointsman_lab.live.engine_client import EngineBusyError, EngineClient, EngineError
+from pointsman_lab.live.profile_command import ProfileSettings, measure, median_measurement, profile_of, run
+from pointsman_lab.live.replay_command import ReplaySettings
+from pointsman_lab.live.request_overhead import measure_overhead
+from pointsman_lab.workload.tokenizer import ChatTokenizer
 
 FAST = Profile(step_s=0.002, prefill_token_s=1e-5, prefill_pair_s=1e-9, decode_sequence_s=1e-5, decode_kv_token_s=1e-9)
 # Enough time for a machine that stalls, so that the same measurements are always made.
@@ -107,7 +107,7 @@ async def test_others_requests_end_the_measurement(engine: EmulatedEngine) -> No
 async def test_without_kv_events_the_chunk_is_taken_from_the_flag(
     engine: EmulatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pointsman.lab.live.engine_client.EngineClient._event_endpoint", _no_events)
+    monkeypatch.setattr("pointsman_lab.live.engine_client.EngineClient._event_endpoint", _no_events)
     measured = await measure(ProfileSettings(url=engine.url, **SHORT, max_num_batched_tokens=100))
     assert measured.engine["max_num_batched_tokens"] == 100
     assert [one.steps for one in measured.prefills[:3]] == [1, 2, 3]
@@ -136,7 +136,7 @@ async def test_what_requests_pay_beside_the_engines_time(
         await measure_overhead(pace, [engine.url], tokenizer, (5_000,), 1, 0.0)
     other = await start(EmulateSettings(port=0), FAST)
     try:
-        monkeypatch.setattr("pointsman.lab.live.request_overhead.METRICS_WITHIN_S", 0.1)
+        monkeypatch.setattr("pointsman_lab.live.request_overhead.METRICS_WITHIN_S", 0.1)
         with pytest.raises(EngineError, match="must name every engine"):
             await measure_overhead(pace, [other.url], tokenizer, (64,), 1, 0.0)
     finally:

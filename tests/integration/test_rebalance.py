@@ -9,8 +9,8 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from pointsman.router.core.ownership import preferred
 from pointsman.router.v1 import fleet_pb2
+from pointsman_router.core.ownership import preferred
 from tests.support.processes.redis import redis_server
 from tests.support.processes.replicas import Gateway, Replicas, RouterProcess, keep_reporting
 from tests.support.waiting import eventually

@@ -14,10 +14,10 @@ import redis.asyncio
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.load.reservations import Reservation
-from pointsman.router.core.types import Decision
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.load.reservations import Reservation
+from pointsman_router.core.types import Decision
 from tests.support.processes.replicas import BIG, Gateway, double_bookings, replicas
 from tests.support.router import Client, Session
 from tests.support.router_values import join, request, state

@@ -17,9 +17,9 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.common.core.block_keys import prompt_keys
-from pointsman.common.io.settings import Tokens
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_common.core.block_keys import prompt_keys
+from pointsman_common.io.settings import Tokens
 from tests.support.processes.pointsman import pointsman_command
 from tests.support.router import Client, Report, Session, running
 from tests.support.waiting import eventually

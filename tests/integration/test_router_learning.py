@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.common.core.block_keys import prompt_keys
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_common.core.block_keys import prompt_keys
 from tests.support.router import Client, Report, Session, running
 from tests.support.waiting import eventually
 

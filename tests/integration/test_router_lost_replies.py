@@ -11,8 +11,8 @@ from pathlib import Path
 
 import redis.asyncio
 
-from pointsman.router.io.main import RouterServer
-from pointsman.router.io.store import redis_scripts
+from pointsman_router.io.main import RouterServer
+from pointsman_router.io.store import redis_scripts
 from tests.support.processes.redis import redis_server
 from tests.support.router import Client, Report, Session, running
 from tests.support.tcp_proxies import LossyProxy, proxied

@@ -15,11 +15,11 @@ import redis.asyncio
 from redis.asyncio.connection import AbstractConnection
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.instances import gone_pools
-from pointsman.router.io.main import RouterServer
-from pointsman.router.io.store.redis_store import RedisStore
 from pointsman.router.v1 import placement_pb2
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances import gone_pools
+from pointsman_router.io.main import RouterServer
+from pointsman_router.io.store.redis_store import RedisStore
 from tests.support.processes.redis import redis_server
 from tests.support.router import Report, Session, running
 from tests.support.waiting import WITHIN_S, eventually

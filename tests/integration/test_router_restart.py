@@ -17,10 +17,10 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pointsman.common.core.block_keys import prompt_keys
-from pointsman.common.io.channel import open_channel
-from pointsman.gateway.io.routing.router_client import RouterClient
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_common.core.block_keys import prompt_keys
+from pointsman_common.io.channel import open_channel
+from pointsman_gateway.io.routing.router_client import RouterClient
 from tests.support.instances import counters
 from tests.support.processes.pointsman import pointsman_process
 from tests.support.processes.process import Process, free_port

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import redis.asyncio
 
-from pointsman.router.io.main import RouterServer
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_router.io.main import RouterServer
 from tests.support.processes.redis import redis_server
 from tests.support.router import Client, Report, Session, running
 from tests.support.waiting import eventually

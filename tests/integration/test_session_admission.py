@@ -13,12 +13,12 @@ import openai
 import pytest
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.gateway.io.main import serving
-from pointsman.gateway.io.settings import GatewaySettings
-from pointsman.gateway.io.tokenizer_files import load_tokenizer
-from pointsman.router.core.admission import session_admission
-from pointsman.router.io.main import RouterServer
 from pointsman.router.v1 import fleet_pb2
+from pointsman_gateway.io.main import serving
+from pointsman_gateway.io.settings import GatewaySettings
+from pointsman_gateway.io.tokenizer_files import load_tokenizer
+from pointsman_router.core.admission import session_admission
+from pointsman_router.io.main import RouterServer
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine, until_ready
 from tests.support.router import Client, Report, running
 from tests.support.tiny_tokenizer import make_tokenizer

@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pointsman.gateway.core.api import Endpoint
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.api import Endpoint
 from tests.support.fakes.gateway_peers import Stack, refusal, stack
 from tests.support.gateway_requests import BODIES, ask, finished, post
 from tests.support.waiting import eventually

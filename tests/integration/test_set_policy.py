@@ -19,15 +19,15 @@ from grpc_status import rpc_status
 from redis import Redis
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.common.core.block_keys import prompt_keys
-from pointsman.router.core.policy.base import Policy
-from pointsman.router.core.policy.registry import DEFAULT_POLICY, POLICIES, make_policy
-from pointsman.router.core.types import Decision
-from pointsman.router.io.main import RouterServer
-from pointsman.router.io.operator_config import OperatorConfig
-from pointsman.router.io.rpc import paged_lists
-from pointsman.router.io.runtime import ReplicaInfo
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_common.core.block_keys import prompt_keys
+from pointsman_router.core.policy.base import Policy
+from pointsman_router.core.policy.registry import DEFAULT_POLICY, POLICIES, make_policy
+from pointsman_router.core.types import Decision
+from pointsman_router.io.main import RouterServer
+from pointsman_router.io.operator_config import OperatorConfig
+from pointsman_router.io.rpc import paged_lists
+from pointsman_router.io.runtime import ReplicaInfo
 from tests.support.processes.pointsman import pointsman_command
 from tests.support.processes.redis import redis_server
 from tests.support.router import Client, Report, Session, running

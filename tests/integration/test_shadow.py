@@ -21,13 +21,13 @@ import grpc
 import grpc.aio
 import pytest
 
-from pointsman.common.io.settings import Tokens
-from pointsman.lab.emulator.emulated_engine import EmulatedEngine, EmulateSettings, start
-from pointsman.router.core.policy.registry import DEFAULT_POLICY
-from pointsman.router.io.main import RouterServer
-from pointsman.router.io.settings import RouterSettings
 from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
-from pointsman.shadow.io.fleet_queries import FleetQueries, ServedModel
+from pointsman_common.io.settings import Tokens
+from pointsman_lab.emulator.emulated_engine import EmulatedEngine, EmulateSettings, start
+from pointsman_router.core.policy.registry import DEFAULT_POLICY
+from pointsman_router.io.main import RouterServer
+from pointsman_router.io.settings import RouterSettings
+from pointsman_shadow.io.fleet_queries import FleetQueries, ServedModel
 from tests.support.processes.pointsman import pointsman_command
 from tests.support.processes.process import Process, free_port
 from tests.support.router import Client, Report
@@ -92,7 +92,7 @@ class Docs:
             "127.0.0.1:8090": self.shadow,
             "127.0.0.1:50051": self.router,
             **{f"127.0.0.1:800{n}": one.url.removeprefix("http://") for n, one in enumerate(engines)},
-            "lab/data": str(Path("lab/data").absolute()),
+            "lab/pointsman_lab/data": str(Path("lab/pointsman_lab/data").absolute()),
         }
         self._folder = folder
 

@@ -14,15 +14,15 @@ import grpc
 import grpc.aio
 import pytest
 
-from pointsman.agent.core.cached_blocks import CachedBlocks
-from pointsman.agent.io.report_sender import Reporter
 from pointsman.agent.v1 import agent_pb2
-from pointsman.common.io import proven_streams
-from pointsman.common.io.auth import showing
-from pointsman.common.io.channel import ReloadingChannel, open_channel
-from pointsman.common.io.settings import Tokens
-from pointsman.router.io.main import RouterServer
 from pointsman.router.v1 import fleet_pb2
+from pointsman_agent.core.cached_blocks import CachedBlocks
+from pointsman_agent.io.report_sender import Reporter
+from pointsman_common.io import proven_streams
+from pointsman_common.io.auth import showing
+from pointsman_common.io.channel import ReloadingChannel, open_channel
+from pointsman_common.io.settings import Tokens
+from pointsman_router.io.main import RouterServer
 from tests.support.router import Client, Report, Session, running
 from tests.support.waiting import WITHIN_S, eventually
 

@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from pointsman.common.core.tracing import Span, SpanContext, parse_traceparent
-from pointsman.gateway.io.main import serving
-from pointsman.gateway.io.settings import GatewaySettings
-from pointsman.gateway.io.tokenizer_files import load_tokenizer
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.io.telemetry.spans import PlacementSpans
+from pointsman_common.core.tracing import Span, SpanContext, parse_traceparent
+from pointsman_gateway.io.main import serving
+from pointsman_gateway.io.settings import GatewaySettings
+from pointsman_gateway.io.tokenizer_files import load_tokenizer
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.io.telemetry.spans import PlacementSpans
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine, until_ready
 from tests.support.fakes.span_collector import Collector, Seen, collecting
 from tests.support.processes.process import free_port
@@ -172,7 +172,7 @@ async def test_without_the_collector_all_goes_on(tmp_path: Path) -> None:
 def test_nothing_of_the_sdk_is_loaded_where_nobody_asks_for_it() -> None:
     code = """
 import sys
-import pointsman.gateway.io.main, pointsman.router.io.main
+import pointsman_gateway.io.main, pointsman_router.io.main
 assert not [name for name in sys.modules if name.startswith(("opentelemetry.exporter", "opentelemetry.sdk.trace"))]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pointsman.lab.workload.tokenizer import TOKENIZER_DIR
-from pointsman.lab.workload.traces import TraceRequest, by_session
+from pointsman_lab.workload.tokenizer import TOKENIZER_DIR
+from pointsman_lab.workload.traces import TraceRequest, by_session
 from tests.support.repository import REPOSITORY
 
 AIPERF = REPOSITORY / ".venv-aiperf/bin/aiperf"

@@ -10,10 +10,10 @@ from typing import Any
 from playwright.async_api import Page, Request, async_playwright, expect
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.common.io.channel import open_channel
-from pointsman.common.io.settings import Tokens
-from pointsman.router.io.main import RouterServer
 from pointsman.router.v1 import placement_pb2
+from pointsman_common.io.channel import open_channel
+from pointsman_common.io.settings import Tokens
+from pointsman_router.io.main import RouterServer
 from tests.support.router import Client, Report, Session, running
 
 # Names from outside must not be rendered as markup. Each fleet here has an instance and a session with this name.

@@ -11,8 +11,8 @@ import aiohttp
 import anthropic
 import openai
 
-from pointsman.gateway.core.api import Endpoint
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.api import Endpoint
 from tests.support.fakes.gateway_peers import MODEL, Stack
 
 CHAT = {

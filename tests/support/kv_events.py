@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pointsman.agent.core.cached_blocks import CachedBlocks, Tier
-from pointsman.agent.core.kv_events import BlockStored
+from pointsman_agent.core.cached_blocks import CachedBlocks, Tier
+from pointsman_agent.core.kv_events import BlockStored
 
 MODEL = "tiny"
 BLOCK = 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 
-from pointsman.router.core.policy.base import Policy
+from pointsman_router.core.policy.base import Policy
 
 
 def documented_reasons(kind: type[Policy]) -> set[str]:

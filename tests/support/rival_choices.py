@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pointsman.router.core.policy.registry import make_policy
+from pointsman_router.core.policy.registry import make_policy
 from tests.support.repository import REPOSITORY
 from tests.support.router_values import candidate, request, view
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import grpc.aio
 
-from pointsman.agent.core.key_stream import CHUNK_KEYS
 from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
-from pointsman.common.core.block_keys import KEY_SCHEME, digest_of
-from pointsman.common.io.auth import bearer
-from pointsman.common.io.channel import open_channel
-from pointsman.common.io.settings import Tokens
-from pointsman.gateway.core.told_fleet import ToldFleet
-from pointsman.router.io.main import RouterServer
-from pointsman.router.io.settings import RouterSettings
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
+from pointsman_agent.core.key_stream import CHUNK_KEYS
+from pointsman_common.core.block_keys import KEY_SCHEME, digest_of
+from pointsman_common.io.auth import bearer
+from pointsman_common.io.channel import open_channel
+from pointsman_common.io.settings import Tokens
+from pointsman_gateway.core.told_fleet import ToldFleet
+from pointsman_router.io.main import RouterServer
+from pointsman_router.io.settings import RouterSettings
 from tests.support.instances import IN_STEP
 from tests.support.waiting import WITHIN_S, eventually
 

@@ -8,11 +8,11 @@ import time
 
 from msgspec.structs import replace
 
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.history.fleet_history import FleetHistory
-from pointsman.router.core.history.rows import POOL_STEP_S, InstanceSample, PoolSample
-from pointsman.router.core.types import Decision
-from pointsman.router.io.runtime import Router
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.history.fleet_history import FleetHistory
+from pointsman_router.core.history.rows import POOL_STEP_S, InstanceSample, PoolSample
+from pointsman_router.core.types import Decision
+from pointsman_router.io.runtime import Router
 
 SAMPLE_S = POOL_STEP_S / 2
 

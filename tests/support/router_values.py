@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from pointsman.common.core.block_keys import KEY_SCHEME, digest_of, prompt_keys
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.instances.report_sync import SnapshotBegin, SnapshotChunk, SnapshotEnd
-from pointsman.router.core.policy.base import Policy
-from pointsman.router.core.policy.registry import make_policy
-from pointsman.router.core.router_state import RouterState, StateSettings
-from pointsman.router.core.types import Candidate, FleetView, InstanceInfo, InstanceState, KvTransfer, PlacementRequest
+from pointsman_common.core.block_keys import KEY_SCHEME, digest_of, prompt_keys
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.report_sync import SnapshotBegin, SnapshotChunk, SnapshotEnd
+from pointsman_router.core.policy.base import Policy
+from pointsman_router.core.policy.registry import make_policy
+from pointsman_router.core.router_state import RouterState, StateSettings
+from pointsman_router.core.types import Candidate, FleetView, InstanceInfo, InstanceState, KvTransfer, PlacementRequest
 
 
 def info(name: str = "a", **changes: Any) -> InstanceInfo:

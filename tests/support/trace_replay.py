@@ -13,11 +13,11 @@ from typing import Any
 
 import aiohttp
 
-from pointsman.lab.engine.prompt_content import TokenContent
-from pointsman.lab.workload.chat_maker import ChatMaker, Message
-from pointsman.lab.workload.synthetic_trace import SMALL, generate
-from pointsman.lab.workload.tokenizer import ChatTokenizer
-from pointsman.lab.workload.traces import TraceRequest, by_session
+from pointsman_lab.engine.prompt_content import TokenContent
+from pointsman_lab.workload.chat_maker import ChatMaker, Message
+from pointsman_lab.workload.synthetic_trace import SMALL, generate
+from pointsman_lab.workload.tokenizer import ChatTokenizer
+from pointsman_lab.workload.traces import TraceRequest, by_session
 
 # Timeout of one request, s.
 DEADLINE_S = 30.0

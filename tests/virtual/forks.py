@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from unittest import mock
 
-from pointsman.agent.core.kv_events import BlockRemoved
-from pointsman.common.core.block_keys import KEY_TOKENS
-from pointsman.router.core.types import InstanceState
+from pointsman_agent.core.kv_events import BlockRemoved
+from pointsman_common.core.block_keys import KEY_TOKENS
+from pointsman_router.core.types import InstanceState
 from tests.support.virtual import engines
 from tests.support.virtual.loop import VirtualLoop, virtual_clocks
 from tests.support.virtual.network import clock_offset_s

@@ -12,19 +12,19 @@ import msgspec
 import redis
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.analysis.policy_comparison import PolicyComparison
-from pointsman.router.core.instances.report_sync import SnapshotBegin
-from pointsman.router.core.load.affinity import Affinity
-from pointsman.router.core.load.reservations import Reservation
-from pointsman.router.core.policy.registry import make_policy
-from pointsman.router.core.prefix.exact_index import PrefixIndex
-from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import Decision, Load
-from pointsman.router.io.convert import agent_messages
-from pointsman.router.io.convert.told_fleet import ToldFleet
-from pointsman.router.io.store import redis_scripts
-from pointsman.router.io.store.redis_store import BATCH, _change, _read
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.analysis.policy_comparison import PolicyComparison
+from pointsman_router.core.instances.report_sync import SnapshotBegin
+from pointsman_router.core.load.affinity import Affinity
+from pointsman_router.core.load.reservations import Reservation
+from pointsman_router.core.policy.registry import make_policy
+from pointsman_router.core.prefix.exact_index import PrefixIndex
+from pointsman_router.core.router_state import RouterState
+from pointsman_router.core.types import Decision, Load
+from pointsman_router.io.convert import agent_messages
+from pointsman_router.io.convert.told_fleet import ToldFleet
+from pointsman_router.io.store import redis_scripts
+from pointsman_router.io.store.redis_store import BATCH, _change, _read
 from tests.support.processes.redis import redis_server
 from tests.support.router_values import join, place, request, state
 from tests.support.virtual import costs

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pointsman.router.core.admission import session_admission
-from pointsman.router.core.requests.parking import Parking
+from pointsman_router.core.admission import session_admission
+from pointsman_router.core.requests.parking import Parking
 from tests.support.virtual.costs import AS_BUILT
 from tests.support.virtual.invariants import check_at_rest
 from tests.support.virtual.loop import virtual_clocks

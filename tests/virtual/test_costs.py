@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import redis.exceptions
 
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.instances.circuit_breaker import Circuit
-from pointsman.router.core.prefix.exact_index import PrefixIndex
-from pointsman.router.core.requests.place_or_hold import TRIES, HeldRequests
-from pointsman.router.io.rpc import fleet_service
-from pointsman.router.io.rpc.turn_budget import TurnBudget
-from pointsman.router.io.store.redis_store import RedisStore
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.circuit_breaker import Circuit
+from pointsman_router.core.prefix.exact_index import PrefixIndex
+from pointsman_router.core.requests.place_or_hold import TRIES, HeldRequests
+from pointsman_router.io.rpc import fleet_service
+from pointsman_router.io.rpc.turn_budget import TurnBudget
+from pointsman_router.io.store.redis_store import RedisStore
 from tests.support.virtual import costs, faults
 from tests.support.virtual.charging import PREBUILT, PREBUILT_SESSIONS, Charges
 from tests.support.virtual.costs import LARGEST, Declared, draw

@@ -13,17 +13,17 @@ from unittest import mock
 
 import pytest
 
-from pointsman.common.core.block_keys import KEY_SCHEME
-from pointsman.gateway.io.routing.router_client import RouterClient
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.instances.instance_orders import OrderChange
-from pointsman.router.core.load.reservations import Reservation
-from pointsman.router.core.ownership import preferred
-from pointsman.router.io.operator_config import OperatorConfig
-from pointsman.router.io.runtime import merged_operator_configs
-from pointsman.router.io.store import redis_store
-from pointsman.router.io.store.store import StoreEvent
 from pointsman.router.v1 import placement_pb2 as pb
+from pointsman_common.core.block_keys import KEY_SCHEME
+from pointsman_gateway.io.routing.router_client import RouterClient
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.instance_orders import OrderChange
+from pointsman_router.core.load.reservations import Reservation
+from pointsman_router.core.ownership import preferred
+from pointsman_router.io.operator_config import OperatorConfig
+from pointsman_router.io.runtime import merged_operator_configs
+from pointsman_router.io.store import redis_store
+from pointsman_router.io.store.store import StoreEvent
 from tests.support.fleet_updates import fleet_update
 from tests.support.virtual.loop import EPOCH, VirtualLoop, virtual_clocks
 from tests.support.virtual.network import Channel, Method, Network, Node, clock_offset_s, owner_of, track_tasks

@@ -15,10 +15,10 @@ from pydantic_settings import BaseSettings
 
 # Subcommand of `pointsman` -> module of its settings class.
 MODULES = {
-    "router": "pointsman.router.io.settings",
-    "agent": "pointsman.agent.io.settings",
-    "gateway": "pointsman.gateway.io.settings",
-    "emulate": "pointsman.lab.emulator.emulated_engine",
+    "router": "pointsman_router.io.settings",
+    "agent": "pointsman_agent.io.settings",
+    "gateway": "pointsman_gateway.io.settings",
+    "emulate": "pointsman_lab.emulator.emulated_engine",
 }
 # Subcommand -> the token files that it needs in POINTSMAN_TOKEN_DIR.
 TOKENS = {
@@ -78,8 +78,8 @@ def check(told: ServiceEnvironment) -> list[str]:
         return [f"{told.where}: {error}"]
     if told.command != subcommand_of(told.image):
         return [f"{told.where}: the image {told.image} has not what `pointsman {told.command}` needs"]
-    tokens = importlib.import_module("pointsman.common.io.settings").Tokens
-    tls = importlib.import_module("pointsman.common.io.tls").TlsSettings
+    tokens = importlib.import_module("pointsman_common.io.settings").Tokens
+    tls = importlib.import_module("pointsman_common.io.tls").TlsSettings
     known = {
         str(cls.model_config["env_prefix"]) + name.upper()
         for cls in (settings, tokens, tls)

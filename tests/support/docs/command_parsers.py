@@ -14,7 +14,7 @@ import typer.main
 import yaml
 
 from bench.__main__ import BENCHMARKS, LONG
-from pointsman.cli import main as command_line_module
+from pointsman_cli import main as command_line_module
 from tests.support.repository import REPOSITORY
 from tools import check_deploy
 from tools.deploy_checks.kubectl import ensure_kubectl

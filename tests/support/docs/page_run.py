@@ -19,7 +19,7 @@ def run_page(script: str, folder: Path, environment: Mapping[str, str]) -> str:
     file.write_text(f"set -u\n{script}")
     (folder / "bin").mkdir()
     shim = folder / "bin/pointsman"
-    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m pointsman.cli.main "$@"\n')
+    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m pointsman_cli.main "$@"\n')
     shim.chmod(0o755)
     given = {"PATH": f"{folder / 'bin'}:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), **environment}
     process = Process("page", ["bash", str(file)], folder / "log", env=given, cwd=folder)

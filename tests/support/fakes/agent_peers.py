@@ -17,13 +17,13 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from pointsman.agent.core.kv_events import END_OF_REPLAY, Event
-from pointsman.agent.io.main import serve
-from pointsman.agent.io.settings import AgentSettings
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman.agent.v1 import agent_pb2_grpc
-from pointsman.common.core.block_keys import digest_of
-from pointsman.common.io.channel import SERVER_OPTIONS
+from pointsman_agent.core.kv_events import END_OF_REPLAY, Event
+from pointsman_agent.io.main import serve
+from pointsman_agent.io.settings import AgentSettings
+from pointsman_common.core.block_keys import digest_of
+from pointsman_common.io.channel import SERVER_OPTIONS
 
 
 class FakeEngine:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from pointsman.gateway.core.api import Endpoint
+from pointsman_gateway.core.api import Endpoint
 
 MODEL = "tiny"
 

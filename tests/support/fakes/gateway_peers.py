@@ -14,15 +14,15 @@ import grpc
 import grpc.aio
 from aiohttp import web
 
-from pointsman.common.core.block_keys import KEY_SCHEME
-from pointsman.common.io.channel import SERVER_OPTIONS
-from pointsman.gateway.core.api import Endpoint, parse
-from pointsman.gateway.core.tokens.chat_template import Unrenderable
-from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
-from pointsman.gateway.io.main import serving
-from pointsman.gateway.io.settings import GatewaySettings
-from pointsman.gateway.io.tokenizer_files import load_tokenizer
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
+from pointsman_common.core.block_keys import KEY_SCHEME
+from pointsman_common.io.channel import SERVER_OPTIONS
+from pointsman_gateway.core.api import Endpoint, parse
+from pointsman_gateway.core.tokens.chat_template import Unrenderable
+from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman_gateway.io.main import serving
+from pointsman_gateway.io.settings import GatewaySettings
+from pointsman_gateway.io.tokenizer_files import load_tokenizer
 from tests.support.fakes.engine_answers import MODEL as MODEL
 from tests.support.fakes.engine_answers import Script
 from tests.support.fleet_updates import fleet_update

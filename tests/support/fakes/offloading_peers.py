@@ -14,8 +14,8 @@ import aiohttp
 from aiohttp import web
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.gateway.core.request.transfer_params import RELEASE_MODEL
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.request.transfer_params import RELEASE_MODEL
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine, Stack, stack
 
 TOOLS = [{"type": "function", "function": {"name": "set_points", "parameters": {"type": "object"}}}]

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from pointsman.gateway.io.engines.connection_pool import ConnectionPool
-from pointsman.gateway.io.engines.engine_connection import UpstreamResponse
+from pointsman_gateway.io.engines.connection_pool import ConnectionPool
+from pointsman_gateway.io.engines.engine_connection import UpstreamResponse
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: Text/Plain; x=y\r\nContent-Length: 5\r\n\r\nhello"
 

@@ -15,9 +15,9 @@ import grpc
 import openai
 from google.protobuf.json_format import MessageToDict
 
-from pointsman.common.io.auth import bearer
-from pointsman.common.io.channel import CHANNEL_OPTIONS
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
+from pointsman_common.io.auth import bearer
+from pointsman_common.io.channel import CHANNEL_OPTIONS
 from tests.support.engines.servers import Engine
 from tests.support.http_request import serves
 from tests.support.instances import IN_STEP, counters

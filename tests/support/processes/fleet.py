@@ -22,10 +22,10 @@ import aiohttp
 import grpc.aio
 import redis
 
-from pointsman.common.core.block_keys import prompt_keys
-from pointsman.common.io.channel import open_channel
-from pointsman.lab.workload.tokenizer import ChatTokenizer
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
+from pointsman_common.core.block_keys import prompt_keys
+from pointsman_common.io.channel import open_channel
+from pointsman_lab.workload.tokenizer import ChatTokenizer
 from tests.support.engines.servers import held_pieces, pieces_of
 from tests.support.instances import counters
 from tests.support.processes.pointsman import flag_words, pointsman_command

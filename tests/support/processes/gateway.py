@@ -15,7 +15,7 @@ import aiohttp
 async def gateway_process(environment: dict[str, str], **others: str) -> asyncio.subprocess.Process:
     """Start a gateway process whose log is read from stderr. `environment`: its settings. `others`: other variables."""
     variables = {f"POINTSMAN_GATEWAY_{name}": value for name, value in environment.items()}
-    code = "import pointsman.gateway.io.main as m; m.run(m.GatewaySettings())"
+    code = "import pointsman_gateway.io.main as m; m.run(m.GatewaySettings())"
     return await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, env=os.environ | others | variables, stderr=asyncio.subprocess.PIPE
     )

@@ -11,9 +11,9 @@ from unittest import mock
 
 from aiohttp import web
 
-from pointsman.cli.main import main
-from pointsman.lab.emulator import emulated_engine
-from pointsman.lab.emulator.http_routes import Api, EngineApp
+from pointsman_cli.main import main
+from pointsman_lab.emulator import emulated_engine
+from pointsman_lab.emulator.http_routes import Api, EngineApp
 
 _ledger = -1
 

@@ -11,7 +11,7 @@ from tests.support.processes.process import Process
 
 def pointsman_command(*words: str) -> list[str]:
     """Return the command line of `pointsman WORDS...`, run by this environment's Python."""
-    return [sys.executable, "-m", "pointsman.cli.main", *words]
+    return [sys.executable, "-m", "pointsman_cli.main", *words]
 
 
 def flag_words(flags: Mapping[str, object]) -> list[str]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import grpc.aio
 
-from pointsman.common.io.channel import END_OF_STREAM, open_channel
-from pointsman.gateway.io.routing.router_client import RouterClient
 from pointsman.router.v1 import placement_pb2
+from pointsman_common.io.channel import END_OF_STREAM, open_channel
+from pointsman_gateway.io.routing.router_client import RouterClient
 from tests.support.instances import counters
 from tests.support.processes.pointsman import pointsman_process
 from tests.support.processes.process import Process, free_port

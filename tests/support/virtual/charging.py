@@ -12,17 +12,17 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from pointsman.agent.core import key_stream, report_protocol
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core import router_state
-from pointsman.router.core.first_choice import MANY
-from pointsman.router.core.instances.report_sync import Delta, SnapshotChunk
-from pointsman.router.core.load import affinity
-from pointsman.router.core.policy.registry import POLICIES
-from pointsman.router.core.policy_views import Views
-from pointsman.router.core.prefix import exact_index
-from pointsman.router.io.convert.told_fleet import ToldFleet
-from pointsman.router.io.store import redis_store
+from pointsman_agent.core import key_stream, report_protocol
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core import router_state
+from pointsman_router.core.first_choice import MANY
+from pointsman_router.core.instances.report_sync import Delta, SnapshotChunk
+from pointsman_router.core.load import affinity
+from pointsman_router.core.policy.registry import POLICIES
+from pointsman_router.core.policy_views import Views
+from pointsman_router.core.prefix import exact_index
+from pointsman_router.io.convert.told_fleet import ToldFleet
+from pointsman_router.io.store import redis_store
 from tests.support.virtual import costs
 from tests.support.virtual.costs import Declared
 from tests.support.virtual.engines import CAPACITY_BLOCKS, LOAD_S

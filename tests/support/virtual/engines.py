@@ -10,14 +10,14 @@ from typing import Any
 
 import msgspec
 
-from pointsman.agent.core.cached_blocks import CachedBlocks
-from pointsman.agent.core.kv_events import BlockRemoved, BlockStored, Event
-from pointsman.agent.io.report_sender import Reporter
-from pointsman.agent.io.state_file import SavedState, restore_cached_blocks, to_saved_state
 from pointsman.agent.v1 import agent_pb2 as pb
-from pointsman.common.core.block_keys import KEY_TOKENS, extend_keys, root_key
-from pointsman.gateway.core.request.transfer_params import RELEASE_MODEL
-from pointsman.lab.emulator.told_answers import begun_answer, with_comment
+from pointsman_agent.core.cached_blocks import CachedBlocks
+from pointsman_agent.core.kv_events import BlockRemoved, BlockStored, Event
+from pointsman_agent.io.report_sender import Reporter
+from pointsman_agent.io.state_file import SavedState, restore_cached_blocks, to_saved_state
+from pointsman_common.core.block_keys import KEY_TOKENS, extend_keys, root_key
+from pointsman_gateway.core.request.transfer_params import RELEASE_MODEL
+from pointsman_lab.emulator.told_answers import begun_answer, with_comment
 from tests.support.virtual.network import Channel, Network, Node
 
 CAPACITY_BLOCKS = 48

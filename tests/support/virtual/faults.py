@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from pointsman.router.core.instances.instance_registry import InstanceRecord
-from pointsman.router.io.rpc import fleet_service
 from pointsman.router.v1 import fleet_pb2
+from pointsman_router.core.instances.instance_registry import InstanceRecord
+from pointsman_router.io.rpc import fleet_service
 from tests.support.virtual.routers import RouterNode
 from tests.support.virtual.store import LATEST_S
 from tests.support.virtual.store import NAME as REDIS

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from pointsman.gateway.io.engines.engine_client import Upstream
-from pointsman.gateway.io.engines.engine_connection import UpstreamError, UpstreamResponse
-from pointsman.gateway.io.settings import GatewaySettings
+from pointsman_gateway.io.engines.engine_client import Upstream
+from pointsman_gateway.io.engines.engine_connection import UpstreamError, UpstreamResponse
+from pointsman_gateway.io.settings import GatewaySettings
 from tests.support.virtual.engines import Engine
 from tests.support.virtual.network import Ended, Network, Node, Pipe, here
 

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from pointsman.common.io.channel import END_OF_STREAM
+from pointsman_common.io.channel import END_OF_STREAM
 from tests.support.virtual.loop import VirtualLoop
 
 # Duration of a cut or stop after which keepalive ends the affected streams, s.

@@ -16,26 +16,26 @@ from zlib import crc32
 
 import msgspec
 
-from pointsman.common.core.block_keys import prompt_keys
-from pointsman.gateway.core.api import ApiRequestError, Endpoint, parse
-from pointsman.gateway.core.http_message import Headers, Request
-from pointsman.gateway.core.memory_budget import Holding, MemoryBudget
-from pointsman.gateway.core.pool_state import PoolState
-from pointsman.gateway.core.rate_limits import Admission
-from pointsman.gateway.core.request.continuation import Continuations
-from pointsman.gateway.core.request.prepare import set_keys
-from pointsman.gateway.core.request.request_context import RequestContext
-from pointsman.gateway.core.request.request_events import RequestTimeouts
-from pointsman.gateway.core.session_ends import SessionEnds
-from pointsman.gateway.core.tokens.token_cache import TokenCache
-from pointsman.gateway.io.engines.remote_prefill import EngineIdCache, KvReleases
-from pointsman.gateway.io.request.request_runner import RequestRunner
-from pointsman.gateway.io.request.shared_context import SharedContext
-from pointsman.gateway.io.routing.router_client import RouterClient
-from pointsman.gateway.io.telemetry.line_log import LineLog
-from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
-from pointsman.router.io.store import redis_store
 from pointsman.router.v1 import placement_pb2
+from pointsman_common.core.block_keys import prompt_keys
+from pointsman_gateway.core.api import ApiRequestError, Endpoint, parse
+from pointsman_gateway.core.http_message import Headers, Request
+from pointsman_gateway.core.memory_budget import Holding, MemoryBudget
+from pointsman_gateway.core.pool_state import PoolState
+from pointsman_gateway.core.rate_limits import Admission
+from pointsman_gateway.core.request.continuation import Continuations
+from pointsman_gateway.core.request.prepare import set_keys
+from pointsman_gateway.core.request.request_context import RequestContext
+from pointsman_gateway.core.request.request_events import RequestTimeouts
+from pointsman_gateway.core.session_ends import SessionEnds
+from pointsman_gateway.core.tokens.token_cache import TokenCache
+from pointsman_gateway.io.engines.remote_prefill import EngineIdCache, KvReleases
+from pointsman_gateway.io.request.request_runner import RequestRunner
+from pointsman_gateway.io.request.shared_context import SharedContext
+from pointsman_gateway.io.routing.router_client import RouterClient
+from pointsman_gateway.io.telemetry.line_log import LineLog
+from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
+from pointsman_router.io.store import redis_store
 from tests.support.virtual import invariants
 from tests.support.virtual import store as virtual_store
 from tests.support.virtual.charging import PREBUILT, PREBUILT_SESSIONS, Charges

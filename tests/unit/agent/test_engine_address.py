@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pointsman.agent.core.engine_address import connect_address, offset_port, parse_engine_address
+from pointsman_agent.core.engine_address import connect_address, offset_port, parse_engine_address
 
 
 def test_addresses_with_options() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pointsman.agent.core.engine_metrics import WrongSender, parse_metrics
+from pointsman_agent.core.engine_metrics import WrongSender, parse_metrics
 
 PAGE = Path(__file__).with_name("vllm_metrics.txt")
 

@@ -7,7 +7,7 @@ from typing import Any
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 
-from pointsman.agent.core.engine_service import EngineService, ServiceEndpoints, parse_engine_service
+from pointsman_agent.core.engine_service import EngineService, ServiceEndpoints, parse_engine_service
 from tests.support.fakes.kubernetes_api import endpoint, endpoint_slice
 
 TWO_PORTS = [{"name": "http", "port": 8000, "protocol": "TCP"}, {"name": "metrics", "port": 9101, "protocol": "TCP"}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.agent.core.event_order import BatchAction, EventOrder
+from pointsman_agent.core.event_order import BatchAction, EventOrder
 
 
 @given(st.data())

@@ -8,7 +8,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from pointsman.agent.io.gpu import GpuSampler
+from pointsman_agent.io.gpu import GpuSampler
 
 
 @pytest.fixture

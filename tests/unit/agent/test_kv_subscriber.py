@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pointsman.agent.core.cached_blocks import CachedBlocks
-from pointsman.agent.io import kv_subscriber
-from pointsman.agent.io.kv_subscriber import KvEventSource, KvSubscriber
+from pointsman_agent.core.cached_blocks import CachedBlocks
+from pointsman_agent.io import kv_subscriber
+from pointsman_agent.io.kv_subscriber import KvEventSource, KvSubscriber
 from tests.support.kv_events import store
 
 PATIENCE_S = 0.05

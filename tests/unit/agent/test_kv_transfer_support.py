@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pointsman.agent.core.engine_address import parse_engine_address
-from pointsman.agent.core.engine_metrics import Scrape, parse_metrics
-from pointsman.agent.core.kv_transfer_support import engine_ids, kv_transfer
 from pointsman.agent.v1 import agent_pb2 as pb
+from pointsman_agent.core.engine_address import parse_engine_address
+from pointsman_agent.core.engine_metrics import Scrape, parse_metrics
+from pointsman_agent.core.kv_transfer_support import engine_ids, kv_transfer
 
 ANNOUNCED = {
     "connector": "LayerwiseMooncakeConnector",

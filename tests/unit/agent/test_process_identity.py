@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pointsman.agent.core.process_identity import IdentityChange, ProcessIdentity
+from pointsman_agent.core.process_identity import IdentityChange, ProcessIdentity
 
 
 def test_an_identity_stays_changes_and_alternates() -> None:

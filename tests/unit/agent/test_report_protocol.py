@@ -7,12 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pointsman.agent.core.cached_blocks import Block, CachedBlocks, Tier
-from pointsman.agent.core.key_stream import CHUNK_KEYS
-from pointsman.agent.core.kv_events import BlockRemoved
-from pointsman.agent.core.report_protocol import ProtocolError, ReportProtocol
 from pointsman.agent.v1 import agent_pb2 as pb
-from pointsman.common.core.block_keys import KEY_SCHEME, digest_of
+from pointsman_agent.core.cached_blocks import Block, CachedBlocks, Tier
+from pointsman_agent.core.key_stream import CHUNK_KEYS
+from pointsman_agent.core.kv_events import BlockRemoved
+from pointsman_agent.core.report_protocol import ProtocolError, ReportProtocol
+from pointsman_common.core.block_keys import KEY_SCHEME, digest_of
 from tests.support.kv_events import PER_BLOCK, hash_of, pairs_of, store
 
 INTERVALS = {"consistency_check_interval_s": 5.0, "report_interval_s": 0.25}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from pointsman.agent.io.settings import AgentSettings
+from pointsman_agent.io.settings import AgentSettings
 
 
 def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

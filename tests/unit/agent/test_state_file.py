@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from pointsman.agent.core.cached_blocks import CachedBlocks, Tier
-from pointsman.agent.io.state_file import SEQ_JUMP, StateFile, restore_cached_blocks, to_saved_state
+from pointsman_agent.core.cached_blocks import CachedBlocks, Tier
+from pointsman_agent.io.state_file import SEQ_JUMP, StateFile, restore_cached_blocks, to_saved_state
 from tests.support.kv_events import store
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.agent.core.step_load import StepLoad
+from pointsman_agent.core.step_load import StepLoad
 
 COUNTERS = ("steps", "decode_tokens", "prefill_tokens", "prefill_pairs", "prefills")
 

@@ -10,7 +10,7 @@ import pytest
 import structlog.testing
 import zmq.asyncio
 
-from pointsman.agent.io.step_load_receiver import receive_step_loads
+from pointsman_agent.io.step_load_receiver import receive_step_loads
 
 
 class QueuedMessages:

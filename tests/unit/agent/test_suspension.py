@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pointsman.agent.core.engine_metrics import NAMES, Scrape, parse_metrics
-from pointsman.agent.core.step_load import StepLoad, StepTotals
-from pointsman.agent.core.suspension import CacheResets, suspension
 from pointsman.agent.v1 import agent_pb2 as pb
+from pointsman_agent.core.engine_metrics import NAMES, Scrape, parse_metrics
+from pointsman_agent.core.step_load import StepLoad, StepTotals
+from pointsman_agent.core.suspension import CacheResets, suspension
 
 # A page of vLLM 0.32 (tests/unit/agent/vllm_metrics.txt) with the state that PrometheusStatLogger.record_sleep_state writes, and
 # the operations as vllm/entrypoints/serve/dev/sleep/metrics.py and entrypoints/rl/online/metrics.py print them.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pointsman.agent.core.warning_limit import WarningLimit
+from pointsman_agent.core.warning_limit import WarningLimit
 
 
 def test_the_first_is_reported_and_then_the_count_of_each_interval() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.agent.core.wire_numbers import finite, share, uint32, uint64
 from pointsman.agent.v1 import agent_pb2 as pb
+from pointsman_agent.core.wire_numbers import finite, share, uint32, uint64
 
 ODD = [None, True, [], {}, "", "None", "+Inf", "NaN", b"-Inf", "-1", -0.5, 1e300, 10**400, math.nan, "9" * 5_000, "²"]
 

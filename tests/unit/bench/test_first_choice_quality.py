@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bench.first_choice import CASES, VARIABLE, Case, cases, first_choice
-from pointsman.router.core import policy_views
-from pointsman.router.core.policy.base import SettingError
+from pointsman_router.core import policy_views
+from pointsman_router.core.policy.base import SettingError
 
 
 def test_cases_are_read() -> None:
@@ -37,8 +37,8 @@ def test_the_same_draws_are_placed_with_and_without(monkeypatch: pytest.MonkeyPa
     assert {figure.ratio for figure in small.values()} == {1.0}
     assert "paired ratio 1.000, 1.000 to 1.000 (2 draws of" in small["first_choice_unified_6_knee_ttft_p90_s"].note
     monkeypatch.setattr(policy_views, "MANY", 2)
-    monkeypatch.setattr("pointsman.router.core.first_choice.LEAST_LOADED", 1)
-    monkeypatch.setattr("pointsman.router.core.first_choice.MOST_CACHED", 1)
+    monkeypatch.setattr("pointsman_router.core.first_choice.LEAST_LOADED", 1)
+    monkeypatch.setattr("pointsman_router.core.first_choice.MOST_CACHED", 1)
     few = {figure.metric: figure for figure in first_choice()}
     assert [few[name].baseline for name in few] == [small[name].baseline for name in small]
     assert any(few[name].value != small[name].value for name in few)

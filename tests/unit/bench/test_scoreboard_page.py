@@ -17,7 +17,7 @@ from bench.scoreboard.contenders import ABSENT, POINTSMAN, contenders, part_labe
 from bench.scoreboard.measures import Measures, measure
 from bench.scoreboard.page import render, write_page
 from bench.scoreboard.traffic import PAUSE_LIMIT_S, TURN_LIMIT, Load, draw
-from pointsman.lab.report.request_record import RequestRecord
+from pointsman_lab.report.request_record import RequestRecord
 
 CELL = CELLS[0]
 FACTS: dict[str, object] = {"commit": "abc", "machine": "2 cores", "rounds": 3, "date": "2026-01-01"}
@@ -258,12 +258,12 @@ def test_shown_commands_name_no_folder_of_this_machine() -> None:
         if one.is_pointsman or one.name.startswith("nginx"):
             assert not re.search(r"(^| )[./][^ ]*/", shown_command(one)), one.name
     up = next(one for one in contenders() if one.name == "pointsman unified")
-    assert "pointsman.cli.main up --engine URL --listen 127.0.0.1:PORT" in shown_command(up)
+    assert "pointsman_cli.main up --engine URL --listen 127.0.0.1:PORT" in shown_command(up)
 
 
 def test_the_services_of_one_command_are_told_apart() -> None:
     from bench.scoreboard.contenders import Part
 
     up = Part("up", ["python"])
-    assert part_label(up, ["python", "-m", "pointsman.cli.main", "gateway", "--listen", "a:1"]) == "gateway"
+    assert part_label(up, ["python", "-m", "pointsman_cli.main", "gateway", "--listen", "a:1"]) == "gateway"
     assert part_label(up, ["python", "-c", "from multiprocessing"]) == "up"

@@ -8,9 +8,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from pointsman.cli import fleet_commands, router_call
-from pointsman.common.io.auth import bearer
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_cli import fleet_commands, router_call
+from pointsman_common.io.auth import bearer
 
 COMMANDS = (
     ["instances"],

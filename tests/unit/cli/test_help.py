@@ -11,18 +11,13 @@ import typer.rich_utils
 from pydantic_settings import BaseSettings
 from typer.testing import CliRunner
 
-import pointsman.agent.io.settings
-import pointsman.cli.up
-import pointsman.gateway.io.settings
-import pointsman.lab.commands
-import pointsman.router.io.settings
-import pointsman.shadow.io.commands  # noqa: F401
-from pointsman.common.io.settings import add_settings_command
+import pointsman_shadow.io.commands  # noqa: F401
+from pointsman_common.io.settings import add_settings_command
 
 
 def kinds(of: type[BaseSettings] = BaseSettings) -> Iterator[type[BaseSettings]]:
     for kind in of.__subclasses__():
-        if kind.__module__.startswith("pointsman."):
+        if kind.__module__.startswith("pointsman_"):
             yield kind
         yield from kinds(kind)
 

@@ -6,9 +6,9 @@ from dataclasses import fields
 
 import pytest
 
-from pointsman.cli.fleet_commands import policies
-from pointsman.router.core.policy.base import bounds
-from pointsman.router.core.policy.registry import POLICIES
+from pointsman_cli.fleet_commands import policies
+from pointsman_router.core.policy.base import bounds
+from pointsman_router.core.policy.registry import POLICIES
 
 
 def test_it_lists_every_policy_with_its_settings_and_their_bounds(capsys: pytest.CaptureFixture[str]) -> None:

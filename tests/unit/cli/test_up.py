@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pointsman.cli.up import UpSettings, services
+from pointsman_cli.up import UpSettings, services
 
 
 def test_router_and_gateway_share_a_process_unless_the_gateway_has_several() -> None:

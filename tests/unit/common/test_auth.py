@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
-from pointsman.common.io.auth import ROLES, TokenInterceptor, bearer, is_loopback, may_call, role_of, showing
-from pointsman.common.io.channel import SERVER_OPTIONS, open_channel
-from pointsman.common.io.settings import Tokens
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
+from pointsman_common.io.auth import ROLES, TokenInterceptor, bearer, is_loopback, may_call, role_of, showing
+from pointsman_common.io.channel import SERVER_OPTIONS, open_channel
+from pointsman_common.io.settings import Tokens
 
 TOKENS = {"agent": "a-token", "gateway": "g-token", "operator": "o-token", "observer": "s-token"}
 ACCEPTED = {role: (token, f"old-{token}") for role, token in TOKENS.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pointsman.common.io.batch_queue import MAX_BATCH, BatchQueue
+from pointsman_common.io.batch_queue import MAX_BATCH, BatchQueue
 
 NEVER_S = 3_600.0
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from pointsman.common.core.block_keys import KEY_SCHEME, KEY_TOKENS, digest_of, extend_keys, prompt_keys, root_key
+from pointsman_common.core.block_keys import KEY_SCHEME, KEY_TOKENS, digest_of, extend_keys, prompt_keys, root_key
 from tests.support.repository import REPOSITORY
 
 TOKEN = st.integers(0, 2**32 - 1)

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pointsman.common.io.channel import CHANNEL_OPTIONS, SERVER_OPTIONS, open_channel
+from pointsman_common.io.channel import CHANNEL_OPTIONS, SERVER_OPTIONS, open_channel
 from tests.support.tcp_proxies import Link
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,7 +55,9 @@ def test_every_server_takes_these_options() -> None:
 
 def test_services_dial_in_one_place() -> None:
     dialling = {path for of in ("insecure_channel", "secure_channel") for path, _ in calls(of)}
-    assert {path for path in dialling if not path.startswith("tests/")} == {"services/common/io/channel.py"}
+    assert {path for path in dialling if not path.startswith("tests/")} == {
+        "services/common/pointsman_common/io/channel.py"
+    }
 
 
 async def test_pings_that_other_servers_refuse_are_permitted() -> None:

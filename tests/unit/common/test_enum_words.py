@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pointsman.common.core.enum_words import values, word
-from pointsman.router.core.events_and_effects import UNKNOWN
-from pointsman.router.core.types import route_class
-from pointsman.router.io.telemetry.decision_log import DRY_RUN, OPEN
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_common.core.enum_words import values, word
+from pointsman_router.core.events_and_effects import UNKNOWN
+from pointsman_router.core.types import route_class
+from pointsman_router.io.telemetry.decision_log import DRY_RUN, OPEN
 
 
 def test_words_have_no_prefix() -> None:

@@ -17,8 +17,8 @@ import grpc.aio
 import pytest
 import uvloop
 
-from pointsman.common.io import event_loop
-from pointsman.common.io.channel import END_OF_STREAM, SERVER_OPTIONS
+from pointsman_common.io import event_loop
+from pointsman_common.io.channel import END_OF_STREAM, SERVER_OPTIONS
 
 STREAMS, TURNS = 64, 80
 # From its first loop on libuv keeps a pipe for the life of the process. It is made here, so that it counts for no test.

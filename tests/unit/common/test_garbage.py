@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pointsman.common.io.garbage import collect_garbage
+from pointsman_common.io.garbage import collect_garbage
 
 INTERVAL_S = 0.2
 

@@ -14,7 +14,7 @@ class Noting:
     def isatty(self): return False
 sys.stderr = Noting()
 import structlog
-from pointsman.common.io.logs import configure_logs
+from pointsman_common.io.logs import configure_logs
 configure_logs("service")
 structlog.get_logger().info("one")
 structlog.get_logger().info("two")

@@ -6,7 +6,7 @@ import asyncio
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from pointsman.common.io.metrics_page import metrics_page
+from pointsman_common.io.metrics_page import metrics_page
 
 
 async def test_a_page_is_written_family_by_family() -> None:

@@ -10,7 +10,7 @@ from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from typer.testing import CliRunner, Result
 
-from pointsman.common.io.settings import Entries, Tokens, add_settings_command
+from pointsman_common.io.settings import Entries, Tokens, add_settings_command
 
 
 class TrackSettings(BaseSettings):

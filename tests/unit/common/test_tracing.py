@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.common.core.tracing import MAX_TEXT, SpanContext, known_attributes, parse_traceparent, start_trace
+from pointsman_common.core.tracing import MAX_TEXT, SpanContext, known_attributes, parse_traceparent, start_trace
 
 TRACE, SPAN = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7
 HEADER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 
-from pointsman.agent.core.engine_metrics import parse_metrics
+from pointsman_agent.core.engine_metrics import parse_metrics
 
 MODULE = "pointsman_connector.engine_info"
 

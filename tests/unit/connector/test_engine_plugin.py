@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import zmq
 
-from pointsman.agent.core.step_load import StepLoad
+from pointsman_agent.core.step_load import StepLoad
 from pointsman_connector import vllm_version
 
 MODULE = "pointsman_connector.engine_plugin"

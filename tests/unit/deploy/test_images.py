@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pointsman.common.io.channel import SERVER_OPTIONS
+from pointsman_common.io.channel import SERVER_OPTIONS
 from tools import check_deploy
 from tools.deploy_checks import service_environment
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pointsman.gateway.core.api.api_call import ROUTES
+from pointsman_gateway.core.api.api_call import ROUTES
 from tests.support.repository import VERSION
 from tools import check_deploy
 from tools.deploy_checks import k8s

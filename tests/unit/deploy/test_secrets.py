@@ -13,8 +13,8 @@ import pytest
 import redis.asyncio
 from redis.exceptions import AuthenticationError, NoPermissionError
 
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.io.store.redis_store import RedisStore
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.io.store.redis_store import RedisStore
 from tools.check_deploy import DEPLOY, make_secrets, run
 
 REDIS_SERVER = Path(sys.executable).parent / "redis-server"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pointsman.gateway.core.rate_limits import RateLimits
-from pointsman.gateway.core.tenants import ANYONE, parse_keys
-from pointsman.gateway.io.api_keys import LOOK_AGAIN_S, ApiKeys, KeysFromEnvironment
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.rate_limits import RateLimits
+from pointsman_gateway.core.tenants import ANYONE, parse_keys
+from pointsman_gateway.io.api_keys import LOOK_AGAIN_S, ApiKeys, KeysFromEnvironment
 
 
 def tenant(keys: ApiKeys, authorization: str, x_api_key: str = "") -> str | None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.gateway.io.engines.connection_pool import KEEPALIVE_S, ConnectionPool
-from pointsman.gateway.io.engines.engine_connection import (
+from pointsman_gateway.io.engines.connection_pool import KEEPALIVE_S, ConnectionPool
+from pointsman_gateway.io.engines.engine_connection import (
     HIGH_WATER,
     Origin,
     Passthrough,

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from pointsman.common.core.block_keys import prompt_keys
-from pointsman.gateway.core.api import Endpoint
-from pointsman.gateway.core.api.continuable import is_continuable
-from pointsman.gateway.core.api.parse import parse
-from pointsman.gateway.core.request.attempt import Attempt
-from pointsman.gateway.core.request.attempt_report import finished
-from pointsman.gateway.core.request.continuation import Continuations, continued_placement, ids_of, with_told_answer
-from pointsman.gateway.core.request.prepare import set_keys
-from pointsman.gateway.core.request.request_context import RequestContext
-from pointsman.gateway.core.request.request_events import Outcome, ReportFinished
-from pointsman.gateway.core.streaming.told_comments import told_in
-from pointsman.gateway.core.streaming.usage_and_end import Usage
 from pointsman.router.v1 import placement_pb2
+from pointsman_common.core.block_keys import prompt_keys
+from pointsman_gateway.core.api import Endpoint
+from pointsman_gateway.core.api.continuable import is_continuable
+from pointsman_gateway.core.api.parse import parse
+from pointsman_gateway.core.request.attempt import Attempt
+from pointsman_gateway.core.request.attempt_report import finished
+from pointsman_gateway.core.request.continuation import Continuations, continued_placement, ids_of, with_told_answer
+from pointsman_gateway.core.request.prepare import set_keys
+from pointsman_gateway.core.request.request_context import RequestContext
+from pointsman_gateway.core.request.request_events import Outcome, ReportFinished
+from pointsman_gateway.core.streaming.told_comments import told_in
+from pointsman_gateway.core.streaming.usage_and_end import Usage
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": True}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "a", "stream": True}

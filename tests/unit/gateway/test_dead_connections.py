@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.gateway.core.dead_connections import (
+from pointsman_gateway.core.dead_connections import (
     PROBE_EVERY_S,
     REFUSALS,
     REPROBE_S,
@@ -20,9 +20,9 @@ from pointsman.gateway.core.dead_connections import (
     Peer,
     Probe,
 )
-from pointsman.gateway.io.engines import connection_pool
-from pointsman.gateway.io.engines.connection_pool import ConnectionPool, probe
-from pointsman.gateway.io.engines.engine_connection import UpstreamError, UpstreamResponse
+from pointsman_gateway.io.engines import connection_pool
+from pointsman_gateway.io.engines.connection_pool import ConnectionPool, probe
+from pointsman_gateway.io.engines.engine_connection import UpstreamError, UpstreamResponse
 from tests.support.fakes.scripted_instance import WHOLE, Instance, ask, instance, whole
 
 A, B = ("10.0.0.1", 8000), ("10.0.0.2", 8000)

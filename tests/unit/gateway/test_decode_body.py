@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pointsman.gateway.core.api import ApiRequestError, ClientRules, Endpoint, decode_body, parse
-from pointsman.gateway.core.api.decode_body import decode_body as decoded
+from pointsman_gateway.core.api import ApiRequestError, ClientRules, Endpoint, decode_body, parse
+from pointsman_gateway.core.api.decode_body import decode_body as decoded
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text(max_size=12) | st.just('"\\'),

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from google.protobuf.struct_pb2 import Struct
 
-from pointsman.gateway.core.ext_proc.endpoints import (
+from pointsman_gateway.core.ext_proc.endpoints import (
     endpoint,
     host_and_port,
     served_endpoint,
     subset_of,
     target_at,
 )
-from pointsman.gateway.core.request.request_events import Target
+from pointsman_gateway.core.request.request_events import Target
 
 NAMESPACE, KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 PODS = [("10.0.0.1", 8080), ("10.0.0.2", 8080), ("10.0.0.3", 8080)]

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.gateway.core.request.local_placement import fallbacks
-from pointsman.gateway.core.request.placement_messages import target_of
-from pointsman.gateway.core.request.request_events import StepAssigned
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.request.local_placement import fallbacks
+from pointsman_gateway.core.request.placement_messages import target_of
+from pointsman_gateway.core.request.request_events import StepAssigned
 
 
 def ref(name: str, **fields: Any) -> placement_pb2.InstanceRef:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pointsman.gateway.core.request_usage import RequestUsage
-from pointsman.gateway.core.tokens.token_cache import TokenCache
-from pointsman.gateway.io.telemetry.metrics import GONE_MODEL_S, GatewayMetrics
+from pointsman_gateway.core.request_usage import RequestUsage
+from pointsman_gateway.core.tokens.token_cache import TokenCache
+from pointsman_gateway.io.telemetry.metrics import GONE_MODEL_S, GatewayMetrics
 
 ROUTE = "/v1/chat/completions"
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from pointsman.common.io.tls import server_context
-from pointsman.gateway.core.http_message import Request, Response
-from pointsman.gateway.io.http.client_connection import HIGH_WATER, SMALL_BODY, ClientConnection
-from pointsman.gateway.io.http.server import Server
-from pointsman.gateway.io.http.server_types import ServerLimits
+from pointsman_common.io.tls import server_context
+from pointsman_gateway.core.http_message import Request, Response
+from pointsman_gateway.io.http.client_connection import HIGH_WATER, SMALL_BODY, ClientConnection
+from pointsman_gateway.io.http.server import Server
+from pointsman_gateway.io.http.server_types import ServerLimits
 from tests.support.certificates import Authority
 
 LIMITS = ServerLimits(max_body_bytes=100_000, max_buffered_body_bytes=150_000, max_head_bytes=2_000, max_headers=10)

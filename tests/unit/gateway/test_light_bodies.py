@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.gateway.core.api import decode_body
-from pointsman.gateway.core.api.decode_body import LIGHT_BYTES, LIGHT_ITEMS, LIGHT_OBJECTS, decode_light
+from pointsman_gateway.core.api import decode_body
+from pointsman_gateway.core.api.decode_body import LIGHT_BYTES, LIGHT_ITEMS, LIGHT_OBJECTS, decode_light
 
 CODE = """
 // Returns the coordinates of all points, in the order of their distance.

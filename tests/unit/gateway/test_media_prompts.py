@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pointsman.gateway.core.api import Endpoint, parse
-from pointsman.gateway.core.tokens import split_points
-from pointsman.gateway.core.tokens.chat_template import ChatTemplate, Unrenderable
-from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer, Prompt
-from pointsman.gateway.core.tokens.token_cache import TokenCache
+from pointsman_gateway.core.api import Endpoint, parse
+from pointsman_gateway.core.tokens import split_points
+from pointsman_gateway.core.tokens.chat_template import ChatTemplate, Unrenderable
+from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer, Prompt
+from pointsman_gateway.core.tokens.token_cache import TokenCache
 from tests.support import tokenizer_families
 
 # Qwen 2 VL's: media where they stand.

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from pointsman.gateway.core.http_message import Headers
-from pointsman.gateway.core.memory_budget import Holding, MemoryBudget
-from pointsman.gateway.io.engines.engine_client import AnswerTooLong, NoRoomForAnswer, Upstream, UpstreamError
-from pointsman.gateway.io.engines.engine_connection import UpstreamResponse
-from pointsman.gateway.io.settings import GatewaySettings
+from pointsman_gateway.core.http_message import Headers
+from pointsman_gateway.core.memory_budget import Holding, MemoryBudget
+from pointsman_gateway.io.engines.engine_client import AnswerTooLong, NoRoomForAnswer, Upstream, UpstreamError
+from pointsman_gateway.io.engines.engine_connection import UpstreamResponse
+from pointsman_gateway.io.settings import GatewaySettings
 
 
 def holding(budget: MemoryBudget, holder: bytes = b"") -> Holding:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.gateway.core.api import Endpoint, parse
-from pointsman.gateway.core.api.anthropic_messages import disabled_effort, merged_system, system_only_first
-from pointsman.gateway.core.api.openai_responses import response_id, storing_instance
+from pointsman_gateway.core.api import Endpoint, parse
+from pointsman_gateway.core.api.anthropic_messages import disabled_effort, merged_system, system_only_first
+from pointsman_gateway.core.api.openai_responses import response_id, storing_instance
 from tests.support.tiny_tokenizer import CHATML
 
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from pointsman.gateway.core.api import ApiRequestError, Endpoint, parse
-from pointsman.gateway.core.tokens.chat_template import ChatTemplate, Unrenderable
-from pointsman.gateway.io.tokenizer_files import TokenizerNotFound, find_tokenizer, load_tokenizer
+from pointsman_gateway.core.api import ApiRequestError, Endpoint, parse
+from pointsman_gateway.core.tokens.chat_template import ChatTemplate, Unrenderable
+from pointsman_gateway.io.tokenizer_files import TokenizerNotFound, find_tokenizer, load_tokenizer
 from tests.support.tiny_tokenizer import CHATML, make_tokenizer
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pointsman.gateway.core.api import (
+from pointsman_gateway.core.api import (
     FORBIDDEN_FIELDS,
     FORBIDDEN_XARGS,
     ApiRequestError,

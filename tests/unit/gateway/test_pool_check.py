@@ -8,11 +8,11 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.gateway.core.pool_state import PoolState, TokenizerStatus
-from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
-from pointsman.gateway.io.routing.pool_check import REFUSED_AGAIN_S, PoolCheck
-from pointsman.gateway.io.tokenizer_files import HubUnreachable, TokenizerNotFound
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.pool_state import PoolState, TokenizerStatus
+from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman_gateway.io.routing.pool_check import REFUSED_AGAIN_S, PoolCheck
+from pointsman_gateway.io.tokenizer_files import HubUnreachable, TokenizerNotFound
 from tests.support.virtual.loop import VirtualLoop, virtual_clocks
 
 SOURCES = ("maker/m", "maker/m@a", "maker/m@b")

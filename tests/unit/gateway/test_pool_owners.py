@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pointsman.gateway.core.pool_owners import DEFAULT_OWNER_TIMEOUT_S, PoolOwners
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.pool_owners import DEFAULT_OWNER_TIMEOUT_S, PoolOwners
 
 
 def fleet(timeout_s: int | None = None) -> placement_pb2.Fleet:

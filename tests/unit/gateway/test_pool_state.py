@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.gateway.core.pool_state import names_of
-from pointsman.router.core.instances.instance_registry import InstanceRegistry
-from pointsman.router.core.prefix.exact_index import PrefixIndex
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.pool_state import names_of
+from pointsman_router.core.instances.instance_registry import InstanceRegistry
+from pointsman_router.core.prefix.exact_index import PrefixIndex
 from tests.support.router_values import info
 
 NAMES = st.lists(st.sampled_from("mnopq"), max_size=3, unique=True).map(tuple)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pointsman.gateway.core.api import ContextExceeded, Endpoint, parse
-from pointsman.gateway.core.tokens import model_tokenizer
-from pointsman.gateway.core.tokens.token_cache import TokenCache
+from pointsman_gateway.core.api import ContextExceeded, Endpoint, parse
+from pointsman_gateway.core.tokens import model_tokenizer
+from pointsman_gateway.core.tokens.token_cache import TokenCache
 from tests.support import tokenizer_families
 
 TURN = {"role": "user", "content": "a"}
@@ -42,9 +42,9 @@ def test_more_messages_than_tokens_are_refused_before_they_are_looked_at(
     ((name, given),) = fields.items()
     fewer = given[:-1] if endpoint is not Endpoint.COMPLETION or isinstance(given[0], int) else [[1] * (CONTEXT - 1)]
     parsed(endpoint, {name: fewer})
-    monkeypatch.setattr("pointsman.gateway.core.api.openai_chat.check_fields", looked_at)
-    monkeypatch.setattr("pointsman.gateway.core.api.openai_responses.check_fields", looked_at)
-    monkeypatch.setattr("pointsman.gateway.core.api.anthropic_messages.check_fields", looked_at)
+    monkeypatch.setattr("pointsman_gateway.core.api.openai_chat.check_fields", looked_at)
+    monkeypatch.setattr("pointsman_gateway.core.api.openai_responses.check_fields", looked_at)
+    monkeypatch.setattr("pointsman_gateway.core.api.anthropic_messages.check_fields", looked_at)
     with pytest.raises(ContextExceeded) as refused:
         parsed(endpoint, fields)
     assert (refused.value.status, refused.value.code, refused.value.param) == (400, "context_length_exceeded", name)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pointsman.gateway.core.request.request_events import Target
-from pointsman.gateway.io.ext_proc import addresses
-from pointsman.gateway.io.ext_proc.addresses import Addresses
+from pointsman_gateway.core.request.request_events import Target
+from pointsman_gateway.io.ext_proc import addresses
+from pointsman_gateway.io.ext_proc.addresses import Addresses
 
 ENGINE = Target("e", "http://engine:8000", incarnation="1")
 

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from pointsman.gateway.core.rate_limit_headers import anthropic_fields, duration, openai_fields
-from pointsman.gateway.core.rate_limits import LimitStatus, Remaining
+from pointsman_gateway.core.rate_limit_headers import anthropic_fields, duration, openai_fields
+from pointsman_gateway.core.rate_limits import LimitStatus, Remaining
 
 
 @pytest.mark.parametrize(

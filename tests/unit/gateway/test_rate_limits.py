@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.gateway.core.rate_limits import RateLimited, RateLimiter, RateLimits
+from pointsman_gateway.core.rate_limits import RateLimited, RateLimiter, RateLimits
 
 KEY = b"k"
 STEPS = st.lists(st.tuples(st.floats(0, 30), st.integers(0, 5_000)), min_size=1, max_size=60)

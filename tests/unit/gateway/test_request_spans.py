@@ -8,14 +8,14 @@ import msgspec
 import pytest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as conventions
 
-from pointsman.common.core.tracing import Span, SpanContext, SpanKind, Value
-from pointsman.gateway.core.api import Endpoint, parse
-from pointsman.gateway.core.request.attempt import Attempt
-from pointsman.gateway.core.request.gen_ai_attributes import request_attributes
-from pointsman.gateway.core.request.request_events import StepAssigned, Target
-from pointsman.gateway.core.request.request_spans import attempt_spans, request_span
-from pointsman.gateway.core.request_trace import placement_context, step_context
-from pointsman.gateway.core.streaming.usage_and_end import Usage
+from pointsman_common.core.tracing import Span, SpanContext, SpanKind, Value
+from pointsman_gateway.core.api import Endpoint, parse
+from pointsman_gateway.core.request.attempt import Attempt
+from pointsman_gateway.core.request.gen_ai_attributes import request_attributes
+from pointsman_gateway.core.request.request_events import StepAssigned, Target
+from pointsman_gateway.core.request.request_spans import attempt_spans, request_span
+from pointsman_gateway.core.request_trace import placement_context, step_context
+from pointsman_gateway.core.streaming.usage_and_end import Usage
 
 REQUEST = SpanContext(7, 8, True)
 CHAT: dict[str, Value] = {

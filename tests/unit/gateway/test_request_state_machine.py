@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pointsman.gateway.core.request import request_events as ev
-from pointsman.gateway.core.request.local_placement import least_inflight
-from pointsman.gateway.core.request.request_events import Outcome, RequestTimeouts, StepAssigned, Target
-from pointsman.gateway.core.request.request_state_machine import Phase, RequestStateMachine
+from pointsman_gateway.core.request import request_events as ev
+from pointsman_gateway.core.request.local_placement import least_inflight
+from pointsman_gateway.core.request.request_events import Outcome, RequestTimeouts, StepAssigned, Target
+from pointsman_gateway.core.request.request_state_machine import Phase, RequestStateMachine
 
 LIMITS = RequestTimeouts(placement_s=10, prefill_s=20, first_byte_s=30, transfer_s=5, max_retries=2)
 A, B = Target("a", "http://a"), Target("b", "http://b", 1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import structlog.testing
 
-from pointsman.common.io.channel import open_channel
-from pointsman.gateway.io.routing import router_stream
-from pointsman.gateway.io.routing.router_stream import RouterSession
 from pointsman.router.v1 import placement_pb2
+from pointsman_common.io.channel import open_channel
+from pointsman_gateway.io.routing import router_stream
+from pointsman_gateway.io.routing.router_stream import RouterSession
 from tests.support.processes.process import free_port
 from tests.support.waiting import eventually
 

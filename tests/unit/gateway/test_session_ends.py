@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.gateway.core import session_ends
-from pointsman.gateway.core.session_ends import KEPT_S, SessionEnds
+from pointsman_gateway.core import session_ends
+from pointsman_gateway.core.session_ends import KEPT_S, SessionEnds
 
 POOLS = ("m", "n")
 

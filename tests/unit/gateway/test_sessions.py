@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.gateway.core.request.sessions import MAX_SESSION_ID, Sessions, bounded_id
+from pointsman_gateway.core.request.sessions import MAX_SESSION_ID, Sessions, bounded_id
 
 KEYS = st.lists(st.integers(0, 2**64 - 1), max_size=6)
 

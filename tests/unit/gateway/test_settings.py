@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from pointsman.gateway.io.settings import GatewaySettings
+from pointsman_gateway.io.settings import GatewaySettings
 
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pointsman.gateway.core.tokens.token_cache import TokenCache
-from pointsman.gateway.io.processes.sibling_processes import merged
-from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
+from pointsman_gateway.core.tokens.token_cache import TokenCache
+from pointsman_gateway.io.processes.sibling_processes import merged
+from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
 
 
 def page(requests: int, connected: bool) -> str:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pointsman.gateway.core.rate_limits import Admission, RateLimited, RateLimiter, RateLimits
-from pointsman.gateway.io.processes.shared_usage import SharedUsageFile
+from pointsman_gateway.core.rate_limits import Admission, RateLimited, RateLimiter, RateLimits
+from pointsman_gateway.io.processes.shared_usage import SharedUsageFile
 
 
 def digest(name: int) -> bytes:

@@ -13,15 +13,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from pointsman.common.core.block_keys import prompt_keys
-from pointsman.gateway.core.api import Endpoint, parse
-from pointsman.gateway.core.request.prepare import set_keys
-from pointsman.gateway.core.tokens import split_points
-from pointsman.gateway.core.tokens.chat_template import Unrenderable
-from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer, Prompt
-from pointsman.gateway.core.tokens.split_points import SplitPoints, split_points_for
-from pointsman.gateway.core.tokens.token_cache import ENTRY_BYTES, RUN_TOKENS, ByteBoundedLru, TokenCache
 from pointsman.router.v1 import placement_pb2
+from pointsman_common.core.block_keys import prompt_keys
+from pointsman_gateway.core.api import Endpoint, parse
+from pointsman_gateway.core.request.prepare import set_keys
+from pointsman_gateway.core.tokens import split_points
+from pointsman_gateway.core.tokens.chat_template import Unrenderable
+from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer, Prompt
+from pointsman_gateway.core.tokens.split_points import SplitPoints, split_points_for
+from pointsman_gateway.core.tokens.token_cache import ENTRY_BYTES, RUN_TOKENS, ByteBoundedLru, TokenCache
 from tests.support import tokenizer_families
 from tests.support.tokenizer_families import SPECIALS
 
@@ -244,7 +244,7 @@ def test_random_and_unsplit_tokens_are_not_cut() -> None:
 def test_cuts_that_prove_wrong_on_the_probes_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second check, independent of the tokenizer's analysis, compares the tokens of probe texts."""
     monkeypatch.setattr(
-        "pointsman.gateway.core.tokens.model_tokenizer.split_points_for", lambda *_: SplitPoints(("r",))
+        "pointsman_gateway.core.tokens.model_tokenizer.split_points_for", lambda *_: SplitPoints(("r",))
     )
     tokenizer, template = tokenizer_families.model("qwen", TokenCache(LIMIT))
     assert tokenizer.split_points == SplitPoints()

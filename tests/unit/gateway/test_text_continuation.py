@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from pointsman.gateway.core.api import Endpoint
-from pointsman.gateway.core.api.parse import parse
-from pointsman.gateway.core.request.text_continuation import continued_text, text_of
-from pointsman.gateway.core.streaming.rest_of_text import RestOfText
-from pointsman.gateway.core.streaming.sse import SseFilter
-from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
-from pointsman.gateway.io.tokenizer_files import load_tokenizer
+from pointsman_gateway.core.api import Endpoint
+from pointsman_gateway.core.api.parse import parse
+from pointsman_gateway.core.request.text_continuation import continued_text, text_of
+from pointsman_gateway.core.streaming.rest_of_text import RestOfText
+from pointsman_gateway.core.streaming.sse import SseFilter
+from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman_gateway.io.tokenizer_files import load_tokenizer
 from tests.support.tiny_tokenizer import CHATML, make_tokenizer
 
 CHAT: dict[str, Any] = {

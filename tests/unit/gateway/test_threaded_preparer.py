@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from pointsman.gateway.io.request.threaded_preparer import _Threads
+from pointsman_gateway.io.request.threaded_preparer import _Threads
 
 
 async def test_who_leaves_while_waiting_leaves_nothing_behind() -> None:

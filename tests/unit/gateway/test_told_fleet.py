@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pointsman.gateway.core.pool_owners import PoolOwners
-from pointsman.gateway.core.told_fleet import OutOfStep, ToldFleet
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.pool_owners import PoolOwners
+from pointsman_gateway.core.told_fleet import OutOfStep, ToldFleet
 
 
 def ref(instance_id: str, incarnation: str = "1") -> placement_pb2.InstanceRef:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.gateway.core.api import ApiCall, ClientRules, Endpoint, parse
-from pointsman.gateway.core.request import transfer_params as kv
+from pointsman_gateway.core.api import ApiCall, ClientRules, Endpoint, parse
+from pointsman_gateway.core.request import transfer_params as kv
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 MOONCAKE_ANSWER = b'{"choices":[{"finish_reason":"length"}],"kv_transfer_params":null}'

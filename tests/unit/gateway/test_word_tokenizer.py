@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from pointsman.gateway.core.tokens import word_tokenizer
-from pointsman.gateway.core.tokens.pretokenizer_patterns import ASCII
-from pointsman.gateway.core.tokens.word_tokenizer import WordTokenizer, word_tokenizer_for
+from pointsman_gateway.core.tokens import word_tokenizer
+from pointsman_gateway.core.tokens.pretokenizer_patterns import ASCII
+from pointsman_gateway.core.tokens.word_tokenizer import WordTokenizer, word_tokenizer_for
 from tests.support import tokenizer_families
 from tests.support.tokenizer_families import SPECIALS
 

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import typer
 
-from pointsman.lab.experiments.trials import drawn
-from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.study.admission_cells import NONE, PLAN, SCENARIOS, plan_cells
-from pointsman.lab.study.admission_command import AdmissionStudySettings, run
-from pointsman.lab.study.admission_measures import StartBin, bins_by_start, measure_sessions, outcomes
-from pointsman.lab.study.admission_page import section
-from pointsman.lab.study.admission_runs import AdmissionTrial, planned_trials, run_missing
-from pointsman.lab.study.marked_sections import ADMISSION, section_of, with_section
-from pointsman.lab.workload.mixture import mixed
-from pointsman.lab.workload.session_starts import Arrivals, Session
-from pointsman.lab.workload.traces import by_session
+from pointsman_lab.experiments.trials import drawn
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.study.admission_cells import NONE, PLAN, SCENARIOS, plan_cells
+from pointsman_lab.study.admission_command import AdmissionStudySettings, run
+from pointsman_lab.study.admission_measures import StartBin, bins_by_start, measure_sessions, outcomes
+from pointsman_lab.study.admission_page import section
+from pointsman_lab.study.admission_runs import AdmissionTrial, planned_trials, run_missing
+from pointsman_lab.study.marked_sections import ADMISSION, section_of, with_section
+from pointsman_lab.workload.mixture import mixed
+from pointsman_lab.workload.session_starts import Arrivals, Session
+from pointsman_lab.workload.traces import by_session
 from tests.support.lab_values import ask
 
 ARRIVALS = Arrivals("burst", before_burst_s=10.0, burst_s=10.0, after_burst_s=20.0)

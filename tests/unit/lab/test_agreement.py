@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pointsman.lab.live.agreement import (
+from pointsman_lab.live.agreement import (
     LIVE,
     SIMULATED,
     Case,
@@ -16,9 +16,9 @@ from pointsman.lab.live.agreement import (
     rounds,
     run_measures,
 )
-from pointsman.lab.live.paired_runs import Draws, Variant
-from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.workload.traces import TINY_TRACE
+from pointsman_lab.live.paired_runs import Draws, Variant
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.workload.traces import TINY_TRACE
 
 
 def stored(kind: Kind, policy: str, seed: int, ttft: float, rate: float = 1.0) -> StoredRun:

@@ -13,9 +13,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from pointsman.lab.report.analyze_command import analyze, names_of, render
-from pointsman.lab.report.bundle import Bundle, write_bundle
-from pointsman.lab.report.diagnostics import (
+from pointsman_lab.report.analyze_command import analyze, names_of, render
+from pointsman_lab.report.bundle import Bundle, write_bundle
+from pointsman_lab.report.diagnostics import (
     by_class,
     by_decision,
     hotspot,
@@ -25,10 +25,10 @@ from pointsman.lab.report.diagnostics import (
     tail_counts,
     timelines,
 )
-from pointsman.lab.report.instance_samples import GpuSample, InstanceSample
-from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.report.run_summary import summarise
-from pointsman.lab.report.sections import Table, sections
+from pointsman_lab.report.instance_samples import GpuSample, InstanceSample
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.report.run_summary import summarise
+from pointsman_lab.report.sections import Table, sections
 
 APP = typer.Typer()
 APP.command()(analyze)

@@ -9,30 +9,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pointsman.lab.engine.interface import EngineConfig
-from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.simulation.autoscaling.autoscaled_simulator import AutoscaledSimulator, InstanceLife
-from pointsman.lab.simulation.autoscaling.horizontal_autoscaler import (
+from pointsman_lab.engine.interface import EngineConfig
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.simulation.autoscaling.autoscaled_simulator import AutoscaledSimulator, InstanceLife
+from pointsman_lab.simulation.autoscaling.horizontal_autoscaler import (
     AutoscalerSettings,
     RatePolicy,
     ScalingBehavior,
     ScalingRules,
 )
-from pointsman.lab.simulation.autoscaling.outcome import TtftWindows, outcome_of
-from pointsman.lab.simulation.autoscaling.resizable_simulator import ResizableSimulator
-from pointsman.lab.simulation.autoscaling.signals import (
+from pointsman_lab.simulation.autoscaling.outcome import TtftWindows, outcome_of
+from pointsman_lab.simulation.autoscaling.resizable_simulator import ResizableSimulator
+from pointsman_lab.simulation.autoscaling.signals import (
     AverageOverTime,
     Signal,
     backlog_seconds,
     kv_usage,
     requests_waiting,
 )
-from pointsman.lab.simulation.config import SimulationConfig, SimulationError
-from pointsman.lab.workload.session_starts import Ramp, ramp_sessions
-from pointsman.lab.workload.synthetic_trace import generate
-from pointsman.lab.workload.traces import TraceRequest
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.types import InstanceState
+from pointsman_lab.simulation.config import SimulationConfig, SimulationError
+from pointsman_lab.workload.session_starts import Ramp, ramp_sessions
+from pointsman_lab.workload.synthetic_trace import generate
+from pointsman_lab.workload.traces import TraceRequest
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.types import InstanceState
 from tests.support.lab_values import PLAIN, OneAtATime, ask
 
 UP = ScalingRules(0, (RatePolicy("Percent", 100, 60),))

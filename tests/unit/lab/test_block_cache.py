@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pointsman.lab.engine.block_cache import BlockCache, HeldBlocks
+from pointsman_lab.engine.block_cache import BlockCache, HeldBlocks
 
 
 class Plain:

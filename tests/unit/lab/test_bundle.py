@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pointsman.lab.report.bundle import BundleError, read_bundle, read_records, write_bundle
-from pointsman.lab.report.instance_samples import GpuSample, InstanceSample
-from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.report.run_summary import percentiles, summarise
+from pointsman_lab.report.bundle import BundleError, read_bundle, read_records, write_bundle
+from pointsman_lab.report.instance_samples import GpuSample, InstanceSample
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.report.run_summary import percentiles, summarise
 
 
 def record(

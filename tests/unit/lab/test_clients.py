@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.simulation.clients import Clients, Turn
-from pointsman.lab.simulation.config import SimulationConfig, SimulationError, Tenant
-from pointsman.lab.simulation.event_queue import EventQueue
-from pointsman.lab.simulation.simulator import Simulator
-from pointsman.lab.workload.session_starts import Session
-from pointsman.lab.workload.subagents import SubagentRequest, Subagents, with_subagents
-from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.priority import Priority
-from pointsman.router.core.requests.hold_queue import QueueSettings
-from pointsman.router.core.router_state import StateSettings
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.simulation.clients import Clients, Turn
+from pointsman_lab.simulation.config import SimulationConfig, SimulationError, Tenant
+from pointsman_lab.simulation.event_queue import EventQueue
+from pointsman_lab.simulation.simulator import Simulator
+from pointsman_lab.workload.session_starts import Session
+from pointsman_lab.workload.subagents import SubagentRequest, Subagents, with_subagents
+from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.priority import Priority
+from pointsman_router.core.requests.hold_queue import QueueSettings
+from pointsman_router.core.router_state import StateSettings
 from tests.support.lab_values import PLAIN, OneAtATime, ask
 
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pointsman.lab.engine.cost_fit import DecodeTime, Fit, FitError, PrefillTime, chunk_size, fit, fit_line
-from pointsman.lab.engine.cost_profile import STEP_COSTS, Profile, ProfileError, ProfileFile, read_profile
-from pointsman.lab.engine.interface import EngineConfig, EngineRequest
-from pointsman.lab.engine.model import EngineModel
+from pointsman_lab.engine.cost_fit import DecodeTime, Fit, FitError, PrefillTime, chunk_size, fit, fit_line
+from pointsman_lab.engine.cost_profile import STEP_COSTS, Profile, ProfileError, ProfileFile, read_profile
+from pointsman_lab.engine.interface import EngineConfig, EngineRequest
+from pointsman_lab.engine.model import EngineModel
 
 COST = st.floats(1e-6, 1e-2)
 

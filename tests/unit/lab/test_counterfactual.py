@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pointsman.lab.engine.interface import EngineConfig
-from pointsman.lab.simulation.config import SimulationConfig
-from pointsman.lab.simulation.counterfactual import ObservedRequest, PairedFleets, PlacementTotals, RequestPair
-from pointsman.lab.simulation.online_simulator import OnlineSimulator
-from pointsman.lab.simulation.simulator import Simulator
-from pointsman.lab.workload.traces import TraceRequest
-from pointsman.router.core import events_and_effects as ev
+from pointsman_lab.engine.interface import EngineConfig
+from pointsman_lab.simulation.config import SimulationConfig
+from pointsman_lab.simulation.counterfactual import ObservedRequest, PairedFleets, PlacementTotals, RequestPair
+from pointsman_lab.simulation.online_simulator import OnlineSimulator
+from pointsman_lab.simulation.simulator import Simulator
+from pointsman_lab.workload.traces import TraceRequest
+from pointsman_router.core import events_and_effects as ev
 
 NAMES = ("a:1", "b:1")
 BLOCKS = 100

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.lab.report.measures import measure
-from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.study.default_limits import (
+from pointsman_lab.report.measures import measure
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.study.default_limits import (
     FAIL,
     FAILED,
     LIMITS,

@@ -8,8 +8,8 @@ import pytest
 import typer
 from msgspec.structs import replace
 
-from pointsman.lab.study import default_command
-from pointsman.lab.study.default_cells import (
+from pointsman_lab.study import default_command
+from pointsman_lab.study.default_cells import (
     BASELINE,
     ONE_TURN,
     DefaultCell,
@@ -18,9 +18,9 @@ from pointsman.lab.study.default_cells import (
     Recorded,
     default_cells,
 )
-from pointsman.lab.study.default_command import DefaultStudySettings, run
-from pointsman.lab.workload.synthetic_trace import SMALL
-from pointsman.lab.workload.traces import TINY_TRACE, by_session
+from pointsman_lab.study.default_command import DefaultStudySettings, run
+from pointsman_lab.workload.synthetic_trace import SMALL
+from pointsman_lab.workload.traces import TINY_TRACE, by_session
 
 TINY = Generated(6, SMALL, 10.0)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pointsman.lab.live.demo_command import idle_words
-from pointsman.lab.report.request_record import RequestRecord
+from pointsman_lab.live.demo_command import idle_words
+from pointsman_lab.report.request_record import RequestRecord
 
 
 def answered(at: float, instance: str, cached: int) -> RequestRecord:

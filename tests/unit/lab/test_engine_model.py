@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pointsman.lab.engine.block_cache import AllCleared, BlocksRemoved, BlocksStored
-from pointsman.lab.engine.cost_profile import Profile
-from pointsman.lab.engine.interface import (
+from pointsman_lab.engine.block_cache import AllCleared, BlocksRemoved, BlocksStored
+from pointsman_lab.engine.cost_profile import Profile
+from pointsman_lab.engine.interface import (
     EngineConfig,
     EngineRequest,
     Event,
@@ -23,7 +23,7 @@ from pointsman.lab.engine.interface import (
     TokenGenerated,
     WaitingForRemoteKv,
 )
-from pointsman.lab.engine.model import EngineModel
+from pointsman_lab.engine.model import EngineModel
 
 # Round numbers, so that durations can be computed in the head.
 PLAIN = Profile(step_s=1.0, prefill_token_s=0.1, prefill_pair_s=0.0, decode_sequence_s=0.01, decode_kv_token_s=0.001)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pointsman.lab.engine.block_cache import BlocksRemoved, BlocksStored
-from pointsman.lab.engine.cost_profile import Profile
-from pointsman.lab.engine.interface import DecodeSteps, EngineConfig, EngineRequest, Finished, FirstToken
-from pointsman.lab.engine.model import EngineModel
-from pointsman.lab.engine.prompt_content import NamedPrompt
+from pointsman_lab.engine.block_cache import BlocksRemoved, BlocksStored
+from pointsman_lab.engine.cost_profile import Profile
+from pointsman_lab.engine.interface import DecodeSteps, EngineConfig, EngineRequest, Finished, FirstToken
+from pointsman_lab.engine.model import EngineModel
+from pointsman_lab.engine.prompt_content import NamedPrompt
 
 PROFILE = Profile(step_s=1.0, prefill_token_s=0.1, prefill_pair_s=0.0, decode_sequence_s=0.01, decode_kv_token_s=0.001)
 

@@ -6,15 +6,15 @@ import math
 import random
 from collections.abc import Sequence
 
-from pointsman.common.core.block_keys import KEY_TOKENS, prompt_keys
-from pointsman.lab.engine.interface import EngineConfig
-from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.simulation.config import SimulationConfig
-from pointsman.lab.simulation.simulator import Simulator
-from pointsman.lab.workload.synthetic_trace import AGENTIC, SMALL, generate, shape_with
-from pointsman.lab.workload.traces import TraceRequest
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.router_state import RouterState
+from pointsman_common.core.block_keys import KEY_TOKENS, prompt_keys
+from pointsman_lab.engine.interface import EngineConfig
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.simulation.config import SimulationConfig
+from pointsman_lab.simulation.simulator import Simulator
+from pointsman_lab.workload.synthetic_trace import AGENTIC, SMALL, generate, shape_with
+from pointsman_lab.workload.traces import TraceRequest
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.router_state import RouterState
 from tests.support.router_values import join, place, request, state
 
 ROOMY = EngineConfig(max_model_len=200_000, kv_blocks=20_000)

@@ -10,14 +10,14 @@ import msgspec
 import pytest
 import typer
 
-from pointsman.lab.live.model_accuracy import LiveComparison, to_json
-from pointsman.lab.study.findings_cells import LOADS, plan_cells
-from pointsman.lab.study.findings_command import FindingsSettings, read_trials, run
-from pointsman.lab.study.findings_figures import StoredTrial
-from pointsman.lab.study.findings_page import TEMPLATE, render
-from pointsman.lab.study.findings_tiers import TEMPLATE as TIERS_TEMPLATE
-from pointsman.lab.study.marked_sections import TIERS, section_of, with_section
-from pointsman.router.core.policy.registry import POLICIES
+from pointsman_lab.live.model_accuracy import LiveComparison, to_json
+from pointsman_lab.study.findings_cells import LOADS, plan_cells
+from pointsman_lab.study.findings_command import FindingsSettings, read_trials, run
+from pointsman_lab.study.findings_figures import StoredTrial
+from pointsman_lab.study.findings_page import TEMPLATE, render
+from pointsman_lab.study.findings_tiers import TEMPLATE as TIERS_TEMPLATE
+from pointsman_lab.study.marked_sections import TIERS, section_of, with_section
+from pointsman_router.core.policy.registry import POLICIES
 
 
 def settings(tmp_path: Path, **changes: object) -> FindingsSettings:
@@ -71,7 +71,7 @@ def test_a_quick_run_makes_the_document_and_is_not_run_twice(tmp_path: Path, mon
     run(settings(tmp_path, render_only=True))
     assert asked.out.read_text() == text
     asked.results.write_bytes(lines)
-    monkeypatch.setattr("pointsman.lab.study.findings_command.run_cells", lambda *_: pytest.fail("nothing is missing"))
+    monkeypatch.setattr("pointsman_lab.study.findings_command.run_cells", lambda *_: pytest.fail("nothing is missing"))
     run(asked)
     assert asked.out.read_text() == text
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from pointsman.lab.study.findings_cells import BASE, OURS
-from pointsman.lab.study.findings_opening import TableCell, plots, read_tables, router_table, with_opening
+from pointsman_lab.study.findings_cells import BASE, OURS
+from pointsman_lab.study.findings_opening import TableCell, plots, read_tables, router_table, with_opening
 from tests.support.repository import REPOSITORY
 
 PAGE = REPOSITORY / "docs/findings.md"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.lab.simulation.autoscaling.horizontal_autoscaler import (
+from pointsman_lab.simulation.autoscaling.horizontal_autoscaler import (
     TOLERANCE,
     AutoscalerSettings,
     HorizontalAutoscaler,

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.lab.experiments.compare_command import CompareSettings, run
-from pointsman.lab.experiments.knee import knees, power
-from pointsman.lab.experiments.trials import Cell, Trial, Workload
-from pointsman.lab.simulation.config import SimulationConfig
-from pointsman.lab.workload.session_starts import Arrivals
-from pointsman.lab.workload.synthetic_trace import generate
-from pointsman.lab.workload.trace_files import save_trace
+from pointsman_lab.experiments.compare_command import CompareSettings, run
+from pointsman_lab.experiments.knee import knees, power
+from pointsman_lab.experiments.trials import Cell, Trial, Workload
+from pointsman_lab.simulation.config import SimulationConfig
+from pointsman_lab.workload.session_starts import Arrivals
+from pointsman_lab.workload.synthetic_trace import generate
+from pointsman_lab.workload.trace_files import save_trace
 
 
 def cell(policy: str, rate: float, instances: int = 8) -> Cell:

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.lab.admission.concur import Concur
-from pointsman.lab.admission.registry import RULES
-from pointsman.lab.admission.rule import AdmissionRule, Admitted
-from pointsman.lab.admission.thunderagent import LONGEST_WAIT_S, ThunderAgent
-from pointsman.lab.engine.interface import EngineConfig
-from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.simulation.config import SimulationConfig, SimulationError
-from pointsman.lab.simulation.simulator import Simulator
-from pointsman.lab.workload.traces import TraceRequest
-from pointsman.router.core.types import Load
+from pointsman_lab.admission.concur import Concur
+from pointsman_lab.admission.registry import RULES
+from pointsman_lab.admission.rule import AdmissionRule, Admitted
+from pointsman_lab.admission.thunderagent import LONGEST_WAIT_S, ThunderAgent
+from pointsman_lab.engine.interface import EngineConfig
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.simulation.config import SimulationConfig, SimulationError
+from pointsman_lab.simulation.simulator import Simulator
+from pointsman_lab.workload.traces import TraceRequest
+from pointsman_router.core.types import Load
 from tests.support.lab_values import PLAIN, ask
 
 NO_LOADS: dict[str, Load] = {}

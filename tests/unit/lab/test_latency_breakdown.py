@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pointsman.lab.live.latency_breakdown import break_down, parts
-from pointsman.lab.report.request_record import RequestRecord
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_lab.live.latency_breakdown import break_down, parts
+from pointsman_lab.report.request_record import RequestRecord
 
 
 def decided(name: str, at_s: float) -> fleet_pb2.Decision:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pointsman.lab.live.model_accuracy import (
+from pointsman_lab.live.model_accuracy import (
     LiveComparison,
     as_sent,
     compare_runs,
@@ -15,10 +15,10 @@ from pointsman.lab.live.model_accuracy import (
     to_json,
     with_unique_ids,
 )
-from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.workload.chat_maker import ChatMaker
-from pointsman.lab.workload.tokenizer import ChatTokenizer
-from pointsman.lab.workload.traces import TraceRequest
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.workload.chat_maker import ChatMaker
+from pointsman_lab.workload.tokenizer import ChatTokenizer
+from pointsman_lab.workload.traces import TraceRequest
 
 TOKENIZER = ChatTokenizer()
 

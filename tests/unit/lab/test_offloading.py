@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pointsman.lab.engine.cost_profile import Profile
-from pointsman.lab.engine.host_tier import HOST, STORAGE, HostTier, Offer, OffloadedRemoved, OffloadedStored
-from pointsman.lab.engine.interface import EngineConfig, EngineRequest, Event, Finished, FirstToken
-from pointsman.lab.engine.model import EngineModel
-from pointsman.lab.engine.prompt_content import NamedPrompt
+from pointsman_lab.engine.cost_profile import Profile
+from pointsman_lab.engine.host_tier import HOST, STORAGE, HostTier, Offer, OffloadedRemoved, OffloadedStored
+from pointsman_lab.engine.interface import EngineConfig, EngineRequest, Event, Finished, FirstToken
+from pointsman_lab.engine.model import EngineModel
+from pointsman_lab.engine.prompt_content import NamedPrompt
 from tests.support.lab_values import PLAIN
 
 # A transfer of host memory takes 0.1 s and 0.01 s per block, one of storage 1 s and 0.1 s per block.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.lab.experiments.paired_statistics import (
+from pointsman_lab.experiments.paired_statistics import (
     difference_by_seed,
     estimate,
     paired_difference,

@@ -6,9 +6,9 @@ import io
 
 from rich.console import Console
 
-from pointsman.lab.live.replay_command import ReplayProgress
-from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.workload.traces import TraceRequest
+from pointsman_lab.live.replay_command import ReplayProgress
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.workload.traces import TraceRequest
 
 
 def requests(count: int) -> list[TraceRequest]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from pointsman.lab.emulator.schema_values import MAX_VALUES, SchemaSampler
+from pointsman_lab.emulator.schema_values import MAX_VALUES, SchemaSampler
 
 WORDS = (" left", " right", " signal")
 

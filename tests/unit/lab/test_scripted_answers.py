@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.lab.emulator.scripted_answers import (
+from pointsman_lab.emulator.scripted_answers import (
     PieceReader,
     ScriptedAnswer,
     ScriptedCall,
@@ -16,7 +16,7 @@ from pointsman.lab.emulator.scripted_answers import (
     parse_script,
     scripted_answer,
 )
-from pointsman.lab.workload.tokenizer import ChatTokenizer
+from pointsman_lab.workload.tokenizer import ChatTokenizer
 
 TOKENIZER = ChatTokenizer()
 JSON = st.dictionaries(st.text(max_size=5), st.text(max_size=9) | st.integers() | st.none(), max_size=3)

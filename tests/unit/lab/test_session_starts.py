@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pointsman.lab.workload.session_starts import Arrivals, Session, draw_sessions
-from pointsman.lab.workload.traces import TraceRequest
+from pointsman_lab.workload.session_starts import Arrivals, Session, draw_sessions
+from pointsman_lab.workload.traces import TraceRequest
 
 # 10 sessions of two turns, one start every 10 s: 10 / 90 per s.
 TRACE = [

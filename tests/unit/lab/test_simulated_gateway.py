@@ -8,18 +8,18 @@ from typing import Any, ClassVar
 
 import pytest
 
-from pointsman.gateway.core.request.request_events import RequestTimeouts
-from pointsman.lab.engine.cost_profile import Profile
-from pointsman.lab.engine.interface import EngineConfig
-from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.simulation.config import SimulationConfig
-from pointsman.lab.simulation.simulator import Simulator
-from pointsman.lab.workload.traces import TraceRequest
-from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.policy.base import Policy, serve
-from pointsman.router.core.requests.hold_queue import QueueSettings
-from pointsman.router.core.router_state import StateSettings
-from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult
+from pointsman_gateway.core.request.request_events import RequestTimeouts
+from pointsman_lab.engine.cost_profile import Profile
+from pointsman_lab.engine.interface import EngineConfig
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.simulation.config import SimulationConfig
+from pointsman_lab.simulation.simulator import Simulator
+from pointsman_lab.workload.traces import TraceRequest
+from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.policy.base import Policy, serve
+from pointsman_router.core.requests.hold_queue import QueueSettings
+from pointsman_router.core.router_state import StateSettings
+from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResult
 from tests.support.lab_values import PLAIN, Passed, simulated
 from tests.support.lab_values import ask_once as ask
 

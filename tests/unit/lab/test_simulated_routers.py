@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pointsman.gateway.core.request.request_events import RequestTimeouts
-from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.simulation.config import SimulationConfig, SimulationError
-from pointsman.lab.simulation.simulator import Simulator
-from pointsman.lab.workload.synthetic_trace import generate
-from pointsman.lab.workload.traces import TraceRequest
-from pointsman.router.core.policy.base import Policy, hold, serve, slice_of
-from pointsman.router.core.requests.hold_queue import QueueSettings
-from pointsman.router.core.router_state import StateSettings
-from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult, Step, StepKind
+from pointsman_gateway.core.request.request_events import RequestTimeouts
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.simulation.config import SimulationConfig, SimulationError
+from pointsman_lab.simulation.simulator import Simulator
+from pointsman_lab.workload.synthetic_trace import generate
+from pointsman_lab.workload.traces import TraceRequest
+from pointsman_router.core.policy.base import Policy, hold, serve, slice_of
+from pointsman_router.core.requests.hold_queue import QueueSettings
+from pointsman_router.core.router_state import StateSettings
+from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResult, Step, StepKind
 from tests.support import lab_values
 from tests.support.lab_values import PLAIN, OneAtATime
 from tests.support.lab_values import ask_once as ask

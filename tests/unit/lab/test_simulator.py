@@ -11,27 +11,27 @@ import pytest
 import typer
 from msgspec import structs
 
-from pointsman.agent.core.cached_blocks import Tier
-from pointsman.lab.engine.cost_profile import Profile, ProfileError, load_profile
-from pointsman.lab.engine.interface import EngineConfig
-from pointsman.lab.engine.prompt_content import NamedPrompt
-from pointsman.lab.experiments.latency_bounds import LatencyBound
-from pointsman.lab.experiments.simulate_command import SimulateSettings, run
-from pointsman.lab.report.bundle import read_records
-from pointsman.lab.report.instance_samples import InstanceSample
-from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.report.run_summary import summarise
-from pointsman.lab.simulation.config import SimulationConfig, SimulationError
-from pointsman.lab.simulation.simulator import Simulator
-from pointsman.lab.workload.block_names import PromptBlocks
-from pointsman.lab.workload.synthetic_trace import generate
-from pointsman.lab.workload.trace_files import save_trace
-from pointsman.lab.workload.traces import TraceRequest, shared_prefix
-from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.policy.base import Policy, SettingError
-from pointsman.router.core.requests.hold_queue import QueueSettings
-from pointsman.router.core.router_state import StateSettings
-from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult, Step, StepKind
+from pointsman_agent.core.cached_blocks import Tier
+from pointsman_lab.engine.cost_profile import Profile, ProfileError, load_profile
+from pointsman_lab.engine.interface import EngineConfig
+from pointsman_lab.engine.prompt_content import NamedPrompt
+from pointsman_lab.experiments.latency_bounds import LatencyBound
+from pointsman_lab.experiments.simulate_command import SimulateSettings, run
+from pointsman_lab.report.bundle import read_records
+from pointsman_lab.report.instance_samples import InstanceSample
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.report.run_summary import summarise
+from pointsman_lab.simulation.config import SimulationConfig, SimulationError
+from pointsman_lab.simulation.simulator import Simulator
+from pointsman_lab.workload.block_names import PromptBlocks
+from pointsman_lab.workload.synthetic_trace import generate
+from pointsman_lab.workload.trace_files import save_trace
+from pointsman_lab.workload.traces import TraceRequest, shared_prefix
+from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.policy.base import Policy, SettingError
+from pointsman_router.core.requests.hold_queue import QueueSettings
+from pointsman_router.core.router_state import StateSettings
+from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResult, Step, StepKind
 from tests.support.lab_values import PLAIN, OneAtATime, Passed, ask
 
 

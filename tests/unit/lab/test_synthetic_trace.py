@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pointsman.lab.workload.synthetic_trace import AGENTIC, SMALL, ShapeError, generate, shape_with
-from pointsman.lab.workload.trace_commands import app
-from pointsman.lab.workload.trace_files import load_trace
-from pointsman.lab.workload.trace_stats import statistics
-from pointsman.lab.workload.traces import TINY_TRACE, by_session, shared_prefix
+from pointsman_lab.workload.synthetic_trace import AGENTIC, SMALL, ShapeError, generate, shape_with
+from pointsman_lab.workload.trace_commands import app
+from pointsman_lab.workload.trace_files import load_trace
+from pointsman_lab.workload.trace_stats import statistics
+from pointsman_lab.workload.traces import TINY_TRACE, by_session, shared_prefix
 
 
 def test_sessions_grow_and_share_their_agents_prompt() -> None:

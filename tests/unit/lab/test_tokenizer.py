@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from pointsman.lab.workload.build_tokenizer import make
-from pointsman.lab.workload.chat_maker import ChatMaker
-from pointsman.lab.workload.encoded_segments import EncodedSegments
-from pointsman.lab.workload.tokenizer import TOKENIZER_DIR, ChatError, ChatTokenizer, words_of
-from pointsman.lab.workload.trace_files import load_trace
-from pointsman.lab.workload.traces import TINY_TRACE, TraceRequest, shared_prefix
+from pointsman_lab.workload.build_tokenizer import make
+from pointsman_lab.workload.chat_maker import ChatMaker
+from pointsman_lab.workload.encoded_segments import EncodedSegments
+from pointsman_lab.workload.tokenizer import TOKENIZER_DIR, ChatError, ChatTokenizer, words_of
+from pointsman_lab.workload.trace_files import load_trace
+from pointsman_lab.workload.traces import TINY_TRACE, TraceRequest, shared_prefix
 
 TOKENIZER = ChatTokenizer()
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

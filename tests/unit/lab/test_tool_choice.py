@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pointsman.lab.emulator.scripted_answers import ScriptedAnswer, ScriptedCall
-from pointsman.lab.emulator.tool_choice import ToolChoice, prepared_answer
+from pointsman_lab.emulator.scripted_answers import ScriptedAnswer, ScriptedCall
+from pointsman_lab.emulator.tool_choice import ToolChoice, prepared_answer
 
 WORDS = (" left", " right")
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("look", "turn", "wait")]

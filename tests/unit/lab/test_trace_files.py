@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pointsman.lab.workload.trace_files import load_trace, read_trace, save_trace
-from pointsman.lab.workload.traces import TraceError, by_session
+from pointsman_lab.workload.trace_files import load_trace, read_trace, save_trace
+from pointsman_lab.workload.traces import TraceError, by_session
 
 LINE: dict[str, Any] = {
     "timestamp_ms": 5,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from pointsman.lab.workload.trace_commands import app
-from pointsman.lab.workload.trace_files import load_trace, read_trace, save_trace
-from pointsman.lab.workload.trace_formats import SessionDeriver
-from pointsman.lab.workload.traces import TraceError, TraceRequest, by_session
+from pointsman_lab.workload.trace_commands import app
+from pointsman_lab.workload.trace_files import load_trace, read_trace, save_trace
+from pointsman_lab.workload.trace_formats import SessionDeriver
+from pointsman_lab.workload.traces import TraceError, TraceRequest, by_session
 
 
 def write(path: Path, *lines: dict[str, Any]) -> Path:

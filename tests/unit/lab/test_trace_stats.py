@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from pointsman.lab.workload.trace_commands import app
-from pointsman.lab.workload.trace_files import load_trace, save_trace
-from pointsman.lab.workload.trace_formats import SessionDeriver
-from pointsman.lab.workload.trace_stats import statistics
-from pointsman.lab.workload.traces import TraceRequest, by_session
+from pointsman_lab.workload.trace_commands import app
+from pointsman_lab.workload.trace_files import load_trace, save_trace
+from pointsman_lab.workload.trace_formats import SessionDeriver
+from pointsman_lab.workload.trace_stats import statistics
+from pointsman_lab.workload.traces import TraceRequest, by_session
 
 SHARED = Path(os.environ.get("POINTSMAN_TEST_TRACES", Path(__file__).parents[4] / "shared" / "traces"))
 

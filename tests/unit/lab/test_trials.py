@@ -21,25 +21,25 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 from typer.testing import CliRunner
 
-from pointsman.lab.commands import add_lab_commands
-from pointsman.lab.engine.cost_profile import Profile, load_profile
-from pointsman.lab.engine.interface import EngineConfig
-from pointsman.lab.experiments.compare_command import CompareSettings, cells_of, run
-from pointsman.lab.experiments.latency_bounds import FLOOR, POOLED, LatencyBound
-from pointsman.lab.experiments.trials import Cell, Trial, Workload, compare, run_cells, run_trial
-from pointsman.lab.report.measures import measure
-from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.simulation.config import SimulationConfig
-from pointsman.lab.workload.session_starts import Arrivals, draw_sessions
-from pointsman.lab.workload.synthetic_trace import generate
-from pointsman.lab.workload.trace_files import save_trace
-from pointsman.lab.workload.traces import by_session
+from pointsman_lab.commands import add_lab_commands
+from pointsman_lab.engine.cost_profile import Profile, load_profile
+from pointsman_lab.engine.interface import EngineConfig
+from pointsman_lab.experiments.compare_command import CompareSettings, cells_of, run
+from pointsman_lab.experiments.latency_bounds import FLOOR, POOLED, LatencyBound
+from pointsman_lab.experiments.trials import Cell, Trial, Workload, compare, run_cells, run_trial
+from pointsman_lab.report.measures import measure
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.simulation.config import SimulationConfig
+from pointsman_lab.workload.session_starts import Arrivals, draw_sessions
+from pointsman_lab.workload.synthetic_trace import generate
+from pointsman_lab.workload.trace_files import save_trace
+from pointsman_lab.workload.traces import by_session
 from tests.support import lab_values
 from tests.support.lab_values import PLAIN
 from tests.support.processes.pointsman import pointsman_command
 
 ask = partial(lab_values.ask, think_s=0.5)
-SLOW = Path(__file__).parents[3] / "lab" / "data" / "slow.json"
+SLOW = Path(__file__).parents[3] / "lab/pointsman_lab/data/slow.json"
 
 
 # ---- draws ----

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pointsman.router.core.admission_rule import AdmissionOutcome, AdmissionView, decide_admission
+from pointsman_router.core.admission_rule import AdmissionOutcome, AdmissionView, decide_admission
 
 FULL = AdmissionView(size=20_000, weighted=95_000.0, capacity=100_000.0, largest=25_000, armed=True, bound_s=120.0)
 

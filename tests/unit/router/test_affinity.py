@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.router.core.load import affinity
-from pointsman.router.core.load.affinity import Affinity
+from pointsman_router.core.load import affinity
+from pointsman_router.core.load.affinity import Affinity
 
 POOLS, SESSIONS, OWNERS = st.sampled_from("mn"), st.sampled_from("stuvw"), st.sampled_from("abc")
 ACTIONS = st.one_of(

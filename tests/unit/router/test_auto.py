@@ -7,17 +7,17 @@ import dataclasses
 import pytest
 from msgspec.structs import replace
 
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.analysis.decision_replay import differences, redecide
-from pointsman.router.core.learning.pool_facts import LEARNED_AFTER, MAX_AGE_S
-from pointsman.router.core.policy.auto import AdmissionChoice, Auto, admission_choice
-from pointsman.router.core.policy.base import Policy
-from pointsman.router.core.policy.foresight import NO_WAIT_LIMIT, Foresight
-from pointsman.router.core.policy.registry import make_policy
-from pointsman.router.core.policy.unified import Unified
-from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import Decision, KvRole, KvTransfer, Load, PoolFacts
-from pointsman.router.io.convert.operator_messages import admission_status
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.analysis.decision_replay import differences, redecide
+from pointsman_router.core.learning.pool_facts import LEARNED_AFTER, MAX_AGE_S
+from pointsman_router.core.policy.auto import AdmissionChoice, Auto, admission_choice
+from pointsman_router.core.policy.base import Policy
+from pointsman_router.core.policy.foresight import NO_WAIT_LIMIT, Foresight
+from pointsman_router.core.policy.registry import make_policy
+from pointsman_router.core.policy.unified import Unified
+from pointsman_router.core.router_state import RouterState
+from pointsman_router.core.types import Decision, KvRole, KvTransfer, Load, PoolFacts
+from pointsman_router.io.convert.operator_messages import admission_status
 from tests.support.router_values import join, place, request, set_policy, state
 
 KNOWN = PoolFacts(instances=4, exact=4, learned=4, mean_cost=5.0)

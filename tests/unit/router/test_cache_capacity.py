@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.admission.cache_capacity import MOST_BELOW, Capacity
-from pointsman.router.core.admission.session_admission import AdmissionSettings
-from pointsman.router.core.instances.report_sync import Delta, SnapshotBegin
-from pointsman.router.core.prefix.exact_index import SWEEP_AFTER
-from pointsman.router.core.prefix.lower_tiers import TIER_HOST, TIER_STORAGE
-from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import InstanceState
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.admission.cache_capacity import MOST_BELOW, Capacity
+from pointsman_router.core.admission.session_admission import AdmissionSettings
+from pointsman_router.core.instances.report_sync import Delta, SnapshotBegin
+from pointsman_router.core.prefix.exact_index import SWEEP_AFTER
+from pointsman_router.core.prefix.lower_tiers import TIER_HOST, TIER_STORAGE
+from pointsman_router.core.router_state import RouterState
+from pointsman_router.core.types import InstanceState
 from tests.support.router_values import join, state
 
 CAPACITY = 16_000

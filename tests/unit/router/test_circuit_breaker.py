@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.router.core.instances.circuit_breaker import Circuit, CircuitSettings
+from pointsman_router.core.instances.circuit_breaker import Circuit, CircuitSettings
 
 SETTINGS = CircuitSettings(failures=3, first_open_s=1.0, max_open_s=5.0)
 

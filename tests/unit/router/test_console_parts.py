@@ -13,15 +13,15 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.router.core.load.affinity import Affinity
-from pointsman.router.core.policy.registry import POLICIES
-from pointsman.router.io.console.console import _names_loopback
-from pointsman.router.io.console.decision_stream import NOTHING, WAITING, Viewer
-from pointsman.router.io.console.json_text import json_chunks
-from pointsman.router.io.convert.operator_messages import policy_description
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_router.core.load.affinity import Affinity
+from pointsman_router.core.policy.registry import POLICIES
+from pointsman_router.io.console.console import _names_loopback
+from pointsman_router.io.console.decision_stream import NOTHING, WAITING, Viewer
+from pointsman_router.io.console.json_text import json_chunks
+from pointsman_router.io.convert.operator_messages import policy_description
 
-PAGE = Path(__file__).resolve().parents[3] / "services" / "router" / "io" / "console" / "page"
+PAGE = Path(__file__).resolve().parents[3] / "services/router/pointsman_router/io/console/page"
 
 SERIES = fleet_pb2.PoolSeries(measure=fleet_pb2.POOL_MEASURE_TTFT_P50, values=[0.1235, math.nan, 0.0])
 TWO_OK = fleet_pb2.SummarizeDecisionsResponse.OutcomeCount(outcome=fleet_pb2.DECISION_OUTCOME_OK, decided=2)

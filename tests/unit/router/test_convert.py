@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.instances.report_sync import TIER_DEVICE, SnapshotChunk
-from pointsman.router.core.priority import Priority
-from pointsman.router.core.types import (
+from pointsman.router.v1 import placement_pb2
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.report_sync import TIER_DEVICE, SnapshotChunk
+from pointsman_router.core.priority import Priority
+from pointsman_router.core.types import (
     Gpu,
     InstanceInfo,
     KvRole,
@@ -23,9 +24,8 @@ from pointsman.router.core.types import (
     StepTotals,
     WrongKv,
 )
-from pointsman.router.io.convert import agent_messages, gateway_messages
-from pointsman.router.io.convert.times import duration, seconds
-from pointsman.router.v1 import placement_pb2
+from pointsman_router.io.convert import agent_messages, gateway_messages
+from pointsman_router.io.convert.times import duration, seconds
 
 words = st.text(max_size=20)
 counts = st.integers(0, 2**31 - 1)

@@ -14,15 +14,16 @@ import typer
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from pointsman.cli.fleet_commands import add_fleet_commands
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.analysis.decision_replay import differences, inputs_digest, redecide
-from pointsman.router.core.policy.decision_rng import rng_of
-from pointsman.router.core.policy.registry import POLICIES, make_policy
-from pointsman.router.core.router_state import RouterState, StateSettings
-from pointsman.router.core.types import LISTED_PREFILLS, NO_FACTS, Decision, Load
-from pointsman.router.io.console.decision_stream import DecisionStream
-from pointsman.router.io.telemetry.decision_log import (
+from pointsman.router.v1 import fleet_pb2
+from pointsman_cli.fleet_commands import add_fleet_commands
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.analysis.decision_replay import differences, inputs_digest, redecide
+from pointsman_router.core.policy.decision_rng import rng_of
+from pointsman_router.core.policy.registry import POLICIES, make_policy
+from pointsman_router.core.router_state import RouterState, StateSettings
+from pointsman_router.core.types import LISTED_PREFILLS, NO_FACTS, Decision, Load
+from pointsman_router.io.console.decision_stream import DecisionStream
+from pointsman_router.io.telemetry.decision_log import (
     ClosedLine,
     DecidedLine,
     DecisionFilter,
@@ -33,7 +34,6 @@ from pointsman.router.io.telemetry.decision_log import (
     line_bytes,
     read_log,
 )
-from pointsman.router.v1 import fleet_pb2
 from tests.support.router_values import join, place, request, set_policy, state
 from tests.support.waiting import eventually
 
@@ -147,7 +147,7 @@ def test_a_malformed_line_is_told_with_file_line_and_reason(tmp_path: Path) -> N
 
 def test_an_instance_that_reports_nonsense_leaves_the_log_readable(tmp_path: Path) -> None:
     from pointsman.agent.v1 import agent_pb2
-    from pointsman.router.io.convert import agent_messages
+    from pointsman_router.io.convert import agent_messages
 
     router = state()
     join(router, "a", 1)

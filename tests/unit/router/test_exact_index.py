@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.common.core.block_keys import ANCHOR_KEYS, anchor_of
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.prefix import exact_index
-from pointsman.router.core.prefix.exact_index import SHARDS, SWEEP_AFTER, IndexFull, PrefixIndex
+from pointsman_common.core.block_keys import ANCHOR_KEYS, anchor_of
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.prefix import exact_index
+from pointsman_router.core.prefix.exact_index import SHARDS, SWEEP_AFTER, IndexFull, PrefixIndex
 from tests.support.router_values import join, state
 
 KEYS = 40_000

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pointsman.router.core.requests.fair_order import Entry, Line, PoolOrder
+from pointsman_router.core.requests.fair_order import Entry, Line, PoolOrder
 
 BATCH, STANDARD, INTERACTIVE = 0, 1, 2
 SHARE = 0.1

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core import first_choice, policy_views
-from pointsman.router.core.policy.linear import Additive
-from pointsman.router.core.policy.registry import POLICIES, make_policy
-from pointsman.router.core.policy.unified import Unified
-from pointsman.router.core.prefix.exact_index import PrefixIndex
-from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import Candidate, Decision, FleetView, PlacementRequest
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core import first_choice, policy_views
+from pointsman_router.core.policy.linear import Additive
+from pointsman_router.core.policy.registry import POLICIES, make_policy
+from pointsman_router.core.policy.unified import Unified
+from pointsman_router.core.prefix.exact_index import PrefixIndex
+from pointsman_router.core.router_state import RouterState
+from pointsman_router.core.types import Candidate, Decision, FleetView, PlacementRequest
 from tests.support.interpreter_steps import Steps
 from tests.support.router_values import candidate, join, place, request, state
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.history import fleet_history
-from pointsman.router.core.history.fleet_history import FleetHistory, sorted_rows
-from pointsman.router.core.history.fleet_sampler import take_sample
-from pointsman.router.core.history.rows import (
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.history import fleet_history
+from pointsman_router.core.history.fleet_history import FleetHistory, sorted_rows
+from pointsman_router.core.history.fleet_sampler import take_sample
+from pointsman_router.core.history.rows import (
     INSTANCE_BUCKETS,
     INSTANCE_STEP_S,
     POOL_BUCKETS,
@@ -26,10 +26,10 @@ from pointsman.router.core.history.rows import (
     PoolMeasure,
     PoolSample,
 )
-from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.requests.hold_queue import QueueSettings
-from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import Decision, Load
+from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.requests.hold_queue import QueueSettings
+from pointsman_router.core.router_state import RouterState
+from pointsman_router.core.types import Decision, Load
 from tests.support.router_values import info, join, place, request, state
 
 NAN = math.nan

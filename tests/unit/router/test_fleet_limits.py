@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pointsman.gateway.core.rate_limits import Admission, LeaseNeeded, RateLimited, RateLimiter, RateLimits, name_of
-from pointsman.router.core import usage_accounts
-from pointsman.router.core.usage_accounts import KeyReport, UsageAccounts
-from pointsman.router.io.convert.usage_messages import usage_answer_to_wire, usage_reports
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.rate_limits import Admission, LeaseNeeded, RateLimited, RateLimiter, RateLimits, name_of
+from pointsman_router.core import usage_accounts
+from pointsman_router.core.usage_accounts import KeyReport, UsageAccounts
+from pointsman_router.io.convert.usage_messages import usage_answer_to_wire, usage_reports
 
 KEY = b"k"
 TOKENS = 30  # of one request, at most

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.gateway_claims import GatewayClaims
-from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.load.reservations import Reservation
-from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import Phase
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.gateway_claims import GatewayClaims
+from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.load.reservations import Reservation
+from pointsman_router.core.router_state import RouterState
+from pointsman_router.core.types import Phase
 from tests.support.router_values import join, place, request, state
 
 MINE, THEIRS = b"m" * 16, b"t" * 16

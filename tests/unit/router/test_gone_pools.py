@@ -9,15 +9,15 @@ from hypothesis import Phase as Stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core import first_choice
-from pointsman.router.core.instances.gone_pools import KEPT_S, GonePools
-from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.prefill_curve import MeanWork, PrefillWork
-from pointsman.router.core.requests import open_requests
-from pointsman.router.core.requests.hold_queue import QueueSettings
-from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import Load, Phase
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core import first_choice
+from pointsman_router.core.instances.gone_pools import KEPT_S, GonePools
+from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.prefill_curve import MeanWork, PrefillWork
+from pointsman_router.core.requests import open_requests
+from pointsman_router.core.requests.hold_queue import QueueSettings
+from pointsman_router.core.router_state import RouterState
+from pointsman_router.core.types import Load, Phase
 from tests.support.deep_size import reachable
 from tests.support.router_values import join, place, request, state
 

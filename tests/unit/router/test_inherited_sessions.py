@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.admission.inherited_sessions import InheritedSessions
-from pointsman.router.core.admission.return_chances import ReturnChances
-from pointsman.router.core.admission.session_admission import STORED_EVERY_ARMED_S, STORED_EVERY_S, AdmissionSettings
-from pointsman.router.core.admission.session_ledger import SessionLedger
-from pointsman.router.core.idle_sessions import BINS, EDGES_S, KINDS, AnswerKind, IdleSessions, bin_of
-from pointsman.router.core.router_state import RouterState
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.admission.inherited_sessions import InheritedSessions
+from pointsman_router.core.admission.return_chances import ReturnChances
+from pointsman_router.core.admission.session_admission import STORED_EVERY_ARMED_S, STORED_EVERY_S, AdmissionSettings
+from pointsman_router.core.admission.session_ledger import SessionLedger
+from pointsman_router.core.idle_sessions import BINS, EDGES_S, KINDS, AnswerKind, IdleSessions, bin_of
+from pointsman_router.core.router_state import RouterState
 from tests.support.router_values import join, request, state
 
 CAPACITY = 80_000

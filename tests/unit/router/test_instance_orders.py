@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.instances.instance_orders import (
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.instance_orders import (
     MAX_LIFTED,
     MAX_ORDERS,
     InstanceOrder,
@@ -20,10 +20,10 @@ from pointsman.router.core.instances.instance_orders import (
     changed_orders,
     check_change,
 )
-from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.instances.session_shares import SessionShares
-from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import Decision, InstanceState, KvRole, KvTransfer, Load, StepKind
+from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.instances.session_shares import SessionShares
+from pointsman_router.core.router_state import RouterState
+from pointsman_router.core.types import Decision, InstanceState, KvRole, KvTransfer, Load, StepKind
 from tests.support.router_values import hello, info, join, place, request, state
 
 CORDONED = InstanceOrder(cordoned=True)

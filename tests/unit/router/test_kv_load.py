@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.router.core.kv_load import LoadPrice, LoadPrices, prior_prices
-from pointsman.router.core.learning.load_price_fit import MAX_INSTANCES, MAX_SAMPLES, LoadPriceFit, LoadPriceObserver
-from pointsman.router.core.prefill_curve import PrefillCurve
+from pointsman_router.core.kv_load import LoadPrice, LoadPrices, prior_prices
+from pointsman_router.core.learning.load_price_fit import MAX_INSTANCES, MAX_SAMPLES, LoadPriceFit, LoadPriceObserver
+from pointsman_router.core.prefill_curve import PrefillCurve
 from tests.support.router_values import info
 
 CURVE = PrefillCurve(0.01, 1e-4, 1e-9)

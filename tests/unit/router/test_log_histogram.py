@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.router.core.history.log_histogram import HIGHEST_S, LOWEST_S, MAX_ERROR, LogHistogram
+from pointsman_router.core.history.log_histogram import HIGHEST_S, LOWEST_S, MAX_ERROR, LogHistogram
 
 
 @given(st.lists(st.floats(1e-5, 1e5), min_size=1), st.floats(0.01, 1.0))

@@ -6,19 +6,19 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from pointsman.common.core.block_keys import KEY_SCHEME, digest_of, prompt_keys
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.analysis.decision_replay import differences, inputs_digest, redecide
-from pointsman.router.core.instances.prediction_audit import AGAIN_S, SHORTFALLS
-from pointsman.router.core.instances.report_sync import Delta, SnapshotBegin, SnapshotChunk, SnapshotEnd
-from pointsman.router.core.kv_load import NO_LOAD
-from pointsman.router.core.learning.load_price_fit import LoadPriceFit
-from pointsman.router.core.policy.registry import POLICIES, make_policy
-from pointsman.router.core.prefill_curve import DEFAULT_CURVE
-from pointsman.router.core.prefix.lower_tiers import TIER_HOST, TIER_STORAGE
-from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import Candidate, Decision, Load
-from pointsman.router.io.telemetry.decision_log import LoggedDecision
+from pointsman_common.core.block_keys import KEY_SCHEME, digest_of, prompt_keys
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.analysis.decision_replay import differences, inputs_digest, redecide
+from pointsman_router.core.instances.prediction_audit import AGAIN_S, SHORTFALLS
+from pointsman_router.core.instances.report_sync import Delta, SnapshotBegin, SnapshotChunk, SnapshotEnd
+from pointsman_router.core.kv_load import NO_LOAD
+from pointsman_router.core.learning.load_price_fit import LoadPriceFit
+from pointsman_router.core.policy.registry import POLICIES, make_policy
+from pointsman_router.core.prefill_curve import DEFAULT_CURVE
+from pointsman_router.core.prefix.lower_tiers import TIER_HOST, TIER_STORAGE
+from pointsman_router.core.router_state import RouterState
+from pointsman_router.core.types import Candidate, Decision, Load
+from pointsman_router.io.telemetry.decision_log import LoggedDecision
 from tests.support.router_values import info, join, place, request, set_policy, state
 
 PROMPT = list(range(40_000))

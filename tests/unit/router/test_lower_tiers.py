@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.router.core.prefix import lower_tiers
-from pointsman.router.core.prefix.exact_index import IndexFull
-from pointsman.router.core.prefix.lower_tiers import (
+from pointsman_router.core.prefix import lower_tiers
+from pointsman_router.core.prefix.exact_index import IndexFull
+from pointsman_router.core.prefix.lower_tiers import (
     MOST_CONTINUED,
     TIER_HOST,
     TIER_STORAGE,

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.agent.core.cached_blocks import CachedBlocks, Tier
-from pointsman.agent.core.kv_events import BlockRemoved
-from pointsman.agent.core.report_protocol import ReportProtocol
 from pointsman.agent.v1 import agent_pb2 as pb
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.instances.report_sync import Delta, ReportSync
-from pointsman.router.core.prefix.exact_index import PrefixIndex
-from pointsman.router.core.prefix.lower_tiers import LowerTiers
-from pointsman.router.core.types import Load
-from pointsman.router.io.convert.agent_messages import delta_fault, key_message, pieces
+from pointsman_agent.core.cached_blocks import CachedBlocks, Tier
+from pointsman_agent.core.kv_events import BlockRemoved
+from pointsman_agent.core.report_protocol import ReportProtocol
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.report_sync import Delta, ReportSync
+from pointsman_router.core.prefix.exact_index import PrefixIndex
+from pointsman_router.core.prefix.lower_tiers import LowerTiers
+from pointsman_router.core.types import Load
+from pointsman_router.io.convert.agent_messages import delta_fault, key_message, pieces
 from tests.support.kv_events import hash_of, store, tokens_of
 from tests.support.router_values import hello, join, place, request, state
 from tests.unit.router.test_prefix_knowledge import KEYS, PROMPT

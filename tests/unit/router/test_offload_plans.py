@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 import pytest
 from msgspec.structs import replace
 
-from pointsman.common.core.block_keys import prompt_keys
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.policy.base import Policy, offload
-from pointsman.router.core.policy.registry import make_policy
-from pointsman.router.core.router_state import RouterState, StateSettings
-from pointsman.router.core.types import (
+from pointsman.router.v1 import fleet_pb2
+from pointsman_common.core.block_keys import prompt_keys
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.policy.base import Policy, offload
+from pointsman_router.core.policy.registry import make_policy
+from pointsman_router.core.router_state import RouterState, StateSettings
+from pointsman_router.core.types import (
     Candidate,
     Decision,
     FleetView,
@@ -26,9 +27,8 @@ from pointsman.router.core.types import (
     Step,
     StepKind,
 )
-from pointsman.router.io.convert import operator_messages
-from pointsman.router.io.telemetry.decision_log import LoggedDecision
-from pointsman.router.v1 import fleet_pb2
+from pointsman_router.io.convert import operator_messages
+from pointsman_router.io.telemetry.decision_log import LoggedDecision
 from tests.support.router_values import hello, join, place, request, set_policy
 
 PROMPT = list(range(2_000))

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from pointsman.router.core.instances.instance_orders import MAX_LIFTED, OrderChange
-from pointsman.router.io.operator_config import MAX_DRAINS, OperatorConfig, contradictions
-from pointsman.router.io.runtime import merged_operator_configs
+from pointsman_router.core.instances.instance_orders import MAX_LIFTED, OrderChange
+from pointsman_router.io.operator_config import MAX_DRAINS, OperatorConfig, contradictions
+from pointsman_router.io.runtime import merged_operator_configs
 
 IDS = st.sampled_from(["a", "b", "c"])
 TIMES = st.floats(1.0, 20.0)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.router.io.rpc.pages import InvalidPageToken, page_size, position_of, token_after
 from pointsman.router.v1 import fleet_pb2
+from pointsman_router.io.rpc.pages import InvalidPageToken, page_size, position_of, token_after
 
 
 def sessions(text: str = "", token: str = "", size: int = 0) -> fleet_pb2.ListSessionsRequest:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pointsman.common.io.channel import END_OF_STREAM
-from pointsman.router.core.gateway_claims import GatewayClaims
-from pointsman.router.io.rpc.placement_service import PlacementService
 from pointsman.router.v1 import placement_pb2
+from pointsman_common.io.channel import END_OF_STREAM
+from pointsman_router.core.gateway_claims import GatewayClaims
+from pointsman_router.io.rpc.placement_service import PlacementService
 from tests.support.router import gateway_hello
 
 

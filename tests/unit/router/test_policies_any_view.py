@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pointsman.router.core.policy.auto import Auto
-from pointsman.router.core.policy.base import NO_KV_TRANSFER, Policy, decide
-from pointsman.router.core.policy.reasons import REASONS
-from pointsman.router.core.policy.registry import POLICIES, make_policy
-from pointsman.router.core.policy.unified import Unified
-from pointsman.router.core.prefill_curve import PrefillCurve, PrefillSums, PrefillWork
-from pointsman.router.core.types import (
+from pointsman_router.core.policy.auto import Auto
+from pointsman_router.core.policy.base import NO_KV_TRANSFER, Policy, decide
+from pointsman_router.core.policy.reasons import REASONS
+from pointsman_router.core.policy.registry import POLICIES, make_policy
+from pointsman_router.core.policy.unified import Unified
+from pointsman_router.core.prefill_curve import PrefillCurve, PrefillSums, PrefillWork
+from pointsman_router.core.types import (
     Candidate,
     FleetView,
     InstanceState,

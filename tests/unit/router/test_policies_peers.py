@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from pointsman.router.core.policy.base import decide
-from pointsman.router.core.policy.registry import make_policy
-from pointsman.router.core.types import Candidate, Decision, FleetView
+from pointsman_router.core.policy.base import decide
+from pointsman_router.core.policy.registry import make_policy
+from pointsman_router.core.types import Candidate, Decision, FleetView
 from tests.support.router_values import candidate, request, view
 
 

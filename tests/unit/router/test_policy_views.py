@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.instances.instance_orders import InstanceOrder
-from pointsman.router.core.instances.instance_registry import CandidateSnapshot
-from pointsman.router.core.instances.report_sync import Delta
-from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.load import reservations
-from pointsman.router.core.load.reservations import Reservation, Reservations
-from pointsman.router.core.policy.registry import POLICIES
-from pointsman.router.core.prefill_curve import PrefillSums
-from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import (
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.instance_orders import InstanceOrder
+from pointsman_router.core.instances.instance_registry import CandidateSnapshot
+from pointsman_router.core.instances.report_sync import Delta
+from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.load import reservations
+from pointsman_router.core.load.reservations import Reservation, Reservations
+from pointsman_router.core.policy.registry import POLICIES
+from pointsman_router.core.prefill_curve import PrefillSums
+from pointsman_router.core.router_state import RouterState
+from pointsman_router.core.types import (
     LISTED_PREFILLS,
     Candidate,
     Decision,

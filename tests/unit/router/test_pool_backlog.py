@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.analysis.pool_backlog import PoolBacklogs
-from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.prefill_curve import DEFAULT_CURVE, PrefillCurve
-from pointsman.router.core.requests.hold_queue import QueueSettings
-from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import Load
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.analysis.pool_backlog import PoolBacklogs
+from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.prefill_curve import DEFAULT_CURVE, PrefillCurve
+from pointsman_router.core.requests.hold_queue import QueueSettings
+from pointsman_router.core.router_state import RouterState
+from pointsman_router.core.types import Load
 from tests.support.router_values import join, place, request, state
 
 COST = DEFAULT_CURVE.cost_s

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
-from pointsman.router.core.load.reservations import Reservation, Reservations
-from pointsman.router.core.prefill_curve import PrefillCurve
-from pointsman.router.core.types import StepTotals
+from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
+from pointsman_router.core.load.reservations import Reservation, Reservations
+from pointsman_router.core.prefill_curve import PrefillCurve
+from pointsman_router.core.types import StepTotals
 from tests.support.interpreter_steps import Steps
 from tests.support.router_values import info
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.router.core.prefill_curve import DEFAULT_CURVE, MeanWork, PrefillCurve, PrefillCurveFit, PrefillWork
+from pointsman_router.core.prefill_curve import DEFAULT_CURVE, MeanWork, PrefillCurve, PrefillCurveFit, PrefillWork
 
 LENGTHS = st.integers(1, 200_000)
 

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.admission.session_admission import AdmissionSettings
-from pointsman.router.core.types import InstanceInfo
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.admission.session_admission import AdmissionSettings
+from pointsman_router.core.types import InstanceInfo
 from tests.support.router_values import request
 from tests.unit.router.test_random_events import MACHINE, StateMachine
 

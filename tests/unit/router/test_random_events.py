@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from msgspec.structs import replace
 
-from pointsman.common.core.block_keys import KEY_SCHEME, digest_of
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.admission.session_admission import AdmissionSettings
-from pointsman.router.core.instances.circuit_breaker import CircuitSettings
-from pointsman.router.core.instances.instance_orders import InstanceOrder
-from pointsman.router.core.instances.report_sync import (
+from pointsman_common.core.block_keys import KEY_SCHEME, digest_of
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.admission.session_admission import AdmissionSettings
+from pointsman_router.core.instances.circuit_breaker import CircuitSettings
+from pointsman_router.core.instances.instance_orders import InstanceOrder
+from pointsman_router.core.instances.report_sync import (
     ConsistencyCheck,
     Delta,
     KeyMessage,
@@ -28,15 +28,15 @@ from pointsman.router.core.instances.report_sync import (
     SnapshotChunk,
     SnapshotEnd,
 )
-from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.load.reservations import Reservation
-from pointsman.router.core.policy.base import Policy, hold, serve
-from pointsman.router.core.policy.registry import make_policy
-from pointsman.router.core.prefix.exact_index import PrefixIndex
-from pointsman.router.core.prefix.lower_tiers import LowerTiers
-from pointsman.router.core.priority import Priority
-from pointsman.router.core.requests.hold_queue import HeldRequest, QueueSettings
-from pointsman.router.core.types import (
+from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.load.reservations import Reservation
+from pointsman_router.core.policy.base import Policy, hold, serve
+from pointsman_router.core.policy.registry import make_policy
+from pointsman_router.core.prefix.exact_index import PrefixIndex
+from pointsman_router.core.prefix.lower_tiers import LowerTiers
+from pointsman_router.core.priority import Priority
+from pointsman_router.core.requests.hold_queue import HeldRequest, QueueSettings
+from pointsman_router.core.types import (
     FleetView,
     InstanceInfo,
     KvRole,

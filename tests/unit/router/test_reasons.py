@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from pointsman.router.core.policy.base import NO_KV_TRANSFER
-from pointsman.router.core.policy.reasons import REASONS, ROUTE_CLASSES, explained
-from pointsman.router.core.policy.registry import POLICIES
-from pointsman.router.core.requests.placed_requests import COLOCATED_AFTER_FAILURE, SERVED_ALONE
-from pointsman.router.core.requests.recovered_placement import REASON as RECOVERED
-from pointsman.router.core.types import route_class
+from pointsman_router.core.policy.base import NO_KV_TRANSFER
+from pointsman_router.core.policy.reasons import REASONS, ROUTE_CLASSES, explained
+from pointsman_router.core.policy.registry import POLICIES
+from pointsman_router.core.requests.placed_requests import COLOCATED_AFTER_FAILURE, SERVED_ALONE
+from pointsman_router.core.requests.recovered_placement import REASON as RECOVERED
+from pointsman_router.core.types import route_class
 from tests.support.policies import documented_reasons
 from tests.support.repository import REPOSITORY
 

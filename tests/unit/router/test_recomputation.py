@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.router.core.admission.recomputation import SLOT_S, WINDOW_S, Recomputation
+from pointsman_router.core.admission.recomputation import SLOT_S, WINDOW_S, Recomputation
 
 
 def test_the_share_is_of_all_tokens_of_the_last_minute() -> None:

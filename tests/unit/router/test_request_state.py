@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from pointsman.router import core as router_core
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.load.reservations import Reservation
-from pointsman.router.core.policy.base import Policy, hold, serve, slice_of
-from pointsman.router.core.policy.registry import make_policy
-from pointsman.router.core.requests.hold_queue import QueueSettings
-from pointsman.router.core.requests.request_state import (
+from pointsman_router import core as router_core
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.load.reservations import Reservation
+from pointsman_router.core.policy.base import Policy, hold, serve, slice_of
+from pointsman_router.core.policy.registry import make_policy
+from pointsman_router.core.requests.hold_queue import QueueSettings
+from pointsman_router.core.requests.request_state import (
     ANNOUNCE,
     COMPUTE,
     END,
@@ -30,9 +30,9 @@ from pointsman.router.core.requests.request_state import (
     Stage,
     Transition,
 )
-from pointsman.router.core.requests.unfinished_work import PART
-from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import FleetView, Phase, PlacementRequest, PolicyResult
+from pointsman_router.core.requests.unfinished_work import PART
+from pointsman_router.core.router_state import RouterState
+from pointsman_router.core.types import FleetView, Phase, PlacementRequest, PolicyResult
 from tests.support.router_values import finish, join, place, request, set_policy, state
 
 

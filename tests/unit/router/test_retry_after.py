@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.priority import Priority
-from pointsman.router.core.requests.hold_queue import QueueSettings
-from pointsman.router.core.requests.retry_after import MOST_S, RetryAfter
-from pointsman.router.core.router_state import RouterState
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.priority import Priority
+from pointsman_router.core.requests.hold_queue import QueueSettings
+from pointsman_router.core.requests.retry_after import MOST_S, RetryAfter
+from pointsman_router.core.router_state import RouterState
 from tests.support.router_values import join, request, state
 
 BATCH, STANDARD, INTERACTIVE = Priority.BATCH, Priority.STANDARD, Priority.INTERACTIVE

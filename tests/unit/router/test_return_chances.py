@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.router.core.admission.return_chances import MOST_RETURNS, ReturnChances
-from pointsman.router.core.idle_sessions import BINS, EDGES_S, KINDS, AnswerKind, answer_kind, bin_of
+from pointsman_router.core.admission.return_chances import MOST_RETURNS, ReturnChances
+from pointsman_router.core.idle_sessions import BINS, EDGES_S, KINDS, AnswerKind, answer_kind, bin_of
 
 
 def test_before_anything_is_observed_the_chances_are_those_of_the_recorded_agents() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pointsman.router.core.policy.registry import make_policy
+from pointsman_router.core.policy.registry import make_policy
 from tests.support.rival_choices import agrees, read_states
 
 

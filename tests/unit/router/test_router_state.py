@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from pointsman.common.core.block_keys import KEY_SCHEME, prompt_keys
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.agent_reports import key_interval_s, load_interval_s
-from pointsman.router.core.analysis.decision_replay import redecide
-from pointsman.router.core.instances.report_sync import ConsistencyCheck, Delta
-from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.load.reservations import Reservation, Reservations
-from pointsman.router.core.policy.base import RESUMED
-from pointsman.router.core.policy.registry import make_policy
-from pointsman.router.core.requests.hold_queue import QueueSettings
-from pointsman.router.core.requests.open_requests import OpenRequests
-from pointsman.router.core.requests.placed_requests import MAX_STEPS
-from pointsman.router.core.router_state import ENDS_AT_ONCE, RouterState
-from pointsman.router.core.types import Decision, InstanceState, KvRole, Load, Phase, PrefixSource, StepKind
-from pointsman.router.io.convert.gateway_messages import placement_request
 from pointsman.router.v1 import placement_pb2
+from pointsman_common.core.block_keys import KEY_SCHEME, prompt_keys
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.agent_reports import key_interval_s, load_interval_s
+from pointsman_router.core.analysis.decision_replay import redecide
+from pointsman_router.core.instances.report_sync import ConsistencyCheck, Delta
+from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.load.reservations import Reservation, Reservations
+from pointsman_router.core.policy.base import RESUMED
+from pointsman_router.core.policy.registry import make_policy
+from pointsman_router.core.requests.hold_queue import QueueSettings
+from pointsman_router.core.requests.open_requests import OpenRequests
+from pointsman_router.core.requests.placed_requests import MAX_STEPS
+from pointsman_router.core.router_state import ENDS_AT_ONCE, RouterState
+from pointsman_router.core.types import Decision, InstanceState, KvRole, Load, Phase, PrefixSource, StepKind
+from pointsman_router.io.convert.gateway_messages import placement_request
 from tests.support.router_values import finish, hello, info, join, place, request, state
 
 PROMPT = list(range(200))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.router.core.history.series_ring import SeriesRing
+from pointsman_router.core.history.series_ring import SeriesRing
 
 NAN = math.nan
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.load import affinity
-from pointsman.router.core.load.affinity import Affinity
-from pointsman.router.core.requests import unfinished_work
-from pointsman.router.core.router_state import RouterState
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.load import affinity
+from pointsman_router.core.load.affinity import Affinity
+from pointsman_router.core.requests import unfinished_work
+from pointsman_router.core.router_state import RouterState
 from tests.support.router_values import finish, join, place, request, state
 
 END = ev.SessionEnded("t", "s", "g")

@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pointsman.router.core.admission.return_chances import ReturnChances
-from pointsman.router.core.admission.session_ledger import MOST_OPEN, SessionLedger
-from pointsman.router.core.idle_sessions import BINS, EDGES_S, KINDS, AnswerKind
+from pointsman_router.core.admission.return_chances import ReturnChances
+from pointsman_router.core.admission.session_ledger import MOST_OPEN, SessionLedger
+from pointsman_router.core.idle_sessions import BINS, EDGES_S, KINDS, AnswerKind
 
 KEYS = tuple(range(1_000, 1_100))
 

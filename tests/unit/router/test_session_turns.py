@@ -7,11 +7,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pointsman.router.core.analysis.session_turns import SessionTurns, Turns
-from pointsman.router.core.events_and_effects import Finished
-from pointsman.router.core.policy.base import decide
-from pointsman.router.core.policy.registry import make_policy
-from pointsman.router.core.types import Decision
+from pointsman_router.core.analysis.session_turns import SessionTurns, Turns
+from pointsman_router.core.events_and_effects import Finished
+from pointsman_router.core.policy.base import decide
+from pointsman_router.core.policy.registry import make_policy
+from pointsman_router.core.types import Decision
 from tests.support.router_values import candidate, request, view
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from pointsman.router.io.settings import RouterSettings
+from pointsman_router.io.settings import RouterSettings
 
 
 def test_policy_settings_are_json_in_a_flag_and_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,14 @@ from typing import ClassVar
 import pytest
 from msgspec.structs import replace
 
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.instances.report_sync import Delta
-from pointsman.router.core.load.reservations import Reservation
-from pointsman.router.core.policy.base import Policy, hold, serve, slice_of
-from pointsman.router.core.prefill_curve import PrefillCurve
-from pointsman.router.core.requests.hold_queue import QueueSettings
-from pointsman.router.core.router_state import RouterState, StateSettings
-from pointsman.router.core.types import (
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.report_sync import Delta
+from pointsman_router.core.load.reservations import Reservation
+from pointsman_router.core.policy.base import Policy, hold, serve, slice_of
+from pointsman_router.core.prefill_curve import PrefillCurve
+from pointsman_router.core.requests.hold_queue import QueueSettings
+from pointsman_router.core.router_state import RouterState, StateSettings
+from pointsman_router.core.types import (
     Decision,
     FleetView,
     Phase,

@@ -7,14 +7,14 @@ from msgspec.structs import replace
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.instances.instance_orders import InstanceOrder
-from pointsman.router.core.prefill_curve import DEFAULT_CURVE
-from pointsman.router.core.priority import Priority
-from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import Decision, KvTransfer, Load, WrongKv
-from pointsman.router.io.telemetry.event_metrics import EventMetrics
-from pointsman.router.io.telemetry.state_metrics import StateCollector
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.instance_orders import InstanceOrder
+from pointsman_router.core.prefill_curve import DEFAULT_CURVE
+from pointsman_router.core.priority import Priority
+from pointsman_router.core.router_state import RouterState
+from pointsman_router.core.types import Decision, KvTransfer, Load, WrongKv
+from pointsman_router.io.telemetry.event_metrics import EventMetrics
+from pointsman_router.io.telemetry.state_metrics import StateCollector
 from tests.support.router_values import join, request, state
 
 Told = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec.structs import replace
 
-from pointsman.gateway.core.told_fleet import ToldFleet as GatewaysFleet
-from pointsman.router.core.instances.circuit_breaker import Circuit
-from pointsman.router.core.instances.instance_orders import InstanceOrder
-from pointsman.router.core.instances.instance_registry import InstanceRegistry
-from pointsman.router.core.ownership import Owner
-from pointsman.router.core.prefix.exact_index import PrefixIndex
-from pointsman.router.core.types import InstanceInfo, KvTransfer, Load
-from pointsman.router.io.convert.told_fleet import ToldFleet
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.told_fleet import ToldFleet as GatewaysFleet
+from pointsman_router.core.instances.circuit_breaker import Circuit
+from pointsman_router.core.instances.instance_orders import InstanceOrder
+from pointsman_router.core.instances.instance_registry import InstanceRegistry
+from pointsman_router.core.ownership import Owner
+from pointsman_router.core.prefix.exact_index import PrefixIndex
+from pointsman_router.core.types import InstanceInfo, KvTransfer, Load
+from pointsman_router.io.convert.told_fleet import ToldFleet
 from tests.support.router_values import info
 
 MODELS = st.sampled_from("mno")

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from pointsman.router.io.rpc import turn_budget
-from pointsman.router.io.rpc.turn_budget import TurnBudget
+from pointsman_router.io.rpc import turn_budget
+from pointsman_router.io.rpc.turn_budget import TurnBudget
 
 
 class Clock:

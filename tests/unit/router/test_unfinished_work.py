@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pointsman.common.core.block_keys import KEY_SCHEME
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.load.reservations import Reservation
-from pointsman.router.core.prefill_curve import MeanWork, PrefillWork
-from pointsman.router.core.requests import unfinished_work
-from pointsman.router.core.requests.hold_queue import QueueSettings
-from pointsman.router.core.requests.unfinished_work import PART
-from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import Load, Phase
-from pointsman.router.io.runtime import Router
-from pointsman.router.io.settings import RouterSettings
+from pointsman_common.core.block_keys import KEY_SCHEME
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.load.reservations import Reservation
+from pointsman_router.core.prefill_curve import MeanWork, PrefillWork
+from pointsman_router.core.requests import unfinished_work
+from pointsman_router.core.requests.hold_queue import QueueSettings
+from pointsman_router.core.requests.unfinished_work import PART
+from pointsman_router.core.router_state import RouterState
+from pointsman_router.core.types import Load, Phase
+from pointsman_router.io.runtime import Router
+from pointsman_router.io.settings import RouterSettings
 from tests.support.router_values import finish, info, join, request, state
 
 POOLS = {"m": ("a", "b"), "n": ("c",)}

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from pointsman.shadow.core.access_log import LineError, read_line, upstream_of
-from pointsman.shadow.core.pending_requests import RequestOutcome
+from pointsman_shadow.core.access_log import LineError, read_line, upstream_of
+from pointsman_shadow.core.pending_requests import RequestOutcome
 
 
 def test_a_line_as_nginx_writes_it() -> None:

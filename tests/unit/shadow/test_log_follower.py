@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pointsman.shadow.io import log_follower
-from pointsman.shadow.io.log_follower import follow
+from pointsman_shadow.io import log_follower
+from pointsman_shadow.io.log_follower import follow
 
 
 async def test_lines_written_from_now_on_over_rotations(tmp_path: Path) -> None:

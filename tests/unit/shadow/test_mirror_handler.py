@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from pointsman.gateway.core.http_message import Headers, Request
-from pointsman.lab.workload.tokenizer import TOKENIZER_DIR
-from pointsman.shadow.io.metrics import ShadowMetrics
-from pointsman.shadow.io.mirror_handler import Backlog, MirroredRequest, MirrorHandler
-from pointsman.shadow.io.request_reader import RequestReader, UnusableRequest
+from pointsman_gateway.core.http_message import Headers, Request
+from pointsman_lab.workload.tokenizer import TOKENIZER_DIR
+from pointsman_shadow.io.metrics import ShadowMetrics
+from pointsman_shadow.io.mirror_handler import Backlog, MirroredRequest, MirrorHandler
+from pointsman_shadow.io.request_reader import RequestReader, UnusableRequest
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Say something about the sea, the sky and the wind."}]}
 

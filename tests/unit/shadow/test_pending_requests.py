@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from pointsman.lab.simulation.counterfactual import ObservedRequest
-from pointsman.shadow.core.pending_requests import ArrivedRequest, PendingRequests, RequestOutcome
+from pointsman_lab.simulation.counterfactual import ObservedRequest
+from pointsman_shadow.core.pending_requests import ArrivedRequest, PendingRequests, RequestOutcome
 
 
 def asked(name: str, at: float, *, tokens: int = 40, keys: tuple[int, ...] = (7, 8), most: int = 0) -> ArrivedRequest:

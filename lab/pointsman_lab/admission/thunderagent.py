@@ -1,0 +1,152 @@
+"""ThunderAgent's rule: programs are paused and resumed so that those on an instance fit its KV cache. Pure.
+
+Source: ThunderAgent (Kang et al., arXiv 2602.13692) as its authors released it: github.com/ThunderAgent-org/ThunderAgent,
+ThunderAgent/scheduler/router.py and backend/state.py, with the defaults of its configuration. NVIDIA Dynamo's documentation
+describes a port of the same rule (experimental).
+
+    remaining(instance) = KV capacity - sum over its programs of (tokens + 100)
+
+- A new program goes to the instance with the fewest tokens among those where tokens + 100 <= remaining, if nothing waits;
+  otherwise it waits. A program stays on its instance until it is paused.
+- Every 5 s programs are resumed: those that wait with a request first, then new ones, then those without a request, in each group
+  the smallest first, as many as fit the sum of what remains; the chosen ones are placed largest first, each on the instance with
+  the most room (best fit decreasing).
+- Then, while an instance has remaining < 0, its programs are paused: first those in a tool call, the smallest first, then those
+  with a request open, which are paused when it ends.
+- A request that has waited for 1,800 s goes on in any case.
+
+Left out: the estimate of tokens from characters (prompts are known in tokens here), tokens of a system prompt that programs share
+(`shared_tokens`), the decay of the tokens of programs in a tool call and their weight (off and 1 by default), the preparation of
+tool environments, and migration of KV. A program's end is known here at once, as if its client always released it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pointsman_lab.admission.rule import Admitted
+from pointsman_router.core.types import Load
+
+# Tokens that are reserved for each program's answers.
+BUFFER_TOKENS = 100
+LONGEST_WAIT_S = 1_800.0
+
+
+@dataclass(slots=True)
+class _Program:
+    name: str
+    tokens: int = 0
+    steps: int = 0
+    # Whether it has a request open or waiting; otherwise it is in a tool call.
+    reasoning: bool = True
+    # Where it is; empty while it is paused or new.
+    instance: str = ""
+    # When the request that waits came; None if none waits.
+    since: float | None = None
+    to_be_paused: bool = False
+
+    @property
+    def required(self) -> int:
+        return self.tokens + BUFFER_TOKENS
+
+    @property
+    def group(self) -> int:
+        """Order of resumption: with a request, new, without a request."""
+        return 1 if self.steps == 1 else 0 if self.reasoning else 2
+
+
+class ThunderAgent:
+    """The rule for one pool. `capacity`: tokens of KV of each instance, by name."""
+
+    interval_s = 5.0
+
+    def __init__(self, capacity: Mapping[str, int]) -> None:
+        self._capacity = capacity
+        self._programs: dict[str, _Program] = {}
+        # In the order in which they were paused or came.
+        self._paused: dict[str, _Program] = {}
+
+    def asked(self, program: str, tokens: int, now: float) -> Sequence[Admitted]:
+        """Handle a program's next request: it goes on unless the program is paused, or new and without room. Mutates."""
+        one = self._programs.setdefault(program, _Program(program))
+        one.steps += 1
+        one.tokens = tokens
+        one.reasoning = True
+        if one.instance:
+            return [Admitted(program, one.instance)]
+        if one.steps == 1 and not self._paused and (instance := self._room_for(one)):
+            one.instance = instance
+            return [Admitted(program, instance)]
+        one.since = now
+        self._paused[program] = one
+        return []
+
+    def answered(self, program: str, tokens: int, now: float) -> Sequence[Admitted]:
+        """Handle the end of a request: the program is in a tool call now, or paused if it was to be. Mutates."""
+        one = self._programs[program]
+        one.reasoning, one.since, one.tokens = False, None, tokens
+        if one.to_be_paused:
+            self._pause(one)
+        return []
+
+    def ended(self, program: str, now: float) -> Sequence[Admitted]:
+        """Forget a program. What waits is resumed at the next tick. Mutates."""
+        self._programs.pop(program, None)
+        self._paused.pop(program, None)
+        return []
+
+    def tick(self, loads: Mapping[str, Load], now: float) -> Sequence[Admitted]:
+        """Resume what fits, then pause what does not. Mutates."""
+        found = list(self._resumed())
+        overdue = [one for one in self._paused.values() if one.since is not None and now - one.since >= LONGEST_WAIT_S]
+        found += [self._resume(one, max(self._capacity, key=self._remaining)) for one in overdue]
+        for instance in self._capacity:
+            self._pause_until_it_fits(instance)
+        return [one for one in found if one.program]
+
+    def _remaining(self, instance: str) -> int:
+        used = sum(one.required for one in self._on(instance) if not one.to_be_paused)
+        return self._capacity[instance] - used
+
+    def _on(self, instance: str) -> Iterator[_Program]:
+        return (one for one in self._programs.values() if one.instance == instance)
+
+    def _room_for(self, program: _Program) -> str:
+        """Return the instance with the fewest tokens among those that have room; empty if none has."""
+        free = [name for name in self._capacity if self._remaining(name) >= program.required]
+        return min(free, key=lambda name: sum(one.tokens for one in self._on(name)), default="")
+
+    def _resumed(self) -> Iterator[Admitted]:
+        remaining = {name: left for name in self._capacity if (left := self._remaining(name)) > BUFFER_TOKENS}
+        total, chosen = sum(remaining.values()), []
+        for one in sorted(self._paused.values(), key=lambda one: (one.group, one.tokens)):
+            if one.required <= total:
+                chosen.append(one)
+                total -= one.required
+        for one in sorted(chosen, key=lambda one: -one.tokens):
+            largest = max(remaining, key=remaining.__getitem__, default="")
+            if largest and one.required <= remaining[largest]:
+                remaining[largest] -= one.required
+                yield self._resume(one, largest)
+
+    def _resume(self, program: _Program, instance: str) -> Admitted:
+        """Return what goes on: nothing, with an empty name, if the program has no request."""
+        del self._paused[program.name]
+        program.instance = instance
+        waited, program.since = program.since is not None, None
+        return Admitted(program.name if waited else "", instance)
+
+    def _pause(self, program: _Program) -> None:
+        program.instance, program.to_be_paused = "", False
+        self._paused[program.name] = program
+
+    def _pause_until_it_fits(self, instance: str) -> None:
+        here = [one for one in self._on(instance) if not one.to_be_paused]
+        for one in sorted(here, key=lambda one: (one.reasoning, one.tokens)):
+            if self._remaining(instance) >= 0:
+                return
+            if one.reasoning:
+                one.to_be_paused = True
+            else:
+                self._pause(one)

@@ -1,0 +1,176 @@
+"""Configuration, requests, events and results of an engine model. Pure values."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from pointsman_lab.engine.block_cache import AllCleared, BlocksRemoved, BlocksStored
+from pointsman_lab.engine.host_tier import OffloadedRemoved, OffloadedStored
+from pointsman_lab.engine.prompt_content import NamedPrompt
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The engine's settings, named as vLLM's flags are. The engine generates tokens of `vocabulary`; `seed` changes its answers.
+
+    `kv_blocks` is the number of blocks that can hold KV; vLLM's num_gpu_blocks counts one more, which it never fills.
+    `host_blocks` is the number of blocks that fit into host memory (0: there is no host tier).
+    """
+
+    block_size: int = 16
+    kv_blocks: int = 20_000
+    host_blocks: int = 0
+    max_model_len: int = 131_072
+    max_num_batched_tokens: int = 8_192
+    max_num_seqs: int = 256
+    long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold_adaptive: bool = False
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    # Share of the blocks that admitting a request must leave free while others run.
+    watermark: float = 0.0
+    vocabulary: Sequence[int] = range(1_000, 2_000)
+    eos_token_id: int | None = None
+    # Range of the answer length, in tokens, of a request that may stop by itself. The length is derived from its prompt.
+    natural_length: tuple[int, int] = (16, 96)
+    seed: int = 0
+    hash_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block_size < 16 or self.block_size % 16:
+            raise ValueError(f"block_size {self.block_size} is no multiple of 16")
+        if self.kv_blocks * self.block_size < self.max_model_len:
+            # vLLM refuses to start for the same reason: a lone request could wait for ever.
+            raise ValueError(
+                f"{self.kv_blocks} blocks of {self.block_size} hold less than max_model_len {self.max_model_len}"
+            )
+        if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len) < 1:
+            raise ValueError("max_num_batched_tokens, max_num_seqs and max_model_len must be at least 1")
+        if self.host_blocks < 0:
+            raise ValueError(f"host_blocks {self.host_blocks} is negative")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark {self.watermark} is not in 0 to below 1")
+        if not len(self.vocabulary):
+            raise ValueError("vocabulary is empty")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A request to the engine. The KV of the first `remote_tokens` prompt tokens is delivered from another instance.
+
+    A smaller `priority` is more urgent; it has an effect only under the scheduling policy "priority". With an `answer` the engine
+    generates these tokens, and then the end-of-sequence token, if the engine has one. The last `begun` tokens of the prompt are
+    the beginning of its answer, which another engine has generated.
+
+    The answer to a NamedPrompt always has `max_tokens` tokens; no event reports them.
+    """
+
+    request_id: str
+    prompt: Sequence[int] | NamedPrompt
+    max_tokens: int
+    ignore_eos: bool = False
+    session_id: str = ""
+    cache_salt: str = ""
+    remote_tokens: int = 0
+    priority: int = 0
+    answer: Sequence[int] = ()
+    begun: int = 0
+
+
+class WaitingForRemoteKv(msgspec.Struct, frozen=True, gc=False):
+    """The request holds blocks for the KV of `tokens` prompt tokens, which can now be sent; receive() reports its arrival."""
+
+    request_id: str
+    tokens: int
+
+
+class FirstToken(msgspec.Struct, frozen=True, gc=False):
+    """The prompt is computed; `cached_tokens` of it came from the local cache, `remote_tokens` from another instance,
+    `host_tokens` from host memory and `storage_tokens` from shared storage."""
+
+    request_id: str
+    cached_tokens: int
+    remote_tokens: int
+    host_tokens: int = 0
+    storage_tokens: int = 0
+
+
+class TokenGenerated(msgspec.Struct, frozen=True, gc=False):
+    """Token number `index` (from 0) of an answer."""
+
+    request_id: str
+    index: int
+    token_id: int
+
+
+class Finished(msgspec.Struct, frozen=True, gc=False):
+    """The answer is complete: "length", or "stop" when its last token is the end-of-sequence token."""
+
+    request_id: str
+    reason: str
+
+
+class Preempted(msgspec.Struct, frozen=True, gc=False):
+    """The request lost its blocks and waits to be recomputed."""
+
+    request_id: str
+
+
+BlockEvent = BlocksStored | BlocksRemoved | AllCleared | OffloadedStored | OffloadedRemoved
+Event = FirstToken | TokenGenerated | Finished | Preempted | BlockEvent
+
+
+class StepResult(msgspec.Struct, frozen=True, gc=False):
+    """One step: it takes `duration_s` from its `now`, and its events become visible to others at its end.
+
+    Requests in `awaited` wait for KV from the step's beginning. A step that schedules nothing takes no time.
+    """
+
+    duration_s: float
+    events: list[Event]
+    scheduled: dict[str, int]
+    awaited: tuple[WaitingForRemoteKv, ...] = ()
+
+
+class DecodeSteps(msgspec.Struct, frozen=True, gc=False):
+    """The next `steps` steps, in which every running request decodes one token and nothing else happens. The first takes
+    `first_s`, each later one `growth_s` more than the one before. `evicts`: cached blocks have to be evicted for them."""
+
+    steps: int
+    evicts: bool
+    first_s: float
+    growth_s: float
+
+    def seconds(self, steps: int) -> float:
+        """Return the duration of the first `steps` steps."""
+        return steps * (self.first_s + self.growth_s * (steps - 1) / 2)
+
+    def steps_by(self, seconds: float) -> int:
+        """Return how many steps have begun, or ended, `seconds` after the first one's beginning; at least 1, at most `steps`."""
+        if self.seconds(self.steps) <= seconds:
+            return self.steps
+        # The result is between the number of steps if all were as long as the last one, and if all were as long as the first one.
+        # Steps grow little, so this range is small.
+        most = min(int(seconds / self.first_s) + 1, self.steps - 1)
+        least = max(int(seconds / (self.first_s + self.growth_s * self.steps)) - 1, 0)
+        return bisect_left(range(1, self.steps), seconds, min(least, most), most, key=self.seconds) + 1
+
+
+@dataclass
+class Counters:
+    """Totals since the start, under the names of vLLM's metrics."""
+
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    external_prefix_cache_queries: int = 0
+    external_prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    local_compute: int = 0
+    local_cache_hit: int = 0
+    external_kv_transfer: int = 0

@@ -1,0 +1,78 @@
+"""Requests in an engine model and their queues, by arrival or priority, as in vllm/v1/core/sched/request_queue.py. Pure."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from pointsman_lab.engine.block_cache import HeldBlocks
+from pointsman_lab.engine.interface import EngineRequest
+from pointsman_lab.engine.prompt_content import NamedContent, TokenContent
+
+
+@dataclass(eq=False, slots=True)
+class EngineSequence:
+    """A request in the engine model. `length` is its number of tokens so far, including `prompt_length` prompt tokens. The KV of
+    the first `computed` tokens is in the cache.
+
+    `waits_for_remote_kv`: it holds blocks for KV that another instance, or a tier below, has not delivered yet.
+    """
+
+    request: EngineRequest
+    content: TokenContent | NamedContent
+    length: int
+    prompt_length: int
+    end: int
+    natural_end: int | None
+    submitted_at: float
+    held: HeldBlocks = field(default_factory=HeldBlocks)
+    computed: int = 0
+    # Cached tokens of the prompt when it was first admitted; None before.
+    cached: int | None = None
+    # Prompt tokens that came then from another instance, from host memory and from storage.
+    remote: int = 0
+    from_host: int = 0
+    from_storage: int = 0
+    waits_for_remote_kv: bool = False
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the answer has begun and only the last token is left to compute."""
+        return self.length - self.computed == 1 and self.length > self.prompt_length
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Sort key of urgency: the smallest is served first, the greatest is preempted first."""
+        return self.request.priority, self.submitted_at
+
+    @property
+    def queue_key(self) -> tuple[int, float, str]:
+        """Sort key in a priority queue: rank, then the id, as vLLM's Request compares."""
+        return self.request.priority, self.submitted_at, self.request.request_id
+
+
+class ArrivalQueue(deque[EngineSequence]):
+    """First come, first served; a sequence that is put back is first in the queue."""
+
+    add = deque[EngineSequence].append
+    put_back = deque[EngineSequence].appendleft
+    take = deque[EngineSequence].popleft
+
+
+class PriorityQueue(list[EngineSequence]):
+    """Ordered by queue_key, also for sequences that are put back."""
+
+    def add(self, sequence: EngineSequence) -> None:
+        """Insert a sequence in order. Mutates."""
+        insort(self, sequence, key=attrgetter("queue_key"))
+
+    put_back = add
+
+    def take(self) -> EngineSequence:
+        """Remove and return the first sequence. Mutates."""
+        return self.pop(0)
+
+
+Queue = ArrivalQueue | PriorityQueue

@@ -1,0 +1,156 @@
+"""Sends a trace's requests to a gateway as their sessions would, with streaming, and records each request's result."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import aiohttp
+import msgspec
+
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.workload.traces import TraceRequest
+
+OnResult = Callable[[RequestRecord], None]
+
+
+class ReplayTarget(Protocol):
+    """Address and timing of the requests that a TraceSender sends."""
+
+    @property
+    def url(self) -> str:
+        """Base URL of a gateway or an engine."""
+
+    @property
+    def timing(self) -> str:
+        """Timing of turns: "trace" or "think"."""
+
+    @property
+    def time_scale(self) -> float:
+        """Factor on timestamps and think times."""
+
+    @property
+    def max_sessions(self) -> int:
+        """Maximum sessions in flight."""
+
+
+class Chats(Protocol):
+    """Texts and lengths of the requests that a TraceSender sends; ChatMaker is one."""
+
+    def messages(self, request: TraceRequest) -> object:
+        """Return a request's messages, or their JSON (msgspec.Raw)."""
+
+    def tokens(self, trace_tokens: int) -> int:
+        """Return the number of tokens that stands for a length of the trace."""
+
+
+class TraceSender:
+    """Sends the sessions of a trace, and records each request's result in `records`, in the order in which requests ended."""
+
+    def __init__(
+        self,
+        target: ReplayTarget,
+        http: aiohttp.ClientSession,
+        model: str,
+        chats: Chats,
+        on_result: OnResult | None,
+    ) -> None:
+        self.records: list[RequestRecord] = []
+        self._target = target
+        self._http = http
+        self._model = model
+        self._chats = chats
+        self._on_result = on_result
+        self._started = time.monotonic()
+        self._origin_ms = 0.0
+
+    def clock(self) -> float:
+        """Seconds since the start of the replay."""
+        return time.monotonic() - self._started
+
+    async def send(self, sessions: Sequence[Sequence[TraceRequest]]) -> None:
+        """Send all sessions to their end. If cancelled, it drops the requests in flight; `records` has those that ended."""
+        free = asyncio.Semaphore(self._target.max_sessions)
+        self._started = time.monotonic()
+        self._origin_ms = sessions[0][0].timestamp_ms
+        async with asyncio.TaskGroup() as group:
+            for turns in sessions:
+                await self._sleep_until(self._due(turns[0]))
+                # A session counts as in flight from its first turn to its last. Further sessions wait in the trace's order.
+                await free.acquire()
+                group.create_task(self._session(turns)).add_done_callback(lambda _: free.release())
+
+    async def _session(self, turns: Sequence[TraceRequest]) -> None:
+        for request in turns:
+            if request is turns[0] or self._target.timing == "trace":
+                await self._sleep_until(self._due(request))
+            else:
+                await asyncio.sleep((request.think_ms or 0.0) / 1e3 * self._target.time_scale)
+            record = await self._ask(request)
+            self.records.append(record)
+            if self._on_result:
+                self._on_result(record)
+
+    def _due(self, request: TraceRequest) -> float:
+        return self._started + (request.timestamp_ms - self._origin_ms) / 1e3 * self._target.time_scale
+
+    async def _sleep_until(self, moment: float) -> None:
+        await asyncio.sleep(max(0.0, moment - time.monotonic()))
+
+    async def _ask(self, request: TraceRequest) -> RequestRecord:
+        body = {
+            "model": self._model,
+            "messages": self._chats.messages(request),
+            "max_tokens": self._chats.tokens(request.output_length),
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        data = msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json", "X-Session-ID": request.session}
+        sent = time.monotonic()
+        record = RequestRecord(session=request.session, turn=request.turn, t_send=sent - self._started)
+        try:
+            async with self._http.post(
+                f"{self._target.url}/v1/chat/completions", data=data, headers=headers
+            ) as response:
+                record.status = response.status
+                record.instance = response.headers.get("X-Pointsman-Instance", "")
+                record.decision = response.headers.get("X-Pointsman-Decision", "")
+                if response.status == 200:
+                    await _read_stream(response, record, sent)
+                else:
+                    record.error = (await response.text())[:500]
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
+            record.error = f"{type(error).__name__}: {error}"
+        record.e2e_s = time.monotonic() - sent
+        return record
+
+
+async def _read_stream(response: aiohttp.ClientResponse, record: RequestRecord, sent: float) -> None:
+    done = False
+    async for line in response.content:
+        if not line.startswith(b"data: "):
+            continue
+        data = line[6:].strip()
+        if data == b"[DONE]":
+            done = True
+            continue
+        # Chunks between the first token and the usage are not needed, and decoding all of them would dominate the client's cost.
+        if record.ttft_s is not None and b'"usage"' not in data and b'"error"' not in data:
+            continue
+        chunk = msgspec.json.decode(data)
+        if error := chunk.get("error"):
+            record.error = str(error.get("message", error))[:500]
+        choices = chunk.get("choices") or []
+        if record.ttft_s is None and choices and choices[0].get("delta", {}).get("content"):
+            record.ttft_s = time.monotonic() - sent
+        if used := chunk.get("usage"):
+            record.prompt_tokens = used["prompt_tokens"]
+            record.output_tokens = used["completion_tokens"]
+            record.cached_tokens = (used.get("prompt_tokens_details") or {}).get("cached_tokens")
+    if not done and not record.error:
+        record.error = "the stream broke off"

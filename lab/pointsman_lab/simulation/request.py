@@ -1,0 +1,112 @@
+"""A request of a simulation, in the view of the gateway that executes its plan. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from msgspec import structs
+
+from pointsman_gateway.core.request.request_events import Event, FailRequest, RequestTimeouts, StepAssigned
+from pointsman_gateway.core.request.request_state_machine import Phase, RequestStateMachine
+from pointsman_lab.engine.prompt_content import NamedPrompt
+from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.simulation.clients import Turn
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.types import Phase as RouterPhase
+from pointsman_router.core.types import PlacementRequest
+
+
+@dataclass(eq=False)
+class SimulatedRequest:
+    """A request from its arrival to its end. `placement` has the id of the current attempt. `state_machine` handles the client's
+    current request; None before the client has sent one."""
+
+    turn: Turn
+    record: RequestRecord
+    prompt: NamedPrompt
+    placement: PlacementRequest
+    state_machine: RequestStateMachine | None = None
+    # Number of times that the client was refused and retried.
+    refusals: int = 0
+    # Time of the current attempt's first placement request to a router, s; None before it.
+    asked_at: float | None = None
+    # Whether a router has parked the current attempt.
+    parked: bool = False
+    # Number of requests to routers. A router's answer to any but the last one is void.
+    questions: int = 0
+    # The open upstream request: instance and the engine's request id; ("", "") for none.
+    # What is open upstream: instance and the engine's name for it; ("", "") for nothing.
+    upstream: tuple[str, str] = ("", "")
+    # Events that occurred while an effect was carried out; the state machine handles them next.
+    follow_ups: deque[Event] = field(default_factory=deque)
+    # Time of the state machine's next scheduled tick, s; None: no tick is scheduled.
+    tick_at: float | None = None
+    failure: FailRequest | None = None
+    # Whether the client has disconnected.
+    left: bool = False
+    # The engine's message when it rejected the request.
+    rejection: str = ""
+    draw_count: int = 0
+    # Result of the last PREFILL step: tokens that it left on its instance, and its computing time in s.
+    prefilled: int = 0
+    prefill_s: float = 0.0
+
+    def begin(self, timeouts: RequestTimeouts) -> RequestStateMachine:
+        """Start the client's request, for the first time or as a retry; every retry has its own id. Mutates."""
+        self.state_machine = RequestStateMachine(self._id, timeouts)
+        self.placement = structs.replace(self.placement, request_id=self._id, exclude=self.turn.exclude)
+        self.asked_at = self.tick_at = self.failure = None
+        self.parked = False
+        return self.state_machine
+
+    def begin_attempt(self, attempt_id: str, exclude: tuple[str, ...]) -> None:
+        """Start another attempt, or the same one again. Mutates."""
+        if attempt_id != self.placement.request_id:
+            self.asked_at = self.tick_at = None
+            self.parked = False
+        self.placement = structs.replace(self.placement, request_id=attempt_id, exclude=(*self.turn.exclude, *exclude))
+
+    @property
+    def _id(self) -> str:
+        return f"{request_id(self.turn)}/again{self.refusals}" if self.refusals else request_id(self.turn)
+
+    @property
+    def draw_id(self) -> str:
+        """Key of the request's random draws. A retry of the client has the same keys as the first request."""
+        return request_id(self.turn) + self.placement.request_id.removeprefix(self._id)
+
+    @property
+    def step(self) -> StepAssigned | None:
+        """The newest step, while its attempt is open."""
+        machine = self.state_machine
+        return machine.step if machine is not None and machine.phase is not Phase.DONE else None
+
+    @property
+    def asks_first_step(self) -> bool:
+        """Whether the request waits for its first step."""
+        return self.state_machine is not None and self.state_machine.phase is Phase.PLACING
+
+    @property
+    def asks_next_step(self) -> bool:
+        """Whether the request waits for the step after one that has ended."""
+        return self.state_machine is not None and self.state_machine.phase is Phase.AWAITING_NEXT_STEP
+
+    def open_stream(self) -> ev.OpenStream:
+        """Return how the gateway reports the request, which must have a step, to a router."""
+        assert self.state_machine is not None
+        step = self.step
+        assert step is not None
+        phase = RouterPhase.DECODE if self.state_machine.phase is Phase.STREAMING else RouterPhase.PREFILL
+        placement = structs.replace(self.placement, keys=())
+        return ev.OpenStream(placement, step.target.instance_id, phase, step.cached_tokens)
+
+
+def request_id(turn: Turn) -> str:
+    """Return the id of a turn's first attempt."""
+    return f"{turn.request.session}#{turn.request.turn}"
+
+
+def engine_id(step: StepAssigned) -> str:
+    """Return the engine's request id of a step."""
+    return f"{step.attempt_id}/{step.index}"

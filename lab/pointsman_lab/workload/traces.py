@@ -1,0 +1,74 @@
+"""Traces: the times, sessions and lengths of requests, without their text. One JSON object per line, plain or gzip.
+
+Fields of the pointsman format: timestamp_ms, session_id, turn (from 1), input_length and output_length (tokens), hash_ids (one
+per block of block_size input tokens, equal ids = equal prefix; a last partial block may have one or not), block_size, and
+think_ms where known. `pointsman_lab.workload.trace_files` reads this format and others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+TINY_TRACE = Path(__file__).parents[1] / "data" / "tiny.jsonl.gz"
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class TraceError(ValueError):
+    """A trace that cannot be used; the message names file, line and field."""
+
+
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a trace."""
+
+    timestamp_ms: Milliseconds
+    session_id: str | int
+    turn: Count
+    input_length: Count
+    output_length: Count
+    hash_ids: tuple[int, ...]
+    block_size: Count
+    think_ms: Milliseconds | None = None
+
+    @property
+    def session(self) -> str:
+        """session_id as text, because some traces number their sessions."""
+        return str(self.session_id)
+
+    @property
+    def whole_blocks(self) -> tuple[int, ...]:
+        """The ids of the blocks that the input fills. Another request can use only the KV of these."""
+        return self.hash_ids[: self.input_length // self.block_size]
+
+
+def by_session(requests: Iterable[TraceRequest]) -> dict[str, list[TraceRequest]]:
+    """Return the sessions in the order of their first requests, each with its turns in order."""
+    sessions: dict[str, list[TraceRequest]] = {}
+    for request in requests:
+        sessions.setdefault(request.session, []).append(request)
+    for turns in sessions.values():
+        turns.sort(key=lambda request: request.turn)
+    return sessions
+
+
+def first_sessions(requests: Sequence[TraceRequest], count: int) -> Sequence[TraceRequest]:
+    """Return the requests of the first `count` sessions (0: of all), in their order."""
+    if not count:
+        return requests
+    chosen = set(list(by_session(requests))[:count])
+    return [request for request in requests if request.session in chosen]
+
+
+def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of leading items that are equal."""
+    length = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length

@@ -1,0 +1,159 @@
+"""The agent's side of the report protocol, for one instance and one router. Pure.
+
+    Hello -> Welcome -> (SnapshotBegin SnapshotChunk* SnapshotEnd)? -> Delta*      with Load and ConsistencyCheck in between
+
+`KeyStream` determines the messages about keys.
+"""
+
+from __future__ import annotations
+
+from pointsman.agent.v1 import agent_pb2 as pb
+from pointsman_agent.core.cached_blocks import Delta, Tier
+from pointsman_agent.core.key_stream import (
+    ConsistencyCheck,
+    KeyMessage,
+    KeyStream,
+    MergedDelta,
+    ReportedKeys,
+    SnapshotBegin,
+    SnapshotChunk,
+    SnapshotEnd,
+)
+from pointsman_common.core.block_keys import KEY_SCHEME
+
+
+class ProtocolError(Exception):
+    """The router sent a message that the protocol does not allow at that point."""
+
+
+class ReportProtocol:
+    """The messages of one stream from Hello on. Pass input to `received` and `load`; call `next_message` until it returns None.
+
+    `consistency_check_interval_s` is the time between two consistency checks, `report_interval_s` the time between two loads.
+    """
+
+    def __init__(
+        self,
+        keys: ReportedKeys,
+        instance: pb.Instance,
+        agent_id: str,
+        *,
+        consistency_check_interval_s: float,
+        report_interval_s: float,
+    ) -> None:
+        self._hello: pb.ReportRequest | None = pb.ReportRequest(
+            hello=pb.Hello(
+                instance=instance,
+                key_scheme=KEY_SCHEME,
+                oldest_seq=keys.oldest_seq,
+                latest_seq=keys.latest_seq,
+                agent_id=agent_id,
+                report_interval_ms=round(report_interval_s * 1000),
+                accepts_pace=True,
+            )
+        )
+        self._stream = KeyStream(keys, consistency_check_interval_s)
+        self._load: tuple[pb.Load, float] | None = None
+        # The router's limit, when the next load may be sent, and the state that the last one told.
+        self._load_interval_s = 0.0
+        self._load_due = float("-inf")
+        self._told: tuple[bool, str] | None = None
+
+    @property
+    def welcomed(self) -> bool:
+        """Whether the router has answered the hello."""
+        return self._stream.welcomed
+
+    @property
+    def snapshots(self) -> int:
+        """Snapshots begun on this stream."""
+        return self._stream.snapshots
+
+    def received(self, response: pb.ReportResponse, now: float) -> None:
+        """Handle a message of the router. Raises ProtocolError if the protocol does not allow it. Mutates."""
+        kind = response.WhichOneof("kind")
+        if kind == "welcome":
+            if self.welcomed or self._hello is not None:
+                raise ProtocolError("welcome without hello")
+            self._stream.welcome(response.welcome.resume_from_seq, now, snapshot=response.welcome.snapshot)
+        elif kind == "resync":
+            if not self.welcomed:
+                raise ProtocolError("resync before welcome")
+            self._stream.begin_snapshot()
+        elif kind == "pace":
+            self._load_interval_s = response.pace.load_interval_ms / 1e3
+            self._load_due = min(self._load_due, now + self._load_interval_s)
+            self._stream.key_interval_s = response.pace.key_interval_ms / 1e3
+
+    def load(self, load: pb.Load, taken_at: float) -> None:
+        """Send `load`, sampled at `taken_at`, as soon as the router's limit permits. It replaces a load that is not sent yet.
+        Mutates."""
+        self._load = (load, taken_at)
+
+    def next_message(self, now: float) -> pb.ReportRequest | None:
+        """Return the next message to write, or None if there is no message before `wake_at` or the next change. Mutates."""
+        if self._hello is not None:
+            hello, self._hello = self._hello, None
+            return hello
+        if not self.welcomed:
+            return None
+        if self._load is not None and now >= self._due():
+            (load, taken_at), self._load = self._load, None
+            self._load_due, self._told = now + self._load_interval_s, _state_of(load)
+            message = pb.ReportRequest(load=load)
+            message.load.sample_age_ms = max(0, round((now - taken_at) * 1000))
+            return message
+        told = self._stream.next_message(now)
+        return None if told is None else _to_wire(told)
+
+    def last_changes(self, now: float) -> list[pb.ReportRequest]:
+        """Return the changes of keys that wait for the router's pace: the router resumes after them. Mutates."""
+        changes = []
+        self._stream.end_pause()
+        while (told := self._stream.next_message(now)) is not None and isinstance(told, Delta | MergedDelta):
+            changes.append(_to_wire(told))
+        return changes
+
+    def wake_at(self) -> float | None:
+        """Return when `next_message` has a message even if nothing changes; None before Welcome."""
+        due = self._stream.wake_at()
+        return min(due, self._due()) if due is not None and self._load is not None else due
+
+    def _due(self) -> float:
+        """Return when the load may be sent. A change of what the instance can serve does not wait."""
+        assert self._load is not None
+        return self._load_due if _state_of(self._load[0]) == self._told else float("-inf")
+
+
+def _state_of(load: pb.Load) -> tuple[bool, str]:
+    return load.healthy, load.suspended
+
+
+_TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST, Tier.STORAGE: pb.TIER_STORAGE}
+
+
+def _to_wire(told: KeyMessage) -> pb.ReportRequest:
+    match told:
+        case Delta():
+            delta = pb.Delta(
+                seq=told.seq, tier=_TIERS[told.tier], added=told.added, removed=told.removed, cleared=told.cleared
+            )
+            return pb.ReportRequest(delta=delta)
+        case MergedDelta():
+            delta = pb.Delta(first_seq=told.first_seq, seq=told.seq, cleared=told.cleared)
+            for at, (tier, added, removed) in enumerate(told.changes):
+                into = delta.other_tiers.add() if at else delta
+                into.tier = _TIERS[tier]
+                into.added.extend(added)
+                into.removed.extend(removed)
+            return pb.ReportRequest(delta=delta)
+        case SnapshotBegin():
+            return pb.ReportRequest(snapshot_begin=pb.SnapshotBegin(seq=told.seq))
+        case SnapshotChunk():
+            return pb.ReportRequest(snapshot_chunk=pb.SnapshotChunk(tier=_TIERS[told.tier], keys=told.keys))
+        case SnapshotEnd():
+            end = pb.SnapshotEnd(seq=told.seq, key_count=told.key_count, digest=told.digest)
+            return pb.ReportRequest(snapshot_end=end)
+        case ConsistencyCheck():
+            check = pb.ConsistencyCheck(seq=told.seq, key_count=told.key_count, digest=told.digest)
+            return pb.ReportRequest(consistency_check=check)

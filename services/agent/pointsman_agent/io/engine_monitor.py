@@ -1,0 +1,458 @@
+"""Monitoring of one engine address: identity, properties and load of the engine, with one InstanceMonitor per data-parallel
+rank."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+
+import structlog
+
+from pointsman.agent.v1 import agent_pb2 as pb
+from pointsman_agent.core.engine_address import EngineAddress
+from pointsman_agent.core.engine_metrics import Sample, Scrape, WrongSender
+from pointsman_agent.core.kv_transfer_support import kv_transfer
+from pointsman_agent.core.process_identity import IdentityChange, ProcessIdentity
+from pointsman_agent.core.step_load import StepLoad
+from pointsman_agent.core.suspension import CacheResets, suspension
+from pointsman_agent.core.warning_limit import WarningLimit
+from pointsman_agent.io.engine_http import EngineProbe, KvEventSources, ProbeError, ServedModels
+from pointsman_agent.io.gpu import GpuSampler
+from pointsman_agent.io.instance_reporting import AgentContext, InstanceMonitor, new_incarnation
+
+log = structlog.get_logger()
+
+# Number of consecutive failed scrapes after which an engine is reported unhealthy. One can fail because the engine is busy.
+UNHEALTHY_AFTER = 2
+# Time without an answer after which an engine's instances are removed from the routers, s. Until then the instances stay listed
+# and their keys stay known.
+GONE_AFTER_S = 60.0
+# Maximum interval between two scrapes of an engine that does not answer, s.
+MAX_SCRAPE_PAUSE_S = 5.0
+# Time after a pushed step load during which a failed scrape does not count against the engine, and a scrape does not replace what
+# the step load says, s.
+ALIVE_AFTER_STEP_S = 2.0
+# Minimum interval between two step loads sent to the routers, s: at most 20 a second for each instance of a fleet.
+STEP_LOAD_INTERVAL_S = 0.05
+# Interval between two reads of models and adapters, s. Adapters are loaded and unloaded at run time.
+DESCRIBE_EVERY_S = 15.0
+# The same for an engine that has had adapters, s: requests for an adapter that was unloaded fail until it is noticed.
+DESCRIBE_ADAPTERS_EVERY_S = 2.0
+# Minimum interval between two logged faults of an engine's scrapes, s. An engine that causes one may do so at each scrape.
+FAULT_INTERVAL_S = 60.0
+# Maximum wait of a scrape for the answer of GET /is_paused, s. A scheduler answers between two steps.
+PAUSE_ANSWER_S = 0.2
+
+
+class EngineMonitor:
+    """Monitors one address until its task is cancelled. `gpus` are the indices of the devices whose samples are reported with its
+    instances. `tls` has the trusted authorities for an HTTPS address (None: the system's)."""
+
+    def __init__(
+        self,
+        address: EngineAddress,
+        agent_context: AgentContext,
+        *,
+        scrape_interval_s: float,
+        api_key: str,
+        tls: ssl.SSLContext | None,
+        gpus: tuple[int, ...],
+        sampler: GpuSampler,
+    ) -> None:
+        self.address = address
+        self.instances: dict[int, InstanceMonitor] = {}
+        """By data-parallel rank in the whole deployment (the `engine` label)."""
+        self.healthy = False
+        self.problem = "not scraped yet"
+        """Why nothing is reported or the engine is unhealthy; empty if there is no problem."""
+        self.ambiguous_address = False
+        """Whether several processes answer at the address (a load balancer)."""
+        self.scrapes = 0
+        self.scrape_failures = 0
+        self.step_loads = 0
+        self._agent_context = agent_context
+        self._interval = scrape_interval_s
+        self._api_key = api_key
+        self._tls = tls
+        self._gpus = gpus
+        self._sampler = sampler
+        self._identity = ProcessIdentity()
+        self._failures = 0
+        self._faults = WarningLimit(FAULT_INTERVAL_S)
+        self._last_answer = time.monotonic()
+        self._last_loads: dict[int, pb.Load] = {}
+        self._described_at = 0.0
+        self._had_adapters = False
+        self._cache_resets = CacheResets()
+        # The last answer of GET /is_paused; None if the engine has no such route.
+        self._paused: bool | None = False
+        self._pause_query: asyncio.Task[bool | None] | None = None
+        self._announced: tuple[Mapping[str, str], Mapping[WrongSender, int]] = ({}, {})
+        # By data-parallel rank as in the instances' description; without those that are unknown.
+        self._engine_ids: Mapping[int, str] = {}
+        self._run = ""
+        self._last_step = -math.inf
+        self._newest_steps: dict[int, tuple[StepLoad, float]] = {}
+        self._to_forward: set[int] = set()
+        self._pushing: asyncio.TimerHandle | None = None
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._goodbye = ""
+        self._log = log.bind(engine=address.url)
+
+    async def run(self) -> None:
+        """Scrape the engine periodically until cancelled. The cancellation saves the instances' state and stops them; after
+        leave() they end."""
+        timeout_s = max(2.0, 2 * self._interval)
+        try:
+            async with EngineProbe(self.address, timeout_s=timeout_s, api_key=self._api_key, tls=self._tls) as probe:
+                while True:
+                    began = time.monotonic()
+                    await self._scrape(probe)
+                    pause = (
+                        self._interval
+                        if self._failures == 0
+                        else min(MAX_SCRAPE_PAUSE_S, self._interval * self._failures)
+                    )
+                    await self._pause(began + pause - time.monotonic())
+        finally:
+            self._forget_pause()
+            await self._stop(self._goodbye)
+
+    def leave(self, reason: str) -> None:
+        """Make the end of run() the end of the instances, too: the engine does not come back."""
+        self._goodbye = reason
+
+    def is_from_this_engine(self, load: StepLoad) -> bool:
+        """Return whether a pushed load is of this engine, as it answered the last scrape."""
+        return bool(load.run) and load.run == self._run and load.rank in self.instances
+
+    def step_load_received(self, load: StepLoad) -> None:
+        """Record a load that this engine pushed, and forward it to the routers, at most every STEP_LOAD_INTERVAL_S."""
+        self.step_loads += 1
+        self._last_step = time.monotonic()
+        self._newest_steps[load.rank] = (load, self._last_step)
+        self._to_forward.add(load.rank)
+        if self._pushing is None:
+            self._forward_step_loads()
+
+    def _forward_step_loads(self) -> None:
+        """Send the newest pushed loads to the routers, and schedule the next call for loads that arrive meanwhile."""
+        self._pushing = None
+        if not self._to_forward:
+            return
+        for rank in self._to_forward:
+            load, taken_at = self._newest_steps[rank]
+            if (instance := self.instances.get(rank)) is not None:
+                self._last_loads[rank] = load.to_wire(self._last_loads.get(rank))
+                instance.report_load(self._last_loads[rank], taken_at)
+        self._to_forward.clear()
+        self._pushing = asyncio.get_running_loop().call_later(STEP_LOAD_INTERVAL_S, self._forward_step_loads)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait until the next scrape; less if an instance's monitor ends before."""
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        waits = [asyncio.ensure_future(instance.ended.wait()) for instance in self.instances.values()]
+        if not waits:
+            await asyncio.sleep(seconds)
+            return
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _scrape(self, probe: EngineProbe) -> None:
+        try:
+            await self._report_scrape(probe)
+        except ProbeError as error:
+            await self._scrape_failed(str(error))
+        # The other engines share the agent, so no answer of this one may end it.
+        except Exception as error:
+            if scrapes := self._faults.occurred(time.monotonic()):
+                self._log.error("a scrape of the engine failed in the agent", scrapes=scrapes, exc_info=error)
+            await self._scrape_failed(f"{type(error).__name__} in its agent: {error}")
+
+    async def _report_scrape(self, probe: EngineProbe) -> None:
+        """Scrape the engine and report what it answers. Raises ProbeError."""
+        scrape = await probe.scrape()
+        taken_at = time.monotonic()
+        self.scrapes += 1
+        await self._update_instances(probe, scrape)
+        await self._read_pause(probe)
+        if self.ambiguous_address:
+            return
+        paused = bool(self._paused)
+        reset = self._cache_resets.observe(scrape, paused=paused)
+        gpus = await asyncio.to_thread(self._sampler.sample, self._gpus) if self._gpus else []
+        for rank, instance in self.instances.items():
+            if reset:
+                instance.drop_keys(reset)
+            if (sample := scrape.ranks.get(rank)) is not None:
+                before = self._last_loads.get(rank)
+                load = _load(sample, gpus, suspension(sample, scrape, paused=paused))
+                if load.suspended != (before.suspended if before is not None else ""):
+                    self._log.info(
+                        "the engine is suspended" if load.suspended else "the engine computes",
+                        rank=rank,
+                        reason=load.suspended,
+                    )
+                steps, stepped_at = self._newest_steps.get(rank, (None, -math.inf))
+                if steps is not None and taken_at - stepped_at < ALIVE_AFTER_STEP_S:
+                    # The engine's HTTP server may show an earlier step.
+                    load = steps.to_wire(load)
+                self._last_loads[rank] = load
+                instance.report_load(load, taken_at)
+        if self._failures >= UNHEALTHY_AFTER:
+            self._log.info("the engine answers again", failures=self._failures)
+        self._failures = 0
+        self._last_answer = taken_at
+        self.healthy = True
+        self.problem = ""
+
+    async def _read_pause(self, probe: EngineProbe) -> None:
+        """Update whether the engine is paused. An answer that is late counts at a later scrape, so that loads are not delayed."""
+        if self._paused is None or not self.instances:
+            return
+        if self._pause_query is None:
+            self._pause_query = asyncio.create_task(self._query_pause(probe))
+        await asyncio.wait({self._pause_query}, timeout=PAUSE_ANSWER_S)
+        if not self._pause_query.done():
+            return
+        query, self._pause_query = self._pause_query, None
+        self._paused = query.result()
+
+    async def _query_pause(self, probe: EngineProbe) -> bool | None:
+        try:
+            return await probe.paused()
+        except ProbeError as error:
+            self._log.debug("the engine does not answer whether it is paused", reason=str(error))
+            return self._paused
+
+    def _forget_pause(self) -> None:
+        """Forget what is known of another process, or at the end."""
+        if self._pause_query is not None:
+            self._pause_query.cancel()
+        self._pause_query, self._paused, self._cache_resets = None, False, CacheResets()
+
+    async def _update_instances(self, probe: EngineProbe, scrape: Scrape) -> None:
+        """Update `instances` to those of the process that answered. Raises ProbeError."""
+        tokens = sum(sample.generation_tokens for sample in scrape.ranks.values())
+        queries = sum(sample.prefix_cache_queries for sample in scrape.ranks.values())
+        seen = self._identity.observe(scrape.process_start, tokens, queries, run=scrape.run)
+        self._run = scrape.run
+        if seen is IdentityChange.ALTERNATING:
+            self.problem = (
+                "the address answers for several processes (a load balancer?): give each engine's own address"
+            )
+            if not self.ambiguous_address:
+                self._log.error("the engine's address is ambiguous", reason=self.problem)
+                await self._stop(self.problem)
+            self.ambiguous_address, self.healthy = True, False
+            return
+        self.ambiguous_address = False
+        over = [instance.end_reason for instance in self.instances.values() if instance.ended.is_set()]
+        if seen is IdentityChange.NEW and self.instances:
+            await self._stop("another process answers")
+            await self._start_instances(probe, scrape, saw_start=True)
+        elif over:
+            await self._stop(over[0])
+            await self._start_instances(probe, scrape, saw_start=True, same_process=True)
+        elif set(self.instances) != set(scrape.ranks):
+            await self._stop("its data-parallel ranks changed" if self.instances else "")
+            await self._start_instances(probe, scrape, saw_start=False)
+        elif _announced(scrape) != self._announced or self._models_are_due():
+            await self._describe_again(probe, scrape)
+
+    def _models_are_due(self) -> bool:
+        if any(instance.instance.lora_names for instance in self.instances.values()):
+            self._had_adapters = True
+        interval_s = DESCRIBE_ADAPTERS_EVERY_S if self._had_adapters else DESCRIBE_EVERY_S
+        return time.monotonic() - self._described_at >= interval_s
+
+    async def _start_instances(
+        self, probe: EngineProbe, scrape: Scrape, *, saw_start: bool, same_process: bool = False
+    ) -> None:
+        ranks = sorted(scrape.ranks)
+        models = await probe.models()
+        version = await probe.version()
+        sources = await probe.sources(ranks)
+        self._engine_ids = await self._query_engine_ids(probe, scrape)
+        self._forget_pause()
+        self._described_at, self._announced = time.monotonic(), _announced(scrape)
+        process = "" if self._identity.anonymous else self._identity.current
+        for rank in ranks:
+            sample = scrape.ranks[rank]
+            if not sample.cache_config:
+                raise ProbeError("no vllm:cache_config_info in /metrics")
+            instance = self._instance(rank, ranks, sample, scrape, models, version)
+            self._describe_kv_transfer(instance, scrape, rank)
+            instance.incarnation = new_incarnation(process) if same_process else process
+            source = sources.by_rank.get(rank)
+            if reason := _no_prefix(sample, sources, rank):
+                instance.prefix_mode, instance.prefix_reason, source = pb.PREFIX_MODE_NONE, reason, None
+            monitor = InstanceMonitor(
+                self._agent_context,
+                instance,
+                source,
+                process=process,
+                capacity_blocks=sample.kv_blocks,
+                speculative=sample.speculative,
+                saw_start=saw_start,
+            )
+            self.instances[rank] = monitor
+            try:
+                await monitor.start()
+            except Exception as error:
+                # The next scrape finds the rank missing, and starts anew.
+                del self.instances[rank]
+                await monitor.stop(f"it could not be followed: {error}")
+                raise
+
+    def _instance(
+        self, rank: int, ranks: Sequence[int], sample: Sample, scrape: Scrape, models: ServedModels, version: str
+    ) -> pb.Instance:
+        several = len(ranks) > 1
+        return pb.Instance(
+            instance_id=self.address.instance_id(rank if several else None),
+            url=self.address.advertise,
+            model=models.served_names[0],
+            served_names=models.served_names,
+            lora_names=models.lora_names,
+            model_root=scrape.tokenizer_place(models.root),
+            block_size=sample.block_size,
+            kv_capacity_tokens=sample.kv_capacity_tokens,
+            max_model_len=models.max_model_len,
+            # The `engine` label is the rank in the whole deployment. vLLM's API server reads the header as the index among the
+            # ranks that it serves. These differ on each node but the first with hybrid load balancing.
+            data_parallel_rank=ranks.index(rank) if several else None,
+            prefix_mode=pb.PREFIX_MODE_EXACT,
+            engine_version=version,
+            node=socket.gethostname(),
+            hardware=self.address.hardware or scrape.hardware or self._sampler.hardware(self._gpus, len(ranks)),
+            long_prefill_token_threshold=(
+                self.address.long_prefill_token_threshold or scrape.long_prefill_token_threshold
+            ),
+            shared_storage=self.address.storage,
+            kv_token_bytes=scrape.kv_token_bytes,
+        )
+
+    async def _describe_again(self, probe: EngineProbe, scrape: Scrape) -> None:
+        models = await probe.models()
+        # A restart is always noticed if the process says who it is.
+        if self._identity.anonymous or len(self._engine_ids) < len(self.instances):
+            self._engine_ids = await self._query_engine_ids(probe, scrape)
+        self._described_at, self._announced = time.monotonic(), _announced(scrape)
+        for rank, instance in self.instances.items():
+            before = instance.instance
+            after = pb.Instance()
+            after.CopyFrom(before)
+            # The pool's name is not updated, because it is part of every key.
+            after.served_names[:] = models.served_names
+            after.lora_names[:] = models.lora_names
+            after.model_root = scrape.tokenizer_place(models.root)
+            # A restart of a process that does not report its start time may be undetected, so the KV transfer support may differ.
+            self._describe_kv_transfer(after, scrape, rank)
+            if after == before:
+                continue
+            self._log.info(
+                "the engine's models or KV transfer support have changed",
+                lora_names=models.lora_names,
+                passes_kv_on=after.HasField("kv_transfer"),
+                wrong_kv_from=[one.engine_id or one.bootstrap_url for one in after.kv_transfer.wrong_from],
+            )
+            instance.describe(after)
+
+    def _describe_kv_transfer(self, instance: pb.Instance, scrape: Scrape, rank: int) -> None:
+        instance.ClearField("kv_transfer")
+        kv = kv_transfer(
+            self.address,
+            scrape.kv_transfer,
+            scrape.ranks[rank].cache_config.get("cache_dtype", ""),
+            scrape.wrong_kv,
+            rank=rank,
+            # The field is 0 if the engine has one rank only.
+            engine_id=self._engine_ids.get(instance.data_parallel_rank, ""),
+        )
+        if kv is not None:
+            instance.kv_transfer.CopyFrom(kv)
+
+    async def _query_engine_ids(self, probe: EngineProbe, scrape: Scrape) -> Mapping[int, str]:
+        kv = kv_transfer(self.address, scrape.kv_transfer, "")
+        if kv is None or not kv.bootstrap_url or kv.role == pb.KV_ROLE_CONSUMER:
+            return {}
+        return await probe.engine_ids(kv.bootstrap_url)
+
+    async def _scrape_failed(self, reason: str) -> None:
+        self.scrape_failures += 1
+        if time.monotonic() - self._last_step < ALIVE_AFTER_STEP_S:
+            # The engine computes; only its HTTP server is too busy to answer.
+            self.problem = reason
+            return
+        self._failures += 1
+        self._identity.unreachable()
+        if self._failures == UNHEALTHY_AFTER:
+            self._log.warning("the engine does not answer", reason=reason)
+        self.problem = reason
+        if self._failures < UNHEALTHY_AFTER:
+            return
+        self.healthy = False
+        if self.instances and time.monotonic() - self._last_answer > GONE_AFTER_S:
+            await self._stop("the engine stopped answering")
+            return
+        for rank, instance in self.instances.items():
+            load = pb.Load()
+            load.CopyFrom(self._last_loads.get(rank, pb.Load()))
+            load.healthy = False
+            instance.report_load(load, self._last_answer)
+
+    async def _stop(self, goodbye: str) -> None:
+        """Stop all instances. A cancellation does not interrupt their stops: the next call, at the latest that at the end of
+        `run`, waits for them."""
+        instances, self.instances = self.instances, {}
+        self._last_loads.clear()
+        self._newest_steps.clear()
+        self._to_forward.clear()
+        self._stopping |= {asyncio.create_task(instance.stop(goodbye)) for instance in instances.values()}
+        if not self._stopping:
+            return
+        await asyncio.wait(self._stopping)
+        stopped, self._stopping = self._stopping, set()
+        for task in stopped:
+            task.result()
+
+
+def _no_prefix(sample: Sample, sources: KvEventSources, rank: int) -> str:
+    """Return why the keys of a rank cannot be known; "" if they can."""
+    if sample.cache_config.get("enable_prefix_caching") == "False":
+        return "the engine runs without prefix caching"
+    if sources.reason:
+        return sources.reason
+    return "" if rank in sources.by_rank else f"the engine publishes no KV events for rank {rank}"
+
+
+def _announced(scrape: Scrape) -> tuple[Mapping[str, str], Mapping[WrongSender, int]]:
+    """Return what changes an instance's description when it changes."""
+    return scrape.kv_transfer, scrape.wrong_kv
+
+
+def _load(sample: Sample, gpus: list[pb.Gpu], suspended: str) -> pb.Load:
+    return pb.Load(
+        running=sample.running,
+        waiting=sample.waiting,
+        kv_usage=sample.kv_usage,
+        generation_tokens=sample.generation_tokens,
+        prefix_cache_queries=sample.prefix_cache_queries,
+        prefix_cache_hits=sample.prefix_cache_hits,
+        external_prefix_cache_queries=sample.external_prefix_cache_queries,
+        external_prefix_cache_hits=sample.external_prefix_cache_hits,
+        preemptions=sample.preemptions,
+        healthy=True,
+        gpus=gpus,
+        suspended=suspended,
+    )

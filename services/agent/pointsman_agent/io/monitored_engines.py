@@ -1,0 +1,76 @@
+"""The engines of an agent: those of its settings, and those of Services, which come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from pointsman_agent.core.engine_address import EngineAddress
+from pointsman_agent.io.engine_monitor import EngineMonitor
+
+log = structlog.get_logger()
+
+GONE = "its endpoint is gone"
+
+
+class MonitoredEngines:
+    """Runs a monitor for each engine. `make` returns the monitor of an address."""
+
+    def __init__(self, make: Callable[[EngineAddress], EngineMonitor]) -> None:
+        self.all: list[EngineMonitor] = []
+        """The monitors that run, in the order of their start."""
+        self._make = make
+        self._tasks: dict[EngineMonitor, asyncio.Task[None]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._by_source: dict[str, Mapping[str, EngineAddress]] = {}
+        self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def set_engines(self, source: str, engines: Mapping[str, EngineAddress]) -> None:
+        """Set the engines of a source, by URL. Those that no source has any more leave the fleet; of an engine that two sources
+        have, the address of the first one counts. An engine whose options have changed is monitored anew. Mutates."""
+        self._by_source[source] = engines
+        wanted: dict[str, EngineAddress] = {}
+        for one in self._by_source.values():
+            wanted = {**one, **wanted}
+        for monitor in [one for one in self.all if wanted.get(one.address.url) != one.address]:
+            self._leave(monitor)
+        monitored = {monitor.address.url for monitor in self.all}
+        for url, address in wanted.items():
+            if url not in monitored:
+                self._start(address)
+
+    async def failed(self) -> None:
+        """Wait until a monitor ends by a fault, and raise its error."""
+        await asyncio.shield(self._fault)
+
+    async def stop(self) -> None:
+        """Stop all monitors; the state of their instances is saved. Raises the error of one that fails."""
+        tasks = [*self._tasks.values(), *self._leaving]
+        for task in self._tasks.values():
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
+        self._fault.cancel()
+
+    def _start(self, address: EngineAddress) -> None:
+        monitor = self._make(address)
+        task = asyncio.create_task(monitor.run(), name=f"watch {address.url}")
+        task.add_done_callback(self._ended)
+        self.all.append(monitor)
+        self._tasks[monitor] = task
+
+    def _leave(self, monitor: EngineMonitor) -> None:
+        log.info("an engine has left its service", engine=monitor.address.url)
+        self.all.remove(monitor)
+        task = self._tasks.pop(monitor)
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+        monitor.leave(GONE)
+        task.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and not self._fault.done():
+            self._fault.set_exception(error)

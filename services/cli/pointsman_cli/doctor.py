@@ -1,0 +1,363 @@
+"""`pointsman doctor`: checks of a fleet, with advice on what to change."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pointsman.agent.v1 import agent_pb2
+from pointsman.router.v1 import fleet_pb2
+from pointsman_cli.all_routers import instances_of
+from pointsman_cli.doctor_kv import answers, transfers
+from pointsman_cli.findings import TIMEOUT_S, EngineAccess, Finding, complete, skew
+from pointsman_cli.instance_commands import order_words, orders_of, state_words, suspension
+from pointsman_cli.router_call import ask, dial
+from pointsman_common.core.block_keys import KEY_TOKENS
+
+# Base URL of the agent of `pointsman up`.
+AGENT = "http://127.0.0.1:9101"
+# Age of an instance's last report above which it is a finding, s.
+STALE_REPORT_S = 5.0
+# Difference of clocks above which it is a finding, s.
+CLOCK_SKEW_S = 2.0
+# Age of a cordon above which it is a finding, s.
+LONG_CORDONED_S = 86_400.0
+# States in which an instance can get requests.
+PLACEABLE = (fleet_pb2.INSTANCE_STATE_SYNCING, fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_LOST)
+
+
+def examine(
+    router: str,
+    gateway: str,
+    redis_url: str,
+    agents: Sequence[str] = (),
+    access: EngineAccess | None = None,
+) -> list[Finding]:
+    """Return all findings about the fleet of a router ("HOST:PORT") and a gateway (base URL), and about the engines of `agents`
+    (base URLs). Sends each engine a request for one token, and pairs that can transfer KV short prompts."""
+    findings: list[Finding] = []
+    findings += _router(router, access or EngineAccess())
+    for agent in agents:
+        findings += _agent(agent)
+    findings += _gateway(gateway)
+    if redis_url:
+        findings.append(redis_finding(redis_url))
+    return findings
+
+
+def _router(router: str, access: EngineAccess) -> Iterator[Finding]:
+    """Yield findings about a router, the other routers, and the instances."""
+    try:
+        fleet, silent = instances_of(router)
+        replicas = ask(router, lambda fleet: fleet.ListReplicas, fleet_pb2.ListReplicasRequest(), TIMEOUT_S)
+        with dial(router) as channel:
+            health = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service="pointsman.router.v1.PlacementService"), timeout=TIMEOUT_S
+            )
+    except grpc.RpcError as error:
+        yield unanswered(router, error)
+        return
+    if health.status == health_pb2.HealthCheckResponse.SERVING:
+        yield Finding(Finding.OK, "router", f"{fleet.router_id} places with {fleet.policy.name}")
+    else:
+        yield Finding(Finding.WARN, "router", f"{fleet.router_id} is starting", "wait for its agents, then check again")
+    yield from redundancy(replicas)
+    for problem in silent:
+        yield Finding(Finding.WARN, "routers", problem, "run `pointsman doctor` on a node of a gateway")
+    yield from _fleet(list(fleet.instances), access)
+    yield from _orders(router)
+
+
+def unanswered(router: str, error: grpc.RpcError) -> Finding:
+    """Return the finding that a router refused a call or does not answer."""
+    found, advice = f"{router}: {error.code().name}: {error.details()}", "see its log"
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        found, advice = (
+            f"{router} does not answer: {error.details()}",
+            "start it; if it runs elsewhere: --router HOST:PORT",
+        )
+    elif error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        advice = "give its token: POINTSMAN_OPERATOR_TOKEN, POINTSMAN_OBSERVER_TOKEN or POINTSMAN_TOKEN_DIR"
+    return Finding(Finding.FAIL, "router", found, advice)
+
+
+def redundancy(told: fleet_pb2.ListReplicasResponse) -> Iterator[Finding]:
+    """Yield whether all routers that share a store are alive; nothing if the router has no shared store."""
+    if told.this_replica.store != "redis":
+        return
+    found = f"{len(told.replicas)} alive: {', '.join(one.router_id for one in told.replicas)}"
+    if not told.lost_replicas:
+        yield Finding(Finding.OK, "routers", found)
+        return
+    lost = ", ".join(
+        f"{one.router_id} ended without notice {one.heartbeat_age.ToMilliseconds() / 1e3:.0f} s ago"
+        for one in told.lost_replicas
+    )
+    yield Finding(
+        Finding.WARN,
+        "routers",
+        f"{found}; {lost}, and none has taken its place",
+        "start it again, or another one; a router that stays away is no longer reported after a day",
+    )
+
+
+def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> Iterator[Finding]:
+    if not instances:
+        yield Finding(
+            Finding.FAIL,
+            "instances",
+            "none",
+            "start `pointsman agent --engines URL --routers HOST:PORT`; if it runs, check it: --agent http://HOST:9101",
+        )
+        # The agent of a local `pointsman up` may report why.
+        yield from (one for one in _agent(AGENT) if one.check != f"agent {AGENT}")
+        return
+    for model in sorted({one.instance.model for one in instances}):
+        statuses = [one for one in instances if one.instance.model == model]
+        pool = [one.instance for one in statuses]
+        sizes = sorted({one.block_size for one in pool})
+        yield from placeability(model, statuses)
+        yield (
+            Finding(Finding.OK, f"model {model}", f"block size {sizes[0]}")
+            if len(sizes) == 1
+            else Finding(
+                Finding.WARN,
+                f"model {model}",
+                f"block sizes {sizes} differ",
+                "give all its engines the same --block-size",
+            )
+        )
+        # Different revisions may have the same tokenizer. Gateways compare them.
+        if len({one.model_root.partition("@")[0] for one in pool}) > 1:
+            yield Finding(
+                Finding.WARN,
+                f"model {model}",
+                "instances loaded it from different sources",
+                "serve different models under different names",
+            )
+        yield from transfers(pool)
+        yield from answers([one.instance for one in statuses if one.state == fleet_pb2.INSTANCE_STATE_READY], access)
+    for one in instances:
+        yield from _instance(one, access)
+
+
+def placeability(model: str, pool: Sequence[fleet_pb2.InstanceStatus]) -> Iterator[Finding]:
+    """Yield how many instances of a model can get requests."""
+    placeable = sum(one.state in PLACEABLE for one in pool)
+    found = f"{placeable} of {len(pool)} instances placeable"
+    if placeable:
+        yield Finding(Finding.OK, f"model {model}", found)
+        return
+    counts = Counter(state_words(one) for one in pool)
+    states = ", ".join(f"{count} {words}" for words, count in sorted(counts.items()))
+    ordered = [
+        one for one in pool if one.state in (fleet_pb2.INSTANCE_STATE_CORDONED, fleet_pb2.INSTANCE_STATE_DRAINING)
+    ]
+    advice = (
+        "place on one again: pointsman uncordon INSTANCE, pointsman drain INSTANCE --resume"
+        if ordered
+        else "see the findings of each instance below"
+    )
+    yield Finding(Finding.FAIL, f"model {model}", f"none placeable: {states}", advice)
+
+
+def _orders(router: str) -> Iterator[Finding]:
+    try:
+        orders = orders_of(router)
+    except grpc.RpcError as error:
+        yield Finding(Finding.WARN, "orders", f"{error.code().name}: {error.details()}")
+    else:
+        yield from forgotten_orders(orders, time.time())
+
+
+def forgotten_orders(orders: Sequence[fleet_pb2.InstanceOrder], now: float) -> Iterator[Finding]:
+    """Yield the orders that may have been forgotten at `now` (unix s): old cordons, and orders for unknown instances."""
+    for order in orders:
+        words = order_words(order)
+        undo = "; ".join(
+            [f"pointsman uncordon {order.instance_id}"] * order.cordoned
+            + [f"pointsman weight {order.instance_id} 1"] * (order.weight < 1)
+        )
+        if not order.instance_known:
+            found = f"{words}; no agent reports an instance of this id"
+            yield Finding(Finding.WARN, order.instance_id, found, f"if it went for good: {undo}")
+        elif order.cordoned and now - order.cordon_time.ToNanoseconds() / 1e9 > LONG_CORDONED_S:
+            yield Finding(
+                Finding.WARN,
+                order.instance_id,
+                f"{words}; for more than a day",
+                f"pointsman uncordon {order.instance_id}",
+            )
+
+
+def instance_finding(one: fleet_pb2.InstanceStatus) -> Finding:
+    """Return whether an instance can get requests, with the operators' orders for it."""
+    name, ordered, age = one.instance.instance_id, order_words(one), one.report_age.ToMilliseconds() / 1e3
+    remarks = ", ".join(filter(None, (suspension(one), ordered)))
+    state = state_words(one) + (f" ({remarks})" if remarks else "")
+    if one.state == fleet_pb2.INSTANCE_STATE_CORDONED:
+        if one.underlying_state in (*PLACEABLE, fleet_pb2.INSTANCE_STATE_UNSPECIFIED):
+            return Finding(Finding.OK, name, state)
+        return Finding(Finding.WARN, name, state, "see the agent's and the engine's logs before you uncordon it")
+    if one.state == fleet_pb2.INSTANCE_STATE_SUSPENDED:
+        advice = "no requests are placed on it until its engine is woken up (POST /wake_up) or resumed (POST /resume)"
+        return Finding(Finding.WARN, name, state, advice)
+    if one.state != fleet_pb2.INSTANCE_STATE_READY:
+        return Finding(Finding.FAIL, name, state, "see the agent's and the engine's logs")
+    if one.circuit_open:
+        found = "circuit open: it failed several requests in a row"
+        return Finding(Finding.FAIL, name, found, "see the engine's log")
+    if age > STALE_REPORT_S:
+        advice = "check whether its agent is overloaded, and the network between agent and router"
+        return Finding(Finding.WARN, name, f"last report {age:.0f} s ago", advice)
+    return Finding(Finding.OK, name, f"{state}, vLLM {one.instance.engine_version}, report {age:.1f} s old")
+
+
+def _instance(one: fleet_pb2.InstanceStatus, access: EngineAccess) -> Iterator[Finding]:
+    name = one.instance.instance_id
+    yield instance_finding(one)
+    if one.instance.prefix_mode != agent_pb2.PREFIX_MODE_EXACT:
+        yield inexact_finding(one.instance)
+    elif one.keys == 0 and one.load.prefix_cache_queries > one.instance.block_size:
+        yield Finding(
+            Finding.WARN,
+            name,
+            "requests ran, but no cached block is known",
+            "check that the agent can reach the engine's KV-event address",
+        )
+    if one.instance.block_size % KEY_TOKENS:
+        yield Finding(Finding.FAIL, name, f"block size {one.instance.block_size}", f"use a multiple of {KEY_TOKENS}")
+    if not suspension(one):
+        # A suspended engine would keep the request until it is resumed.
+        yield from _engine(one.instance, access)
+
+
+def inexact_finding(instance: agent_pb2.Instance) -> Finding:
+    """Return why the cached prefixes of an instance without PREFIX_MODE_EXACT are not known, with the flags that change this, if
+    any do."""
+    if instance.events_unusable:
+        return Finding(
+            Finding.WARN,
+            instance.instance_id,
+            f"prefixes are approximate: {instance.prefix_reason}",
+            "no flag for KV events changes this; the router learns prefixes from its own placements",
+        )
+    return Finding(
+        Finding.FAIL,
+        instance.instance_id,
+        f"no KV events: {instance.prefix_reason}",
+        "start the engine with --enable-prefix-caching and --kv-events-config "
+        '\'{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}\'',
+    )
+
+
+def _engine(instance: agent_pb2.Instance, access: EngineAccess) -> Iterator[Finding]:
+    name = f"{instance.instance_id} engine"
+    try:
+        answer, ahead_s = complete(instance, {"prompt": "ok", "max_tokens": 1}, access)
+    except urllib.error.HTTPError as error:
+        error.close()
+        advice = "give its API key: --engine-api-key" if error.code in (401, 403) else "see the engine's log"
+        yield Finding(Finding.WARN, name, f"answers {error.code}", advice)
+        return
+    except OSError as error:
+        if isinstance(getattr(error, "reason", None), ssl.SSLCertVerificationError):
+            advice = "name the authority that signed it: --engine-ca here, engine_ca for agents and gateways"
+            yield Finding(Finding.WARN, name, f"its certificate is not trusted: {error}", advice)
+            return
+        yield Finding(
+            Finding.WARN, name, f"not reachable from here: {error}", "run `pointsman doctor` on a node of a gateway"
+        )
+        return
+    if (answer.get("usage") or {}).get("prompt_tokens_details") is None:
+        yield Finding(
+            Finding.WARN,
+            name,
+            "does not report cached tokens",
+            "start it with --enable-prompt-tokens-details, so that predictions can be checked",
+        )
+    else:
+        yield Finding(Finding.OK, name, "answers, and reports its cached tokens")
+    yield from _clock(name, ahead_s)
+
+
+def _agent(agent: str) -> Iterator[Finding]:
+    name = f"agent {agent}"
+    try:
+        with urllib.request.urlopen(f"{agent}/health", timeout=TIMEOUT_S) as answer:
+            engines = json.load(answer)["engines"]
+    except OSError as error:
+        yield Finding(Finding.FAIL, name, str(error), "check that it runs, with metrics_listen")
+        return
+    for engine in engines:
+        what = f"{name}: {engine['engine']}"
+        if engine["healthy"]:
+            yield Finding(Finding.OK, what, "is monitored")
+        else:
+            yield Finding(Finding.FAIL, what, engine["problem"], "see the engine's log, and the agent's settings")
+
+
+def _gateway(gateway: str) -> Iterator[Finding]:
+    try:
+        with urllib.request.urlopen(f"{gateway}/health", timeout=TIMEOUT_S) as answer:
+            status, body, ahead_s = answer.status, json.load(answer), skew(answer.headers.get("Date"))
+    except urllib.error.HTTPError as error:
+        status, body, ahead_s = error.code, json.loads(error.read() or b"{}"), skew(error.headers.get("Date"))
+    except OSError as error:
+        yield Finding(Finding.FAIL, "gateway", f"{gateway}: {error}", "check that it runs")
+        return
+    if status != 200:
+        yield Finding(Finding.FAIL, "gateway", f"not ready: {json.dumps(body)}", "see what is missing in its /health")
+    else:
+        yield Finding(Finding.OK, "gateway", "ready")
+    if picker := body.get("picker"):
+        told = f"proxies ask it on port {picker['port']}; {picker['open_requests']} of their requests are open"
+        yield Finding(Finding.OK, "picker", told)
+    for model, state in (body.get("models") or {}).items():
+        if state.get("exact"):
+            yield Finding(Finding.OK, f"tokenizer {model}", "its tokens equal the engine's")
+        else:
+            yield Finding(
+                Finding.WARN,
+                f"tokenizer {model}",
+                str(state.get("reason", "differs from the engine's")),
+                "give the gateway --tokenizers MODEL=FOLDER with the engine's tokenizer.json and chat template",
+            )
+    yield from _clock("gateway", ahead_s)
+
+
+def redis_finding(url: str) -> Finding:
+    """Return whether the routers' Redis answers, and rejects writes instead of evicting keys when its memory is full."""
+    # The import takes two fifths of the start time of these commands, so only the command that is given a URL imports it.
+    import redis
+
+    try:
+        with redis.Redis.from_url(url, socket_timeout=TIMEOUT_S) as client:
+            version = client.info("server")["redis_version"]
+            # Not read with CONFIG, because the user of make-secrets.sh is not an administrator.
+            policy = client.info("memory")["maxmemory_policy"]
+    except redis.RedisError as error:
+        return Finding(Finding.FAIL, "Redis", f"{type(error).__name__}: {error}", "routers place degraded without it")
+    if policy != "noeviction":
+        return Finding(
+            Finding.WARN, "Redis", f"{version}, maxmemory-policy {policy}", "set maxmemory-policy noeviction"
+        )
+    return Finding(Finding.OK, "Redis", f"{version}, {policy}")
+
+
+def _clock(name: str, ahead_s: float | None) -> Iterator[Finding]:
+    if ahead_s is not None and abs(ahead_s) > CLOCK_SKEW_S:
+        yield Finding(
+            Finding.WARN,
+            name,
+            f"its clock differs by {ahead_s:+.0f} s",
+            "run NTP, so that logs of several nodes can be compared",
+        )

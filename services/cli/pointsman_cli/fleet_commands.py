@@ -1,0 +1,428 @@
+"""Operators' queries of a running fleet: `pointsman instances`, `decisions`, `explain`, `policies`, `doctor`.
+
+`decisions verify` and `what-if` are in pointsman_cli.policy_commands, `drain` and `cordon` in pointsman_cli.instance_commands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import sys
+import textwrap
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Annotated, Any
+
+import grpc
+import typer
+from google.protobuf import json_format
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_cli.all_routers import instances_of, newest_decisions, of_its_router, pool_policies, warn
+from pointsman_cli.doctor import examine
+from pointsman_cli.findings import EngineAccess, Finding
+from pointsman_cli.instance_commands import (
+    RouterFlag,
+    cordon,
+    drain,
+    order_words,
+    orders_of,
+    state_words,
+    suspension,
+    uncordon,
+    weight,
+    weight_words,
+)
+from pointsman_cli.policy_commands import set_policy, verify, what_if
+from pointsman_cli.router_call import DEFAULT_ROUTER, UNUSABLE, fail, no_answer
+from pointsman_common.core.enum_words import values, word
+from pointsman_common.io.tls import client_context
+from pointsman_router.core.policy.auto import Auto
+from pointsman_router.core.policy.base import bounds
+from pointsman_router.core.policy.reasons import ROUTE_CLASSES, explained
+from pointsman_router.core.policy.registry import POLICIES
+from pointsman_router.core.types import LIGHT_NEW_TOKENS
+
+# Timeout of a call or an HTTP request, s.
+TIMEOUT_S = 10.0
+
+GatewayFlag = Annotated[str, typer.Option(envvar="POINTSMAN_GATEWAY", help="base URL of a gateway")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
+
+GATEWAY = "http://127.0.0.1:8080"
+# Environment variable with a client's API key. There is no flag for the key, because all users of a machine can see flags.
+API_KEY = "POINTSMAN_API_KEY"
+
+# In a pipe rich assumes 80 columns, which would fold the tables.
+console = Console(width=None if sys.stdout.isatty() else 180)
+
+
+def add_fleet_commands(app: typer.Typer) -> None:
+    """Register the commands of this module."""
+    for command in (instances, explain, policies, drain, cordon, uncordon, doctor):
+        app.command()(command)
+    # A negative weight must be parsed as the argument, not as an option. The router then rejects the weight.
+    app.command(context_settings={"ignore_unknown_options": True})(weight)
+    app.command("what-if")(what_if)
+    app.command("set-policy")(set_policy)
+    group = typer.Typer(invoke_without_command=True)
+    group.callback()(decisions)
+    group.command()(verify)
+    app.add_typer(group, name="decisions")
+
+
+def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: JsonFlag = False) -> None:
+    """List the instances of a fleet with their state, load, cached keys and sessions."""
+    try:
+        answer, silent = instances_of(router, model)
+    except grpc.RpcError as error:
+        no_answer(router, error)
+    for problem in silent:
+        warn(problem)
+    if as_json:
+        typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True, sort_keys=True))
+        return
+    table = _table("instance", "model", "state", "requests", "pending", "decode", "running", "waiting", "kv", "keys",
+                   "hit", "sessions", "report", "process")  # fmt: skip
+    for one in answer.instances:
+        load = one.load
+        table.add_row(
+            one.instance.instance_id,
+            one.instance.model,
+            _state_of(one),
+            str(one.num_requests),
+            f"{one.pending_prefill_tokens:,}",
+            f"{one.ongoing_decode_tokens:,}",
+            str(load.running),
+            str(load.waiting),
+            f"{load.kv_usage:.0%}",
+            f"~{one.approximate_keys:,}"
+            if one.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE
+            else f"{one.keys:,}",
+            f"{load.prefix_cache_hits / load.prefix_cache_queries:.0%}" if load.prefix_cache_queries else "-",
+            str(one.sessions),
+            f"{one.report_age.ToMilliseconds() / 1e3:.1f} s ago",
+            one.instance.incarnation[:12],
+        )
+    console.print(table)
+    for order in _orders_for_unknown(router):
+        console.print(f"{order.instance_id}: no agent reports it ({order_words(order)})", highlight=False, markup=False)
+    console.print(
+        f"policy {_policy(answer.policy)}  router {answer.router_id}"
+        + (f"  {answer.held_requests} requests held" if answer.held_requests else "")
+    )
+    if answer.policy.name == Auto.name:
+        for pool, taken in pool_policies(router, model).items():
+            console.print(f"{pool}: {_taken(taken)}", highlight=False, markup=False)
+
+
+def _taken(policy: fleet_pb2.PoolPolicy) -> str:
+    """Return which policy decides for a pool and why, with the numbers that this depends on."""
+    ready = policy.ready_instances
+    return (
+        f"{policy.name} ({explained(policy.reason)}); of {ready} ready instances {policy.exact_instances} report KV events, "
+        f"{policy.learned_instances} have a learned curve; the mean prefill costs {policy.mean_cost:.2g} x that of a new prompt "
+        f"of {LIGHT_NEW_TOKENS:,} tokens"
+    )
+
+
+def _orders_for_unknown(router: str) -> list[fleet_pb2.InstanceOrder]:
+    try:
+        return [order for order in orders_of(router) if not order.instance_known]
+    except grpc.RpcError as error:
+        no_answer(router, error)
+
+
+def _state_of(one: fleet_pb2.InstanceStatus) -> str:
+    """Return an instance's state as text, followed by operators' orders and by what is unusual about its keys."""
+    remarks = [escape(words) for words in (suspension(one), one.cordon_reason, weight_words(one)) if words]
+    if one.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE:
+        remarks.append("approximate")
+    if one.prefix_source == fleet_pb2.PREFIX_SOURCE_NONE and one.state == fleet_pb2.INSTANCE_STATE_READY:
+        remarks.append("cache counted as empty")
+    if one.circuit_open:
+        remarks.append("circuit open")
+    if one.prediction_audit_failures:
+        remarks.append(f"prediction audit failed {one.prediction_audit_failures}x")
+    state = state_words(one)
+    return f"{state} ({', '.join(remarks)})" if remarks else state
+
+
+def decisions(
+    context: typer.Context,
+    router: RouterFlag = DEFAULT_ROUTER,
+    session: str = "",
+    instance: str = "",
+    route_class: Annotated[str, typer.Option(help="light, medium or heavy")] = "",
+    reason: str = "",
+    since: Annotated[float | None, typer.Option(help="maximum age of a decision, in seconds")] = None,
+    until: Annotated[float | None, typer.Option(help="minimum age of a decision, in seconds")] = None,
+    limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=1000)] = 20,
+    as_json: JsonFlag = False,
+) -> None:
+    """List the newest decisions of all routers: where each request was placed, and why."""
+    if context.invoked_subcommand is not None:
+        return
+    classes = values(fleet_pb2.RouteClass)
+    if route_class.upper() not in classes:
+        fail(f"--route-class {route_class}: one of {', '.join(filter(None, classes))} is needed", UNUSABLE)
+    wanted = fleet_pb2.DecisionFilter(
+        session_id=session, instance_id=instance, route_class=classes[route_class.upper()], reason=reason
+    )
+    for bound, seconds in ((wanted.since, since), (wanted.until, until)):
+        if seconds is not None:
+            bound.FromNanoseconds(int(seconds * 1e9))
+    request = fleet_pb2.ListDecisionsRequest(filter=wanted, page_size=limit)
+    answer = newest_decisions(router, request)
+    if as_json:
+        typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True, sort_keys=True))
+        return
+    table = _table("decision", "time", "session", "input", "cached", "engine said", "class", "reason", "instance", "margin",
+                   "outcome", "TTFT")  # fmt: skip
+    for one in answer.decisions:
+        done = one.finished
+        table.add_row(
+            one.decision_id,
+            one.time.ToDatetime().strftime("%H:%M:%S.%f")[:-3],
+            one.session_id[:24],
+            f"{one.input_tokens:,}",
+            f"{one.cached_tokens:,}",
+            f"{done.cached_tokens:,}" if done.HasField("cached_tokens") else "-",
+            word(fleet_pb2.RouteClass, one.route_class),
+            one.reason,
+            " -> ".join(step.instance.instance_id for step in one.steps),
+            f"{one.margin:,.0f}" if one.HasField("margin") else "-",
+            word(fleet_pb2.DecisionOutcome, one.outcome),
+            f"{done.timings.first_token_ms:,.0f} ms" if done.timings.first_token_ms else "-",
+        )
+    console.print(table)
+
+
+def explain(
+    decision_id: Annotated[str, typer.Argument(help="decision id or request id; omit it with --prompt")] = "",
+    router: RouterFlag = DEFAULT_ROUTER,
+    gateway: GatewayFlag = GATEWAY,
+    prompt: Annotated[Path | None, typer.Option(help="file with a prompt to place in a dry run")] = None,
+    model: Annotated[str, typer.Option(help="model for --prompt; default: the gateway's only one")] = "",
+    session: Annotated[str, typer.Option(help="session id for --prompt")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Explain why a request was placed where it was.
+
+    With --prompt: show where the prompt would be placed now, without sending it to an engine.
+    """
+    if prompt is not None:
+        decision = _dry_run(gateway, prompt, model, session)
+    elif decision_id:
+        request = fleet_pb2.GetDecisionRequest(decision_id=decision_id)
+        decision = of_its_router(router, decision_id, lambda fleet: fleet.GetDecision, request, TIMEOUT_S).decision
+    else:
+        fail("give a decision id, or --prompt FILE")
+    if as_json:
+        typer.echo(json_format.MessageToJson(decision, preserving_proto_field_name=True, sort_keys=True))
+    else:
+        _print_decision(decision)
+
+
+def policies(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="only these policies")] = None,
+) -> None:
+    """Print policies with their formulas, reasons, sources, and settings with bounds."""
+    if unknown := sorted(set(names or ()) - POLICIES.keys()):
+        fail(f"no policy is called {', '.join(unknown)}; there are {', '.join(POLICIES)}")
+    for name in names or POLICIES:
+        kind = POLICIES[name]
+        console.print(f"[bold]{name}[/bold]")
+        console.print(textwrap.indent(inspect.cleandoc(kind.__doc__ or ""), "  "), highlight=False, markup=False)
+        if settings := dataclasses.fields(kind):
+            console.print("  Settings:")
+        for one in settings:
+            console.print(f"    {one.name} = {one.default} ({bounds(one)}): {one.metadata['doc']}", highlight=False)
+        console.print()
+
+
+def doctor(
+    router: RouterFlag = DEFAULT_ROUTER,
+    gateway: GatewayFlag = GATEWAY,
+    redis_url: Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER_REDIS_URL", help="URL of a Redis to check")] = "",
+    agent: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="POINTSMAN_AGENT",
+            help="base URL of an agent to check, with its engines: http://HOST:9101",
+        ),
+    ] = None,
+    engine_api_key: Annotated[
+        str, typer.Option(envvar="POINTSMAN_GATEWAY_ENGINE_API_KEY", help="API key for engines started with --api-key")
+    ] = "",
+    engine_ca: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="POINTSMAN_GATEWAY_ENGINE_CA", help="certificates (PEM) of the authorities trusted for HTTPS engines"
+        ),
+    ] = None,
+) -> None:
+    """Check a fleet and print what to change.
+
+    Sends each engine a request for one token, and short prompts to pairs that can transfer KV. Exits with status 1 if
+    something must be changed.
+    """
+    try:
+        tls = None if engine_ca is None else client_context(engine_ca)
+    except (OSError, ValueError) as error:
+        fail(str(error))
+    findings = examine(router, gateway, redis_url, agent or [], EngineAccess(engine_api_key, tls))
+    table = _table("", "check", "finding", "what to do")
+    marks = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]FAIL[/red]"}
+    for finding in findings:
+        table.add_row(marks[finding.level], finding.check, finding.found, finding.advice)
+    console.print(table)
+    if any(finding.level == Finding.FAIL for finding in findings):
+        raise typer.Exit(1)
+
+
+def _print_decision(decision: fleet_pb2.Decision) -> None:
+    owner = decision.session_owner or "none"
+    route_class = word(fleet_pb2.RouteClass, decision.route_class)
+    bounds_of_class = f" ({ROUTE_CLASSES[route_class]})" if route_class in ROUTE_CLASSES else ""
+    steps = [step.instance.instance_id for step in decision.steps]
+    to = " -> ".join(one for number, one in enumerate(steps) if one != steps[number - 1] or not number) or "held"
+    console.print(
+        f"[bold]{escape(decision.decision_id)}[/bold]  {escape(to)}  [bold]{explained(decision.reason)}[/bold]"
+    )
+    console.print(
+        f"request {decision.request_id}  session {decision.session_id or '-'} "
+        f"(owner then: {owner})  {word(fleet_pb2.DecisionOutcome, decision.outcome)}",
+        markup=False,
+    )
+    console.print(
+        f"{decision.input_tokens:,} input tokens ({decision.key_count:,} keys), {decision.cached_tokens:,} cached -> "
+        f"{route_class}{bounds_of_class}, {word(fleet_pb2.PlacementMode, decision.mode)}"
+        + _loaded(decision.kv_load)
+        + (" (degraded)" if decision.degraded else "")
+        + (f", held {decision.held.ToMilliseconds() / 1e3:,.2f} s" if decision.held.ToNanoseconds() else "")
+        + (f", priority {word(placement_pb2.Priority, decision.priority)}" if decision.priority else "")
+        + (f" (weight {decision.weight})" if decision.weight > 1 else "")
+        + (f" ({', '.join(decision.notes)})" if decision.notes else "")
+    )
+    if decision.HasField("admission"):
+        admission = decision.admission
+        console.print(
+            f"admission {admission.reason}: {admission.size:,} tokens beside {admission.weighted:,.0f} under way, "
+            f"of {admission.capacity:,.0f}"
+            + (
+                f", parked {admission.waited.ToMilliseconds() / 1e3:,.1f} s" if admission.waited.ToNanoseconds() else ""
+            ),
+            markup=False,
+        )
+    console.print(f"policy {_policy(decision.policy)}")
+    if decision.taken_policy:
+        console.print(f"took {decision.taken_policy} ({explained(decision.taken_policy_reason)})", highlight=False)
+    for step in decision.steps:
+        kind = placement_pb2.StepKind.Name(step.kind).removeprefix("STEP_KIND_")
+        # If the plan's reason explains the plan's form, the step's reason explains the choice of its instance.
+        rule = step.reason if step.reason == decision.reason else explained(step.reason)
+        console.print(f"step {step.index}: {kind} on {step.instance.instance_id} ({rule})")
+    chosen = decision.steps[-1].instance.instance_id if decision.steps else ""
+    table = _table(
+        "", "candidate", "score", "cached", "new", "requests", "pending", "decode", "kv", "report age", "note"
+    )
+    for one in sorted(decision.candidates, key=lambda one: (not one.HasField("score"), one.score)):
+        note = one.excluded or ("" if one.exact else "no keys known")
+        note = "; ".join(filter(None, (note, _loaded(one.kv_load).removeprefix(", "))))
+        table.add_row(
+            "->" if one.instance_id == chosen else "",
+            one.instance_id,
+            _score(one.score) if one.HasField("score") else "-",
+            f"{one.cached_tokens:,}",
+            f"{one.new_tokens:,}",
+            str(one.num_requests),
+            f"{one.pending_prefill_tokens:,}",
+            f"{one.ongoing_decode_tokens:,}",
+            f"{one.kv_usage:.0%}",
+            f"{one.report_age.ToMilliseconds():,} ms" if one.HasField("report_age") else "-",
+            note,
+        )
+    console.print(table)
+    if decision.other_instances:
+        console.print(f"{decision.other_instances} others were not compared: less of the prompt cached, or more load")
+    if decision.figures:
+        console.print(
+            "compared " + ", ".join(f"{name} {value:,.3g}" for name, value in sorted(decision.figures.items()))
+        )
+    if decision.runner_up:
+        console.print(f"runner-up {decision.runner_up}, margin {_score(decision.margin)}")
+    if decision.HasField("finished"):
+        done = decision.finished
+        said = f"{done.cached_tokens:,}" if done.HasField("cached_tokens") else "nothing"
+        first = f"{done.timings.first_token_ms:,.1f} ms" if done.timings.first_token_ms else "-"
+        console.print(
+            f"the engine said: {said} cached; TTFT {first}, "
+            f"done after {done.timings.done_ms:,.1f} ms, HTTP {done.http_status}{_ended_by(done)}"
+        )
+
+
+def _ended_by(done: placement_pb2.Finished) -> str:
+    reason = word(placement_pb2.FinishReason, done.finish_reason).lower()
+    return f", finish_reason {reason}" if done.finish_reason else ""
+
+
+def _score(value: float) -> str:
+    # A score is in tokens under most policies, in seconds under some.
+    return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
+
+
+def _policy(policy: fleet_pb2.Policy) -> str:
+    """Return a policy's name and settings as text."""
+    settings = json_format.MessageToDict(policy.settings)
+    return f"{policy.name} {', '.join(f'{name}={value}' for name, value in sorted(settings.items()))}".rstrip()
+
+
+def _dry_run(gateway: str, prompt: Path, model: str, session: str) -> fleet_pb2.Decision:
+    if not model:
+        names = [one["id"] for one in _http(f"{gateway}/v1/models")["data"]]
+        if len(names) != 1:
+            fail(f"the gateway serves {', '.join(names) or 'no model'}; choose with --model")
+        model = names[0]
+    body = json.dumps({"model": model, "prompt": prompt.read_text()}).encode()
+    headers = {"Content-Type": "application/json", "X-Pointsman-Dry-Run": "1"}
+    if session:
+        headers["X-Session-ID"] = session
+    answer = _http(f"{gateway}/v1/completions", body, headers)
+    return json_format.ParseDict(answer["decision"], fleet_pb2.Decision(), ignore_unknown_fields=True)
+
+
+def _http(url: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> Any:
+    request = urllib.request.Request(url, data=body, headers=headers or {})
+    if key := os.environ.get(API_KEY):
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        fail(f"{url} answered {error.code}: {error.read(1_000).decode(errors='replace')}")
+    except OSError as error:
+        fail(f"{url}: {error}")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _loaded(load: fleet_pb2.KvLoad) -> str:
+    """Return what an instance loads from lower tiers, as in ", loads 4,096 tok from host memory in 12 ms (price 900 tok)"; empty
+    if nothing."""
+    tiers = (("host memory", load.host_tokens), ("storage", load.storage_tokens))
+    parts = [f"{tokens:,} tok from {tier}" for tier, tokens in tiers if tokens]
+    if not parts:
+        return ""
+    return f", loads {' and '.join(parts)} in {load.load_time.ToMilliseconds():,} ms (price {load.price_tokens:,} tok)"

@@ -1,0 +1,77 @@
+"""Calls of a router from the command line, with the operator's token and with errors as one sentence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+import grpc
+import typer
+
+from pointsman.router.v1 import fleet_pb2_grpc
+from pointsman_common.io.auth import bearer
+from pointsman_common.io.channel import open_blocking_channel
+from pointsman_common.io.settings import Tokens
+
+DEFAULT_ROUTER = "127.0.0.1:50051"
+UNUSABLE = 2  # Exit status for settings that cannot be used; typer uses the same.
+
+T = TypeVar("T")
+
+
+def call(
+    router: str,
+    method: Callable[[fleet_pb2_grpc.FleetServiceStub], Callable[..., T]],
+    request: object,
+    timeout_s: float,
+) -> T:
+    """Call the method that `method` selects from a stub, and return its answer. Ends the program with status 1 if there is no
+    answer, and with status 2 if the settings for TLS or tokens cannot be used."""
+    try:
+        return ask(router, method, request, timeout_s)
+    except grpc.RpcError as error:
+        no_answer(router, error)
+
+
+def ask(
+    router: str,
+    method: Callable[[fleet_pb2_grpc.FleetServiceStub], Callable[..., T]],
+    request: object,
+    timeout_s: float,
+) -> T:
+    """The same as `call`, but raises grpc.RpcError if there is no answer."""
+    with dial(router) as channel:
+        return method(fleet_pb2_grpc.FleetServiceStub(channel))(request, timeout=timeout_s, metadata=credentials())
+
+
+def dial(router: str) -> grpc.Channel:
+    """Open a channel to a router. Ends the program with status 2 if the settings for TLS cannot be used."""
+    try:
+        return open_blocking_channel(router)
+    except (ValueError, OSError) as error:
+        fail(f"TLS to router {router}: {error}", UNUSABLE)
+
+
+def credentials() -> tuple[tuple[str, str], ...]:
+    """Return metadata with the operator's token, else with the observer's, which permits only queries; empty without either. Ends
+    the program with status 2 if a token's file cannot be read."""
+    tokens = Tokens()
+    for role in ("operator", "observer"):
+        try:
+            if token := tokens.of(role):
+                return bearer(token)
+        except (OSError, ValueError) as error:
+            fail(f"the {role}'s token: {error}", UNUSABLE)
+    return ()
+
+
+def no_answer(router: str, error: grpc.RpcError) -> NoReturn:
+    """End the program with status 1 and a gRPC error as one sentence."""
+    fail(f"router {router}: {error.code().name}: {error.details()}")
+
+
+def fail(message: str, status: int = 1) -> NoReturn:
+    """Print `message` on stderr and end the program with `status`."""
+    typer.echo(f"pointsman: {message}", err=True)
+    sys.exit(status)

@@ -1,0 +1,194 @@
+"""`pointsman up`: an agent, a router and a gateway on one node, without Redis. Router and gateway share a process if they can."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+import typer
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pointsman_common.io.settings import Entries
+from pointsman_common.io.tls import TlsSettings
+from pointsman_router.core.policy.registry import DEFAULT_POLICY
+
+# Maximum time until the gateway is ready, s.
+READY_TIMEOUT_S = 120.0
+# Maximum time from a service's SIGTERM to its end before it is killed, s.
+STOP_TIMEOUT_S = 35.0
+
+
+class UpSettings(BaseSettings):
+    """Settings of `pointsman up`, from flags or POINTSMAN_UP_* variables. All other settings are set with the services' own
+    variables."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_UP_")
+
+    engine: Entries = Field(min_length=1, description="base URL of each vLLM server")
+    listen: str = Field("127.0.0.1:8080", description="HOST:PORT of the gateway")
+    picker: str = Field("", description="HOST:PORT at which the gateway is an Envoy's endpoint picker; empty: none")
+    router_listen: str = Field("127.0.0.1:50051", description="HOST:PORT of the router's gRPC services")
+    router_metrics: str = Field("127.0.0.1:9100", description="HOST:PORT of the router's /metrics; empty: none")
+    console: str = Field("127.0.0.1:9102", description="HOST:PORT of the router's console; empty: none")
+    agent_metrics: str = Field("127.0.0.1:9101", description="HOST:PORT of the agent's /metrics; empty: none")
+    policy: str = Field(DEFAULT_POLICY, description="policy at start")
+    tokenizer: Entries = Field(
+        default_factory=list, description="MODEL=FOLDER of a tokenizer; default: the engine's own, if readable here"
+    )
+    state_dir: Path = Field(
+        Path(".state/agent"), description="folder for the agent's saved state; must persist over restarts"
+    )
+    log_level: str = Field("warning", description="debug, info, warning or error")
+
+
+def run_up(settings: UpSettings) -> None:
+    """Start the services, print when they are ready, and stop them all when one ends or on SIGTERM or SIGINT. Blocks."""
+    if taken := unusable_addresses(settings):
+        for problem in taken:
+            typer.echo(f"pointsman up: {problem}", err=True)
+        raise typer.Exit(1)
+    children = ChildProcesses()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        for name, variables in services(settings, os.environ):
+            children.start(name, variables)
+        base = f"http://{settings.listen}"
+        missing = wait_ready(f"{base}/health", children)
+        if missing:
+            typer.echo(f"pointsman up: {missing}", err=True)
+            raise typer.Exit(1)
+        typer.echo(f"OpenAI API   {base}/v1")
+        if settings.picker:
+            typer.echo(f"picker       {settings.picker}   (for an Envoy: docs/gateway-api.md)")
+        typer.echo(f"router gRPC  {settings.router_listen}   (pointsman instances, decisions, explain)")
+        if settings.console:
+            typer.echo(f"console      {'https' if TlsSettings().cert else 'http'}://{settings.console}")
+        name, status = children.wait()
+        typer.echo(f"pointsman up: {name} ended with status {status}", err=True)
+        raise typer.Exit(status or 1)
+    except KeyboardInterrupt:
+        typer.echo("stopping")
+    finally:
+        # A second SIGTERM, which `timeout` sends, would end this process before its children.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        children.stop()
+
+
+def unusable_addresses(settings: UpSettings) -> list[str]:
+    """Return one message, with flag and reason, for each address that cannot be listened on.
+
+    The addresses are checked before the start, because otherwise the services would use another process that listens at an
+    address of one of them.
+    """
+    found = []
+    for name in ("listen", "picker", "router_listen", "router_metrics", "console", "agent_metrics"):
+        if address := getattr(settings, name):
+            host, _, port = address.rpartition(":")
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            try:
+                socket.create_server((host.strip("[]"), int(port)), family=family).close()
+            except (OSError, ValueError) as error:
+                reason = "another process listens there" if getattr(error, "errno", 0) == errno.EADDRINUSE else error
+                found.append(f"--{name.replace('_', '-')} {address}: {reason}")
+    return found
+
+
+def services(settings: UpSettings, environment: Mapping[str, str]) -> list[tuple[str, dict[str, str]]]:
+    """Return the commands to run, in their order of start, and the variables that each gets besides `environment`.
+
+    Several gateway processes cannot share a router's process, so that the gateway is a service of its own then.
+    """
+    agent = {
+        "POINTSMAN_AGENT_ENGINES": " ".join(settings.engine),
+        "POINTSMAN_AGENT_ROUTERS": settings.router_listen,
+        "POINTSMAN_AGENT_STATE_DIR": str(settings.state_dir),
+        "POINTSMAN_AGENT_METRICS_LISTEN": settings.agent_metrics,
+        "POINTSMAN_AGENT_LOG_LEVEL": settings.log_level,
+    }
+    router = {
+        "POINTSMAN_ROUTER_LOG_LEVEL": settings.log_level,
+        "POINTSMAN_ROUTER_LISTEN": settings.router_listen,
+        "POINTSMAN_ROUTER_METRICS_LISTEN": settings.router_metrics,
+        "POINTSMAN_ROUTER_CONSOLE_LISTEN": settings.console,
+        "POINTSMAN_ROUTER_POLICY": settings.policy,
+    }
+    gateway = {
+        "POINTSMAN_GATEWAY_LOG_LEVEL": settings.log_level,
+        "POINTSMAN_GATEWAY_ROUTERS": settings.router_listen,
+        "POINTSMAN_GATEWAY_LISTEN": settings.listen,
+        "POINTSMAN_GATEWAY_DRAIN_TIMEOUT_S": str(STOP_TIMEOUT_S - 5),
+    }
+    # Without the options, the gateway's own variables count.
+    if settings.picker:
+        gateway["POINTSMAN_GATEWAY_EXT_PROC_LISTEN"] = settings.picker
+    if settings.tokenizer:
+        gateway["POINTSMAN_GATEWAY_TOKENIZERS"] = " ".join(settings.tokenizer)
+    if environment.get("POINTSMAN_GATEWAY_PROCESSES", "1") != "1":
+        return [("agent", agent), ("router", router), ("gateway", gateway)]
+    return [("agent", agent), ("serve", {"POINTSMAN_SERVE_LOG_LEVEL": settings.log_level} | router | gateway)]
+
+
+class ChildProcesses:
+    """Child processes that are stopped together."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, variables: Mapping[str, str]) -> None:
+        """Start `pointsman NAME` with `variables` in its environment."""
+        command = [sys.executable, "-m", "pointsman_cli.main", name]
+        # A separate process group: a terminal's Ctrl-C must reach only the parent, which stops the children in order.
+        self._running[name] = subprocess.Popen(command, process_group=0, env=os.environ | variables)
+
+    def ended(self) -> tuple[str, int] | None:
+        """Return a child that has ended, with its status; None if all run."""
+        for name, process in self._running.items():
+            if (status := process.poll()) is not None:
+                return name, status
+        return None
+
+    def wait(self) -> tuple[str, int]:
+        """Block until a child ends; return its name and status."""
+        while (ended := self.ended()) is None:
+            time.sleep(0.2)
+        return ended
+
+    def stop(self) -> None:
+        """Stop all children in reverse order: the gateway first, so that streams drain while the agent still runs."""
+        for name, process in reversed(self._running.items()):
+            if process.poll() is None:
+                process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                typer.echo(f"pointsman up: {name} did not stop in time; killing it", err=True)
+                process.kill()
+                process.wait()
+
+
+def wait_ready(url: str, children: ChildProcesses) -> str:
+    """Poll a health URL until it answers 200. Return "" then, or the problem if a child ends or READY_TIMEOUT_S passes."""
+    until = time.monotonic() + READY_TIMEOUT_S
+    last = "no answer"
+    while time.monotonic() < until:
+        if (ended := children.ended()) is not None:
+            return f"{ended[0]} ended with status {ended[1]}"
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return ""
+        except urllib.error.HTTPError as answer:
+            last = answer.read(2_000).decode(errors="replace")
+        except OSError as error:
+            last = str(error)
+        time.sleep(0.2)
+    return f"not ready after {READY_TIMEOUT_S:.0f} s: {last}"

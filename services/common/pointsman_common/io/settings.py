@@ -1,0 +1,219 @@
+"""Typed settings from flags, environment (`POINTSMAN_*`) and secret files. The fields of the settings models define all flags
+and variables."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from urllib.parse import urlsplit
+
+import typer
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
+
+from pointsman_common.io.reloading_file import ReloadingFile
+
+S = TypeVar("S", bound=BaseSettings)
+# json_schema_extra of a field that is a positional argument on the command line.
+ARGUMENT: dict[str, Any] = {"argument": True}
+# Copy of the pattern in rich.markup.escape. Importing rich would cost each service memory that only --help needs.
+_MARKUP = re.compile(r"(\\*)(\[[a-zA-Z#/@][^[]*?\])")
+
+
+def _url(value: str) -> str:
+    if value and (urlsplit(value).scheme not in ("http", "https") or not urlsplit(value).netloc):
+        raise ValueError("http://HOST:PORT or https://HOST:PORT is needed")
+    return value
+
+
+def _entries(value: object) -> object:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        return value
+    return [entry for text in texts for entry in text.split()]
+
+
+def _pairs(value: list[str]) -> list[str]:
+    if not all(all(entry.partition("=")[::2]) for entry in value):
+        raise ValueError("each entry is MODEL=PATH, MODEL=HUB_ID or, for an alias, NAME=MODEL")
+    return value
+
+
+def _host_port(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError("HOST:PORT is needed")
+    return value
+
+
+# A list is written as entries separated by blanks, in a variable and in a flag; a flag may also be repeated. Commas do not
+# separate, because URLs contain them.
+Entries = Annotated[list[str], NoDecode, BeforeValidator(_entries)]
+Numbers = Annotated[list[float], NoDecode, BeforeValidator(_entries)]
+# Entries of NAME=VALUE, for `by_name`.
+Pairs = Annotated[Entries, AfterValidator(_pairs)]
+HostPort = Annotated[str, AfterValidator(_host_port)]
+# As HostPort, or empty.
+OptionalHostPort = Annotated[str, AfterValidator(lambda value: value and _host_port(value))]
+# URL that spans are sent to; empty: tracing is off.
+OtlpEndpoint = Annotated[str, AfterValidator(_url)]
+
+
+class Tokens(BaseSettings):
+    """Shared secrets of the gRPC servers. Without any token every caller is accepted; a server then refuses to listen off the
+    loopback interface."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_")
+
+    agent_token: SecretStr = Field(SecretStr(""), description="token that agents send to routers")
+    gateway_token: SecretStr = Field(SecretStr(""), description="token that gateways send to routers")
+    operator_token: SecretStr = Field(SecretStr(""), description="token that operators send to routers")
+    observer_token: SecretStr = Field(
+        SecretStr(""),
+        description="token that shadows, and commands without an operator token, send to routers; allows queries only",
+    )
+    token_dir: Path | None = Field(
+        None,
+        description="folder with files agent, gateway, operator and observer: one token each, or during a rotation two, one a "
+        "line: both are accepted, the first is sent; read again when they change",
+    )
+
+    def reader(self, role: str) -> RoleTokens:
+        """Return a reader of the tokens of `role` (agent, gateway, operator or observer), which follows changes of the file.
+
+        A file in token_dir takes precedence over the environment. Raises OSError and ValueError, with the file's name, if the
+        file cannot be used.
+        """
+        secret: SecretStr = getattr(self, f"{role}_token")
+        file = None if self.token_dir is None else self.token_dir / role
+        return RoleTokens(file if file is not None and file.is_file() else None, secret.get_secret_value())
+
+    def of(self, role: str) -> str:
+        """Return the token that `role` sends now; empty if it has none. Raises as `reader`."""
+        return self.reader(role).shown
+
+
+class RoleTokens:
+    """The tokens of one role: the current content of `file` or, without a file, the fixed token `otherwise`.
+
+    A file that becomes unusable (missing, empty) leaves the tokens as they are, so that writing a file anew does not open a
+    server for a moment.
+    """
+
+    def __init__(self, file: Path | None, otherwise: str) -> None:
+        """Raises OSError, and ValueError with the file's name."""
+        self._fixed = (otherwise,) if otherwise else ()
+        self._file = None if file is None else ReloadingFile([file], lambda: _read_tokens(file))
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """Tokens that prove the role, at most two; empty if the role has none."""
+        if self._file is None:
+            return self._fixed
+        self._file.reload_if_changed()
+        return self._file.value
+
+    @property
+    def shown(self) -> str:
+        """The token to send: the first one; empty if the role has none."""
+        return next(iter(self.accepted), "")
+
+
+def _read_tokens(file: Path) -> tuple[str, ...]:
+    found = tuple(filter(None, map(str.strip, file.read_text().splitlines())))
+    if len(found) not in (1, 2):
+        # A file with more lines is probably no token file.
+        raise ValueError(
+            f"{file}: one token is needed, or during a rotation two, one a line; it has {len(found)} lines"
+        )
+    return found
+
+
+def by_name(pairs: list[str]) -> dict[str, str]:
+    """Return a map from name to value of a field of type Pairs. A value may contain "="."""
+    return dict(entry.split("=", 1) for entry in pairs)
+
+
+_METAVARS = {int: "INT", float: "FLOAT", Path: "PATH"}
+
+
+def add_settings_command(
+    app: typer.Typer, name: str, settings: type[S], run: Callable[[S], None], *, help_: str
+) -> None:
+    """Register a command whose flags are the fields of `settings`. A field without its flag is read from the environment.
+
+    The flag of a list may be repeated. A field with `json_schema_extra=ARGUMENT` is a positional argument. An invalid value ends
+    the command with status 2 and a message with the field's name.
+    """
+
+    def command(**given: Any) -> None:
+        run(load_settings(name, settings, **{key: value for key, value in given.items() if value not in (None, [])}))
+
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [_parameter(key, field) for key, field in settings.model_fields.items()]
+    )
+    command.__annotations__ = {key: _flag_type(field) for key, field in settings.model_fields.items()}
+    app.command(name, help=_as_it_is(help_))(command)
+
+
+def load_settings(command: str, settings: type[S], **given: Any) -> S:
+    """Return `settings` from `given` and the environment. An invalid value ends the command with status 2 and a message with the
+    field's name."""
+    try:
+        return settings(**given)
+    except ValidationError as invalid:
+        for error in invalid.errors(include_url=False, include_input=False):
+            typer.echo(f"pointsman {command}: {_invalid(settings, error)}", err=True)
+        raise typer.Exit(2) from None
+    except SettingsError as unreadable:
+        typer.echo(f"pointsman {command}: {unreadable}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _invalid(settings: type[BaseSettings], error: ErrorDetails) -> str:
+    """Return the message for an invalid value, or, for a missing value, how to give it."""
+    name = ".".join(map(str, error["loc"]))
+    if error["type"] != "missing":
+        return f"{name}: {error['msg']}"
+    field = settings.model_fields[name]
+    flag = name.upper() if field.json_schema_extra == ARGUMENT else f"--{name.replace('_', '-')}"
+    return f"{flag} (or {settings.model_config['env_prefix']}{name.upper()}) must be given: {field.description}"
+
+
+def _flag_type(field: FieldInfo) -> Any:
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    told = default not in (None, "", [])
+    text = _as_it_is(f"{field.description} (default: {default})" if told else field.description or "")
+    kind: Any = str | None
+    if field.json_schema_extra == ARGUMENT:
+        return Annotated[kind, typer.Argument(help=text, show_default=False)]
+    if field.annotation is bool:
+        kind = bool | None
+    elif str(field.annotation).startswith("list"):
+        kind = list[str] | None
+    metavar = None if kind == bool | None else _metavar(field.annotation)
+    return Annotated[kind, typer.Option(help=text, show_default=False, metavar=metavar)]
+
+
+def _metavar(annotation: Any) -> str:
+    """Return the placeholder of a flag's value in the help text: the choices if the type has any, else the kind of value."""
+    inner = [one for one in get_args(annotation) if one is not type(None)]
+    if get_origin(annotation) is Literal:
+        return "|".join(map(str, inner))
+    if inner:
+        return _metavar(inner[0])
+    return _METAVARS.get(annotation, "TEXT")
+
+
+def _as_it_is(text: str) -> str:
+    """Escape `text` for typer's help, which would treat words in square brackets as rich markup and omit them."""
+    return _MARKUP.sub(r"\1\1\\\2", text)
+
+
+def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_flag_type(field))

@@ -1,0 +1,18 @@
+"""The allow-lists of headers that the gateway forwards between clients and instances, one for each direction."""
+
+from __future__ import annotations
+
+from pointsman_gateway.core.http_message import Headers
+
+REQUEST_HEADERS = ("Content-Type", "Accept", "traceparent", "tracestate")
+RESPONSE_HEADERS = ("Content-Type", "Content-Encoding", "Cache-Control", "Retry-After")
+
+
+def upstream_headers(headers: Headers) -> dict[str, str]:
+    """Return the headers of a client that are forwarded to an instance."""
+    return {name: headers[name] for name in REQUEST_HEADERS if name in headers}
+
+
+def client_headers(headers: Headers) -> dict[str, str]:
+    """Return the headers of an instance that are forwarded to the client."""
+    return {name: headers[name] for name in RESPONSE_HEADERS if name in headers}

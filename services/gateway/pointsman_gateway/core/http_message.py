@@ -1,0 +1,186 @@
+"""HTTP requests and responses as plain values, and the bytes of their heads."""
+
+from __future__ import annotations
+
+import http
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pointsman_gateway.core.memory_budget import Holding
+from pointsman_gateway.core.request_trace import RequestTrace
+from pointsman_gateway.core.request_usage import RequestUsage
+
+_REASONS = {status.value: status.phrase for status in http.HTTPStatus}
+_NO_CONTROLS = dict.fromkeys((*range(32), 127), " ")
+# RFC 3986 3.2.2 and 3.2.3, without user information, and without a comma, which would join two Host fields.
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+;=%-]*)(:[0-9]*)?")
+
+
+class Headers:
+    """Header fields by case-insensitive name. Several fields of one name are joined by ", "."""
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, fields: Iterable[tuple[str, str]] = ()) -> None:
+        self._fields: dict[str, str] = {}
+        for name, value in fields:
+            self.add(name, value)
+
+    def add(self, name: str, value: str) -> None:
+        """Add a field; append to its value if the name is present. Mutates."""
+        name = name.lower()
+        before = self._fields.get(name)
+        self._fields[name] = value if before is None else f"{before}, {value}"
+
+    def get(self, name: str, default: str = "") -> str:
+        """Return the field's value, or `default` if the field is absent."""
+        return self._fields.get(name.lower(), default)
+
+    def __getitem__(self, name: str) -> str:
+        return self._fields[name.lower()]
+
+    def __contains__(self, name: str) -> bool:
+        return name.lower() in self._fields
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
+class Source(Protocol):
+    """The producer of a stream's bytes. The writer pauses it while the client does not read."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+class ResponseWriter(Protocol):
+    """Writes one streamed response: begin, then write for each piece, then end. Ignores writes after the client disconnected."""
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the response may use chunked transfer coding."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether begin() has set the response head."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the body is complete."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether the client has disconnected."""
+
+    @property
+    def full(self) -> bool:
+        """Whether so much is unsent that the source is paused."""
+
+    @property
+    def send(self) -> Callable[[bytes], None]:
+        """A function that sends bytes of the response unchanged; they must already have their chunk framing."""
+
+    def begin(self, status: int, headers: dict[str, str], source: Source) -> None:
+        """Set the response head. It is sent with the first piece."""
+
+    def go_on(self, source: Source) -> None:
+        """Replace the source of the body. Raises nothing."""
+
+    def write(self, piece: bytes) -> None:
+        """Write one non-empty piece of the body."""
+
+    def end(self) -> None:
+        """End the body."""
+
+    def abort(self) -> None:
+        """Close the connection before the body ends, so that the client sees that the response is incomplete."""
+
+
+@dataclass(slots=True)
+class Request:
+    """One request. `body` is complete before the request is handled. `held_answer` counts the buffered bytes of a response that
+    is not streamed. The handler sets the other fields: `id` is internal to the gateway; `client_id` is the request's id for its
+    client and its engine; `answer_fields` are header fields of every response to the request; `holder` is the client whose share
+    of the memory for bodies and responses the request uses (empty: no client)."""
+
+    method: str
+    path: str  # as the client sent it, without the query
+    query: str
+    headers: Headers
+    writer: ResponseWriter
+    held_answer: Holding
+    body: bytes = b""
+    id: str = ""
+    client_id: str = ""
+    holder: bytes = b""
+    answer_fields: dict[str, str] = field(default_factory=dict)
+    model: str = ""
+    trace: RequestTrace | None = None
+    usage: RequestUsage = field(default_factory=RequestUsage)
+
+    @property
+    def media_type(self) -> str:
+        """The media type of the body in lower case, without parameters."""
+        return self.headers.get("content-type").partition(";")[0].strip().lower()
+
+
+@dataclass(slots=True)
+class Response:
+    """A response with its complete body."""
+
+    status: int
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def without_controls(value: str) -> str:
+    """Return a field's value with blanks for control characters, so that it cannot begin another field."""
+    # Most values have no control characters, and isprintable() is faster than translate().
+    return value if value.isprintable() else value.translate(_NO_CONTROLS)
+
+
+def head_bytes(status: int, headers: Mapping[str, str], *framing: str) -> bytes:
+    """Return the status line and fields of a response. Control characters become spaces: no value can start another field."""
+    lines = [f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}"]
+    lines += [f"{name}: {without_controls(value)}" for name, value in headers.items()]
+    lines += framing
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
+
+
+def request_bytes(method: str, path: str, host: str, headers: Mapping[str, str], body: bytes) -> list[bytes]:
+    """Return a request as pieces to write. Control characters in fields become spaces."""
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {host}"]
+    lines += [f"{name}: {without_controls(value)}" for name, value in headers.items()]
+    if body or method == "POST":
+        lines.append(f"Content-Length: {len(body)}")
+    head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
+    return [head, body] if body else [head]
+
+
+def path_of(target: str) -> str:
+    """Return the path of a request target in origin form or absolute form."""
+    if target.startswith("/"):
+        return target
+    scheme, found, rest = target.partition("://")
+    return f"/{rest.partition('/')[2]}" if found and scheme.isalpha() else target
+
+
+def fault_of(method: str, version: str, url: bytes, headers: Headers, hosts: int) -> tuple[int, str, str] | None:
+    """Return status, message and code of the error if a request head must be refused, else None. Heads that llhttp rejects do not
+    get here. `hosts`: number of Host fields."""
+    if version not in ("1.1", "1.0"):
+        return 505, "Only HTTP/1.1 and HTTP/1.0 are supported.", "version_unsupported"
+    if not url.isascii():
+        return 400, "The request target is not ASCII.", "bad_request"
+    if b"#" in url or (url == b"*" and method != "OPTIONS"):
+        return 400, "The request target is not valid for this method.", "bad_request"
+    if hosts > 1 or (version == "1.1" and not hosts) or not _HOST.fullmatch(headers.get("host")):
+        return 400, "Exactly one valid Host header is required.", "bad_request"
+    coding = headers.get("transfer-encoding", "chunked").lower()
+    if coding != "chunked" or ("transfer-encoding" in headers and version == "1.0"):
+        return 400, "The only supported transfer coding is chunked, in HTTP/1.1.", "bad_request"
+    if headers.get("expect", "100-continue").lower() != "100-continue":
+        return 417, "The only supported expectation is 100-continue.", "expectation_failed"
+    return None

@@ -1,0 +1,71 @@
+"""State of one model: its instances, its tokenizer, and whether that tokenizer equals the engines' tokenizer."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.api import Endpoint
+from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
+
+# Minimum interval between two rechecks of a tokenizer that token counts of engines cause, s.
+RECHECK_PAUSE_S = 60.0
+Incarnation = tuple[str, str]  # an instance's URL and incarnation
+
+
+class TokenizerStatus(enum.Enum):
+    """Whether the gateway's tokens of a model equal the engines'."""
+
+    CHECKING = "checking"
+    EXACT = "exact"
+    INEXACT = "inexact"
+
+
+@dataclass
+class PoolState:
+    """State of one model. `tokenizer` is used only while `tokenizer_status` is EXACT; `reason` says why it is not EXACT."""
+
+    pool: placement_pb2.Pool
+    tokenizer: ModelTokenizer | None = None
+    source: str = ""
+    tokenizer_status: TokenizerStatus = TokenizerStatus.CHECKING
+    reason: str = "not checked yet"
+    verified: set[Incarnation] = field(default_factory=set)
+    differed: set[Incarnation] = field(default_factory=set)  # at the last comparison with the tokenizer
+    hub_asked_for: set[Incarnation] = field(default_factory=set)  # differed, and the hub was queried for them
+    mismatches: Counter[Endpoint] = field(default_factory=Counter)  # differing token counts in a row
+    inexact_endpoints: set[Endpoint] = field(
+        default_factory=set
+    )  # APIs whose prompts the gateway converts differently from the engine
+    rechecked_at: float = -RECHECK_PAUSE_S
+
+    def incarnations(self) -> frozenset[Incarnation]:
+        """Return the incarnations of the pool's instances."""
+        return frozenset((one.url, one.incarnation) for one in self.pool.instances)
+
+    def tokenizer_for(self, endpoint: Endpoint) -> ModelTokenizer | None:
+        """Return the tokenizer if its tokens of the API's prompts equal the engine's, else None."""
+        return (
+            self.tokenizer
+            if self.tokenizer_status is TokenizerStatus.EXACT and endpoint not in self.inexact_endpoints
+            else None
+        )
+
+
+def names_of(pools: Iterable[placement_pb2.Pool]) -> dict[str, tuple[str, str]]:
+    """Return, for each name that a client may request, its pool and the LoRA adapter that it names ("": none).
+
+    The rules are those of routers (`InstanceRegistry`). A name that several pools serve means the pool of that name, or else the
+    first pool by name. Within a pool a served name takes precedence over an adapter's name.
+    """
+    ordered = sorted(pools, key=lambda pool: pool.model)
+    names = {pool.model: (pool.model, "") for pool in ordered}
+    for pool in ordered:
+        for name in pool.served_names:
+            names.setdefault(name, (pool.model, ""))
+        for lora in pool.lora_names:
+            names.setdefault(lora, (pool.model, lora))
+    return names

@@ -1,0 +1,78 @@
+"""Continues an answer whose instance is gone at another instance.
+
+An engine with the connector package tells before each event of a stream the token ids that the event stands for, in an SSE
+comment (connector/pointsman_connector/told_answer.py). A request that has the told answer is answered with what follows, by an
+engine with the package. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+
+from pointsman.router.v1 import placement_pb2
+from pointsman_common.core.block_keys import KEY_TOKENS, extend_keys
+from pointsman_gateway.core.api import with_fields
+from pointsman_gateway.core.api.continuable import TOLD_FIELD
+from pointsman_gateway.core.memory_budget import MemoryBudget
+from pointsman_gateway.core.request.request_context import RequestContext
+from pointsman_gateway.core.tokens.token_cache import TokenIds
+
+_IDS = re.compile(rb"\d+")
+
+
+def with_told_answer(payload: bytes, told: bytes) -> bytes:
+    """Return the body of a request that asks its engine for token ids, and to go on after the told answer, if there is one."""
+    return with_fields(payload, {"vllm_xargs": {TOLD_FIELD: told.decode("ascii")}})
+
+
+class Continuations:
+    """What all requests of a gateway process share for this: the memory for bodies that are kept while their answers are
+    streamed, and how many more answers may be continued. `per_minute`: maximum number in a minute, so that requests that end
+    their engines do not go on doing so."""
+
+    def __init__(self, keep_bytes: int, per_minute: int) -> None:
+        self.kept = MemoryBudget(keep_bytes)
+        self.count = 0
+        self._per_minute = per_minute
+        self._left = float(per_minute)
+        self._at = 0.0
+
+    def may_continue(self, now: float) -> bool:
+        """Count one more answer to be continued; return whether it may be. Mutates."""
+        self._left = min(self._left + max(now - self._at, 0.0) * self._per_minute / 60.0, float(self._per_minute))
+        self._at = now
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        self.count += 1
+        return True
+
+
+def ids_of(told: bytes) -> TokenIds:
+    """Return the token ids of a told answer."""
+    return array("I", map(int, _IDS.findall(told)))
+
+
+def copy_of(placement: placement_pb2.PlacementRequest) -> placement_pb2.PlacementRequest:
+    """Return a copy of a placement request, for one attempt."""
+    request = placement_pb2.PlacementRequest()
+    request.CopyFrom(placement)
+    return request
+
+
+def continued_placement(context: RequestContext, ids: TokenIds) -> placement_pb2.PlacementRequest:
+    """Return the placement request for the rest of an answer: the prompt and the answer so far (`ids`) are its prompt."""
+    request = copy_of(context.placement)
+    request.input_tokens += len(ids)
+    if request.max_output_tokens:
+        request.max_output_tokens = max(request.max_output_tokens - len(ids), 1)
+    if context.rest is not None and request.keys:
+        rest = context.rest + ids
+        if len(rest) >= KEY_TOKENS:
+            request.keys.extend(extend_keys(request.keys[-1], rest))
+    # It has its place in the fleet: it goes on, and no other instance computes a part of it.
+    request.continues_session = request.single_instance = request.resumed = True
+    request.sliceable_tokens = 0
+    request.ClearField("ttft_deadline")
+    return request

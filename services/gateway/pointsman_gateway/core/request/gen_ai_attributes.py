@@ -1,0 +1,80 @@
+"""Span attributes by OpenTelemetry's conventions for generative AI.
+
+Names and meanings: OpenTelemetry semantic conventions, "Semantic conventions for generative client AI spans". Content (messages,
+tools, stop sequences) is never among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pointsman_common.core.tracing import Value, known_attributes
+from pointsman_gateway.core.api import ApiCall, Endpoint
+from pointsman_gateway.core.streaming.usage_and_end import Usage
+
+PROVIDER = "vllm"  # not one of the well-known names: the conventions allow a custom name
+# Operation names that the conventions define. Other operations are named after their endpoint.
+_OPERATIONS = {
+    Endpoint.CHAT: "chat",
+    Endpoint.MESSAGES: "chat",
+    Endpoint.RESPONSES: "chat",
+    Endpoint.COMPLETION: "text_completion",
+    Endpoint.EMBEDDINGS: "embeddings",
+}
+# Attribute name after "gen_ai.request." -> field of the body, the same in all APIs.
+_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "seed": "seed",
+    "choice.count": "n",
+}
+_INT64 = 1 << 63
+
+
+def request_attributes(call: ApiCall, conversation: str) -> dict[str, Value]:
+    """Return the attributes of a request's parameters. `conversation`: the client's own session id, empty if it sent none."""
+    values: dict[str, Value | None] = {
+        "gen_ai.operation.name": _OPERATIONS.get(call.endpoint, call.endpoint.name.lower()),
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": call.model,
+        "gen_ai.request.stream": call.stream,
+        "gen_ai.request.max_tokens": call.max_output_tokens or None,
+        "gen_ai.conversation.id": conversation,
+    }
+    values |= {f"gen_ai.request.{name}": _number(call.body, field) for name, field in _FIELDS.items()}
+    return known_attributes(values)
+
+
+def span_name(attributes: Mapping[str, Value]) -> str:
+    """Return a span's name from its `request_attributes`."""
+    return f"{attributes['gen_ai.operation.name']} {attributes['gen_ai.request.model']}"
+
+
+def answer_attributes(usage: Usage, url: str, time_to_first_chunk_s: float | None, error: str) -> dict[str, Value]:
+    """Return the attributes of the response of an engine at `url` (http(s)://HOST:PORT). Token counts are the engine's own; input
+    tokens include cached ones. `error` is empty if the request succeeded."""
+    host, _, port = url.partition("://")[2].partition("/")[0].rpartition(":")
+    return known_attributes(
+        {
+            "server.address": host.strip("[]"),
+            "server.port": int(port) if port.isdigit() else None,
+            "gen_ai.usage.input_tokens": usage.prompt,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached,
+            "gen_ai.usage.output_tokens": usage.output,
+            "gen_ai.response.finish_reasons": (usage.finish_reason,) if usage.finish_reason else None,
+            "gen_ai.response.time_to_first_chunk": time_to_first_chunk_s,
+            "error.type": error,
+        }
+    )
+
+
+def _number(body: Mapping[str, Any], field: str) -> Value | None:
+    """Return the body's field if it is a number that a span can hold (a float or an int64), else None."""
+    value = body.get(field)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if isinstance(value, float) or -_INT64 <= value < _INT64 else None

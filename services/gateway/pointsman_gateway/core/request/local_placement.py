@@ -1,0 +1,69 @@
+"""Chooses an instance when no router answers: the one with the fewest open requests of this gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from heapq import nsmallest
+
+from pointsman.agent.v1 import agent_pb2
+from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.request.failures import RETRY_S
+from pointsman_gateway.core.request.placement_messages import target_of
+from pointsman_gateway.core.request.request_events import UNAVAILABLE, PlacementRefused, StepAssigned, Target
+
+
+def place_locally(
+    attempt_id: str,
+    ids: Collection[str],
+    target_of: Callable[[str], Target],
+    inflight: Mapping[str, int],
+    exclude: tuple[str, ...],
+    round_robin: int,
+) -> StepAssigned | PlacementRefused:
+    """Return an attempt's only step, on one of the instances `ids` (see least_inflight), or a refusal if all are excluded."""
+    chosen = least_inflight(sorted(ids), inflight, exclude, round_robin)
+    if chosen is None:
+        return PlacementRefused(attempt_id, UNAVAILABLE, "No instance is ready for this model.", RETRY_S)
+    return StepAssigned(attempt_id, target_of(chosen), degraded=True)
+
+
+def least_inflight(
+    ids: list[str], inflight: Mapping[str, int], exclude: tuple[str, ...], round_robin: int
+) -> str | None:
+    """Return the instance with the fewest open requests; None if all are excluded. Among several with the fewest, `round_robin`
+    selects one."""
+    ready = [one for one in ids if one not in exclude]
+    if not ready:
+        return None
+    least = min(inflight.get(one, 0) for one in ready)
+    best = [one for one in ready if inflight.get(one, 0) == least]
+    return best[round_robin % len(best)]
+
+
+def fallbacks(
+    step: StepAssigned,
+    instances: Iterable[placement_pb2.InstanceRef],
+    exclude: Collection[str],
+    inflight: Mapping[str, int],
+    count: int,
+) -> list[Target]:
+    """Return `count` instances to which a proxy may send a request that the step's does not answer: the runner-up, then those
+    with the fewest open requests.
+
+    None has ranks, since a proxy sends the rank of the first. Instances that only prefill for others answer nobody.
+    """
+    if step.target.rank is not None:
+        return []
+    others = [
+        one
+        for one in instances
+        if one.url != step.target.url
+        and not one.HasField("data_parallel_rank")
+        and one.kv_transfer.role != agent_pb2.KV_ROLE_PRODUCER
+        and one.instance_id not in exclude
+    ]
+
+    def order(one: placement_pb2.InstanceRef) -> tuple[bool, int, str]:
+        return one.instance_id != step.runner_up, inflight.get(one.instance_id, 0), one.instance_id
+
+    return [target_of(one) for one in nsmallest(count, others, key=order)]

@@ -1,0 +1,65 @@
+"""The context of one parsed and tokenised request: what to send to instances, and what to place it by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pointsman.router.v1 import placement_pb2
+from pointsman_common.core.block_keys import KEY_TOKENS
+from pointsman_gateway.core.api import ApiCall, Endpoint, with_fields
+from pointsman_gateway.core.api.openai_responses import response_id
+from pointsman_gateway.core.pool_state import PoolState
+from pointsman_gateway.core.rate_limits import Admission
+from pointsman_gateway.core.request.request_events import StepAssigned
+from pointsman_gateway.core.request_trace import RequestTrace
+from pointsman_gateway.core.tokens.token_cache import TokenIds
+
+
+@dataclass
+class RequestContext:
+    """One request: what to send to instances, and what to place it by. `received_at` is monotonic seconds. `first_token_by` is
+    the monotonic time by which the client needs the first token (None: no limit). `ends_session`: the client has named the
+    request the last one of its session."""
+
+    request_id: str
+    call: ApiCall
+    state: PoolState
+    placement: placement_pb2.PlacementRequest
+    transfer_obstacle: str  # why prefill and answer must be on one instance; empty if they need not be
+    ids: TokenIds | None  # of the prompt, up to its first media part; None if only estimated
+    exact_tokens: int  # tokens of the whole prompt; 0 if only estimated
+    upstream_headers: dict[str, str]
+    received_at: float
+    admission: Admission
+    trace: RequestTrace | None
+    first_token_by: float | None = None
+    ends_session: bool = False
+    kept_payload: bytes = b""  # the body, while its answer is streamed and may be continued elsewhere
+    response_id: str = ""  # of a Responses response, which it keeps if its answer is continued elsewhere
+    rest: TokenIds | None = None  # the prompt's tokens after the last whole block; None if only estimated
+
+    def drop_prompt(self, *, keep: bool) -> None:
+        """Release what only sending needs, once an answer has begun. `keep`: the answer may be continued elsewhere, for which
+        the body is kept. Mutates."""
+        if keep:
+            self.kept_payload = self.call.payload
+            if self.exact_tokens and self.ids is not None:
+                self.rest = self.ids[len(self.placement.keys) * KEY_TOKENS :]
+        self.call.drop_prompt()
+        self.ids = None
+
+    def headers_of(self, step: StepAssigned) -> dict[str, str]:
+        """Return the headers to send with a step. Each step has its own span context in the request's trace."""
+        if self.trace is None:
+            return self.upstream_headers
+        return self.upstream_headers | {"traceparent": self.trace.step_context(step.attempt_id, step.index).traceparent}
+
+    def payload_at(self, instance_id: str) -> bytes:
+        """Return the body to send to an instance. The id of a Responses response contains the instance that stores it, so the
+        body depends on the placement."""
+        payload = self.kept_payload or self.call.payload
+        if self.call.endpoint is not Endpoint.RESPONSES:
+            return payload
+        if not self.kept_payload:
+            self.response_id = response_id(instance_id, self.placement.tenant, self.request_id)
+        return with_fields(payload, {"request_id": self.response_id})

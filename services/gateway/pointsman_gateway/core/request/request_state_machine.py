@@ -1,0 +1,420 @@
+"""The state machine of one request: handles events and returns the effects to carry out.
+
+A plan has PREFILL steps, each followed by the router's next step, and then one SERVE. A SERVE may use KV that another instance
+has prefilled. With `inline_kv_transfer` the client's request carries the KV transfer parameters; otherwise a separate request
+pulls the KV first. If both instances are layerwise, that request is sent together with the PREFILL (`early`). Its instance waits
+for the KV while it is computed, and a failure of either request ends both.
+
+Every wait has a deadline. A PREFILL or a transfer that fails is reported to the router, and only a plain SERVE may follow in that
+attempt. A plain SERVE that fails before its first byte is retried at another instance, in a new attempt with its own id that
+excludes the failed instance. So is one that fails in the middle of its stream, if another instance can go on with it, and one
+that operators have moved, which does not count as a retry. A proxy that sends the request may get its answer from another
+instance than the step's: that is a new attempt, too. If two
+instances answer the request with the same 5xx, the request itself is at fault: the client gets that answer, and the failure
+counts against no instance. If the router is lost after a part of the prompt is computed, a new attempt asks the next router,
+which finds that part cached. If no router answers, one SERVE follows at the instance that computed the part. Every attempt that
+the router may have placed ends in exactly one Finished, however the request ends.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import replace
+
+from pointsman_gateway.core.request.request_events import (
+    INTERNAL,
+    NOT_FOUND,
+    PLACEMENT_TIMEOUT,
+    UNAVAILABLE,
+    AbortUpstream,
+    AdoptEarlyStep,
+    AdoptInstance,
+    AskNextStep,
+    AskRouter,
+    ClientDisconnected,
+    Effect,
+    EndStreamWithError,
+    Event,
+    FailRequest,
+    OtherAnswered,
+    Outcome,
+    PlaceLocally,
+    PlacementRefused,
+    Prefill,
+    PrefillEnded,
+    PullEnded,
+    PullKv,
+    ReportFinished,
+    ReportFirstToken,
+    ReportServedAlone,
+    ReportStepDone,
+    RequestParked,
+    RequestTimeouts,
+    ResponseEnded,
+    ResponseRejected,
+    ResponseStarted,
+    RouterLost,
+    Serve,
+    StepAssigned,
+    Target,
+    Tick,
+    UpstreamFailed,
+)
+
+
+class Phase(enum.Enum):
+    """The phase of a request."""
+
+    PLACING = "placing"  # waits for its first step
+    PREFILLING = "prefilling"
+    AWAITING_NEXT_STEP = "awaiting_next_step"  # waits for the step after a step that ended or failed
+    PULLING = "pulling"  # waits for KV from another instance
+    SERVING = "serving"  # sent; no byte of the answer received yet
+    STREAMING = "streaming"
+    DONE = "done"
+
+
+class RequestStateMachine:
+    """The state machine. Only `start` and `handle` mutate it. Events of an earlier attempt or phase are ignored.
+
+    `inline_kv_transfer`: the client's request can carry KV transfer parameters, and its first byte shows that the KV arrived.
+    """
+
+    def __init__(self, request_id: str, timeouts: RequestTimeouts, *, inline_kv_transfer: bool = True) -> None:
+        self._request_id = request_id
+        self._timeouts = timeouts
+        self._inline_kv_transfer = inline_kv_transfer
+        self._serve_only = False  # a step of this attempt failed: only a SERVE without a KV transfer may follow
+        self._early_step: StepAssigned | None = None  # the step after the PREFILL, already sent
+        self._early_failure: UpstreamFailed | PullEnded | None = (
+            None  # failure of the early step while the router has not assigned it yet
+        )
+        self._partial_prefill_target: Target | None = (
+            None  # instance at which an earlier attempt, which lost its router, computed a part of the prompt
+        )
+        self._exclude: list[str] = []
+        self._refused_by: list[str] = []  # instances that answered 5xx to the request, or to a PREFILL of it
+        self._refusals: dict[int, str] = {}  # status of a 5xx to the whole request -> first instance that sent it
+        self._attempts = 0
+        self._retries = 0  # attempts after a failure
+        self._place_locally = False
+        self._deadline = 0.0
+        self._begun = False  # the client has the beginning of an answer
+        self._attempt_open = False  # the attempt may be placed at a router and is not finished
+        self.attempt_id = request_id
+        self.phase = Phase.PLACING
+        self.step: StepAssigned | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """Time at which a Tick is due, on the clock of `now`; None while streaming and when done."""
+        return None if self.phase in (Phase.STREAMING, Phase.DONE) else self._deadline
+
+    def start(self, now: float) -> list[Effect]:
+        """Return the first effects. Mutates."""
+        return self._start_attempt(now)
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Return the effects of `event`. Mutates."""
+        if self.phase is Phase.DONE:
+            return []
+        begun, effects = self._begun, self._handle(event, now)
+        return _of_a_begun_stream(effects) if begun else effects
+
+    def _handle(self, event: Event, now: float) -> list[Effect]:
+        match event:
+            case ClientDisconnected():
+                return self._end(Outcome.CANCELLED, "client left")
+            case Tick():
+                return self._deadline_passed(now) if self.deadline is not None and now >= self._deadline else []
+            case StepAssigned():
+                return self._step_assigned(event, now)
+            case PlacementRefused():
+                return self._placement_refused(event)
+            case RequestParked():
+                if self.phase is Phase.PLACING and event.attempt_id == self.attempt_id:
+                    self._deadline = now + event.bound_s + self._timeouts.placement_s
+                return []
+            case RouterLost():
+                return self._router_lost(event, now)
+            case PrefillEnded():
+                if self.phase is not Phase.PREFILLING:
+                    return []
+                if event.refused and self.step is not None:
+                    # Not counted in _refusals: a transfer can fail although the request is valid.
+                    self._refused_by.append(self.step.target.instance_id)
+                return self._step_ended(event.error, now, event.instance_failed)
+            case PullEnded():
+                return self._pull_ended(event, now)
+            case ResponseStarted():
+                return self._response_started()
+            case ResponseRejected():
+                if self._early_step is not None:
+                    return self._upstream_failed(UpstreamFailed(f"status {event.status}", event.status), now)
+                return self._end(Outcome.REJECTED, "rejected", event.status) if self.phase is Phase.SERVING else []
+            case ResponseEnded():
+                outcome = Outcome.FAILED if event.error else Outcome.OK
+                return self._end(outcome, event.error) if self.phase is Phase.STREAMING else []
+            case UpstreamFailed():
+                return self._upstream_failed(event, now)
+            case OtherAnswered():
+                return self._other_answered(event, now) if self.phase is Phase.SERVING else []
+
+    def _start_attempt(self, now: float) -> list[Effect]:
+        self.phase, self.step, self._attempt_open, self._serve_only = Phase.PLACING, None, True, False
+        self._early_step = self._early_failure = None
+        self._deadline = now + self._timeouts.placement_s
+        exclude = tuple(self._exclude)
+        return [PlaceLocally(self.attempt_id, exclude) if self._place_locally else AskRouter(self.attempt_id, exclude)]
+
+    def _step_assigned(self, step: StepAssigned, now: float) -> list[Effect]:
+        if step.attempt_id != self.attempt_id or self.phase not in (Phase.PLACING, Phase.AWAITING_NEXT_STEP):
+            return []
+        if self._serve_only:
+            step = replace(step, prefill_tokens=0, kv_target=None, kv_source=None)
+        if self._early_step is not None:
+            return self._adopt_early_step(self._early_step, step, now)
+        if step.prefill_tokens:
+            effects = self._begin(Phase.PREFILLING, step, Prefill(step), self._timeouts.prefill_s, now)
+            if step.kv_target is not None and step.target.layerwise and step.kv_target.layerwise:
+                early = replace(
+                    step,
+                    target=step.kv_target,
+                    index=step.index + 1,
+                    prefill_tokens=0,
+                    cached_tokens=0,
+                    kv_target=None,
+                    kv_source=step.target,
+                )
+                self._early_step = early
+                effects.append(Serve(early, early=True) if self._inline_kv_transfer else PullKv(early, early=True))
+            return effects
+        if step.kv_source is None:
+            return self._begin(Phase.SERVING, step, Serve(step), self._timeouts.first_byte_s, now)
+        if self._inline_kv_transfer:
+            return self._begin(Phase.SERVING, step, Serve(step), self._timeouts.transfer_s, now)
+        return self._begin(Phase.PULLING, step, PullKv(step), self._timeouts.transfer_s, now)
+
+    def _begin(self, phase: Phase, step: StepAssigned, effect: Effect, timeout_s: float, now: float) -> list[Effect]:
+        self.phase, self.step = phase, step
+        self._deadline = now + timeout_s
+        return [effect]
+
+    def _adopt_early_step(self, early: StepAssigned, step: StepAssigned, now: float) -> list[Effect]:
+        """Handle the step that the router assigned after the PREFILL: the early step, or another one, which replaces it."""
+        early_failure, self._early_step, self._early_failure = self._early_failure, None, None
+        if step.prefill_tokens or (step.target, step.kv_source) != (early.target, early.kv_source):
+            return [AbortUpstream(), *self._step_assigned(step, now)]
+        phase = Phase.SERVING if self._inline_kv_transfer else Phase.PULLING
+        effects = self._begin(phase, step, AdoptEarlyStep(step), self._timeouts.transfer_s, now)
+        return effects if early_failure is None else [*effects, *self.handle(early_failure, now)]
+
+    def _promote_early_step(self) -> list[Effect]:
+        """Make the early step the current one. Its KV has arrived, so the PREFILL ended, whether its answer has arrived or
+        not."""
+        if self._early_step is None:
+            return []
+        assert self.step is not None
+        over: list[Effect] = (
+            [ReportStepDone(self.attempt_id, self.step.index)] if self.phase is Phase.PREFILLING else []
+        )
+        self.step, self._early_step = self._early_step, None
+        return [*over, AdoptEarlyStep(self.step)]
+
+    def _placement_refused(self, refused: PlacementRefused) -> list[Effect]:
+        if refused.attempt_id != self.attempt_id or self.phase not in (Phase.PLACING, Phase.AWAITING_NEXT_STEP):
+            return []
+        abort: list[Effect] = [AbortUpstream()] if self._early_step is not None else []
+        self._attempt_open = False
+        self.phase = Phase.DONE
+        if refused.code == NOT_FOUND:
+            # The gateway sends only requests for models of the fleet, so the router has lost the model's instances.
+            refused = replace(refused, code=UNAVAILABLE, message="No instance is ready for this model.")
+        if self._exclude and refused.code == UNAVAILABLE:
+            return [*abort, FailRequest(INTERNAL, "The instance failed and no other is ready.", refused.retry_after_s)]
+        return [*abort, FailRequest(refused.code, refused.message, refused.retry_after_s, refused.place)]
+
+    def _router_lost(self, lost: RouterLost, now: float) -> list[Effect]:
+        if lost.attempt_id != self.attempt_id:
+            return []
+        if self.phase is Phase.PLACING:
+            # No Finished is sent: a gateway announces its open requests to a router that returns, and the router drops the
+            # others.
+            if self._partial_prefill_target is not None:
+                return self._step_assigned(
+                    StepAssigned(self.attempt_id, self._partial_prefill_target, degraded=True), now
+                )
+            self._place_locally = True
+            return self._start_attempt(now)
+        if self.phase is not Phase.AWAITING_NEXT_STEP:
+            return []
+        return self._retry_placement(now) if self._is_between_prefill_parts() else self._fall_back_to_serve(now)
+
+    def _is_between_prefill_parts(self) -> bool:
+        """Whether the last step computed a part of the prompt for its own instance, no other step is under way, and a new attempt
+        is allowed."""
+        assert self.step is not None
+        between = not self._serve_only and self._early_step is None and self.step.kv_target is None
+        return between and self._retries < self._timeouts.max_retries
+
+    def _retry_placement(self, now: float) -> list[Effect]:
+        """Start a new attempt because the plan was lost with its router. The next router plans from what is computed."""
+        assert self.step is not None
+        self._partial_prefill_target = self.step.target
+        ended = self._end(Outcome.CANCELLED, "its router was lost between two steps")
+        ended = [effect for effect in ended if not isinstance(effect, AbortUpstream)]
+        return [*ended, *self._retry(now)]
+
+    def _fall_back_to_serve(self, now: float) -> list[Effect]:
+        """Serve without a next step from the router: at the instance that has the prefix, or that was to use it if a step
+        failed."""
+        assert self.step is not None
+        if self._early_step is not None:
+            # The early step is the plan's next step, so the router counts the request at the instance where it runs.
+            return self._step_assigned(replace(self._early_step, degraded=True), now)
+        target = (self.step.kv_target if self._serve_only else None) or self.step.target
+        computed = 0 if self._serve_only else self.step.prefill_tokens
+        alone = StepAssigned(self.attempt_id, target, self.step.index + 1, cached_tokens=computed, degraded=True)
+        return [*self._step_assigned(alone, now), ReportServedAlone(self.attempt_id)]
+
+    def _step_ended(self, error: str, now: float, instance_failed: bool = False) -> list[Effect]:
+        assert self.step is not None
+        self.phase = Phase.AWAITING_NEXT_STEP
+        abort: list[Effect] = []
+        if error:
+            abort = [AbortUpstream()] if self._early_step is not None else []
+            self._serve_only, self._early_step = True, None
+        self._deadline = now + self._timeouts.placement_s
+        return [*abort, AskNextStep(self.attempt_id, self.step.index, error, instance_failed)]
+
+    def _pull_ended(self, pulled: PullEnded, now: float) -> list[Effect]:
+        if self._early_step is None and self.phase is not Phase.PULLING:
+            return []
+        if pulled.error:
+            return (
+                self._step_ended(pulled.error, now)
+                if self._early_step is None
+                else self._early_step_failed(pulled, now)
+            )
+        effects = self._promote_early_step()
+        assert self.step is not None
+        step = replace(self.step, kv_source=None)
+        return [*effects, *self._begin(Phase.SERVING, step, Serve(step), self._timeouts.first_byte_s, now)]
+
+    def _response_started(self) -> list[Effect]:
+        if self._early_step is None and self.phase is not Phase.SERVING:
+            return []
+        effects = self._promote_early_step()
+        self.phase, self._begun = Phase.STREAMING, True
+        return [*effects, ReportFirstToken(self.attempt_id, self._take_refused_by())]
+
+    def _early_step_failed(self, failed: UpstreamFailed | PullEnded, now: float) -> list[Effect]:
+        """Handle the failure of the early step. It fails a PREFILL that still runs; after the PREFILL it is kept until the router
+        assigns the step."""
+        if self.phase is Phase.PREFILLING:
+            return self._step_ended(f"the other instance: {failed.error}", now)
+        self._early_failure = failed
+        return []
+
+    def _deadline_passed(self, now: float) -> list[Effect]:
+        transferring = self.step is not None and self.step.kv_source is not None
+        if self.phase in (Phase.PREFILLING, Phase.PULLING) or (self.phase is Phase.SERVING and transferring):
+            # A transfer that does not end may be the fault of either instance: only a PREFILL's instance is reported as failed.
+            self._early_step = None
+            return [AbortUpstream(), *self._step_ended("deadline", now, self.phase is Phase.PREFILLING)]
+        if self.phase is Phase.AWAITING_NEXT_STEP:
+            return self._fall_back_to_serve(now)
+        if self.phase is Phase.SERVING:
+            return self._upstream_failed(UpstreamFailed("no first byte in time"), now)
+        return [
+            *self._end(Outcome.FAILED, "no step in time"),
+            FailRequest(PLACEMENT_TIMEOUT, "No placement was found in time.", 1.0),
+        ]
+
+    def _upstream_failed(self, failed: UpstreamFailed, now: float) -> list[Effect]:
+        if self._early_step is not None:
+            return self._early_step_failed(failed, now)
+        if self.phase is Phase.STREAMING:
+            if failed.continuable and (failed.moved or self._retries < self._timeouts.max_retries):
+                return self._continue_elsewhere(failed, now)
+            return [*self._end(Outcome.FAILED, failed.error, failed.status), EndStreamWithError()]
+        if self.phase is not Phase.SERVING:
+            return []
+        assert self.step is not None
+        if self.step.kv_source is not None and failed.status:
+            # The instance answers, so it can serve. That it fails with KV of another instance may be the fault of that instance.
+            return [AbortUpstream(), *self._step_ended(failed.error, now)]
+        instance_id = self.step.target.instance_id
+        if failed.refused:
+            if self._refusals.setdefault(failed.status, instance_id) != instance_id:
+                return self._end(Outcome.REJECTED, failed.error, failed.status, refused=True)
+            self._refused_by.append(instance_id)
+        if not failed.moved:
+            self._exclude.append(instance_id)
+        self._partial_prefill_target = None
+        effects = self._end(_outcome(failed), failed.error, failed.status, refused=failed.refused)
+        if not failed.moved and self._retries >= self._timeouts.max_retries:
+            return [*effects, FailRequest(INTERNAL, "The request failed on every instance that was tried.")]
+        self._place_locally = False
+        return [*effects, *self._retry(now, counts=not failed.moved)]
+
+    def _continue_elsewhere(self, failed: UpstreamFailed, now: float) -> list[Effect]:
+        assert self.step is not None
+        if not failed.moved:
+            self._exclude.append(self.step.target.instance_id)
+        self._partial_prefill_target, self._place_locally = None, False
+        ended = self._end(_outcome(failed), failed.error, failed.status, continued=True)
+        return [*ended, *self._retry(now, counts=not failed.moved)]
+
+    def _other_answered(self, answered: OtherAnswered, now: float) -> list[Effect]:
+        """End the attempt as failed; a new one, which no router has placed, has the answer. A proxy may have left an instance
+        because of its 5xx, of which the request may be the cause: the end of the new attempt decides whose fault it was."""
+        assert self.step is not None
+        self._refused_by.append(self.step.target.instance_id)
+        ended = self._end(Outcome.FAILED, "it did not answer, and the proxy asked another instance", refused=True)
+        self._next_attempt_id()
+        self._attempt_open = True
+        step = StepAssigned(self.attempt_id, answered.target, degraded=True)
+        serve = self._begin(Phase.SERVING, step, Serve(step), self._timeouts.first_byte_s, now)
+        kept = [effect for effect in ended if not isinstance(effect, AbortUpstream)]
+        return [*kept, AdoptInstance(step), *serve, ReportServedAlone(self.attempt_id)]
+
+    def _retry(self, now: float, *, counts: bool = True) -> list[Effect]:
+        self._next_attempt_id()
+        self._retries += counts
+        return self._start_attempt(now)
+
+    def _next_attempt_id(self) -> None:
+        self._attempts += 1
+        self.attempt_id = f"{self._request_id}.{self._attempts}"
+
+    def _end(
+        self, outcome: Outcome, error: str = "", status: int = 0, *, refused: bool = False, continued: bool = False
+    ) -> list[Effect]:
+        """End the attempt. Upstream connections are closed first, so that nothing runs that the router no longer counts."""
+        abort: list[Effect] = [] if outcome in (Outcome.OK, Outcome.REJECTED) else [AbortUpstream()]
+        # A 4xx answer shows, as a first byte does, that the earlier 5xx answers were the fault of their instances.
+        refused_by = self._take_refused_by() if outcome is Outcome.REJECTED and not refused else ()
+        finished = ReportFinished(self.attempt_id, outcome, error, status, refused, refused_by, continued)
+        report: list[Effect] = [finished] if self._attempt_open else []
+        self.phase, self._attempt_open, self._early_step = Phase.DONE, False, None
+        return [*abort, *report]
+
+    def _take_refused_by(self) -> tuple[str, ...]:
+        """Remove and return the instances that answered 5xx to the request, each once. Mutates."""
+        refused_by, self._refused_by = tuple(dict.fromkeys(self._refused_by)), []
+        return refused_by
+
+
+def _outcome(failed: UpstreamFailed) -> Outcome:
+    return Outcome.CANCELLED if failed.innocent or failed.moved else Outcome.FAILED
+
+
+def _of_a_begun_stream(effects: list[Effect]) -> list[Effect]:
+    """Return effects such that what would be an error answer ends the client's stream with an error event."""
+    told: list[Effect] = []
+    for effect in effects:
+        told.append(EndStreamWithError() if isinstance(effect, FailRequest) else effect)
+        if isinstance(effect, ReportFinished) and effect.outcome is Outcome.REJECTED:
+            told.append(EndStreamWithError())
+    return told

@@ -1,0 +1,254 @@
+"""Filters a stream of server-sent events on its way to the client.
+
+The filter cuts the stream only between events, removes usage that only the gateway requested, and redacts an engine's errors.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from pointsman_gateway.core.api import (
+    STREAM_FAILED,
+    Endpoint,
+    ErrorFormat,
+    begins_with_error,
+    error_event,
+    redact_error_event,
+    reports_error,
+    was_aborted,
+)
+from pointsman_gateway.core.streaming.stream_tail import StreamTail
+from pointsman_gateway.core.streaming.told_comments import incomplete, told_in, without_comments
+from pointsman_gateway.core.streaming.usage_and_end import StreamEnd
+
+# Maximum size of a held incomplete event, bytes. A longer one is sent in parts.
+MAX_HELD_BYTES = 64 << 10
+_ENDS = (b"\n\n", b"\r\n\r\n")
+EVENT_END = re.compile(rb"(\r?\n\r?\n)")
+_COMMENT = ord(":")
+_HAS_TEXT = re.compile(rb'"(?:content|text)": ?"[^"]')
+_TELLS_OF_ERROR = re.compile(rb'"error"|event: ?error')
+
+
+class SseFilter:
+    """Selects the bytes of a stream that are sent to the client.
+
+    Only whole events are sent, so that an error event can follow whenever the instance fails. Except for errors, the events are
+    byte for byte the instance's. `hide_usage` drops events that have usage and no choices. The filter keeps the tail of the
+    stream, from which its end and usage are read.
+
+    With `tells` the instance may tell the token ids of its events in comments (told_comments.py), which are not sent. They are
+    collected in `told` if another instance can go on with the answer, else it is None. If the instance does not tell, the events
+    themselves may be collected in `texts`, from their "choices" on, up to `texts_limit` bytes. While another instance can go on,
+    an error of this one is not sent either: the stream is cut before it.
+    """
+
+    # A chunk touches all of these fields. They are few because with many open streams none is in the CPU cache.
+    __slots__ = (
+        "_cut",
+        "_held",
+        "_hide_usage",
+        "_keeps",
+        "_passed",
+        "_tail",
+        "count",
+        "mid_event",
+        "tells",
+        "texts",
+        "texts_limit",
+        "told",
+    )
+
+    def __init__(self, endpoint: Endpoint, *, hide_usage: bool = False, tells: bool = False) -> None:
+        self.tells = tells
+        self.told: bytearray | None = None
+        self.texts: bytearray | None = None
+        self.texts_limit = 0
+        self._cut = False  # nothing more is sent of this instance's answer
+        self.count = 0  # events with data, including dropped ones
+        self.mid_event = False  # part of an event has been sent, but not its end
+        self._tail = StreamTail(endpoint)
+        # The last chunk that passed unchanged, for APIs in which it may be the end of the stream. OpenAI's last event is not JSON
+        # and never passes unchanged.
+        self._keeps = endpoint.error_format is not ErrorFormat.OPENAI
+        self._passed = b""
+        self._hide_usage = hide_usage
+        self._held = b""
+
+    def pass_whole(self, chunk: bytes) -> bytes:
+        """Return what is sent of `chunk`, an HTTP chunk with its framing: all but a comment that tells token ids. If nothing is
+        returned, the chunk's body must be passed to feed(). Mutates.
+
+        Whole events are sent that contain no error, no abort and no usage. Called for nearly every token, so that `chunk` is kept
+        only if needed: kept bytes are no longer in the CPU cache when they are read.
+        """
+        # `in` and endswith() take twice as long as find() and a slice.
+        if (
+            self._held
+            or self._cut
+            or self.mid_event
+            or chunk[-5:] != b"}\n\n\r\n"
+            or chunk.find(b"error") >= 0
+            or chunk.find(b'"abort"') >= 0
+            or chunk.find(b'"usage"') >= 0
+        ):
+            return b""
+        # The lines of the framing do not start with "data:".
+        events_here = chunk.count(b"\ndata:")
+        if self.tells:
+            # The comment follows the line with the chunk's size.
+            at = chunk.find(b"\n") + 1
+            if chunk.find(b"\n:", at) >= 0:
+                return b""
+            if chunk[at] == _COMMENT:
+                end = chunk.find(b"\n", at)
+                if self.told is not None:
+                    self.told += chunk[at:end].partition(b"x")[0]
+                events = chunk[end + 2 :]
+                chunk = b"%x\r\n%b" % (len(events) - 2, events)
+            elif (texts := self.texts) is not None:
+                if events_here == 1 and len(texts) < self.texts_limit:
+                    texts += chunk[chunk.find(b'"choices"') : -2]
+                else:
+                    self._add_text(chunk[:-2])
+        self.count += events_here
+        if self._keeps:
+            self._passed = chunk
+        return chunk
+
+    def feed(self, piece: bytes) -> bytes:
+        """Add a piece of the stream; return the bytes that can be sent now, possibly none. Mutates."""
+        if self._cut:
+            return b""
+        if self._held:
+            piece, self._held = self._held + piece, b""
+        mid_event = self.mid_event
+        if piece.endswith(_ENDS):
+            self.mid_event = False
+        elif end := max(piece.rfind(one) + len(one) if one in piece else 0 for one in _ENDS):
+            piece, self._held = piece[:end], piece[end:]
+            self.mid_event = False
+        elif len(piece) <= MAX_HELD_BYTES and not mid_event:
+            self._held = piece
+            return b""
+        elif not mid_event and begins_with_error(piece):
+            # An error event that is too long to hold must not be sent unredacted. The held rest is no valid JSON, for which
+            # redact_error_event() returns a fixed message.
+            self._held = piece[:MAX_HELD_BYTES] + piece[-3:]
+            return b""
+        else:
+            self.mid_event = True
+        if self.tells and not self.mid_event:
+            # A comment tells of the events behind it, and they are sent all at once.
+            last = piece.rfind(b"\n\n:")
+            begin = last + 2 if last >= 0 else 0
+            if piece[begin] == _COMMENT and incomplete(piece[begin:]):
+                piece, self._held = piece[:begin], piece[begin:] + self._held
+        return self._let_out(piece, mid_event) if piece else b""
+
+    def flush(self) -> bytes:
+        """Return the held bytes at the end of the stream, if the last event is incomplete. Mutates."""
+        held, self._held = self._held, b""
+        if (self.told is not None or self.texts is not None) and not self.stream_end(held).complete:
+            return b""
+        if held:
+            held, self.mid_event = self._let_out(held, self.mid_event), True
+        return held
+
+    def _add_text(self, events: bytes) -> None:
+        """Collect whole events; all are dropped if they are too many, or if an event is sent in parts. Mutates."""
+        assert self.texts is not None
+        for event in events.split(b"\n\n")[:-1]:
+            self.texts += event[max(event.find(b'"choices"'), 0) :] + b"\n\n"
+        if self.mid_event or len(self.texts) > self.texts_limit:
+            self.texts = None
+
+    @property
+    def has_text(self) -> bool:
+        """Whether what the client got is known by its events, and ends with a whole one."""
+        return bool(self.texts) and not self.mid_event
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether what the client got is known by its tokens, and ends with a whole event."""
+        return self.told is not None and _has_ids(self.told) and not self.mid_event
+
+    def begin_again(self) -> None:
+        """Go on with the answer of another instance, whose first event follows what the client has. Mutates."""
+        self._held, self._cut = b"", False
+
+    def failure_event(self) -> bytes:
+        """Return the event that ends the stream if the instance failed."""
+        event = error_event(STREAM_FAILED, self._tail.endpoint.error_format, "instance_failed", self._next_number())
+        return b"\n\n" + event if self.mid_event else event
+
+    def stream_end(self, more: bytes = b"") -> StreamEnd:
+        """Return how the stream ended; with `more`, how it would have ended with these bytes appended."""
+        return self._tail.stream_end(self._passed, more)
+
+    def _let_out(self, piece: bytes, mid_event: bool) -> bytes:
+        """Return `piece` as the client may see it. `mid_event`: it begins in the middle of an event. Mutates."""
+        if b"error" in piece or was_aborted(piece):
+            piece = self._without_errors(EVENT_END.split(piece), mid_event)
+        if self.tells:
+            if self.told is not None:
+                self.told += told_in(piece)
+            piece = without_comments(piece)
+            if self.texts is not None:
+                self._add_text(piece)
+        self.count += piece.count(b"\ndata:") + piece.startswith(b"data:")
+        if self._passed:
+            self._tail.add(self._passed)
+            self._passed = b""
+        self._tail.add(piece)
+        if self._hide_usage and b'"usage"' in piece:
+            return _without_usage(piece)
+        return piece
+
+    def _without_errors(self, events: list[bytes], mid_event: bool) -> bytes:
+        """Return events, each followed by its end, as one piece in which the instance's errors are redacted; up to the first
+        error, if another instance can go on. Mutates."""
+        for at in range(2 if mid_event else 0, len(events), 2):
+            if not (_TELLS_OF_ERROR.search(events[at]) or was_aborted(events[at])):
+                continue
+            before = b"".join(events[:at])
+            if self.texts is not None and _HAS_TEXT.search(self.texts + before) and reports_error(events[at]):
+                self._cut, self._held, self.mid_event = True, b"", False
+                return before
+            if self.told is not None and reports_error(events[at]):
+                # The comment of the error's event goes with it: the client gets neither.
+                kept = before if at < 2 or not events[at - 2].startswith(b":") else b"".join(events[: at - 2])
+                if _has_ids(self.told) or _has_ids(told_in(kept)):
+                    self._cut, self._held, self.mid_event = True, b"", False
+                    return kept
+            events[at] = redact_error_event(self._tail.endpoint.error_format, events[at], self._next_number(before))
+        return b"".join(events)
+
+    def _next_number(self, behind: bytes = b"") -> int:
+        """Return the sequence number of the event after the bytes `behind`; 0 for APIs that do not number events."""
+        return (
+            self.stream_end(behind).sequence_number + 1
+            if self._tail.endpoint.error_format is ErrorFormat.RESPONSES
+            else 0
+        )
+
+
+def _has_ids(told: bytes | bytearray) -> bool:
+    return bool(told.strip(b":."))
+
+
+def _without_usage(piece: bytes) -> bytes:
+    """Return the whole events in `piece` without those that have usage and no choices."""
+    return b"\n\n".join(event for event in piece.split(b"\n\n") if not _is_usage(event.strip()))
+
+
+def _is_usage(event: bytes) -> bool:
+    if not event.startswith(b"data:") or b'"usage"' not in event:
+        return False
+    try:
+        found = msgspec.json.decode(event[5:])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    return isinstance(found, dict) and found.get("choices") == [] and isinstance(found.get("usage"), dict)

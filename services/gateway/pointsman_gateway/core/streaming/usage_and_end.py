@@ -1,0 +1,204 @@
+"""Reads usage, finish reason, completeness and engine errors from the last bytes of an answer, for each API."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pointsman_gateway.core.api.api_call import Endpoint
+
+# The last event of a Responses stream has the whole response and may be longer than the tail. vLLM writes the event's type last,
+# and its usage after everything that can be long. Inside a JSON string these bytes would be escaped.
+_LAST_TYPE = re.compile(rb'"type":\s?"response\.(completed|incomplete|failed)"\s*\}\s*$')
+_SEQUENCE = re.compile(rb'"sequence_number":\s?(\d{1,9})')
+_USAGE = re.compile(rb'"usage":\s?\{')
+_INCOMPLETE = re.compile(rb'"incomplete_details":\s?\{\s*"reason":\s?"(\w+)"')
+_FUNCTION_CALL = re.compile(rb'"type":\s?"function_call"')
+_ENDS = frozenset({"response.completed", "response.incomplete", "response.failed"})
+_ENGINE_ERROR = "the engine reported an error"
+# Finish reasons of the other APIs, and earlier ones of OpenAI's -> those of OpenAI's chat completions today.
+_FINISH_REASONS = {
+    "function_call": "tool_calls",
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "max_tokens": "length",
+    "tool_use": "tool_calls",
+    "refusal": "content_filter",
+    "max_output_tokens": "length",
+}
+_MAX_REASON = 32
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The engine's token counts, None where the engine reported none. `finish_reason` is in the terms of OpenAI's chat
+    completions for every API ("": not reported); with several choices it is the last choice's."""
+
+    prompt: int | None = None
+    cached: int | None = None
+    output: int | None = None
+    finish_reason: str = ""
+
+
+@dataclass(frozen=True)
+class StreamEnd:
+    """How a stream ended. `error` is set if the engine reported an error. `sequence_number` is the last one in the stream, -1:
+    none."""
+
+    complete: bool
+    usage: Usage = Usage()
+    error: str = ""
+    sequence_number: int = -1
+
+
+def parse_stream_end(kind: Endpoint, text: bytes) -> StreamEnd:
+    """Return how a stream ended, by the rules of its API. `text`: its last few KiB, which may begin in the middle of an event."""
+    lines = [line[5:].strip() for line in text.splitlines() if line.startswith(b"data:")]
+    if kind is Endpoint.MESSAGES:
+        return _messages_ending(lines)
+    if kind is Endpoint.RESPONSES:
+        return _responses_ending(lines, text)
+    return _openai_ending(lines)
+
+
+def usage_of(body: bytes, kind: Endpoint) -> Usage:
+    """Return the usage of an answer that is one JSON object; empty if it has none."""
+    answer = _object(body)
+    if kind is Endpoint.MESSAGES:
+        return _messages_usage(answer.get("usage"), answer.get("stop_reason"))
+    if kind is Endpoint.RESPONSES:
+        return _responses_usage(answer.get("usage"), _responses_reason(answer))
+    return _openai_usage(answer.get("usage"), _choices_reason(answer))
+
+
+def _openai_ending(lines: list[bytes]) -> StreamEnd:
+    usage, reason, error = None, "", ""
+    # Usage is in the last event before [DONE]. Two more events are read: for the choice's end, and for engines that send an empty
+    # choice after the usage.
+    for line in lines[-4:]:
+        event = _object(line)
+        usage = event.get("usage") or usage
+        reason = _choices_reason(event) or reason
+        if event.get("error"):
+            error = _ENGINE_ERROR
+    return StreamEnd(bool(lines) and lines[-1] == b"[DONE]", _openai_usage(usage, reason), error)
+
+
+def _messages_ending(lines: list[bytes]) -> StreamEnd:
+    """Read message_delta for the usage, and message_stop or error as the end. No event follows an error event."""
+    complete, usage, error = False, Usage(), ""
+    for line in lines[-4:]:
+        event = _object(line)
+        kind = event.get("type")
+        if kind == "message_delta":
+            delta = event.get("delta")
+            usage = _messages_usage(event.get("usage"), delta.get("stop_reason") if isinstance(delta, dict) else "")
+        complete = kind in ("message_stop", "error")
+        if kind == "error":
+            error = _ENGINE_ERROR
+    return StreamEnd(complete, usage, error)
+
+
+def _responses_ending(lines: list[bytes], text: bytes) -> StreamEnd:
+    sequence = int(found[-1]) if (found := _SEQUENCE.findall(text)) else -1
+    last = _object(lines[-1]) if lines else {}
+    if last.get("type") == "error":
+        return StreamEnd(True, Usage(), _ENGINE_ERROR, sequence)
+    response = last.get("response")
+    if isinstance(response, dict):
+        complete, failed = last.get("type") in _ENDS, last.get("type") == "response.failed"
+        usage = _responses_usage(response.get("usage"), _responses_reason(response))
+    else:
+        ended = _LAST_TYPE.search(text)
+        complete, failed = ended is not None, ended is not None and ended[1] == b"failed"
+        usage = _usage_in_tail(text, ended[1].decode()) if ended is not None else Usage()
+    return StreamEnd(complete, usage, _ENGINE_ERROR if failed else "", sequence)
+
+
+def _usage_in_tail(text: bytes, status: str) -> Usage:
+    """Return the usage of a response whose beginning is not in the tail."""
+    reason = _INCOMPLETE.findall(text)[-1:]
+    called = status == "completed" and _FUNCTION_CALL.search(text) is not None
+    answer = {
+        "status": status,
+        "incomplete_details": {"reason": reason[0].decode()} if reason else None,
+        "output": [{"type": "function_call"}] if called else [],
+    }
+    return _responses_usage(_object_at_last(_USAGE, text), _responses_reason(answer))
+
+
+def _object_at_last(key: re.Pattern[bytes], text: bytes) -> Any:
+    """Return the object after the last match of `key` in JSON without its beginning; None if there is none."""
+    *_, at = [None, *(found.end() - 1 for found in key.finditer(text))]
+    if at is None:
+        return None
+    try:
+        return json.JSONDecoder().raw_decode(text[at:].decode("utf-8", "replace"))[0]
+    except (ValueError, RecursionError):
+        return None
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _openai_usage(usage: Any, reason: str) -> Usage:
+    usage = usage if isinstance(usage, dict) else {}
+    cached = _inner(usage, "prompt_tokens_details", "cached_tokens")
+    return Usage(_count(usage.get("prompt_tokens")), cached, _count(usage.get("completion_tokens")), reason)
+
+
+def _responses_usage(usage: Any, reason: str) -> Usage:
+    usage = usage if isinstance(usage, dict) else {}
+    cached = _inner(usage, "input_tokens_details", "cached_tokens")
+    return Usage(_count(usage.get("input_tokens")), cached, _count(usage.get("output_tokens")), reason)
+
+
+def _messages_usage(usage: Any, reason: object) -> Usage:
+    """Return usage of Anthropic's API, whose input_tokens exclude tokens read from or written to a cache."""
+    usage = usage if isinstance(usage, dict) else {}
+    fresh, cached = _count(usage.get("input_tokens")), _count(usage.get("cache_read_input_tokens"))
+    if fresh is not None:
+        fresh += (cached or 0) + (_count(usage.get("cache_creation_input_tokens")) or 0)
+    return Usage(fresh, cached, _count(usage.get("output_tokens")), _reason(reason))
+
+
+def _choices_reason(event: dict[str, Any]) -> str:
+    """Return why the last of an event's choices ended; "" if it has not ended or there is none."""
+    choices = event.get("choices")
+    last = choices[-1] if isinstance(choices, list) and choices else None
+    return _reason(last.get("finish_reason")) if isinstance(last, dict) else ""
+
+
+def _responses_reason(response: dict[str, Any]) -> str:
+    """Return why a response ended. Its API has no finish_reason, so this uses its status, its details and the calls in its
+    output."""
+    status, details, output = (response.get(name) for name in ("status", "incomplete_details", "output"))
+    if status == "incomplete":
+        return _reason(details.get("reason")) if isinstance(details, dict) else ""
+    if status != "completed":
+        return ""
+    items = output if isinstance(output, list) else []
+    called = any(isinstance(item, dict) and item.get("type") == "function_call" for item in items)
+    return "tool_calls" if called else "stop"
+
+
+def _reason(said: object) -> str:
+    return _FINISH_REASONS.get(said, said[:_MAX_REASON]) if isinstance(said, str) else ""
+
+
+def _inner(usage: dict[str, Any], name: str, field: str) -> int | None:
+    details = usage.get(name)
+    return _count(details.get(field)) if isinstance(details, dict) else None
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**32 else None

@@ -1,0 +1,333 @@
+"""A model's tokenizer as the engine applies it: tokenizer.json, special tokens and chat template from the model's files."""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import structlog
+from tokenizers import Tokenizer
+
+from pointsman_gateway.core.api import ApiCall, Endpoint
+from pointsman_gateway.core.api.anthropic_messages import DISABLED, disabled_effort, merged_system
+from pointsman_gateway.core.api.prompt_length import check_tokens
+from pointsman_gateway.core.tokens import tokenizer_probes
+from pointsman_gateway.core.tokens.chat_template import ChatTemplate, Rendered, Unrenderable
+from pointsman_gateway.core.tokens.split_points import SplitPoints, split_points_for
+from pointsman_gateway.core.tokens.token_cache import TokenCache, TokenIds
+from pointsman_gateway.core.tokens.word_tokenizer import word_tokenizer_for
+
+log = structlog.get_logger()
+
+# Maximum number of characters to encode, and of pieces to join, on the event loop; more are processed in a thread. Encoding that
+# many characters blocks the event loop for about 1 ms, and joining that many known pieces for about 0.5 ms.
+_INLINE_CHARS = 4 << 10
+_INLINE_PIECES = 4 << 10
+# Number of characters that are tokenised before the tokens are counted. A prompt that is too long is not tokenised further.
+_BATCH_CHARS = 1 << 20
+_NONE: TokenIds = array("I")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids of a request's prompt (the first of several), and the number of tokens of each of its prompts.
+
+    A prompt with media has only the tokens before the first media part; `media` is that part's content. A prompt that is too long
+    may have only enough tokens to show that. `steady`: another instance renders the same prompt, even some minutes earlier or
+    later.
+    """
+
+    ids: TokenIds
+    lengths: tuple[int, ...]
+    media: bytes = b""
+    steady: bool = True
+
+
+@dataclass
+class _Text:
+    """One text: its pieces, the tokens of the pieces that are known, and the special tokens around them. `around` is None if only
+    the `tokenizers` library can place the special tokens; the text is then one piece."""
+
+    pieces: list[str]
+    found: list[TokenIds | None]
+    around: tuple[TokenIds, TokenIds] | None
+
+
+class PendingPrompt:
+    """A prompt of which some pieces may not be tokenised yet. `missing_chars`: number of characters of those pieces."""
+
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        prompts: Sequence[_Text | TokenIds],
+        most_tokens: int,
+        *,
+        media: bytes = b"",
+        steady: bool = True,
+    ) -> None:
+        """`most_tokens`: number of tokens beyond which tokenising may stop; 0: no limit."""
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._most_tokens = most_tokens
+        self._media = media
+        self._steady = steady
+        texts = [one for one in prompts if isinstance(one, _Text)]
+        self.missing_chars = sum(
+            len(piece) for text in texts for piece, ids in zip(text.pieces, text.found, strict=True) if ids is None
+        )
+        self._pieces = sum(len(text.pieces) for text in texts)
+
+    async def tokenize_by(self, run_in_thread: Callable[[Callable[[], Prompt]], Awaitable[Prompt]]) -> Prompt:
+        """Return tokenize(), run at once if it takes about a millisecond, else in a thread. Raises Unrenderable."""
+        inline = self.missing_chars <= _INLINE_CHARS and self._pieces <= _INLINE_PIECES
+        return self.tokenize() if inline else await run_in_thread(self.tokenize)
+
+    def tokenize(self) -> Prompt:
+        """Return the tokenised prompt. Raises Unrenderable. May run in any thread, and releases the interpreter lock for long
+        texts."""
+        every: list[TokenIds] = []
+        for one in self._prompts:
+            every.append(self._tokenizer.tokens(one, self._most_tokens) if isinstance(one, _Text) else one)
+            if self._most_tokens and len(every[-1]) > self._most_tokens:
+                break
+        return Prompt(every[0], tuple(map(len, every)), self._media, self._steady)
+
+
+class ModelTokenizer:
+    """Tokenizer and chat template of one model. Safe to use from several threads.
+
+    Texts are tokenised and cached in pieces (pointsman_gateway.core.tokens.split_points).
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        tool_template: ChatTemplate | None,
+        merges_system: bool = False,
+        cache: TokenCache | None = None,
+    ) -> None:
+        """`tool_template`: the template for requests with tools; None: `template`. `merges_system`: the engine moves an Anthropic
+        request's late system messages to the front."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._template = template
+        self._tool_template = tool_template or template
+        self._merges_system = merges_system
+        self._cache = cache or TokenCache(0)
+        self._space = TokenCache.space()
+        self._max_token_chars = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        self._words = word_tokenizer_for(tokenizer)
+        self._around = self._special_tokens_around()
+        self.split_points = SplitPoints()
+        rendered = self._rendered_probes()
+        self.split_points = self._tried(split_points_for(tokenizer, rendered), rendered)
+
+    def prepare(self, call: ApiCall, context: int = 0) -> PendingPrompt:
+        """Return `call`'s prompt as the engine will see it: rendered, with the cached tokens of its pieces. `context`: maximum
+        number of tokens that are of use (0: unknown). Raises Unrenderable if the prompt cannot be rendered outside the engine,
+        and ContextExceeded if it has too many characters for `context`."""
+        if call.untokenizable:
+            raise Unrenderable(call.untokenizable)
+        if call.chat is not None:
+            chat = self._anthropic(call.chat) if call.endpoint is Endpoint.MESSAGES else call.chat
+            rendered = self._rendered(chat)
+            self._check_chars(call.endpoint, rendered.text, context)
+            special = chat.get("add_special_tokens") is True
+            read = self._head if rendered.media else self._whole
+            text = read(rendered, add_special_tokens=special)
+            return PendingPrompt(self, [text], context, media=rendered.media, steady=rendered.steady)
+        add = call.body.get("add_special_tokens") is not False
+        given = call.body["prompt"]
+        if isinstance(given, str) or isinstance(given[0], int):
+            given = [given]
+        for one in given:
+            if isinstance(one, str):
+                self._check_chars(call.endpoint, one, context)
+        return PendingPrompt(
+            self,
+            [self._text(one, add_special_tokens=add) if isinstance(one, str) else array("I", one) for one in given],
+            context,
+        )
+
+    def _check_chars(self, endpoint: Endpoint, text: str, context: int) -> None:
+        """Raises ContextExceeded if a text has more characters than `context` tokens can have, as vLLM does (renderers/params.py,
+        `_text_len_check`)."""
+        if context and len(text) > context * self._max_token_chars:
+            check_tokens(endpoint, -(-len(text) // self._max_token_chars), context)
+
+    def prompt(self, call: ApiCall) -> Prompt:
+        """Return prepare(call).tokenize()."""
+        return self.prepare(call).tokenize()
+
+    def _anthropic(self, chat: dict[str, Any]) -> dict[str, Any]:
+        """Return a converted chat with vLLM's changes that depend on the template."""
+        if self._merges_system:
+            chat = merged_system(chat)
+        if chat.get("reasoning_effort") == DISABLED:
+            chat = {**chat, "reasoning_effort": self._disabled_effort}
+        return chat
+
+    @cached_property
+    def _disabled_effort(self) -> str:
+        def render(chat: dict[str, Any]) -> str | None:
+            try:
+                return self._template.render(chat) if self._template is not None else None
+            except Unrenderable:
+                return None
+
+        return disabled_effort(render)
+
+    def chat(self, body: dict[str, Any]) -> list[int]:
+        """Return the token ids of a chat completions body without media. Raises Unrenderable."""
+        rendered = self._rendered(body)
+        if rendered.media:
+            raise Unrenderable("a content part that is not text")
+        return self.text(rendered.text, add_special_tokens=body.get("add_special_tokens") is True)
+
+    def text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of plain text. Raises Unrenderable."""
+        return self.tokens(self._text(text, add_special_tokens=add_special_tokens)).tolist()
+
+    def tokens(self, text: _Text, most: int = 0) -> TokenIds:
+        """Return the tokens of `text`; tokenise and cache the pieces that are not known. If there are more than `most` tokens (0:
+        no limit), possibly only some of them, but more than `most`. Raises Unrenderable."""
+        if text.around is None:
+            return self._encode(text.pieces, add_special_tokens=True)[0]
+        before, after = text.around
+        made: dict[str, TokenIds] = {}
+        count = sum(len(ids) for ids in text.found if ids is not None)
+        new = dict.fromkeys(piece for piece, ids in zip(text.pieces, text.found, strict=True) if ids is None)
+        for batch in _batches(list(new)):
+            if most and count > most:
+                break
+            encoded = self._encode(batch)
+            for piece, ids in zip(batch, encoded, strict=True):
+                made[piece] = ids
+                self._cache.keep(self._space, piece, ids)
+            count += sum(map(len, encoded))
+        all_ids = before[:]
+        for piece, known in zip(text.pieces, text.found, strict=True):
+            all_ids += made.get(piece, _NONE) if known is None else known
+            if most and len(all_ids) > most:
+                return all_ids
+        return all_ids + after
+
+    def whole(self, text: str) -> TokenIds:
+        """Return the token ids of plain text without special tokens, tokenised as a whole: the reference for all other ways."""
+        return self._by_library([[text]])[0]
+
+    def decode(self, ids: TokenIds, *, special: bool = True) -> str:
+        """Return the text of these tokens, with or without special tokens."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not special)
+        return text
+
+    def _encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[TokenIds]:
+        if sum(map(len, texts)) > _INLINE_CHARS:
+            return self._by_library([texts], add_special_tokens=add_special_tokens)
+        words = None if add_special_tokens else self._words
+        done = [words.ids(text) if words is not None else None for text in texts]
+        # One batch per text is encoded in this thread. The library spreads a batch of several texts over all cores, which costs
+        # more than it saves for short texts.
+        left = iter(
+            self._by_library(
+                [[text] for text, ids in zip(texts, done, strict=True) if ids is None],
+                add_special_tokens=add_special_tokens,
+            )
+        )
+        return [next(left) if ids is None else ids for ids in done]
+
+    def _by_library(self, batches: list[list[str]], *, add_special_tokens: bool = False) -> list[TokenIds]:
+        try:
+            # encode() holds the interpreter lock; encode_batch_fast() releases it.
+            encoded = [
+                one
+                for batch in batches
+                for one in self._tokenizer.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
+            ]
+        except (TypeError, UnicodeError) as error:
+            raise Unrenderable("a text with half a surrogate pair") from error
+        return [array("I", one.ids) for one in encoded]
+
+    def _rendered(self, body: dict[str, Any]) -> Rendered:
+        template = self._tool_template if body.get("tools") is not None else self._template
+        if template is None:
+            raise Unrenderable("the model has no chat template")
+        return template.read(body)
+
+    def _whole(self, rendered: Rendered, *, add_special_tokens: bool) -> _Text:
+        return self._text(rendered.text, add_special_tokens=add_special_tokens)
+
+    def _head(self, rendered: Rendered, *, add_special_tokens: bool) -> _Text:
+        """Return the part of a prompt with media whose tokens are known. `add_special_tokens`: put the special tokens before it;
+        otherwise it has only those that the template writes."""
+        if add_special_tokens and self._around is None:
+            raise Unrenderable("special tokens around a prompt with media")
+        pieces = self.split_points.head(rendered.text, rendered.known)
+        before = self._around[0] if add_special_tokens and self._around else _NONE
+        return _Text(pieces, self._cache.find(self._space, pieces), (before, _NONE))
+
+    def _text(self, text: str, *, add_special_tokens: bool) -> _Text:
+        around = self._around if add_special_tokens else (_NONE, _NONE)
+        if around is None:
+            return _Text([text], [None], None)
+        pieces = self.split_points.pieces(text)
+        return _Text(pieces, self._cache.find(self._space, pieces), around)
+
+    def _special_tokens_around(self) -> tuple[TokenIds, TokenIds] | None:
+        """Return the special tokens that add_special_tokens puts before and after any text; None if it works in another way."""
+        found: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+        for text in ("points", "7 tracks"):
+            inner, outer = self._encode([text])[0], self._encode([text], add_special_tokens=True)[0]
+            places = [at for at in range(len(outer)) if inner and outer[at : at + len(inner)] == inner]
+            if len(places) != 1:
+                return None
+            found.add((tuple(outer[: places[0]]), tuple(outer[places[0] + len(inner) :])))
+        if len(found) != 1:
+            return None
+        before, after = found.pop()
+        return array("I", before), array("I", after)
+
+    def _rendered_probes(self) -> list[str]:
+        if self._template is None:
+            return []
+        rendered = []
+        for probe in tokenizer_probes.CHATS:
+            with contextlib.suppress(Unrenderable):
+                rendered.append(self._template.render(probe))
+        return rendered
+
+    def _tried(self, cuts: SplitPoints, rendered: list[str]) -> SplitPoints:
+        """Return `cuts` if the probes' pieces have the tokens of the whole probes. Otherwise neither split points nor words are
+        used.
+
+        Mutates: disables words in that case.
+        """
+        for text in (*tokenizer_probes.TEXTS, *rendered):
+            pieces = self._encode(cuts.pieces(text))
+            if sum(pieces, array("I")) != self.whole(text):
+                log.error(
+                    "pieces of a text have other tokens than the whole text; split points are disabled", cuts=cuts
+                )
+                self._words = None
+                return SplitPoints()
+        return cuts
+
+
+def _batches(pieces: list[str]) -> Iterator[list[str]]:
+    """Yield `pieces`, in order, in lists of about _BATCH_CHARS characters."""
+    batch: list[str] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece)
+        if size >= _BATCH_CHARS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

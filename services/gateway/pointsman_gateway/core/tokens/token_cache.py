@@ -1,0 +1,127 @@
+"""A cache, bounded in bytes, of the tokens of texts and the block keys of tokens. A conversation pays for each text only once."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeAlias
+
+from xxhash import xxh3_128_intdigest
+
+from pointsman_common.core.block_keys import KEY_TOKENS, extend_keys, root_key
+
+ENTRY_BYTES = 250  # size of dictionary entry, key and objects around a value; measured
+# Number of keys in a cached run: long enough for few look-ups, short enough that little is computed again after the last whole
+# run.
+RUN_KEYS = 64
+RUN_TOKENS = RUN_KEYS * KEY_TOKENS
+# Share of the cache limit for block keys, which take an eighth of the memory that tokens take.
+KEYS_SHARE = 1 / 8
+
+TokenIds: TypeAlias = "array[int]"  # "I"
+BlockKeys: TypeAlias = "array[int]"  # "Q"
+_spaces = itertools.count()
+
+
+class ByteBoundedLru:
+    """A dictionary of arrays that removes the least recently used ones when it holds more than `limit` bytes. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._values: OrderedDict[Hashable, tuple[TokenIds, int]] = OrderedDict()
+        self._lock = threading.Lock()
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Hashable) -> TokenIds | None:
+        """Return the value and mark it as used; None if it is not kept."""
+        return self.get_all((key,))[0]
+
+    def get_all(self, keys: Iterable[Hashable]) -> list[TokenIds | None]:
+        """Return the value of each key, as `get`."""
+        values = self._values
+        found: list[TokenIds | None] = []
+        with self._lock:
+            for key in keys:
+                value = values.get(key)
+                if value is None:
+                    found.append(None)
+                else:
+                    values.move_to_end(key)
+                    found.append(value[0])
+        return found
+
+    def put(self, key: Hashable, value: TokenIds, key_bytes: int) -> None:
+        """Keep a value, unless it is larger than the limit or its key is present."""
+        size = ENTRY_BYTES + key_bytes + len(value) * value.itemsize
+        if size > self._limit:
+            return
+        with self._lock:
+            if key in self._values:
+                return  # another thread was first
+            self._values[key] = (value, size)
+            self.bytes += size
+            while self.bytes > self._limit:
+                self.bytes -= self._values.popitem(last=False)[1][1]
+
+
+class TokenCache:
+    """The token cache of one gateway process: for each tokenizer the tokens of pieces of text, and the block keys of runs of
+    tokens.
+
+    `hits` and `misses` count the characters that were cached and those that had to be tokenised. Pieces are compared as whole
+    texts, not by a hash.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._pieces = ByteBoundedLru(int(limit_bytes * (1 - KEYS_SHARE)))
+        self._runs = ByteBoundedLru(int(limit_bytes * KEYS_SHARE))
+        self.hits = 0
+        self.misses = 0
+
+    @property
+    def bytes(self) -> int:
+        """Number of bytes used."""
+        return self._pieces.bytes + self._runs.bytes
+
+    @staticmethod
+    def space() -> int:
+        """Return a new id for one tokenizer's pieces."""
+        return next(_spaces)
+
+    def find(self, space: int, pieces: Sequence[str]) -> list[TokenIds | None]:
+        """Return the tokens of each piece, None if they are not cached. Counts hits and misses."""
+        found = self._pieces.get_all((space, piece) for piece in pieces)
+        missing = 0
+        if None in found:
+            missing = sum(len(piece) for piece, ids in zip(pieces, found, strict=True) if ids is None)
+            self.misses += missing
+        self.hits += sum(map(len, pieces)) - missing
+        return found
+
+    def keep(self, space: int, piece: str, ids: TokenIds) -> None:
+        """Cache a piece's tokens."""
+        self._pieces.put((space, piece), ids, sys.getsizeof(piece))
+
+    def keys(self, ids: TokenIds, model: str, lora: str = "", cache_salt: str = "") -> BlockKeys:
+        """Return the same keys as `block_keys.prompt_keys`; only runs that are not cached after the same tokens are computed."""
+        parent = root_key(model, lora, cache_salt)
+        keys = array("Q")
+        for start in range(0, len(ids) - RUN_TOKENS + 1, RUN_TOKENS):
+            run = ids[start : start + RUN_TOKENS]
+            # The name is as collision-resistant as the keys: the parent key is a hash of everything before the run.
+            name = (parent, xxh3_128_intdigest(run, parent))
+            known = self._runs.get(name)
+            if known is None:
+                known = array("Q", extend_keys(parent, run))
+                self._runs.put(name, known, 0)
+            keys += known
+            parent = keys[-1]
+        keys.extend(extend_keys(parent, ids[len(keys) * KEY_TOKENS :]))
+        return keys

@@ -1,0 +1,104 @@
+"""The HTTP server for clients: it listens, keeps the connections, enforces their deadlines, and drains them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import time
+from email.utils import formatdate
+
+from pointsman_gateway.core.memory_budget import MemoryBudget
+from pointsman_gateway.io.http.client_connection import HIGH_WATER, LINGER_S, ClientConnection
+from pointsman_gateway.io.http.server_types import HttpHandler, ServerLimits
+
+
+class Server:
+    """Listens for clients and keeps their connections. `close` drains the connections."""
+
+    def __init__(self, handler: HttpHandler, limits: ServerLimits) -> None:
+        self.handler = handler
+        self.limits = limits
+        self.connections: set[ClientConnection] = set()
+        self.closing = False
+        self.bodies = MemoryBudget(limits.max_buffered_body_bytes)  # bodies of requests whose answers have not begun
+        self.answers = MemoryBudget(limits.max_buffered_answer_bytes)  # answers that are not streamed, until sent
+        self.date: dict[str, str] = {}
+        self._listener: asyncio.Server | None = None
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._ended = asyncio.Event()
+        shortest = min(limits.head_s, limits.body_s, limits.idle_s, limits.stall_s, LINGER_S)
+        self._sweep_s = min(0.5, shortest / 4)
+
+    async def start(
+        self, host: str, port: int, *, reuse_port: bool = False, tls: ssl.SSLContext | None = None
+    ) -> tuple[str, int]:
+        """Start to listen; return the bound host and port. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        # TLS may still hold the end of an answer at shutdown, so its timeout is the time that a client has to read an answer.
+        handshake_s, shutdown_s = (None, None) if tls is None else (self.limits.head_s, self.limits.stall_s)
+        self._listener = await loop.create_server(
+            lambda: ClientConnection(self),
+            host,
+            port,
+            reuse_port=reuse_port,
+            backlog=1024,
+            ssl=tls,
+            ssl_handshake_timeout=handshake_s,
+            ssl_shutdown_timeout=shutdown_s,
+        )
+        for listening in self._listener.sockets:
+            # Connections inherit this option. Without it the kernel buffers megabytes for a client that reads slowly, and reports
+            # no progress until a third of them is sent: a client that reads steadily would seem to read nothing.
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, HIGH_WATER)
+        self._sweep()
+        bound = self._listener.sockets[0].getsockname()
+        return bound[0], bound[1]
+
+    async def close(self, drain_timeout_s: float) -> None:
+        """Stop accepting, wait up to `drain_timeout_s` for open requests to end, then cancel the remaining ones."""
+        self.closing = True
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self.connections):
+            connection.close_idle()
+        if not await self._all_ended(drain_timeout_s):
+            self.cancel_all()
+            # A cancelled request reports to the router and aborts the work at its instance; neither step waits for a peer.
+            if not await self._all_ended(LINGER_S):
+                self.abort_all()
+                await self._all_ended(LINGER_S)
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+
+    def cancel_all(self) -> None:
+        """Cancel every open request; each client receives an error."""
+        for connection in list(self.connections):
+            connection.cancel()
+
+    def abort_all(self) -> None:
+        """Close every connection and discard unsent data."""
+        for connection in list(self.connections):
+            connection.abort()
+
+    async def _all_ended(self, within_s: float) -> bool:
+        try:
+            async with asyncio.timeout(within_s):
+                while self.connections:
+                    self._ended.clear()
+                    await self._ended.wait()
+        except TimeoutError:
+            return not self.connections
+        return True
+
+    def forget(self, connection: ClientConnection) -> None:
+        """Remove a connection that is closed and whose request has ended."""
+        self.connections.discard(connection)
+        self._ended.set()
+
+    def _sweep(self) -> None:
+        self.date = {"Date": formatdate(usegmt=True)}
+        now = time.monotonic()
+        for connection in [one for one in self.connections if one.deadline < now]:
+            connection.overdue(now)
+        self._sweeping = asyncio.get_running_loop().call_later(self._sweep_s, self._sweep)

@@ -1,0 +1,363 @@
+"""Executes the steps of one request on instances: prefills, pulls of KV, and the answer itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+from pointsman_gateway.core.api import ApiRequestError, Endpoint, begins_with_error, redact_error, was_aborted
+from pointsman_gateway.core.forwarded_headers import client_headers
+from pointsman_gateway.core.http_message import Request, Response
+from pointsman_gateway.core.memory_budget import Holding
+from pointsman_gateway.core.request.attempt import Attempt
+from pointsman_gateway.core.request.continuation import ids_of, with_told_answer
+from pointsman_gateway.core.request.local_placement import fallbacks
+from pointsman_gateway.core.request.placement_messages import target_of
+from pointsman_gateway.core.request.request_context import RequestContext
+from pointsman_gateway.core.request.request_events import (
+    Event,
+    OtherAnswered,
+    PrefillEnded,
+    PullEnded,
+    ResponseEnded,
+    ResponseRejected,
+    ResponseStarted,
+    StepAssigned,
+    Target,
+    UpstreamFailed,
+)
+from pointsman_gateway.core.request.text_continuation import TextContinuation, continued_text
+from pointsman_gateway.core.request.transfer_params import (
+    TransferError,
+    earlier_slices_evicted,
+    slice_request,
+    with_session_end,
+)
+from pointsman_gateway.core.streaming.rest_of_text import RestOfText
+from pointsman_gateway.core.streaming.sse import SseFilter
+from pointsman_gateway.core.streaming.told_comments import without_comments
+from pointsman_gateway.core.streaming.usage_and_end import StreamEnd, usage_of
+from pointsman_gateway.core.tokens.token_cache import TokenIds
+from pointsman_gateway.io.engines.engine_client import (
+    MAX_ERROR_BYTES,
+    AbortedByEngine,
+    AnswerTooLong,
+    NoRoomForAnswer,
+    UpstreamError,
+    relay_stream,
+)
+from pointsman_gateway.io.engines.engine_connection import UpstreamResponse
+from pointsman_gateway.io.engines.remote_prefill import RemotePrefill
+from pointsman_gateway.io.request.proxied_request import InnocentFailure, OtherInstanceAnswered, Proxy
+from pointsman_gateway.io.request.shared_context import SharedContext
+
+# Maximum number of an answer's tokens for whose ids memory is reserved.
+OPEN_TOKENS = 8_192
+# The same for the chunks of an answer whose ids are not told, and the size of a chunk as it is kept, bytes.
+TEXT_TOKENS, TEXT_TOKEN_BYTES = 2_048, 130
+_JSON = {"Content-Type": "application/json"}
+NOT_IMPLEMENTED = 501  # not retried: no other instance of the model implements it either
+
+
+class EngineSteps:
+    """Sends the steps of one request to instances and returns an event for the end of each.
+
+    The methods for the answer also record its times and usage in the attempt.
+    """
+
+    def __init__(
+        self, shared: SharedContext, context: RequestContext, request: Request, proxy: Proxy | None = None
+    ) -> None:
+        """`proxy`: sends the client's request in place of the gateway."""
+        self._shared = shared
+        self._proxy = proxy
+        self._context = context
+        self._writer = request.writer
+        self._held = request.held_answer
+        self._remote_prefill = RemotePrefill(
+            shared.upstream,
+            shared.bootstraps,
+            shared.releases,
+            context.call,
+            context.transfer_obstacle,
+            context.headers_of,
+            lambda: [target_of(one) for one in context.state.pool.instances],
+        )
+        self._last_slice: tuple[str, int] | None = None  # instance id and end of the last slice, in tokens
+        self._upstream: UpstreamResponse | None = None
+        # A proxy sends a request once, so its answer cannot go on elsewhere.
+        self._tells = proxy is None and context.call.continuable and bool(shared.continuations.kept.limit)
+        context.placement.movable = self._tells
+        self._sse = SseFilter(context.call.endpoint, hide_usage=context.call.hide_usage, tells=self._tells)
+        self._kept = Holding(shared.continuations.kept)
+        self._kept.holder = request.holder
+        self._moved = False  # operators have moved this attempt
+        self._text: TextContinuation | None = None  # of an answer that goes on by its text
+        self.whole_response: Response | None = None  # a rejection or an answer that is not streamed
+
+    @property
+    def status(self) -> int:
+        """HTTP status of the open answer; 0 if there is none."""
+        return self._upstream.status if self._upstream is not None else 0
+
+    @property
+    def streamed_tokens(self) -> int:
+        """Number of tokens sent to the client, one for each event."""
+        return self._sse.count
+
+    @property
+    def told(self) -> bytes:
+        """What the client has of an answer, as its engines told it (continuation.py)."""
+        return bytes(self._sse.told or b"")
+
+    @property
+    def answer_ids(self) -> TokenIds:
+        """The token ids of the answer so far, as the engine that goes on with it gets them."""
+        return ids_of(self.told) if self._text is None else self._text.ids
+
+    def keep_prompt(self) -> None:
+        """Release what only sending needs, but for the body of an answer that may be continued elsewhere, while there is memory
+        for it. Call it when an answer begins."""
+        if not self._context.kept_payload:
+            keep = self._tells and self._upstream is not None and self._keeps_answer(self._upstream)
+            self._context.drop_prompt(keep=keep)
+
+    def _keeps_answer(self, upstream: UpstreamResponse) -> bool:
+        """Begin to collect what the client gets of an answer; return False if it cannot be continued, or there is no memory for
+        it. Mutates."""
+        call, sse = self._context.call, self._sse
+        size = len(call.payload)
+        if upstream.arrived.startswith(b":"):
+            # The told ids take some six bytes each. Few answers are as long as they may be.
+            size += 6 * min(call.max_output_tokens or OPEN_TOKENS, OPEN_TOKENS)
+            if keep := self._kept.take(size):
+                sse.told = bytearray()
+            return keep
+        # An engine without the connector package.
+        limit = TEXT_TOKEN_BYTES * (min(call.max_output_tokens or TEXT_TOKENS, TEXT_TOKENS) + 8)
+        keep = call.continuable_by_text and bool(self._context.exact_tokens) and self._kept.take(size + limit)
+        if keep:
+            sse.texts, sse.texts_limit = bytearray(), limit
+        return keep
+
+    def release_prompt(self) -> None:
+        """Release the kept body: nothing more is sent."""
+        self._kept.let_go()
+        self._context.kept_payload, self._text = b"", None
+
+    def step_failed(self) -> None:
+        """Handle the failure of a step: state of a transfer is discarded, so that the next transfer starts anew."""
+        self._remote_prefill.failed()
+
+    def attempt_ended(self) -> None:
+        """Handle the end of an attempt: no further step of it follows."""
+        self._remote_prefill.attempt_ended()
+        self._last_slice = None
+        self._moved = False
+
+    def move(self, step: StepAssigned) -> None:
+        """End the open answer of a SERVE, such that another instance is asked, if that one can go on. Else no effect."""
+        if self._upstream is None:
+            return
+        # An answer whose first bytes have arrived, and are not read yet, has neither begun nor can it be asked anew.
+        fresh = step.kv_source is None and not self._upstream.arrived
+        if not (self._sse.can_continue if self._writer.begun else fresh):
+            return
+        self._moved = True
+        self._upstream.give_up("moved to another instance")
+
+    def instance_lost(self, step: StepAssigned) -> None:
+        """Handle that the router has lost the agent of a step's instance: what is silent there fails if nobody is there any
+        more."""
+        self._shared.upstream.lost(step.target)
+        if self._proxy is not None:
+            self._proxy.instance_lost()
+
+    def close_upstream(self) -> None:
+        """Close the open answer."""
+        if self._upstream is not None:
+            # Closes the connection: an engine stops its work only when the connection ends.
+            self._upstream.close()
+            self._upstream = None
+
+    async def prefill(self, step: StepAssigned) -> Event:
+        """Execute a PREFILL step, whose KV is for the step's own instance or for another one."""
+        try:
+            await (self._remote_prefill.prefill(step) if step.kv_target is not None else self._slice(step))
+        except TransferError as error:
+            return PrefillEnded(str(error), error.instance_failed, error.refused)
+        except UpstreamError as error:
+            return PrefillEnded(error.text, error.instance_failed, error.refused)
+        return PrefillEnded()
+
+    async def _slice(self, step: StepAssigned) -> None:
+        """Prefill the prompt's first tokens into the instance's own cache. Raises TransferError and UpstreamError."""
+        context = self._context
+        if context.ids is None or step.prefill_tokens > len(context.ids):
+            raise TransferError("tokens unknown")
+        path, body = slice_request(context.call, context.ids[: step.prefill_tokens].tolist())
+        answer = await self._shared.upstream.post_for_body(step.target, path, body, context.headers_of(step))
+        before, self._last_slice = self._last_slice, (step.target.instance_id, step.prefill_tokens)
+        if before is not None and before[0] == step.target.instance_id and earlier_slices_evicted(answer, before[1]):
+            raise TransferError("an earlier slice is not cached any more")
+
+    async def pull(self, step: StepAssigned, *, early: bool) -> Event:
+        """Pull KV from the step's source into its instance. `early`: while the source still computes."""
+        try:
+            await self._remote_prefill.pull(step, early=early)
+        except TransferError as error:
+            return PullEnded(str(error))
+        return PullEnded()
+
+    async def serve(self, step: StepAssigned, attempt: Attempt, headers: dict[str, str], *, early: bool) -> Event:
+        """Send the client's request and wait for the first byte of a stream or for a whole answer. `headers`: fields about the
+        placement for the answer. `early`: the KV's source still computes."""
+        call, upstream = self._context.call, self._shared.upstream
+        attempt.sent_at = time.monotonic()
+        self.whole_response = None
+        if self._text is not None and (step.target.url, step.target.incarnation) not in self._context.state.verified:
+            # Its prompt may have other tokens than the gateway's. It has not failed.
+            return UpstreamFailed("the instance's tokens are not verified", innocent=True)
+        try:
+            payload = self._context.payload_at(step.target.instance_id) if self._text is None else self._text.payload
+            if self._context.ends_session and self._shared.mark_session_ends and step.kv_source is None:
+                payload = with_session_end(call.endpoint, payload)
+            payload = await self._remote_prefill.payload(step, payload, early=early)
+            told = self.told
+            if self._tells and self._text is None:
+                payload = with_told_answer(payload, told)
+            with self._remote_prefill.fetching(step):
+                answer = self._upstream = await self._post(step, payload)
+                if 300 <= answer.status < 400:
+                    raise UpstreamError(f"status {answer.status}", answer.status)
+                if answer.status >= 500 and answer.status != NOT_IMPLEMENTED:
+                    await self._keep_error(answer)
+                    raise UpstreamError(f"status {answer.status}", answer.status, refused=True)
+                streamed = answer.status < 400 and answer.media_type == "text/event-stream"
+                if streamed and not await answer.begun():
+                    raise UpstreamError("an empty answer", answer.status)
+                # After a failed KV transfer an engine answers 200, and the stream starts with an error.
+                if streamed and step.kv_source is not None and begins_with_error(without_comments(answer.arrived)):
+                    raise UpstreamError("the answer began with an error", 500)
+                if streamed and was_aborted(answer.arrived):
+                    raise AbortedByEngine
+                if told and not (streamed and answer.arrived.startswith(b":")):
+                    # Its events would repeat what the client has. It has not failed.
+                    answer.close()
+                    return UpstreamFailed("the instance cannot continue an answer", answer.status, innocent=True)
+            if not streamed:
+                body = await upstream.read_all(answer, held=self._held)
+                if was_aborted(body):
+                    raise AbortedByEngine
+                headers = client_headers(answer.headers) | headers
+                if answer.status >= 400:
+                    body = redact_error(call.endpoint.error_format, answer.status, body)
+                    headers["Content-Type"] = "application/json"
+                self.whole_response = Response(answer.status, body, headers)
+                if answer.status >= 400:
+                    return ResponseRejected(answer.status)
+                attempt.usage = usage_of(body, call.endpoint)
+        except TransferError as error:
+            return UpstreamFailed(str(error), 500)
+        except OtherInstanceAnswered as other:
+            return OtherAnswered(other.target)
+        except AnswerTooLong:
+            # Not retried: the answer of another instance would be as long.
+            return self._reject(
+                ApiRequestError(
+                    502, "The answer is too long: request it as a stream.", type_="server_error", code="too_long"
+                )
+            )
+        except NoRoomForAnswer as no_room:
+            return self._reject(no_room)
+        except UpstreamError as error:
+            innocent = isinstance(error, InnocentFailure)
+            return UpstreamFailed(error.text, error.status, error.refused, innocent=innocent, moved=self._moved)
+        attempt.first_byte_at = time.monotonic()
+        return ResponseStarted()
+
+    async def _post(self, step: StepAssigned, payload: bytes) -> UpstreamResponse:
+        """Send the client's request to the step's instance. Raises UpstreamError and OtherInstanceAnswered."""
+        path, headers = self._context.call.endpoint.value, self._context.headers_of(step)
+        if self._proxy is None:
+            return await self._shared.upstream.post(step.target, path, payload, headers)
+        context, count = self._context, self._shared.proxy_fallbacks
+        pool = context.state.pool
+        # Not every instance has an adapter, or stores this response.
+        alike = context.call.endpoint is not Endpoint.RESPONSES and context.call.model not in pool.lora_names
+        others: list[Target] = []
+        if count and alike:
+            load = self._shared.router.inflight()
+            others = fallbacks(step, pool.instances, set(context.placement.exclude), load, count)
+        fields = self._shared.upstream.fields(step.target, headers)
+        targets = [step.target, *others]
+        return await self._proxy.post(targets, path, payload, fields, lambda: list(map(target_of, pool.instances)))
+
+    def _reject(self, error: ApiRequestError) -> ResponseRejected:
+        """Set `error` as the answer. The instance did not fail."""
+        body = error.body(self._context.call.endpoint.error_format)
+        self.whole_response = Response(error.status, body, _JSON | error.headers())
+        return ResponseRejected(error.status)
+
+    async def _keep_error(self, answer: UpstreamResponse) -> None:
+        """Keep an error answer for the client, in case no other instance succeeds."""
+        try:
+            body = await self._shared.upstream.read_all(answer, MAX_ERROR_BYTES, self._held)
+        except (UpstreamError, NoRoomForAnswer):
+            body = b""
+        error_format = self._context.call.endpoint.error_format
+        self.whole_response = Response(answer.status, redact_error(error_format, answer.status, body), dict(_JSON))
+
+    async def relay_response(self, attempt: Attempt, headers: dict[str, str]) -> Event:
+        """Relay the answer from its first byte to its end. If the client disconnects this is cancelled; see stream_end()."""
+        if self.whole_response is not None:
+            return ResponseEnded()
+        assert self._upstream is not None
+        upstream = self._upstream
+        events = self._sse if self._text is None else RestOfText(self._sse, self._text.prompt_tokens)
+        if self._writer.begun:
+            self._sse.begin_again()
+            self._writer.go_on(upstream)
+        else:
+            self._writer.begin(upstream.status, client_headers(upstream.headers) | headers, upstream)
+        failed = UpstreamFailed("the stream ended early", upstream.status)
+        try:
+            await relay_stream(upstream, events, self._writer)
+        except UpstreamError as error:
+            failed = UpstreamFailed(error.text, error.status, moved=self._moved and self._sse.can_continue)
+        stream_end = self.stream_end(attempt)
+        if stream_end.complete:
+            # Whatever has happened to the connection after the answer's last event: the client has all of it.
+            return ResponseEnded(stream_end.error)
+        return replace(failed, continuable=failed.moved or await self._may_continue())
+
+    async def _may_continue(self) -> bool:
+        """Return whether another instance may go on with the answer; prepare it if only its text is known. Mutates."""
+        known = self._sse.can_continue
+        if not (known or self._sse.has_text) or not self._shared.continuations.may_continue(time.monotonic()):
+            return False
+        return known or await self._continues_text()
+
+    async def _continues_text(self) -> bool:
+        context = self._context
+        tokenizer = context.state.tokenizer_for(context.call.endpoint)
+        if tokenizer is None:
+            return False
+        texts = bytes(self._sse.texts or b"")
+        # One after the other: further threads would take time from the event loop.
+        async with self._shared.text_turn:
+            self._text = await asyncio.to_thread(
+                continued_text, context.call.endpoint, context.kept_payload, texts, tokenizer
+            )
+        return self._text is not None
+
+    def stream_end(self, attempt: Attempt) -> StreamEnd:
+        """Return the end of the stream as far as it was relayed, and record its usage in the attempt."""
+        stream_end = self._sse.stream_end()
+        attempt.usage = stream_end.usage
+        return stream_end
+
+    def write_error_event(self) -> None:
+        """End the client's stream with an error event."""
+        self._writer.write(self._sse.failure_event())

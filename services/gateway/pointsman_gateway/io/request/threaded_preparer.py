@@ -1,0 +1,105 @@
+"""Parses and prepares calls: small ones in the event loop, large ones in threads. Measures the time of prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+import structlog
+
+from pointsman_gateway.core.api import ApiCall, ClientRules, Endpoint, parse
+from pointsman_gateway.core.api.decode_body import decode_light
+from pointsman_gateway.core.request.prepare import IncomingCall, RequestPreparer, Tokens
+from pointsman_gateway.core.request.request_context import RequestContext
+from pointsman_gateway.core.tokens.chat_template import Unrenderable
+from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman_gateway.core.tokens.token_cache import TokenCache
+from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
+
+log = structlog.get_logger()
+
+_Made = TypeVar("_Made")
+
+
+class ThreadedPreparer:
+    """Prepares calls, measures the time of their prompts, and counts prompts without block keys.
+
+    Large bodies are parsed and rendered in a single thread, one after the other. Python runs one thread at a time, and each
+    further thread would take another share of the event loop's time. Tokenising releases the interpreter, so it uses several
+    threads.
+    """
+
+    def __init__(self, telemetry: GatewayMetrics, token_cache: TokenCache) -> None:
+        self._telemetry = telemetry
+        self._preparer = RequestPreparer(token_cache)
+        self._large_bodies = _Threads(1, "large-bodies")
+        self._tokenizing = _Threads(max(2, os.cpu_count() or 1), "tokenizing")
+
+    def close(self) -> None:
+        """Cancel work that waits for a thread."""
+        self._large_bodies.close()
+        self._tokenizing.close()
+
+    async def parse(
+        self, endpoint: Endpoint, raw: bytes, rules: ClientRules, context_of: Callable[[str], int]
+    ) -> ApiCall:
+        """As api.parse(). `context_of` may be called in another thread."""
+        body = decode_light(raw)
+        return await self._done(body is not None, partial(parse, endpoint, raw, rules, context_of, light_body=body))
+
+    async def prepare(self, incoming: IncomingCall, *, dry: bool) -> RequestContext:
+        """Return the context of a call: its tokens, block keys and session. Raises ApiRequestError if the prompt is too long.
+
+        A dry run leaves no state behind.
+        """
+        tokens, tokenizer, call = None, incoming.tokenizer, incoming.call
+        if tokenizer is not None:
+            try:
+                tokens = await self._tokens(incoming, tokenizer)
+            except Unrenderable as reason:
+                log.debug("placed without keys", request_id=incoming.request_id, reason=str(reason))
+        if tokens is None:
+            tokens = await self._done(call.light, partial(self._preparer.estimate, call))
+        if not tokens.keys and call.endpoint.generates:
+            self._telemetry.placed_without_keys(incoming.state.pool.model)
+        return self._preparer.context(incoming, tokens, time.monotonic(), dry=dry)
+
+    async def _tokens(self, incoming: IncomingCall, tokenizer: ModelTokenizer) -> Tokens:
+        """Return the tokens and keys of the (first) prompt. Raises Unrenderable and ApiRequestError."""
+        light, context = incoming.call.light, incoming.state.pool.max_model_len
+        with self._telemetry.tokenize.time():
+            pending = await self._done(light, partial(tokenizer.prepare, incoming.call, context))
+            prompt = await pending.tokenize_by(self._tokenizing.run)
+            return await self._done(light, partial(self._preparer.tokens, incoming, prompt))
+
+    async def _done(self, light: bool, work: Callable[[], _Made]) -> _Made:
+        """Return the result of `work`, which runs in a thread unless the body is `light`."""
+        if light:
+            return work()
+        return await self._large_bodies.run(work)
+
+
+class _Threads:
+    """A fixed number of threads with a queue of waiting coroutines. An executor's own queue would keep the work, and the body, of
+    a client that has disconnected."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._executor = ThreadPoolExecutor(count, name)
+        self._free = asyncio.Semaphore(count)
+
+    def close(self) -> None:
+        """Start no further work."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self, work: Callable[[], _Made]) -> _Made:
+        """Run `work` in a thread and return its result. If the caller is cancelled, the thread stays busy until `work` has
+        ended."""
+        await self._free.acquire()
+        running = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        running.add_done_callback(lambda _: self._free.release())
+        return await asyncio.shield(running)

@@ -1,0 +1,141 @@
+"""Proxies requests that need no placement: token counts, tokenisation, and stored responses.
+
+Any instance of the model answers for tokens and counts; only the instance that created a stored response can return it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, unquote, urlencode
+
+from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.api import ApiRequestError, Endpoint, ErrorFormat, redact_error
+from pointsman_gateway.core.api.openai_responses import not_stored, storing_instance
+from pointsman_gateway.core.forwarded_headers import client_headers
+from pointsman_gateway.core.http_message import Request, Response
+from pointsman_gateway.core.memory_budget import Holding
+from pointsman_gateway.core.request.local_placement import least_inflight
+from pointsman_gateway.core.request.placement_messages import target_of
+from pointsman_gateway.core.streaming.sse import SseFilter
+from pointsman_gateway.io.engines.engine_client import Upstream, UpstreamError, relay_stream
+from pointsman_gateway.io.engines.engine_connection import UpstreamResponse
+from pointsman_gateway.io.request.proxied_request import ProxiedRequest
+from pointsman_gateway.io.routing.model_pools import ModelPools
+from pointsman_gateway.io.routing.router_client import RouterClient
+
+STORED_RESPONSE_PATH = re.compile(r"/v1/responses/([^/]{1,200})(/cancel)?")
+_QUERY = ("stream", "starting_after")
+_TRIES = 2
+
+
+@dataclass
+class UnplacedProxy:
+    """Sends unplaced requests to instances. `timeout_s`: maximum wait for an answer, s."""
+
+    upstream: Upstream
+    pools: ModelPools
+    router: RouterClient
+    timeout_s: float
+    round_robin: int = 0
+
+    async def forward(
+        self, model: str, path: str, payload: bytes, error_format: ErrorFormat, held: Holding
+    ) -> Response:
+        """Return the answer of the instance of `model` with the fewest open requests or, if that instance fails, of another one.
+
+        `held` counts the size of the answer. Raises ApiRequestError. Mutates `held`.
+        """
+        found = self.pools.resolve(model)
+        instances = {one.instance_id: one for one in found[0].pool.instances} if found else {}
+        tried: tuple[str, ...] = ()
+        for _ in range(_TRIES):
+            self.round_robin += 1
+            chosen = least_inflight(sorted(instances), self.router.inflight(), tried, self.round_robin)
+            if chosen is None:
+                break
+            tried += (chosen,)
+            try:
+                async with (
+                    asyncio.timeout(self.timeout_s),
+                    self._exchange(instances[chosen], "POST", path, payload) as answer,
+                ):
+                    body = await self.upstream.read_all(answer, held=held)
+            except (UpstreamError, TimeoutError):
+                continue
+            if answer.status < 500:
+                return _whole(answer, body, error_format)
+        if tried:
+            raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed")
+        raise ApiRequestError(503, "No instance is ready.", type_="server_error", code="no_instance", retry_after_s=1.0)
+
+    async def stored(self, request: Request, tenant: str) -> Response | None:
+        """Read or cancel a stored response on the instance that has it. Return None if the answer was streamed. Raises
+        ApiRequestError."""
+        found = STORED_RESPONSE_PATH.fullmatch(request.path)
+        assert found is not None, "the route matched"
+        id_ = unquote(found[1])
+        instances = {one.instance_id: one for state in self.pools.states() for one in state.pool.instances}
+        here = storing_instance(id_, tenant, instances)
+        if here is None:
+            raise not_stored(id_)
+        asked = [(name, value) for name, value in parse_qsl(request.query) if name in _QUERY]
+        # An answer to HEAD has no body to stream, so it is the head of the whole response. A proxy gets whole answers only.
+        asked = [] if request.method == "HEAD" or isinstance(request, ProxiedRequest) else asked
+        path = f"/v1/responses/{id_}{found[2] or ''}" + (f"?{urlencode(asked)}" if asked else "")
+        try:
+            async with (
+                asyncio.timeout(self.timeout_s) as limit,
+                self._exchange(instances[here], "POST" if found[2] else "GET", path) as answer,
+            ):
+                if answer.status < 400 and answer.media_type == "text/event-stream" and await answer.begun():
+                    limit.reschedule(None)  # the timeout does not apply to the length of a stream
+                    await _relay(answer, request)
+                    return None
+                body = await self.upstream.read_all(answer, held=request.held_answer)
+                return _whole(answer, body, ErrorFormat.RESPONSES)
+        except (UpstreamError, TimeoutError):
+            raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed") from None
+
+    @asynccontextmanager
+    async def _exchange(
+        self, instance: placement_pb2.InstanceRef, method: str, path: str, payload: bytes = b""
+    ) -> AsyncIterator[UpstreamResponse]:
+        """Send a request and yield the instance's answer. It is closed at the end of the block, also after a timeout or a
+        disconnect. Raises UpstreamError."""
+        answer = await self.upstream.send(target_of(instance), method, path, payload, _JSON)
+        try:
+            yield answer
+        finally:
+            answer.close()
+
+
+async def _relay(answer: UpstreamResponse, request: Request) -> None:
+    """Relay a stream to the client. On a failure the stream ends with an error event."""
+    events, out = SseFilter(Endpoint.RESPONSES), request.writer
+    out.begin(answer.status, client_headers(answer.headers), answer)
+    try:
+        await relay_stream(answer, events, out)
+    except UpstreamError:
+        out.write(events.failure_event())
+    except asyncio.CancelledError:
+        if not out.lost:  # the client is still connected: the drain has ended
+            out.write(events.failure_event())
+            out.end()
+        raise
+    out.end()
+
+
+_JSON = {"Content-Type": "application/json"}
+
+
+def _whole(answer: UpstreamResponse, body: bytes, error_format: ErrorFormat) -> Response:
+    if answer.status >= 500:
+        raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed")
+    headers = client_headers(answer.headers)
+    if answer.status >= 400:
+        return Response(answer.status, redact_error(error_format, answer.status, body), headers | _JSON)
+    return Response(answer.status, body, headers)

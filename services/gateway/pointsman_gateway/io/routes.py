@@ -1,0 +1,557 @@
+"""The gateway's HTTP handler: routes, access checks, and the processing of a request from its body to its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+import grpc.aio
+import msgspec
+import structlog
+from google.protobuf.json_format import MessageToDict
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from pointsman_common.io.auth import showing
+from pointsman_common.io.channel import open_channel
+from pointsman_common.io.line_file import LostLines
+from pointsman_common.io.settings import Tokens
+from pointsman_common.io.tls import TlsSettings
+from pointsman_gateway.core.api import (
+    ROUTES,
+    ApiRequestError,
+    ClientRules,
+    ContextExceeded,
+    Endpoint,
+    ErrorFormat,
+    error_format_of,
+)
+from pointsman_gateway.core.cors import CorsPolicy
+from pointsman_gateway.core.http_message import Request, Response
+from pointsman_gateway.core.pool_state import TokenizerStatus
+from pointsman_gateway.core.rate_limit_headers import anthropic_fields, openai_fields
+from pointsman_gateway.core.rate_limits import Admission, LimitStatus, RateLimited, RateLimiter
+from pointsman_gateway.core.request.attempt_report import AttemptBreakdown
+from pointsman_gateway.core.request.continuation import Continuations
+from pointsman_gateway.core.request.failures import RETRY_S
+from pointsman_gateway.core.request.placement_messages import target_of
+from pointsman_gateway.core.request.prepare import IncomingCall
+from pointsman_gateway.core.request.request_context import RequestContext
+from pointsman_gateway.core.request.request_events import RequestTimeouts
+from pointsman_gateway.core.request.sessions import bounded_id
+from pointsman_gateway.core.request_usage import CLIENT_LEFT, RequestUsage, UsageLine, outcome_of
+from pointsman_gateway.core.tenants import DEFAULT_TENANT, Client
+from pointsman_gateway.core.tokens.token_cache import TokenCache
+from pointsman_gateway.io.api_keys import ApiKeys, KeysFromEnvironment
+from pointsman_gateway.io.engines.engine_client import Upstream
+from pointsman_gateway.io.engines.remote_prefill import EngineIdCache, KvReleases
+from pointsman_gateway.io.processes.shared_usage import SharedUsageFile
+from pointsman_gateway.io.processes.sibling_processes import SiblingProcesses
+from pointsman_gateway.io.request.proxied_request import ProxiedRequest, Proxy
+from pointsman_gateway.io.request.request_runner import RequestRunner
+from pointsman_gateway.io.request.shared_context import SharedContext
+from pointsman_gateway.io.request.threaded_preparer import ThreadedPreparer
+from pointsman_gateway.io.request.unplaced_proxy import STORED_RESPONSE_PATH, UnplacedProxy
+from pointsman_gateway.io.routing.lease_client import LeaseClient
+from pointsman_gateway.io.routing.model_pools import ModelPools
+from pointsman_gateway.io.routing.router_client import NoRouter, RouterClient
+from pointsman_gateway.io.routing.router_stream import Dial
+from pointsman_gateway.io.settings import GatewaySettings
+from pointsman_gateway.io.telemetry.line_log import LineLog
+from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
+from pointsman_gateway.io.telemetry.span_export import RequestTraces, answered
+from pointsman_gateway.io.tokenizer_files import HubRules
+
+if TYPE_CHECKING:
+    from pointsman_common.io.otlp import Tracer
+
+log = structlog.get_logger()
+
+# Timeout of the router's answer to a dry run, s.
+EXPLAIN_S = 10.0
+SESSIONS_PATH = "/v1/sessions/"
+Handler = Callable[[Request], Awaitable[Response | None]]
+
+
+@dataclass(frozen=True)
+class Route:
+    """One path, or all paths of a pattern; `name` is the label in metrics. `open`: needs no key; `body`: needs a JSON body."""
+
+    name: str
+    method: str
+    handler: Handler
+    open: bool = False
+    body: bool = False
+
+    @property
+    def allowed(self) -> str:
+        """The route's methods, as the value of the header Allow."""
+        return "GET, HEAD" if self.method == "GET" else self.method
+
+
+class Gateway:
+    """One gateway: all of its components, and the handler of its HTTP server. Call start() first and close() at the end."""
+
+    def __init__(
+        self, settings: GatewaySettings, siblings: SiblingProcesses | None = None, dial: Dial = open_channel
+    ) -> None:
+        """`siblings`: this process and the others that share the address. `dial` opens the channels to routers. Raises ValueError
+        or OSError for an unusable api_keys_file, breakdown_file or usage_file, and for invalid TLS settings of connections to
+        routers."""
+        TlsSettings().for_channel()
+        self._siblings = siblings
+        self._settings = settings
+        self._keys = ApiKeys(settings.api_keys_file, KeysFromEnvironment().lines())
+        self._shared_usage = (
+            SharedUsageFile(siblings.limits_file, siblings.number, siblings.count) if siblings else None
+        )
+        self._rate_limiter = RateLimiter(self._shared_usage.store) if self._shared_usage is not None else RateLimiter()
+        self._aliases = settings.alias_map()
+        self._cors = CorsPolicy(settings.cors_origins)
+        token_cache = TokenCache(settings.token_cache_mb << 20)
+        self.telemetry = GatewayMetrics(token_cache)
+        self._preparer = ThreadedPreparer(self.telemetry, token_cache)
+        self._upstream = Upstream(settings)
+        self._breakdown = LineLog[AttemptBreakdown](settings.breakdown_file, settings.breakdown_max_mb << 20)
+        self._usage_log = LineLog[UsageLine](settings.usage_file)
+        self.telemetry.registry.register(LostLines("gateway", lambda: self._breakdown.lost + self._usage_log.lost))
+        self._tracer: Tracer | None = None
+        self._traces: RequestTraces | None = None
+        if settings.otlp_endpoint:
+            from pointsman_common.io.otlp import Tracer
+
+            self._tracer = Tracer(settings.otlp_endpoint, "gateway", settings.gateway_id)
+            self._traces = RequestTraces(self._tracer.send, settings.trace_sample_ratio)
+        hub = HubRules(tuple(settings.hub_owners), settings.engine_cache)
+        self.pools = ModelPools(self._upstream, self.telemetry, settings.tokenizer_paths(), token_cache, hub)
+        self.router = RouterClient(
+            settings.routers,
+            f"{settings.gateway_id}-{secrets.token_hex(4)}",
+            showing(Tokens(), "gateway"),
+            settings.router_grace_s,
+            self.pools.update,
+            self.telemetry.router.set,
+            dial,
+        )
+        self.telemetry.open.set_function(lambda: self.router.open_count)
+        self.telemetry.unconfirmed_ends.set_function(lambda: self.router.unconfirmed_ends)
+        self.telemetry.limit_gateways.set_function(lambda: self._rate_limiter.gateways)
+        group = settings.gateway_id if siblings is None else settings.gateway_id.removesuffix(f"-{siblings.number}")
+        self._leases = LeaseClient(
+            self._rate_limiter, self.router, group, lambda: self._keys.limited, self.telemetry.accounted.set
+        )
+        timeouts = RequestTimeouts(
+            placement_s=settings.placement_timeout_s,
+            prefill_s=settings.prefill_timeout_s,
+            first_byte_s=settings.first_byte_timeout_s,
+            transfer_s=settings.transfer_timeout_s,
+        )
+        self._releases = KvReleases(self._upstream, lambda outcome: self.telemetry.kv_releases.labels(outcome).inc())
+        self._shared = SharedContext(
+            self.router,
+            self._upstream,
+            EngineIdCache(self._upstream),
+            self._releases,
+            self.pools,
+            self.telemetry,
+            timeouts,
+            replace(timeouts, first_byte_s=settings.response_timeout_s),
+            self._breakdown,
+            settings.expose_placement,
+            settings.mark_session_ends,
+            Continuations(settings.continue_mb << 20, settings.continued_per_minute),
+            settings.ext_proc_fallbacks,
+        )
+        self.ext_proc_port = 0
+        """Port of the server for proxies; 0: there is none."""
+        self.proxy_streams: Collection[object] = ()
+        """The open requests that proxies carry."""
+        self._unplaced_proxy = UnplacedProxy(self._upstream, self.pools, self.router, settings.first_byte_timeout_s)
+        routes = [
+            *(Route(path, "POST", partial(self._call, endpoint), body=True) for path, endpoint in ROUTES.items()),
+            Route("/v1/models", "GET", self._models),
+            Route("/health", "GET", self._health, open=True),
+            Route("/ready", "GET", self._health, open=True),
+            Route("/livez", "GET", self._livez, open=True),
+            Route("/metrics", "GET", self._metrics, open=True),
+        ]
+        self._routes = {route.name: route for route in routes}
+        self._model = Route("/v1/models/{id}", "GET", self._one_model)
+        self._session = Route("/v1/sessions/{id}", "DELETE", self._end_session)
+        self._stored = Route("/v1/responses/{id}", "GET", self._stored_response)
+        self._cancel = Route("/v1/responses/{id}/cancel", "POST", self._stored_response)
+
+    @property
+    def keys_needed(self) -> bool:
+        """Whether clients must show a key."""
+        return self._keys.needed
+
+    @property
+    def usable(self) -> bool:
+        """Whether at least one model has instances and a tokenizer whose first check has ended."""
+        return any(
+            state.pool.instances and state.tokenizer_status is not TokenizerStatus.CHECKING
+            for state in self.pools.states()
+        )
+
+    async def start(self) -> None:
+        """Open the connection pool and start to dial routers."""
+        if self._siblings is not None:
+            await self._siblings.start(self.telemetry.registry)
+        await self._upstream.start()
+        await self.router.start()
+        await self._leases.start()
+
+    async def close(self) -> None:
+        """End all background work. Open requests should have ended before."""
+        self._preparer.close()
+        await self.pools.close()
+        await self._leases.close()
+        await self.router.close()
+        await self._releases.close()
+        await self._upstream.close()
+        self._breakdown.close()
+        self._usage_log.close()
+        if self._tracer is not None:
+            await self._tracer.close()
+        if self._siblings is not None:
+            await self._siblings.close()
+        if self._shared_usage is not None:
+            self._shared_usage.close()
+
+    # Calls from the server (HttpHandler).
+
+    def admit(self, request: Request) -> Response | None:
+        """Return a refusal if the request's head is enough for one, else None. Sets the request's ids and the answer's fields."""
+        request.id = secrets.token_hex(16)
+        request.client_id = bounded_id(request.headers.get("X-Request-ID") or request.id)
+        # no-store: an answer to a prompt is private to its client, and answers about the fleet are outdated after a second.
+        request.answer_fields = {"X-Request-ID": request.client_id, "Cache-Control": "no-store"}
+        if error_format_of(request.path) is ErrorFormat.ANTHROPIC:
+            request.answer_fields["request-id"] = request.client_id  # the header that Anthropic's clients read
+        request.answer_fields |= self._cors.answer_fields(request.headers.get("Origin"))
+        refusal = self._refusal(request)
+        if refusal is not None:
+            self._count(request, refusal.status)
+        return refusal
+
+    async def answer(self, request: Request) -> Response | None:
+        """Return the answer of the request's route, or None if the answer was streamed. Errors have the format of the API."""
+        route = self._route(request.path)
+        assert route is not None, "admit() refuses unknown paths"
+        error_format = error_format_of(request.path)
+        status = CLIENT_LEFT
+        answer: Response | None
+        if self._traces is not None and route.body:
+            request.trace = self._traces.start(request.headers.get("traceparent"))
+        try:
+            answer = await route.handler(request)
+            status = 200 if answer is None else answer.status
+        except ApiRequestError as error:
+            answer = _error(error, error_format)
+            status = error.status
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            status = 500
+            log.exception("a fault in the gateway", route=route.name)
+            fault = ApiRequestError(500, "The gateway failed.", type_="server_error", code="internal_error")
+            answer = _error(fault, error_format)
+        finally:
+            self._count(request, status)
+            self._note_usage(request, status)
+            if request.trace is not None:
+                answered(request.trace, route.name, request.model, status)
+        return answer
+
+    def error(self, status: int, message: str, code: str, path: str) -> Response:
+        """Return the answer for an error that the HTTP server itself found, in the format of the path's API."""
+        self.telemetry.answered("", "other", status)
+        type_ = "server_error" if status >= 500 else "invalid_request_error"
+        wait = RETRY_S if status == 503 else None
+        return _error(
+            ApiRequestError(status, message, type_=type_, code=code, retry_after_s=wait), error_format_of(path)
+        )
+
+    def _route(self, path: str) -> Route | None:
+        if (route := self._routes.get(path)) is not None:
+            return route
+        if found := STORED_RESPONSE_PATH.fullmatch(path):
+            return self._cancel if found[2] else self._stored
+        if path.startswith(SESSIONS_PATH) and path != SESSIONS_PATH:
+            return self._session
+        return self._model if path.startswith("/v1/models/") else None
+
+    def _refusal(self, request: Request) -> Response | None:
+        route, error_format = self._route(request.path), error_format_of(request.path)
+        if route is not None and route.open and isinstance(request, ProxiedRequest):
+            route = None  # what needs no key is for those who reach the gateway itself
+        if route is None and request.method == "OPTIONS" and request.path == "*":
+            return Response(204)
+        if route is None:
+            return _error(ApiRequestError(404, "Unknown path.", code="not_found"), error_format)
+        if request.method == "OPTIONS":
+            preflight = self._cors.preflight_fields(request.headers, route.allowed)
+            return Response(204, headers={"Allow": f"{route.allowed}, OPTIONS"} | preflight)
+        if request.method not in route.allowed.split(", "):
+            wrong = _error(
+                ApiRequestError(405, "This path does not allow that method.", code="method_not_allowed"), error_format
+            )
+            wrong.headers["Allow"] = route.allowed
+            return wrong
+        try:
+            if not route.open:
+                request.holder = self._client(request).key
+            if route.body and request.media_type != "application/json":
+                raise ApiRequestError(415, "Content-Type must be application/json.", code="unsupported_media_type")
+            if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+                raise ApiRequestError(415, "The body must not have a content encoding.", code="unsupported_encoding")
+        except ApiRequestError as error:
+            answer = _error(error, error_format)
+            if error.code == "unsupported_encoding":
+                answer.headers["Accept-Encoding"] = "identity"  # RFC 9110 12.5.3: the encodings that are accepted
+            return answer
+        return None
+
+    def _count(self, request: Request, status: int) -> None:
+        # Only names of routes become label values, so that a client cannot create new ones.
+        route = self._route(request.path)
+        self.telemetry.answered(request.model, route.name if route else "other", status)
+
+    # Routes.
+
+    async def _metrics(self, request: Request) -> Response:
+        several = self._siblings
+        page = generate_latest(self.telemetry.registry) if several is None else await several.page()
+        return Response(200, page, {"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _livez(self, request: Request) -> Response:
+        """Return 200 whenever the process answers, whether or not routers and instances are reachable."""
+        return Response(200, b"ok\n", {"Content-Type": "text/plain"})
+
+    async def _health(self, request: Request) -> Response:
+        states = self.pools.states()
+        missing = [
+            f"{state.pool.model}: {state.reason}"
+            for state in states
+            if state.tokenizer_status is not TokenizerStatus.EXACT
+        ]
+        missing += [f"{state.pool.model}: no instance" for state in states if not state.pool.instances]
+        if not self.router.connected:
+            missing.insert(0, "no session with a router")
+        if not states:
+            missing.append("no model")
+        body: dict[str, Any] = {
+            "status": ("degraded" if missing else "ok") if self.usable else "unavailable",
+            "router_connected": self.router.connected,
+            "models": {
+                state.pool.model: {
+                    "instances": len(state.pool.instances),
+                    "tokenizer": state.tokenizer_status.value,
+                    "exact": state.tokenizer_status is TokenizerStatus.EXACT,
+                    "reason": state.reason,
+                }
+                for state in states
+            },
+            "missing": missing,
+        }
+        if self.ext_proc_port:
+            body["picker"] = {"port": self.ext_proc_port, "open_requests": len(self.proxy_streams)}
+        return _json(body, 200 if self.usable else 503)
+
+    async def _models(self, request: Request) -> Response:
+        cards = [self._card(name, pool) for name, pool in self.pools.names(self._aliases)]
+        # Clients of OpenAI and of Anthropic read this list; Anthropic's use the last three fields for paging.
+        ends = {"first_id": cards[0]["id"] if cards else None, "last_id": cards[-1]["id"] if cards else None}
+        return _json({"object": "list", "data": cards, "has_more": False, **ends})
+
+    async def _one_model(self, request: Request) -> Response:
+        asked = unquote(request.path.removeprefix("/v1/models/"))
+        for name, pool in self.pools.names(self._aliases):
+            if name == asked:
+                return _json(self._card(name, pool))
+        raise _unknown_model(asked)
+
+    def _card(self, name: str, pool: str) -> dict[str, Any]:
+        """Return a model's entry with the fields of OpenAI's API and of Anthropic's.
+
+        If the context length is known it is in `max_model_len`, as in vLLM's answers; coding agents plan with it.
+        """
+        found = self.pools.resolve(pool)
+        context = found[0].pool.max_model_len if found is not None else 0
+        openai = {"id": name, "object": "model", "created": 0, "owned_by": "pointsman", "root": pool}
+        anthropic = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+        return openai | anthropic | ({"max_model_len": context} if context else {})
+
+    async def _end_session(self, request: Request) -> Response:
+        """End a session of the client's tenant. The answer is the same whether or not the session is known."""
+        # The bytes of an id become characters as they do in header fields, so that both name the same session.
+        session_id = unquote(request.path.removeprefix(SESSIONS_PATH), encoding="latin-1")
+        self.router.end_session(self._client(request).tenant, bounded_id(session_id))
+        self.telemetry.session_ends.labels("delete").inc()
+        return Response(204)
+
+    async def _stored_response(self, request: Request) -> Response | None:
+        return await self._unplaced_proxy.stored(request, self._client(request).tenant)
+
+    async def _call(self, endpoint: Endpoint, request: Request) -> Response | None:
+        client, now = self._client(request), time.monotonic()
+        request.usage = RequestUsage(tenant=client.tenant, api=endpoint.value, received_at=now)
+        try:
+            admission = await self._leases.admit(client)
+        except RateLimited as limited:
+            self.telemetry.limited.inc()
+            _tell_limits(request, endpoint, limited.status)
+            message = f"This key's limit of {limited.what} is reached."
+            raise ApiRequestError(
+                429,
+                message,
+                type_="rate_limit_error",
+                code="rate_limit_exceeded",
+                retry_after_s=limited.retry_after_s,
+            ) from None
+        _tell_limits(request, endpoint, admission.status)
+        try:
+            return await self._admitted(endpoint, request, client, admission, now)
+        except ContextExceeded as refused:
+            # The prompt was parsed and counted, so it is charged: repeated refusals must not be free of cost.
+            admission.charge(refused.tokens, now)
+            raise
+        finally:
+            admission.close()
+
+    async def _admitted(
+        self, endpoint: Endpoint, request: Request, client: Client, admission: Admission, received_at: float
+    ) -> Response | None:
+        rules = ClientRules(
+            self._aliases, self._settings.client_cache_salt, client.cache_salt, client.tenant == DEFAULT_TENANT
+        )
+        call = await self._preparer.parse(endpoint, request.body, rules, self.pools.context_of)
+        request.body = b""
+        for name in call.stripped:
+            self.telemetry.stripped.labels(name).inc()
+        found = self.pools.resolve(call.model)
+        if found is None:
+            if not self.pools.states():
+                raise ApiRequestError(
+                    503, "No instance is ready.", type_="server_error", code="no_instance", retry_after_s=1.0
+                )
+            raise _unknown_model(call.requested_model)
+        state, lora = found
+        request.model = state.pool.model
+        if not endpoint.is_placed:
+            return await self._unplaced_proxy.forward(
+                call.model, endpoint.value, call.payload, endpoint.error_format, request.held_answer
+            )
+        dry = request.headers.get("X-Pointsman-Dry-Run", "") == "1"
+        if dry and not self._settings.expose_placement:
+            raise ApiRequestError(403, "Dry runs are disabled on this gateway.", code="dry_run_disabled")
+        incoming = IncomingCall(
+            call,
+            state,
+            lora,
+            client.tenant,
+            request.headers,
+            request.id,
+            request.client_id,
+            admission,
+            received_at,
+            request.trace,
+            client.priority,
+            client.weight,
+        )
+        context = await self._preparer.prepare(incoming, dry=dry)
+        admission.charge(context.placement.input_tokens, received_at)
+        proxy = request.proxy if isinstance(request, ProxiedRequest) else None
+        if proxy is not None:
+            await _keep_within(proxy, context)
+        if dry:
+            return await self._explain(context)
+        request.usage.streamed = call.stream
+        _tell_limits(request, endpoint, admission.status)
+        return await RequestRunner(self._shared, context, request, proxy).run()
+
+    def _note_usage(self, request: Request, status: int) -> None:
+        """Count one request of a tenant, whatever its outcome, and write its line to the usage file."""
+        usage = request.usage
+        if not usage.tenant:
+            return
+        self.telemetry.used(usage.tenant, request.model, usage)
+        if self._usage_log.on:
+            line = UsageLine(
+                time=round(self._usage_log.unix(usage.received_at), 3),
+                tenant=usage.tenant,
+                request_id=request.client_id,
+                model=request.model,
+                api=usage.api,
+                status=status,
+                # The router counts some 5xx of engines as the request's own fault; for the client every 5xx is a failure.
+                outcome=outcome_of(status) if status >= 500 else usage.outcome or outcome_of(status),
+                stream=usage.streamed,
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                completion_tokens=usage.completion_tokens,
+                duration_s=round(time.monotonic() - usage.received_at, 3),
+            )
+            self._usage_log.write(line)
+
+    async def _explain(self, context: RequestContext) -> Response:
+        try:
+            decision = await self.router.explain(context.placement, EXPLAIN_S)
+        except NoRouter:
+            message = "No router is available for the dry run."
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                raise ApiRequestError(404, error.details() or "unknown", code="model_not_found") from None
+            message = f"The router could not do the dry run: {error.code().name}"
+        else:
+            return _json({"decision": MessageToDict(decision, preserving_proto_field_name=True)})
+        raise ApiRequestError(503, message, type_="server_error", code="unavailable", retry_after_s=1.0)
+
+    def _client(self, request: Request) -> Client:
+        if self._keys.refresh(time.monotonic()):
+            self._rate_limiter.keep(self._keys.digests)
+        client = self._keys.client_of(request.headers.get("Authorization", ""), request.headers.get("x-api-key", ""))
+        if client is None:
+            raise ApiRequestError(401, "A valid API key is needed.", code="invalid_api_key")
+        return client
+
+
+async def _keep_within(proxy: Proxy, context: RequestContext) -> None:
+    """Exclude the instances that the proxy does not allow. Raises ApiRequestError if none is left. Mutates `context`."""
+    if not proxy.restricts:
+        return
+    instances = context.state.pool.instances
+    before = set(context.placement.exclude)
+    found = set(await proxy.excluded([target_of(one) for one in instances]))
+    context.placement.exclude.extend(sorted(found - before))
+    if instances and all(one.instance_id in found or one.instance_id in before for one in instances):
+        raise ApiRequestError(
+            503, "No instance is ready that may be chosen.", type_="server_error", code="no_instance", retry_after_s=1.0
+        )
+
+
+def _tell_limits(request: Request, endpoint: Endpoint, status: LimitStatus) -> None:
+    """Add the header fields with the key's remaining limits to the request's answer, in the format of its API."""
+    if endpoint.error_format is ErrorFormat.ANTHROPIC:
+        request.answer_fields |= anthropic_fields(status, datetime.now(UTC))
+    else:
+        request.answer_fields |= openai_fields(status)
+
+
+def _json(body: dict[str, Any], status: int = 200) -> Response:
+    return Response(status, msgspec.json.encode(body), {"Content-Type": "application/json"})
+
+
+def _error(error: ApiRequestError, error_format: ErrorFormat) -> Response:
+    return Response(error.status, error.body(error_format), {"Content-Type": "application/json"} | error.headers())
+
+
+def _unknown_model(name: str) -> ApiRequestError:
+    return ApiRequestError(404, f"The model `{name}` does not exist.", param="model", code="model_not_found")

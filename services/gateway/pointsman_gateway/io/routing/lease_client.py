@@ -1,0 +1,197 @@
+"""The gateway's side of API key limits that all gateways share: it reports the keys' usage and requests leases.
+
+Reports on used keys are sent to one router once a second, and at once if a request waits for a larger lease. While no router
+answers, this gateway admits requests by its share of the limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+
+import structlog
+
+from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.rate_limits import Admission, LeaseNeeded, RateLimiter
+from pointsman_gateway.core.tenants import Client
+from pointsman_gateway.io.routing.router_client import RouterClient
+from pointsman_gateway.io.routing.router_stream import RouterSession
+
+log = structlog.get_logger()
+
+# Interval between two reports, s. Also the maximum wait for the answer to a report.
+PERIOD_S = 1.0
+# Maximum time that a request waits for a lease, s. After it the router counts as unreachable.
+ANSWER_S = 0.25
+# Maximum time for which a request asks for a lease again, s. Other requests may use up what was granted before it is admitted.
+ASK_AGAIN_S = 1.0
+# Maximum interval between two reports, s. The router forgets a process that sends none for three times this interval.
+HEARTBEAT_S = 5.0
+# Maximum number of keys in a report.
+MAX_KEYS = 1_000
+# Maximum number of unanswered reports while no router accounts for limits.
+_MAX_UNANSWERED = 4
+
+
+class LeaseClient:
+    """Renews the leases of a RateLimiter. All calls must come from the event loop that start() ran on."""
+
+    def __init__(
+        self,
+        limiter: RateLimiter,
+        router: RouterClient,
+        gateway: str,
+        limited: Callable[[], bool],
+        on_accounted: Callable[[bool], None],
+    ) -> None:
+        """`gateway`: the name that all processes of a gateway share. `limited` returns whether any key has limits."""
+        self._limiter = limiter
+        self._router = router
+        self._gateway = gateway
+        self._limited = limited
+        self._on_accounted = on_accounted
+        self._session: RouterSession | None = None
+        self._full = True  # the next report must name all keys with requests in flight
+        self._sent: deque[float] = deque()  # times at which the unanswered reports were sent, monotonic s
+        self._sent_at = 0.0
+        self._due: dict[bytes, None] = {}
+        self._waiting: dict[bytes, asyncio.Future[None]] = {}
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start to send reports."""
+        self._router.on_usage = self._answered
+        self._router.on_routes = self._check_route
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Send a last report, which returns the leases to other gateways. Call before the router client is closed."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._check_route()
+        self._report()
+
+    async def admit(self, client: Client) -> Admission:
+        """Admit one request of the client. Waits only if the key's lease is used up. Raises RateLimited."""
+        now = time.monotonic()
+        give_up_at = now + ASK_AGAIN_S
+        while True:
+            try:
+                return self._limiter.admit(client.key, client.limits, now, final=now >= give_up_at)
+            except LeaseNeeded as needed:
+                await self._ask(needed.name)
+                now = time.monotonic()
+
+    async def _ask(self, name: bytes) -> None:
+        waiting = self._waiting.get(name)
+        if waiting is None:
+            loop = asyncio.get_running_loop()
+            waiting = self._waiting[name] = loop.create_future()
+            if not self._due:
+                loop.call_soon(self._send_due)  # one report for all keys of this iteration of the loop
+            self._due[name] = None
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await asyncio.shield(waiting)
+        except TimeoutError:
+            if not waiting.done():
+                self._set_accounted(False)
+
+    def _send_due(self) -> None:
+        due, self._due = list(self._due), {}
+        if self._session is None or not self._limiter.accounted:
+            self._release()
+            return
+        self._send(due, asked=True)
+
+    async def _run(self) -> None:
+        while True:
+            self._check_route()
+            if self._sent and time.monotonic() - self._sent[0] > PERIOD_S:
+                self._set_accounted(False)
+            try:
+                self._report()
+            except Exception:
+                # A fault must not end this task, which returns leases; the next report tries again.
+                log.exception("a fault in the report of keys' usage")
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PERIOD_S):
+                    await self._wake.wait()
+
+    def _check_route(self) -> None:
+        """Switch to the router that now accounts for limits, if it is another one."""
+        session = self._router.usage_session()
+        if session is self._session:
+            return
+        self._session = session
+        self._sent.clear()
+        self._full = True
+        self._set_accounted(session is not None)
+        # Report at once: a router that takes over may grant unreported usage a second time.
+        self._wake.set()
+
+    def _set_accounted(self, accounted: bool) -> None:
+        if accounted is not self._limiter.accounted:
+            self._limiter.accounted = accounted
+            self._on_accounted(accounted)
+            self._full = True
+            if not accounted:
+                log.warning("no router accounts for keys' limits", gateways=self._limiter.gateways)
+        if not accounted:
+            self._release()
+
+    def _release(self) -> None:
+        """Wake all requests that wait for a lease, so that they try again."""
+        waiting, self._waiting = self._waiting, {}
+        for one in waiting.values():
+            if not one.done():
+                one.set_result(None)
+
+    def _report(self) -> None:
+        """Send the regular report. While no router accounts for limits, send an empty one instead, up to _MAX_UNANSWERED."""
+        if self._session is None:
+            return
+        now = time.monotonic()
+        if not self._limiter.accounted:
+            if len(self._sent) < _MAX_UNANSWERED:
+                self._write(self._session, [], full=False)
+            return
+        full, self._full = self._full and self._limited(), False
+        names = self._limiter.touched()
+        if full:
+            names = list(dict.fromkeys([*names, *self._limiter.open_names()]))
+        if names or full or (now - self._sent_at >= HEARTBEAT_S and self._limited()):
+            self._send(names, asked=False, full=full)
+
+    def _send(self, names: list[bytes], *, asked: bool, full: bool = False) -> None:
+        assert self._session is not None
+        for at in range(0, max(len(names), 1), MAX_KEYS):
+            reports = self._limiter.reports(names[at : at + MAX_KEYS], time.monotonic(), asked=asked)
+            self._write(self._session, reports, full=full and at == 0)
+
+    def _write(self, session: RouterSession, reports: list[placement_pb2.KeyReport], *, full: bool) -> None:
+        report = placement_pb2.UsageReport(gateway=self._gateway, full=full, keys=reports)
+        session.send(placement_pb2.SessionRequest(usage=report))
+        self._sent_at = time.monotonic()
+        self._sent.append(self._sent_at)
+
+    def _answered(self, session: RouterSession, answer: placement_pb2.UsageAnswer) -> None:
+        if session is not self._session:
+            return
+        if self._sent:
+            self._sent.popleft()
+        now = time.monotonic()
+        self._limiter.count_gateways(answer.gateways, now)
+        self._limiter.granted(answer.keys, now)
+        for one in answer.keys:
+            waiting = self._waiting.pop(one.key, None) if one.wanted else None
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
+        self._full = self._full or answer.tell_all
+        self._set_accounted(True)

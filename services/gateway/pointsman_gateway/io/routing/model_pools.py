@@ -1,0 +1,211 @@
+"""The models of the fleet as routers last reported them, each with a check of its tokenizer against the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import structlog
+
+from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.api import Endpoint
+from pointsman_gateway.core.pool_state import RECHECK_PAUSE_S, PoolState, TokenizerStatus, names_of
+from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman_gateway.core.tokens.token_cache import TokenCache
+from pointsman_gateway.io.engines.engine_client import Upstream, UpstreamError
+from pointsman_gateway.io.routing.pool_check import PoolCheck
+from pointsman_gateway.io.routing.tokenizer_check import first_difference
+from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
+from pointsman_gateway.io.tokenizer_files import (
+    HubRules,
+    HubUnreachable,
+    TokenizerNotFound,
+    find_tokenizer,
+    load_tokenizer,
+)
+
+log = structlog.get_logger()
+
+# Number of different token counts in a row after which a tokenizer is checked again.
+MISMATCHES = 3
+# Maximum wait for a tokenizer to be loaded, s.
+LOAD_S = 30.0
+# APIs whose bodies the gateway converts before it renders a prompt.
+_CONVERTED = frozenset({Endpoint.RESPONSES, Endpoint.MESSAGES})
+
+
+class ModelPools:
+    """All models of the fleet, each with the check of its tokenizer. update() is called whenever the fleet changes."""
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        telemetry: GatewayMetrics,
+        tokenizers: Mapping[str, str],
+        cache: TokenCache,
+        hub: HubRules,
+    ) -> None:
+        """`hub`: its `owners` restrict only tokenizers that `tokenizers` does not name."""
+        self._hub = hub
+        self._upstream = upstream
+        self._telemetry = telemetry
+        self._tokenizers = tokenizers
+        self._cache = cache
+        self._states: dict[str, PoolState] = {}
+        self._checks: dict[str, PoolCheck] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._loading: dict[tuple[str, bool], asyncio.Future[ModelTokenizer]] = {}  # (source, newest) -> the tokenizer
+        self._names: dict[str, tuple[str, str]] = {}  # any name -> (pool, LoRA adapter or "")
+
+    def update(self, pools: Sequence[placement_pb2.Pool]) -> None:
+        """Set the pools of the fleet, and check new instances in the background. Mutates."""
+        gone = self._states.keys() - {pool.model for pool in pools}
+        for model in gone:
+            del self._states[model]
+            closing = asyncio.ensure_future(self._checks.pop(model).close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        self._telemetry.keep_models(pool.model for pool in pools)
+        self._names = names_of(pools)
+        for pool in pools:
+            state = self._states.setdefault(pool.model, PoolState(pool))
+            state.pool = pool
+            if pool.model not in self._checks:
+                self._checks[pool.model] = PoolCheck(self, state)
+            self._checks[pool.model].notice()
+            self._publish(state)
+
+    def resolve(self, name: str) -> tuple[PoolState, str] | None:
+        """Return the pool that a client's `name` refers to and the LoRA adapter ("" for none); None if the name is unknown."""
+        found = self._names.get(name)
+        return (self._states[found[0]], found[1]) if found else None
+
+    def context_of(self, name: str) -> int:
+        """Return the context length of the model that a client's `name` refers to, in tokens; 0 if it is unknown. May be called
+        from any thread."""
+        found = self._names.get(name)
+        state = self._states.get(found[0]) if found else None
+        return state.pool.max_model_len if state else 0
+
+    def states(self) -> list[PoolState]:
+        """Return all pools, sorted by name."""
+        return [self._states[model] for model in sorted(self._states)]
+
+    def names(self, aliases: Mapping[str, str]) -> list[tuple[str, str]]:
+        """Return every name that a client may request, with the name of its pool. Aliases of names without a pool are omitted."""
+        known = {name: pool for name, (pool, _) in self._names.items()}
+        return sorted((known | {alias: known[name] for alias, name in aliases.items() if name in known}).items())
+
+    def check_token_count(self, state: PoolState, endpoint: Endpoint, ours: int, engines: int) -> None:
+        """Compare the gateway's count of a prompt's tokens with the engine's. Mutates.
+
+        After MISMATCHES different counts in a row the tokenizer is checked again. An API whose bodies are converted is instead
+        placed without block keys from then on, because the check does not cover the conversion.
+        """
+        if ours == engines:
+            state.mismatches[endpoint] = 0
+            return
+        state.mismatches[endpoint] += 1
+        self._telemetry.token_counts_differ(state.pool.model)
+        if state.mismatches[endpoint] < MISMATCHES:
+            return
+        if endpoint in _CONVERTED:
+            log.warning("the engine counts other prompt tokens", model=state.pool.model, api=endpoint.value)
+            state.inexact_endpoints.add(endpoint)
+            return
+        if time.monotonic() - state.rechecked_at >= RECHECK_PAUSE_S:
+            state.mismatches[endpoint], state.rechecked_at = 0, time.monotonic()
+            log.warning("the engine counts other prompt tokens; checking again", model=state.pool.model)
+            self._checks[state.pool.model].notice(again=True)
+
+    async def checked(self) -> None:
+        """Wait until every running check has ended or waits for a change."""
+        await asyncio.gather(*(check.rested() for check in self._checks.values()))
+
+    async def close(self) -> None:
+        """End all checks."""
+        await asyncio.gather(*(check.close() for check in self._checks.values()), *self._closing)
+
+    def _publish(self, state: PoolState) -> None:
+        self._telemetry.tokenizer_is_exact(state.pool.model, state.tokenizer_status is TokenizerStatus.EXACT)
+
+    # Calls from checks (Tokenizers).
+
+    def set_status(self, state: PoolState, tokenizer_status: TokenizerStatus, reason: str = "") -> None:
+        """See Tokenizers."""
+        if (state.tokenizer_status, state.reason) == (tokenizer_status, reason):
+            return
+        state.tokenizer_status, state.reason = tokenizer_status, reason
+        self._publish(state)
+        if tokenizer_status is TokenizerStatus.EXACT:
+            log.info("tokenizer equals the engine's", model=state.pool.model)
+        else:
+            log.warning("placing without block keys", model=state.pool.model, reason=reason)
+
+    def source(self, state: PoolState) -> str:
+        """See Tokenizers."""
+        return self._tokenizers.get(state.pool.model) or state.pool.model_root
+
+    def is_pinned(self, source: str) -> bool:
+        """See Tokenizers. Sources that the operator has set are pinned."""
+        return source in self._tokenizers.values()
+
+    async def load(self, source: str, *, newest: bool = False) -> ModelTokenizer:
+        """See Tokenizers. Raises HubUnreachable also if loading takes longer than LOAD_S."""
+        loading = self._loading.get((source, newest))
+        if loading is None:
+            pinned = self.is_pinned(source)
+            hub = replace(self._hub, owners=()) if pinned else replace(self._hub, other_revision=True)
+            loading = self._loading[source, newest] = _load_aside(source, hub, newest, self._cache)
+            loading.add_done_callback(lambda _: self._loading.pop((source, newest)))
+        try:
+            async with asyncio.timeout(LOAD_S):
+                return await asyncio.shield(loading)
+        except TimeoutError:
+            raise HubUnreachable(f"{source!r} has not come from the hub in {LOAD_S:g} s") from None
+
+    async def compare(self, state: PoolState, url: str) -> str | None:
+        """See Tokenizers."""
+        assert state.tokenizer is not None
+        try:
+            return await first_difference(self._upstream, url, state.pool.model, state.tokenizer)
+        except UpstreamError as error:
+            log.debug("instance does not answer /tokenize", model=state.pool.model, error=error.text)
+            return None
+
+
+def _load_aside(source: str, hub: HubRules, newest: bool, cache: TokenCache) -> asyncio.Future[ModelTokenizer]:
+    """Load the tokenizer of `source` in a separate daemon thread. A hub that never answers then blocks neither the threads that
+    tokenise nor the end of the process."""
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[ModelTokenizer] = loop.create_future()
+
+    def tell(tokenizer: ModelTokenizer | None, error: Exception | None) -> None:
+        if found.done():
+            return
+        if tokenizer is not None:
+            found.set_result(tokenizer)
+        elif error is not None:
+            found.set_exception(error)
+            found.exception()  # marks the error as retrieved: the waiting task may have been cancelled
+
+    def load() -> None:
+        tokenizer: ModelTokenizer | None = None
+        failed: TokenizerNotFound | None = None
+        try:
+            tokenizer = load_tokenizer(find_tokenizer(source, hub, newest=newest), cache)
+        except TokenizerNotFound as missing:
+            failed = missing
+        except Exception as error:
+            # Unexpected file contents: a tokenizer that is in use stays in use.
+            log.exception("a tokenizer cannot be read", source=source)
+            failed = TokenizerNotFound(f"the tokenizer of {source!r} cannot be read: {type(error).__name__}")
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(tell, tokenizer, failed)
+
+    threading.Thread(target=load, name="tokenizer", daemon=True).start()
+    return found

@@ -1,0 +1,552 @@
+"""The gateway's client of all routers: it keeps a session to each and sends every request to the owner of its pool."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
+from pointsman_common.io.auth import CallMetadata
+from pointsman_common.io.channel import open_channel
+from pointsman_gateway.core.pool_owners import PoolOwners
+from pointsman_gateway.core.session_ends import SessionEnds
+from pointsman_gateway.io.routing.router_stream import Dial, RouterSession
+
+log = structlog.get_logger()
+
+# Maximum time to send queued messages at the end, s.
+FLUSH_TIMEOUT_S = 2.0
+# Maximum interval between two tries to find the owner of a pool, s.
+RETRY_S = 0.1
+# Maximum delay of a report, s. It is sent together with others: a request's first token and end, or reports of several requests.
+REPORT_DELAY_S = 0.005
+
+PlacementReply = placement_pb2.Placement | placement_pb2.Refusal
+
+
+def _cancellation_of(request_id: str) -> placement_pb2.Finished:
+    return placement_pb2.Finished(
+        request_id=request_id, outcome=placement_pb2.OUTCOME_CANCELLED, error="the placement came too late"
+    )
+
+
+class NoRouter(Exception):
+    """Raised if no router answers within the grace period."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request, from its first submission to its Finished.
+
+    While `answer` is not done the request waits at `session` (None: it waits for an owner, since `without_owner_since` in
+    monotonic s). `instance_id` is set when the request is placed; a router that connects later receives it in a hello.
+    `retry_timer` is set while the request waits for the next submission. `timeout_s`: maximum wait for an answer, without the
+    time for which the request is `parked`; `on_parked` is called with the maximum of that time, s.
+    """
+
+    request: placement_pb2.PlacementRequest
+    deadline: float
+    timeout_s: float = 0.0
+    parked: bool = False
+    on_parked: Callable[[float], None] | None = None
+    session: RouterSession | None = None
+    answer: asyncio.Future[PlacementReply] | None = None
+    instance_id: str = ""
+    cached_tokens: int = 0
+    began: bool = False
+    without_owner_since: float | None = None
+    retry_timer: asyncio.TimerHandle | None = None
+    asked_at: float | None = None
+    generated: Callable[[], int] | None = None
+    move: Callable[[bool], None] | None = None
+    first_token_by: float | None = None
+
+    @property
+    def asking(self) -> bool:
+        """Whether the request waits for its first step."""
+        return not self.instance_id and self.answer is not None and not self.answer.done()
+
+    def open_stream(self) -> placement_pb2.OpenStream:
+        """Return the message that announces a placed request."""
+        return placement_pb2.OpenStream(
+            request=self.request,
+            instance_id=self.instance_id,
+            phase=placement_pb2.PHASE_DECODE if self.began else placement_pb2.PHASE_PREFILL,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.generated() if self.generated is not None else 0,
+        )
+
+
+class RouterClient:
+    """Sends requests and reports to routers. All calls must come from the event loop that start() ran on.
+
+    `gateway_id` must be unique for this process: routers reserve it for the process that used it first.
+    """
+
+    def __init__(
+        self,
+        routers: Sequence[str],
+        gateway_id: str,
+        metadata: CallMetadata,
+        grace_s: float,
+        on_pools: Callable[[Sequence[placement_pb2.Pool]], None],
+        on_connected: Callable[[bool], None],
+        dial: Dial = open_channel,
+    ) -> None:
+        self._configured = list(dict.fromkeys(routers))
+        self._gateway_id = gateway_id
+        self._secret = secrets.token_bytes(16)
+        self._metadata = metadata
+        self._grace_s = grace_s
+        self._on_pools = on_pools
+        self._on_connected = on_connected
+        self._open_channel = dial
+        self._owners = PoolOwners()
+        self._session_ends = SessionEnds()
+        self._sessions: dict[str, RouterSession] = {}
+        self._requests: dict[str, _Request] = {}
+        self._routes: dict[str, RouterSession] = {}  # cache: model -> the owner's session; cleared by each change
+        self._announced_epochs: dict[str, tuple[str, int]] = {}  # pool -> router id and epoch of the last hello
+        self._lost_at = 0.0
+        self._closing = False
+        self._ended: set[asyncio.Task[None]] = set()
+        self.on_usage: Callable[[RouterSession, placement_pb2.UsageAnswer], None] = lambda session, answer: None
+        self.on_routes: Callable[[], None] = lambda: None  # called after a session or a pool's owner changed
+
+    @property
+    def connected(self) -> bool:
+        """Whether at least one session with a router is open."""
+        return any(session.connected for session in self._sessions.values())
+
+    def inflight(self) -> dict[str, int]:
+        """Return the number of open requests by instance id."""
+        return Counter(one.instance_id for one in self._requests.values() if one.instance_id)
+
+    @property
+    def open_count(self) -> int:
+        """Number of requests that are placed and not finished."""
+        return sum(bool(one.instance_id) for one in self._requests.values())
+
+    def usage_session(self) -> RouterSession | None:
+        """Return the session with the router that accounts for API keys' limits; None if there is none.
+
+        This router is the owner of the first pool by name that has an owner.
+        """
+        owner = self._owners.first_owner()
+        return next(
+            (
+                session
+                for session in self._sessions.values()
+                if owner is not None
+                and session.connected
+                and session.router_id == owner.router_id
+                and session.accounts_usage
+            ),
+            None,
+        )
+
+    async def start(self) -> None:
+        """Start to dial; return at once."""
+        self._lost_at = time.monotonic()
+        for address in self._configured:
+            self._dial(address)
+
+    async def close(self) -> None:
+        """Send the queued messages, and close the sessions when the routers have read them (or after FLUSH_TIMEOUT_S)."""
+        self._closing = True
+        await asyncio.gather(*(session.close(FLUSH_TIMEOUT_S) for session in self._sessions.values()), *self._ended)
+
+    async def first_step(
+        self,
+        request: placement_pb2.PlacementRequest,
+        timeout_s: float,
+        first_token_by: float | None = None,
+        on_parked: Callable[[float], None] | None = None,
+    ) -> PlacementReply:
+        """Submit `request` and return its first step or its refusal. If the router parks it, `on_parked` is called with the
+        maximum time of that, s, and the wait is as much longer.
+
+        If the router dies or loses the pool, the request is submitted to the new owner with its age and the remaining parts of
+        `timeout_s` and of the time to `first_token_by` (monotonic s; None: no deadline). Raises NoRouter if no owner answers
+        within the grace period.
+        """
+        answer = asyncio.get_running_loop().create_future()
+        one = _Request(
+            request,
+            time.monotonic() + timeout_s,
+            timeout_s,
+            on_parked=on_parked,
+            answer=answer,
+            first_token_by=first_token_by,
+        )
+        self._requests[request.request_id] = one
+        self._submit(one)
+        return await self._answered(one)
+
+    async def next_step(
+        self, request_id: str, index: int, error: str, instance_failed: bool, timeout_s: float
+    ) -> PlacementReply:
+        """Report the end of a PREFILL step (`error` empty: done) and return the next step or a refusal.
+
+        The router receives `timeout_s`, the caller's maximum wait. Raises NoRouter if the router is lost: a router that
+        reconnects, or a new owner, receives the open request but not its plan.
+        """
+        one = self._requests[request_id]
+        one.session = self._route(one.request.model)
+        if one.session is None:
+            raise NoRouter
+        one.answer = asyncio.get_running_loop().create_future()
+        done = placement_pb2.StepDone(request_id=request_id, step_index=index, ok=not error, error=error)
+        done.instance_failed = instance_failed
+        done.deadline.FromNanoseconds(int(timeout_s * 1e9))
+        one.session.send(placement_pb2.SessionRequest(step_done=done))
+        return await self._answered(one)
+
+    def step_done(self, request_id: str, index: int) -> None:
+        """Report that a PREFILL step is done whose next step has already been sent."""
+        one = self._requests.get(request_id)
+        if one is not None:
+            done = placement_pb2.StepDone(request_id=request_id, step_index=index, ok=True)
+            self._report(one, placement_pb2.SessionRequest(step_done=done))
+
+    def placed(self, request: placement_pb2.PlacementRequest, instance_id: str, cached_tokens: int) -> None:
+        """Store the instance of a request until finished(), and drop its block keys: the request is not submitted again."""
+        one = self._requests.get(request.request_id)
+        if one is None:
+            one = self._requests[request.request_id] = _Request(request, 0.0)
+        one.request.ClearField("keys")
+        one.instance_id, one.cached_tokens = instance_id, cached_tokens
+
+    def served_alone(self, request_id: str) -> None:
+        """Report that a request runs on the instance of the last placed(), without the step that its router would have sent."""
+        one = self._requests.get(request_id)
+        if one is not None:
+            self._report(one, placement_pb2.SessionRequest(open_stream=one.open_stream()))
+
+    def first_token(self, request_id: str, refused_by: Sequence[str] = ()) -> None:
+        """Report a request's first byte, and the instances that refused the request before."""
+        one = self._requests.get(request_id)
+        if one is None or not one.instance_id:
+            return
+        one.began = True
+        first_token = placement_pb2.FirstToken(request_id=request_id, refused_by=refused_by)
+        self._report(one, placement_pb2.SessionRequest(first_token=first_token))
+
+    def set_token_counter(self, request_id: str, generated: Callable[[], int]) -> None:
+        """Set the function that returns the number of tokens generated so far, which is read when the request is announced."""
+        one = self._requests.get(request_id)
+        if one is not None:
+            one.generated = generated
+
+    def on_move(self, request_id: str, move: Callable[[bool], None]) -> None:
+        """Set the function that is called when a router asks for the request to leave its instance: with True if the instance's
+        agent is gone."""
+        one = self._requests.get(request_id)
+        if one is not None:
+            one.move = move
+
+    def finished(self, finished: placement_pb2.Finished) -> None:
+        """Report an attempt's end. If no router is connected, the next hello reports the end by not listing the attempt."""
+        one = self._requests.pop(finished.request_id, None)
+        if one is not None:
+            self._report(one, placement_pb2.SessionRequest(finished=finished))
+
+    def session_begins(self, request: placement_pb2.PlacementRequest) -> None:
+        """Record that a client has sent a request, before its first submission: its session, if it has ended, begins anew."""
+        self._session_ends.begun(request.tenant, request.session_id, self._owners.pool_of(request.model))
+
+    def end_session(self, tenant: str, session_id: str) -> None:
+        """Report the end of a session to the owners of all pools: now, or as soon as they are connected. They receive it after
+        all earlier messages about the session's requests."""
+        self._session_ends.add(tenant, session_id, time.monotonic())
+        message = placement_pb2.SessionRequest(
+            end_session=placement_pb2.EndSession(tenant=tenant, session_id=session_id)
+        )
+        told = {router_id for router_id, _ in self._announced_epochs.values()}
+        for session in self._sessions.values():
+            if session.connected and session.router_id in told:
+                session.send(message, REPORT_DELAY_S)
+
+    @property
+    def unconfirmed_ends(self) -> int:
+        """Number of ends of sessions that not all owners have confirmed."""
+        return len(self._session_ends)
+
+    async def explain(self, request: placement_pb2.PlacementRequest, timeout_s: float) -> fleet_pb2.Decision:
+        """Return the decision that a router would make on `request`, without a reservation. Raises NoRouter and
+        grpc.aio.AioRpcError."""
+        session = self._route(request.model) or next((one for one in self._sessions.values() if one.connected), None)
+        if session is None or session.channel is None:
+            raise NoRouter
+        stub = fleet_pb2_grpc.FleetServiceStub(session.channel)  # type: ignore[arg-type]
+        answer = await stub.Explain(
+            fleet_pb2.ExplainRequest(request=request), timeout=timeout_s, metadata=self._metadata()
+        )
+        return answer.decision
+
+    # Choice of the router.
+
+    def _route(self, model: str, now_at: RouterSession | None = None) -> RouterSession | None:
+        """Return the session with the owner of the model's pool; None if the owner is not connected.
+
+        If no owner is known, return `now_at`, where an answer may be on its way, or any other session: its router answers with a
+        refusal or places the request.
+        """
+        if (known := self._routes.get(model)) is not None:
+            return known
+        connected = [session for session in self._sessions.values() if session.connected]
+        owner = self._owners.owner(self._owners.pool_of(model))
+        if owner is None:
+            return now_at if now_at in connected else connected[0] if connected else None
+        found = next((session for session in connected if session.router_id == owner.router_id), None)
+        if found is not None:
+            self._routes[model] = found
+        return found
+
+    def _report(self, one: _Request, message: placement_pb2.SessionRequest) -> None:
+        session = None
+        if self._owners.owner(self._owners.pool_of(one.request.model)) is not None:
+            session = self._route(one.request.model) or one.session
+        if session is not None:
+            session.send(message, REPORT_DELAY_S)
+            return
+        # The router with the request is unknown, so all receive the report; the others ignore it. In a session that is being
+        # opened, the report is queued behind the hello.
+        for dialled in self._sessions.values():
+            dialled.send(message, REPORT_DELAY_S)
+
+    def _submit(self, one: _Request) -> None:
+        """Submit a request to the owner for its first step; without an owner, wait for one."""
+        if one.retry_timer is not None:
+            one.retry_timer.cancel()
+            one.retry_timer = None
+        if not one.asking:
+            return
+        one.session = self._route(one.request.model)
+        if one.session is None:
+            self._wait_for_owner(one)
+            return
+        now = time.monotonic()
+        left, deadline = max(one.deadline - now, 1e-9), one.request.deadline
+        deadline.seconds, deadline.nanos = int(left), max(int(left % 1 * 1e9), 1)
+        if one.first_token_by is not None:
+            one.request.ttft_deadline.FromNanoseconds(int(max(one.first_token_by - now, 0.0) * 1e9))
+        if one.asked_at is None:
+            one.asked_at = now
+        elif one.parked:
+            # Its bound counts from the first submission. Its time in the queue of held requests has not begun.
+            one.request.parked.FromNanoseconds(int((now - one.asked_at) * 1e9))
+        else:
+            one.request.age.FromNanoseconds(int((now - one.asked_at) * 1e9))
+        one.session.send(placement_pb2.SessionRequest(place=one.request))
+
+    def _wait_for_owner(self, one: _Request) -> None:
+        """Schedule the next submission; fail the request with NoRouter when the wait for an owner has ended."""
+        now = time.monotonic()
+        if one.without_owner_since is None:
+            one.without_owner_since = now
+        left = (
+            one.without_owner_since + self._owners.timeout_s - now
+            if self.connected
+            else self._lost_at + self._grace_s - now
+        )
+        if left > 0:
+            one.retry_timer = asyncio.get_running_loop().call_later(min(left, RETRY_S), self._submit, one)
+        elif one.answer is not None and not one.answer.done():
+            one.answer.set_exception(NoRouter())
+
+    async def _answered(self, one: _Request) -> PlacementReply:
+        assert one.answer is not None
+        try:
+            step = await one.answer
+        except NoRouter:
+            if not one.instance_id:
+                self._requests.pop(one.request.request_id, None)
+            raise
+        finally:
+            if one.retry_timer is not None:
+                one.retry_timer.cancel()
+        if isinstance(step, placement_pb2.Refusal) and not one.instance_id:
+            self._requests.pop(one.request.request_id, None)
+        return step
+
+    # Callbacks of sessions.
+
+    def _dial(self, address: str) -> None:
+        session = RouterSession(
+            address,
+            self._metadata,
+            self._hello,
+            self._session_up,
+            self._session_down,
+            self._receive,
+            self._is_reached_elsewhere,
+            self._open_channel,
+        )
+        self._sessions[address] = session
+        session.start()
+
+    def _is_reached_elsewhere(self, session: RouterSession, router_id: str) -> bool:
+        """Return whether another session is connected to this router. A service's name and the router's own address may both lead
+        to it."""
+        return any(
+            other.connected and other.router_id == router_id and other is not session
+            for other in self._sessions.values()
+        )
+
+    def _hello(self) -> placement_pb2.GatewayHello:
+        requests = self._requests.values()
+        return placement_pb2.GatewayHello(
+            gateway_id=self._gateway_id,
+            secret=self._secret,
+            open_streams=[one.open_stream() for one in requests if one.instance_id],
+            waiting_request_ids=[one.request.request_id for one in requests if one.asking],
+            known_instance_ids=[one.instance_id for pool in self._owners.pools() for one in pool.instances],
+        )
+
+    def _session_up(self, session: RouterSession) -> None:
+        self._routes.clear()
+        if sum(one.connected for one in self._sessions.values()) == 1:
+            self._on_connected(True)
+        for pool, (router_id, _) in list(self._announced_epochs.items()):
+            if router_id == session.router_id:
+                # The new session's hello has announced all requests. Pools are added again when the router reports that it owns
+                # them.
+                del self._announced_epochs[pool]
+        self._reroute()
+
+    def _session_down(self, session: RouterSession) -> None:
+        self._owners.forget(session.address)
+        self._routes.clear()
+        if not self.connected:
+            self._lost_at = time.monotonic()
+            self._on_connected(False)
+        for one in list(self._requests.values()):
+            if one.session is session:
+                self._detach(one)
+        if self.connected and not self._closing:
+            self._fleet_changed()
+        self.on_routes()
+
+    def _detach(self, one: _Request) -> None:
+        """Detach a request from its session. A placed request that waits for its next step fails with NoRouter."""
+        one.session = None
+        if one.instance_id and one.answer is not None and not one.answer.done():
+            one.answer.set_exception(NoRouter())
+
+    def _receive(self, session: RouterSession, message: placement_pb2.SessionResponse) -> None:
+        match message.WhichOneof("kind"):
+            case "placement":
+                self._deliver(session, message.placement.request_id, message.placement)
+            case "refusal":
+                self._deliver(session, message.refusal.request_id, message.refusal)
+            case "parked":
+                self._wait_parked(session, message.parked)
+            case "move":
+                self._move(message.move)
+            case "usage":
+                self.on_usage(session, message.usage)
+            case "session_ended":
+                ended, pools = message.session_ended, (pool.model for pool in self._owners.pools())
+                self._session_ends.confirmed(ended.tenant, ended.session_id, ended.models, pools)
+            case "fleet":
+                self._owners.begin(session.address, session.router_id, message.fleet)
+                self._routes.clear()
+                self._fleet_changed()
+            case "fleet_update":
+                self._owners.update(session.address, message.fleet_update)
+                self._routes.clear()
+                self._fleet_changed()
+
+    def _deliver(self, session: RouterSession, request_id: str, step: PlacementReply) -> None:
+        one = self._requests.get(request_id)
+        if one is None or one.session is not session:
+            # The client has disconnected, or the request was submitted to another router: this router must release its
+            # reservation. A later step needs no message, because the end of the request releases its reservations.
+            if isinstance(step, placement_pb2.Placement) and step.step.index == 0:
+                session.send(placement_pb2.SessionRequest(finished=_cancellation_of(request_id)), REPORT_DELAY_S)
+            return
+        if one.answer is None or one.answer.done():
+            return
+        if isinstance(step, placement_pb2.Placement):
+            self.placed(one.request, step.step.instance.instance_id, step.cached_tokens)
+        elif step.not_serving:
+            self._detach(one)
+            if one.asking:
+                self._wait_for_owner(one)
+            return
+        one.answer.set_result(step)
+
+    def _wait_parked(self, session: RouterSession, parked: placement_pb2.Parked) -> None:
+        """Wait longer for the answer to a request that its router has parked."""
+        one = self._requests.get(parked.request_id)
+        if one is None or one.session is not session or not one.asking:
+            return
+        bound_s = parked.bound.seconds + parked.bound.nanos / 1e9
+        one.parked, one.without_owner_since = True, None
+        one.deadline = time.monotonic() + bound_s + one.timeout_s
+        if one.on_parked is not None:
+            one.on_parked(bound_s)
+
+    def _move(self, move: placement_pb2.Move) -> None:
+        one = self._requests.get(move.request_id)
+        if one is not None and one.move is not None:
+            one.move(move.reason == placement_pb2.MOVE_REASON_LOST)
+
+    def _fleet_changed(self) -> None:
+        """Apply a change of the fleet or of the owners of its pools: dial, announce, and route requests again."""
+        pools = self._owners.pools()
+        wanted = {*self._configured, *self._unreached(pools)}
+        for address in wanted - self._sessions.keys():
+            self._dial(address)
+        for address in self._sessions.keys() - wanted - self._owners.addresses():
+            if not self._sessions[address].connected:
+                ended = asyncio.create_task(self._sessions.pop(address).close(0.0))
+                self._ended.add(ended)
+                ended.add_done_callback(self._ended.discard)
+        for session in self._sessions.values():
+            # The owner of a new epoch starts from stored state, even if it is the previous owner, so all requests are announced.
+            taken = {
+                pool.model: (session.router_id, pool.owner.epoch)
+                for pool in pools
+                if session.connected
+                and pool.HasField("owner")
+                and pool.owner.router_id == session.router_id
+                and self._announced_epochs.get(pool.model) != (session.router_id, pool.owner.epoch)
+            }
+            if taken:
+                self._announced_epochs.update(taken)
+                session.send(placement_pb2.SessionRequest(hello=self._hello()))
+                for tenant, session_id in self._session_ends.untold(taken, time.monotonic()):
+                    end = placement_pb2.EndSession(tenant=tenant, session_id=session_id)
+                    session.send(placement_pb2.SessionRequest(end_session=end))
+        self._reroute()
+        self._on_pools(pools)
+        self.on_routes()
+
+    def _unreached(self, pools: Sequence[placement_pb2.Pool]) -> set[str]:
+        """Return the addresses of owners without a connected session."""
+        reached = {session.router_id for session in self._sessions.values() if session.connected}
+        return {
+            pool.owner.address
+            for pool in pools
+            if pool.HasField("owner") and pool.owner.router_id not in reached and pool.owner.address
+        }
+
+    def _reroute(self) -> None:
+        """Submit each waiting request whose session is not the right one, or which has none, to the right router."""
+        for one in list(self._requests.values()):
+            if one.answer is None or one.answer.done():
+                continue
+            target = self._route(one.request.model, one.session)
+            if target is None or target is one.session:
+                continue
+            if one.session is not None:
+                self._detach(one)
+            self._submit(one)

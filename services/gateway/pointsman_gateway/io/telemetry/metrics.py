@@ -1,0 +1,227 @@
+"""The gateway's Prometheus metrics. The number of label values is bounded, and none is text from a client."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import grpc
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pointsman_common.io.metric_children import MetricChildren
+from pointsman_gateway.core.request_usage import RequestUsage
+from pointsman_gateway.core.tokens.token_cache import TokenCache
+
+_CODES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
+
+_TPOT_S = (0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150, 600)
+# Time for which a model that has left the fleet keeps its counters, s. Its open requests end in it, and a scrape reads their last
+# values.
+GONE_MODEL_S = 900.0
+
+
+class GatewayMetrics:
+    """One gateway's metrics, in a separate registry so that a process can have several gateways.
+
+    The label `model` is a model of the fleet (`keep_models`) or one that left it in the last GONE_MODEL_S. Requests for any other
+    model are counted with the model "".
+    """
+
+    def __init__(self, token_cache: TokenCache, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns s."""
+        self._clock = clock
+        # Model -> time until which its counters are kept; infinite while the fleet has the model.
+        self._models: dict[str, float] = {}
+        self.registry = CollectorRegistry()
+        # Registered first, because collectors run in this order: series of gone models end before they are read.
+        self.registry.register(_EndOfGoneModels(self._end_gone_models))
+        self.registry.register(_TokenCacheCollector(token_cache))
+        of = self.registry
+        name = "pointsman_gateway_"
+        self._requests = MetricChildren(
+            Counter(
+                f"{name}requests", "Answers by model, route and HTTP status", ["model", "route", "status"], registry=of
+            )
+        )
+        # Tenants come only from the API keys, and models only from the fleet.
+        who = ["tenant", "model"]
+        self._tenant_counters = tuple(
+            MetricChildren(Counter(f"{name}tenant_{what}", documentation, who, registry=of))
+            for what, documentation in (
+                ("requests", "Requests by tenant"),
+                ("prompt_tokens", "Prompt tokens of answered requests, including cached ones"),
+                ("cached_tokens", "Prompt tokens of answered requests that engines had cached"),
+                ("completion_tokens", "Tokens of answers"),
+            )
+        )
+        self.outcomes = Counter(f"{name}attempts", "Placed attempts by outcome", ["outcome"], registry=of)
+        self.retries = Counter(f"{name}retries", "Attempts after the first", registry=of)
+        self.continued = Counter(f"{name}continued", "Streams that another instance went on with", registry=of)
+        self._refusals = Counter(f"{name}refusals", "Requests that the router refused, by code", ["code"], registry=of)
+        self.limited = Counter(f"{name}limited", "Requests refused by their key's limits", registry=of)
+        self.accounted = Gauge(
+            f"{name}limits_accounted",
+            "1 while a router accounts for keys' limits, 0 while this gateway admits its share of them",
+            registry=of,
+        )
+        self.limit_gateways = Gauge(
+            f"{name}limit_gateways",
+            "Gateways that share keys' limits; without a router each admits an equal share",
+            registry=of,
+        )
+        self.stripped = Counter(f"{name}stripped_fields", "Fields removed from requests", ["field"], registry=of)
+        self._keyless = MetricChildren(
+            Counter(f"{name}keyless", "Requests placed without block keys", ["model"], registry=of)
+        )
+        self.local = Counter(f"{name}degraded_placements", "Requests placed without a router", registry=of)
+        self.kv_releases = Counter(
+            f"{name}kv_releases", "KV releases for transfers that did not happen", ["outcome"], registry=of
+        )
+        self.session_ends = Counter(
+            f"{name}session_ends", "Sessions that clients have ended, by a DELETE or a header", ["by"], registry=of
+        )
+        for by in ("delete", "header"):
+            self.session_ends.labels(by)
+        self.unconfirmed_ends = Gauge(
+            f"{name}session_ends_unconfirmed",
+            "Ends of sessions that not all owners of pools have confirmed",
+            registry=of,
+        )
+        for outcome in ("released", "failed"):
+            self.kv_releases.labels(outcome)  # starts at 0, so that increase() counts the first one
+        self._count_mismatch = MetricChildren(
+            Counter(
+                f"{name}prompt_tokens_mismatch",
+                "Answers whose usage.prompt_tokens differs from the gateway's count",
+                ["model"],
+                registry=of,
+            )
+        )
+        self.open = Gauge(f"{name}open_requests", "Requests placed and not finished", registry=of)
+        self.router = Gauge(f"{name}router_connected", "1 while a session with a router is open", registry=of)
+        self._exact = MetricChildren(
+            Gauge(f"{name}tokenizer_exact", "1 if the gateway's tokens equal the engine's", ["model"], registry=of)
+        )
+        self.tokenize = Histogram(
+            f"{name}tokenize_seconds",
+            "Time to render and tokenize a prompt and compute its keys",
+            buckets=_SECONDS,
+            registry=of,
+        )
+        self.place = Histogram(
+            f"{name}place_seconds", "Time from asking a router to the first step", buckets=_SECONDS, registry=of
+        )
+        self.ttft = Histogram(
+            f"{name}ttft_seconds",
+            "Time from the request's last byte to the first byte of a streamed answer",
+            buckets=_SECONDS,
+            registry=of,
+        )
+        self.tpot = Histogram(
+            f"{name}tpot_seconds",
+            "Mean time per output token after the first, of a streamed answer",
+            buckets=_TPOT_S,
+            registry=of,
+        )
+        self.total = Histogram(
+            f"{name}request_seconds",
+            "Time from the request's last byte to the answer's last byte",
+            buckets=_SECONDS,
+            registry=of,
+        )
+
+    def refused(self, code: int) -> None:
+        """Count a refusal by the name of its google.rpc.Code, as routers do, or by its number if only a newer router defines the
+        code."""
+        self._refusals.labels(_CODES.get(code, str(code))).inc()
+
+    def answered(self, model: str, route: str, status: int) -> None:
+        """Count one answer."""
+        self._requests[self._label(model), route, str(status)].inc()
+
+    def used(self, tenant: str, model: str, usage: RequestUsage) -> None:
+        """Count one request of a tenant."""
+        who = (tenant, self._label(model))
+        tokens = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+        for counters, amount in zip(self._tenant_counters, (1, *tokens), strict=True):
+            counters[who].inc(amount)
+
+    def placed_without_keys(self, model: str) -> None:
+        """Count a request whose prompt has no block keys."""
+        self._keyless[self._label(model),].inc()
+
+    def token_counts_differ(self, model: str) -> None:
+        """Count an answer whose engine counts another number of prompt tokens than this gateway."""
+        self._count_mismatch[self._label(model),].inc()
+
+    def keep_models(self, models: Iterable[str]) -> None:
+        """Set the models of the fleet. Models that have left the fleet keep their counters for GONE_MODEL_S. Mutates."""
+        now = self._clock()
+        present = set(models)
+        for model in present:
+            if self._models.get(model) != math.inf:
+                self._models[model] = math.inf
+                self._count_mismatch[model,]  # starts at 0, so that increase() counts the first one
+        for model, until in self._models.items():
+            if until == math.inf and model not in present:
+                self._models[model] = now + GONE_MODEL_S
+                # This gauge shows a present state, which a model outside the fleet does not have.
+                self._exact.forget((model,))
+        self._end_gone_models()
+
+    def tokenizer_is_exact(self, model: str, exact: bool) -> None:
+        """Set whether a model's tokens equal its engines'; no effect for a model outside the fleet. Mutates."""
+        if self._models.get(model) == math.inf:
+            self._exact[model,].set(exact)
+
+    def _label(self, model: str) -> str:
+        return model if model in self._models else ""
+
+    def _end_gone_models(self) -> None:
+        """Remove the series of models that left the fleet GONE_MODEL_S ago. O(series) if there is one."""
+        now = self._clock()
+        ended = {model for model, until in self._models.items() if until <= now}
+        for model in ended:
+            del self._models[model]
+            self._keyless.forget((model,))
+            self._count_mismatch.forget((model,))
+        if ended:
+            for requests in [labels for labels in self._requests if labels[0] in ended]:
+                self._requests.forget(requests)
+            for counters in self._tenant_counters:
+                for who in [labels for labels in counters if labels[1] in ended]:
+                    counters.forget(who)
+
+
+class _EndOfGoneModels(Collector):
+    """A collector without metrics that removes the series of gone models before each scrape."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def collect(self) -> Iterable[Metric]:
+        """Remove ended series; return no metrics."""
+        self._end()
+        return ()
+
+
+class _TokenCacheCollector(Collector):
+    """Collector that reads the token cache's counters at each scrape, so that requests need not count them again."""
+
+    def __init__(self, cache: TokenCache) -> None:
+        self._cache = cache
+
+    def collect(self) -> Iterator[Metric]:
+        """The cache's counters."""
+        name = "pointsman_gateway_token_cache"
+        characters = CounterMetricFamily(
+            f"{name}_characters", "Characters of prompts, by whether their tokens were cached", labels=["known"]
+        )
+        characters.add_metric(["yes"], self._cache.hits)
+        characters.add_metric(["no"], self._cache.misses)
+        yield characters
+        yield GaugeMetricFamily(f"{name}_bytes", "Size of the cached tokens and keys", self._cache.bytes)

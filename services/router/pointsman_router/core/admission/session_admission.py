@@ -1,0 +1,257 @@
+"""Session admission of all pools: counts sessions under way, watches the caches, and describes each request's admission. Pure.
+
+A pool is armed while its caches evict what sessions under way need again, and that costs a noticeable part of the time of its
+instances. An armed pool stays so until the sessions fit well and nobody is parked. A pool that is not armed admits everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+from pointsman_common.core.block_keys import KEY_TOKENS
+from pointsman_router.core.admission.cache_capacity import CacheCapacity, Capacity
+from pointsman_router.core.admission.recomputation import Recomputation
+from pointsman_router.core.admission.session_ledger import SessionLedger
+from pointsman_router.core.admission_rule import AdmissionView
+from pointsman_router.core.idle_sessions import IdleSessions
+from pointsman_router.core.instances.instance_registry import InstanceRegistry
+from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
+from pointsman_router.core.load.affinity import Affinity
+from pointsman_router.core.prefix.exact_index import PrefixIndex
+from pointsman_router.core.priority import Priority
+from pointsman_router.core.types import Decision, PlacementRequest
+
+# A pool is armed when at least ARM_SHARE of its prefill of the last minute is recomputed, and the sessions' weighted size is at
+# least ARM_SIZE of its capacity: near a fleet's limit, sizes reach the capacity for moments without harm. It is disarmed below
+# DISARM_SIZE of the capacity.
+ARM_SHARE, ARM_SIZE, DISARM_SIZE = 0.05, 1.25, 0.8
+# How often the sums of a pool's idle sessions are stored for its next owner, s. They matter at once only if the pool is armed.
+STORED_EVERY_ARMED_S, STORED_EVERY_S = 1.0, 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionSettings:
+    """Settings of session admission. `on`: whether sessions are admitted under every policy; without it `auto` admits them
+    where its rules say so. The others: how long a new session of each class
+    is parked at most before it is refused, s."""
+
+    on: bool = False
+    interactive_s: float = 30.0
+    standard_s: float = 120.0
+    batch_s: float = 600.0
+
+    def bound_s(self, priority: Priority) -> float:
+        """Return how long a request of this class may be parked, s."""
+        if priority is Priority.INTERACTIVE:
+            return self.interactive_s
+        return self.batch_s if priority is Priority.BATCH else self.standard_s
+
+
+class AdmissionStatus(NamedTuple):
+    """Session admission of one pool, for operators. `off_reason`: why it cannot work; empty if it can. Sizes in tokens.
+    `recomputed_share`: share of the last minute's prefill that was computed before, and evicted."""
+
+    armed: bool
+    off_reason: str
+    sessions: int
+    weighted: float
+    capacity: float
+    recomputed_share: float
+
+
+@dataclass(slots=True)
+class PoolAdmission:
+    """The state of one pool."""
+
+    ledger: SessionLedger = field(default_factory=SessionLedger)
+    recomputation: Recomputation = field(default_factory=Recomputation)
+    capacity: Capacity = field(default_factory=Capacity)
+    armed: bool = False
+    prefill_rate: float = 1.0
+    stored_at: float = -inf
+
+
+class SessionAdmission:
+    """The admission of a RouterState's sessions. `applies` says for a pool and a time whether its sessions are admitted; while it
+    does not, nothing is counted."""
+
+    def __init__(
+        self,
+        settings: AdmissionSettings,
+        instances: InstanceRegistry,
+        index: PrefixIndex,
+        prefill_observer: PrefillObserver,
+        affinity: Affinity,
+        capacity: CacheCapacity,
+        applies: Callable[[str, float], bool],
+    ) -> None:
+        self.settings = settings
+        self.applies = applies
+        self.pools: dict[str, PoolAdmission] = {}
+        self._instances = instances
+        self._index = index
+        self._prefill_observer = prefill_observer
+        self._affinity = affinity
+        self._capacity = capacity
+
+    def view(
+        self,
+        request: PlacementRequest,
+        pool: str,
+        before: int,
+        waited_s: float,
+        bound_s: float,
+        now: float,
+        *,
+        dry: bool = False,
+    ) -> AdmissionView | None:
+        """Return what the admission of a request is decided on; None if its pool admits everything now. Mutates what is known of
+        prefixes, unless `dry`."""
+        state = self.pools.get(pool)
+        if state is None or not state.armed:
+            return None
+        under_way = "tool_result" if request.continues else ""
+        if not under_way and request.parent and request.parent in state.ledger.sessions:
+            under_way = "parent"
+        if not under_way and request.session:
+            under_way = state.ledger.continued(request.session, request.tenant, request.keys, dry=dry)
+            if not under_way and request.session not in state.ledger.sessions:
+                under_way = "session" if self._affinity.owner(pool, request.session, now) else ""
+        size = 0 if under_way else max(request.input_tokens - self._shared(request.keys, state.capacity.ids), 0)
+        return AdmissionView(
+            size=size,
+            weighted=state.ledger.weighted(),
+            capacity=state.capacity.tokens,
+            largest=state.capacity.largest,
+            armed=True,
+            under_way=under_way,
+            before=before,
+            waited_s=waited_s,
+            bound_s=bound_s,
+        )
+
+    def _update(self, pool: str, state: PoolAdmission, now: float, *, parked: bool) -> None:
+        """Bring a pool up to date: its idle sessions, its capacity, and whether it is armed. `parked`: whether requests of the
+        pool are parked."""
+        state.ledger.advance(now)
+        state.capacity = self._capacity.of(pool, self._instances.members(pool, pool))
+        state.ledger.hosted_by(max(len(state.capacity.ids), 1))
+        curve = self._prefill_observer.curve(pool, state.capacity.hardware)
+        state.prefill_rate = 1.0 / max(curve.token_s, 1e-9)
+        computed, again = state.recomputation.tokens(now)
+        thrashes = computed > 0 and again >= ARM_SHARE * computed
+        weighted, capacity = state.ledger.weighted(), state.capacity.tokens
+        if not state.armed:
+            state.armed = thrashes and weighted >= ARM_SIZE * capacity > 0
+            return
+        fits = weighted < DISARM_SIZE * capacity
+        state.armed = capacity > 0 and (parked or not fits)
+
+    def tick(self, parked: Collection[str], now: float) -> None:
+        """Bring all pools up to date; called with every tick. `parked`: the pools in which requests are parked. Mutates."""
+        for pool, state in self.pools.items():
+            self._update(pool, state, now, parked=pool in parked)
+
+    def status(self, pool: str, now: float) -> AdmissionStatus:
+        """Return the admission of a pool at `now`. Mutates nothing but sums over time and what is remembered of caches."""
+        state = self.pools.get(pool)
+        if state is None:
+            capacity = self._capacity.of(pool, self._instances.members(pool, pool))
+            return AdmissionStatus(False, capacity.reason, 0, 0.0, capacity.tokens, 0.0)
+        return AdmissionStatus(
+            state.armed,
+            state.capacity.reason,
+            len(state.ledger),
+            state.ledger.weighted(),
+            state.capacity.tokens,
+            state.recomputation.share(now),
+        )
+
+    # ---- sessions ----
+
+    def opened(self, decision: Decision, keys: Sequence[int], now: float) -> str:
+        """Count a request that was placed; return its session's name in the ledger, which `closed` needs. Mutates."""
+        if not self.applies(decision.pool, now):
+            return ""
+        request, view = decision.request, decision.view
+        state = self._state(decision.pool)
+        name = request.session or request.request_id
+        first = view.find(decision.result.steps[0].instance_id) if decision.result.steps else None
+        new = first.new_tokens if first is not None else 0
+        known, again = name in state.ledger.sessions, 0
+        cached = 0
+        if keys:
+            prefix = state.ledger.known_prefix(name, keys) if known else 0
+            if prefix or not known:
+                cached = max((one.cached_tokens for one in view.candidates), default=0)
+            again = min(max(prefix - cached, 0), new)
+        state.recomputation.add(new, again, now)
+        # What is cached of the prompt of a session that an earlier owner of the pool has placed is its own.
+        own = known or self._affinity.owner(decision.pool, request.session, now)
+        state.ledger.opened(name, request.tenant, request.input_tokens, keys, 0 if own else cached, now)
+        return name
+
+    def announced(self, request: PlacementRequest, pool: str, now: float) -> str:
+        """Count a request that its gateway runs, as `opened`; its keys are not known. Mutates."""
+        if not self.applies(pool, now):
+            return ""
+        name = request.session or request.request_id
+        self._state(pool).ledger.opened(name, request.tenant, request.input_tokens, (), 0, now)
+        return name
+
+    def closed(
+        self, pool: str, name: str, prompt_tokens: int, output_tokens: int, finish_reason: str, now: float
+    ) -> None:
+        """Count the end of a request. Mutates."""
+        if (state := self.pools.get(pool)) is not None:
+            # A request without a session has the name of the request, and nothing follows it.
+            lasts = "/" in name
+            state.ledger.closed(name, prompt_tokens, output_tokens, finish_reason, now, lasts=lasts)
+
+    def was_parked(self, pool: str, now: float) -> None:
+        """Record that an earlier owner of the pool had parked a request: it is armed. Mutates."""
+        state = self._state(pool)
+        self._update(pool, state, now, parked=True)
+        state.armed = state.capacity.tokens > 0
+
+    def idle_sessions(self, pool: str, now: float) -> IdleSessions | None:
+        """Return what the pool's next owner needs of its idle sessions, if it is to be stored now: each second while the pool is
+        armed, else every STORED_EVERY_S. Mutates."""
+        state = self.pools.get(pool)
+        if state is None or now < state.stored_at + (STORED_EVERY_ARMED_S if state.armed else STORED_EVERY_S):
+            return None
+        state.stored_at = now
+        return state.ledger.idle()
+
+    def take_over(self, pool: str, idle: IdleSessions, age_s: float, now: float) -> None:
+        """Count the idle sessions that the pool's last owner stored `age_s` ago. Mutates."""
+        self._state(pool).ledger.inherit(idle, age_s, now)
+
+    def session_ended(self, session: str, now: float) -> None:
+        """Forget a session that its client has ended, in all pools. Mutates; O(pools)."""
+        for state in self.pools.values():
+            state.ledger.over(session, now)
+
+    def forget_pool(self, pool: str) -> None:
+        """Drop all that is known of a pool. Mutates."""
+        self.pools.pop(pool, None)
+        self._capacity.forget_pool(pool)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a pool's ledger is inconsistent."""
+        for state in self.pools.values():
+            state.ledger.check_invariants()
+
+    def _state(self, pool: str) -> PoolAdmission:
+        if (state := self.pools.get(pool)) is None:
+            state = self.pools[pool] = PoolAdmission()
+        return state
+
+    def _shared(self, keys: Sequence[int], ids: Sequence[str]) -> int:
+        """Return how many leading tokens of a prompt some instance has."""
+        if not keys:
+            return 0
+        return next(self._index.runs(keys, self._index.mask(ids)), (0, 0))[0] * KEY_TOKENS

@@ -1,0 +1,345 @@
+"""Counts the KV of the sessions of one pool that are under way: how much each has, and how likely it needs it again soon. Pure.
+
+    weighted size = sum over sessions of weight x size, plus the copies of shared prefixes, plus what earlier owners of the pool
+                    stored of their idle sessions (inherited_sessions.py)
+
+A session's size is the tokens of its last prompt and answer (of all open prompts, while several are open), less the tokens that
+it shared with other sessions at its first request. Its weight is 1 while a request is open, else the chance that it returns
+within KEEP_S (return_chances.py), whether its blocks are still cached or evicted: evicted ones are needed again just the same. A
+shared prefix counts once for each session that has it, but for at most one copy on each instance.
+
+Idle sessions are listed by kind of answer and bin of idle time, with the sum of each list. So the weighted size costs
+O(kinds x bins), and a session's change O(1), whatever the number of sessions. Times in s on one clock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+
+from pointsman_common.core.block_keys import KEY_TOKENS
+from pointsman_router.core.admission.inherited_sessions import InheritedSessions
+from pointsman_router.core.admission.return_chances import ReturnChances
+from pointsman_router.core.idle_sessions import BINS, EDGES_S, KINDS, AnswerKind, IdleSessions, answer_kind, bin_of
+
+# Maximum number of sessions of a pool that are counted. Beyond it those that are idle for longest are forgotten.
+MAX_SESSIONS = 200_000
+# Number of open requests of one session from which another one does not continue the session: a name must not stand for any
+# number of conversations.
+MOST_OPEN = 8
+# Value of CountedSession.bin for a session with an open request.
+OPEN = -1
+# Follower of a tail that no request has continued yet, and of one that belongs to several conversations.
+_NONE_YET, _SEVERAL = -1, -2
+
+
+class CountedSession(msgspec.Struct, gc=False):
+    """One session. Only SessionLedger changes it.
+
+    `tokens`: its last prompt and answer. `open`, `open_tokens`: its open requests and their prompts. `since`: when its last
+    answer ended. `shared`: tokens that it has in common with other sessions, up to the key `group`. `tail`, `middle`: the last
+    key of its last prompt, and the one in the middle of what is not shared, at these places. `counted`: its part of its tenant's
+    sum. `over`: its client has ended it, while a request was open.
+    """
+
+    name: str
+    tenant: str
+    tokens: int = 0
+    open: int = 0
+    open_tokens: int = 0
+    since: float = 0.0
+    kind: AnswerKind = AnswerKind.FIRST_OTHER
+    turns: int = 0
+    bin: int = OPEN
+    shared: int = 0
+    group: int = 0
+    tail: int = 0
+    tail_at: int = -1
+    middle: int = 0
+    middle_at: int = -1
+    counted: float = 0.0
+    over: bool = False
+
+    @property
+    def size(self) -> int:
+        """Tokens of KV that only this session has."""
+        return max((self.open_tokens if self.open else self.tokens) - self.shared, 0)
+
+
+class SessionLedger:
+    """The sessions of one pool by name. `max_sessions`: maximum number of them, those with open requests apart."""
+
+    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
+        self.chances = ReturnChances()
+        self.sessions: dict[str, CountedSession] = {}
+        self._max = max_sessions
+        self._instances = 1
+        self._open_sum = self._shared_sum = 0
+        self._sums = [[0] * BINS for _ in KINDS]
+        # By kind and bin, in the order in which they became idle.
+        self._idle: list[list[OrderedDict[str, None]]] = [[OrderedDict() for _ in range(BINS)] for _ in KINDS]
+        # Key at the end of a shared prefix -> (sessions that have it, its tokens).
+        self._groups: dict[int, tuple[int, int]] = {}
+        self._tenants: dict[str, float] = {}
+        # Tail key -> (session, the key that followed it in the request that continued it).
+        self._tails: dict[int, tuple[str, int]] = {}
+        self._inherited = InheritedSessions(self.chances)
+
+    def __len__(self) -> int:
+        return len(self.sessions)
+
+    def hosted_by(self, instances: int) -> None:
+        """Set how many instances may hold a copy of a shared prefix. Mutates; O(shared prefixes) if the number changes."""
+        if instances != self._instances:
+            self._instances = instances
+            self._shared_sum = sum(self._copies(*group) for group in self._groups.values())
+
+    def weighted(self) -> float:
+        """Return the weighted size in tokens, as of the last `advance`. O(kinds x bins)."""
+        total = float(self._open_sum + self._shared_sum) + self._inherited.weighted()
+        for kind, sums in zip(KINDS, self._sums, strict=True):
+            if any(sums):
+                total += sum(chance * size for chance, size in zip(self.chances.chances(kind), sums, strict=True))
+        return total
+
+    def of_tenant(self, tenant: str) -> float:
+        """Return the weighted size of a tenant's sessions, each by its weight when its bin last changed."""
+        return self._tenants.get(tenant, 0.0)
+
+    def continued(self, name: str, tenant: str, keys: Sequence[int], *, dry: bool = False) -> str:
+        """Return why a request continues a session under way, as one word; empty if it does not. O(keys) at most. Unless `dry`,
+        notes which prompt continued which, so that a prefix that several conversations share is recognised. Mutates then."""
+        session = self.sessions.get(name)
+        if session is not None and (session.open < MOST_OPEN or _has(keys, session.tail_at, session.tail)):
+            return "session"
+        if self._tails.keys().isdisjoint(keys):
+            return ""
+        follower = _NONE_YET
+        for key in reversed(keys):
+            if (found := self._tails.get(key)) is not None:
+                return self._continues(key, *found, follower, tenant, dry=dry)
+            follower = key
+        return ""
+
+    def known_prefix(self, name: str, keys: Sequence[int]) -> int:
+        """Return how many leading tokens of a prompt are those of its session's last prompt, as far as two keys show; 0 for a
+        new session."""
+        session = self.sessions.get(name)
+        if session is None:
+            return 0
+        for at, key in ((session.tail_at, session.tail), (session.middle_at, session.middle)):
+            if _has(keys, at, key):
+                return (at + 1) * KEY_TOKENS
+        return 0
+
+    def opened(
+        self, name: str, tenant: str, prompt_tokens: int, keys: Sequence[int], cached: int, now: float
+    ) -> CountedSession:
+        """Count a placed request. `cached`: tokens of its prompt that some instance has; in a session's first prompt they are
+        shared with other sessions. Mutates; O(1)."""
+        session = self.sessions.get(name)
+        if session is None:
+            if len(self.sessions) >= self._max:
+                self._forget_oldest(now)
+            session = self.sessions[name] = CountedSession(name, tenant)
+            self._join(session, keys, min(cached, prompt_tokens))
+        else:
+            if not session.open:
+                self._unlist(session, now, returned=True)
+            else:
+                self._open_sum -= session.size
+            if session.shared and keys and not _has(keys, session.shared // KEY_TOKENS - 1, session.group):
+                self._leave(session)
+        session.open += 1
+        session.over = False
+        session.open_tokens += prompt_tokens
+        session.tokens = prompt_tokens
+        session.bin = OPEN
+        if keys:
+            self._mark(session, keys)
+        self._open_sum += session.size
+        self._count(session, float(session.size))
+        return session
+
+    def closed(
+        self, name: str, prompt_tokens: int, output_tokens: int, finish_reason: str, now: float, *, lasts: bool = True
+    ) -> None:
+        """Count the end of a request that `opened` counted with these prompt tokens. `lasts`: whether its session may have
+        another one. Mutates; O(1)."""
+        if (session := self.sessions.get(name)) is None or not session.open:
+            return
+        self._open_sum -= session.size
+        session.open -= 1
+        session.open_tokens = max(session.open_tokens - prompt_tokens, 0)
+        session.tokens = prompt_tokens + output_tokens
+        session.turns += 1
+        if session.open:
+            self._open_sum += session.size
+            return
+        session.open_tokens = 0
+        if not lasts or session.over:
+            self._drop(session)
+            return
+        session.since, session.kind, session.bin = now, answer_kind(finish_reason, session.turns), 0
+        self._list(session)
+
+    def over(self, name: str, now: float) -> None:
+        """Forget a session that its client has ended, once none of its requests is open; a new request begins it anew.
+        Mutates."""
+        if (session := self.sessions.get(name)) is None:
+            return
+        if session.open:
+            session.over = True
+        else:
+            self._unlist(session, now, returned=False)
+            self._drop(session)
+
+    def advance(self, now: float) -> None:
+        """Move idle sessions to the bins of their idle times, and forget those that are idle for longer than the last bin.
+        Mutates; O(kinds x bins + moves)."""
+        self._inherited.advance(now)
+        for kind, bins in zip(KINDS, self._idle, strict=True):
+            for bin_, idle in enumerate(bins):
+                while idle:
+                    session = self.sessions[next(iter(idle))]
+                    if now - session.since < EDGES_S[bin_ + 1]:
+                        break
+                    del idle[session.name]
+                    self._sums[kind][bin_] -= session.size
+                    self.chances.passed(kind, bin_)
+                    if bin_ + 1 == BINS:
+                        self._drop(session)
+                    else:
+                        session.bin = bin_ + 1
+                        self._list(session)
+
+    def idle(self) -> IdleSessions:
+        """Return what the next owner of the pool needs of the idle sessions, as of the last `advance`. O(kinds x bins)."""
+        inherited = self._inherited.tokens()
+        tokens = tuple(tuple(map(sum, zip(*sums, strict=True))) for sums in zip(self._sums, inherited, strict=True))
+        return IdleSessions(tokens, *self.chances.observed())
+
+    def inherit(self, idle: IdleSessions, age_s: float, now: float) -> None:
+        """Count the idle sessions that an earlier owner of the pool stored `age_s` ago. Mutates."""
+        self._inherited.take_over(idle, age_s, now)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a sum or a list contradicts the sessions."""
+        assert sum(not one.open for one in self.sessions.values()) <= self._max
+        assert self._shared_sum == sum(self._copies(*group) for group in self._groups.values())
+        assert self._open_sum == sum(one.size for one in self.sessions.values() if one.open)
+        for kind in KINDS:
+            for bin_ in range(BINS):
+                inside = [one for one in self.sessions.values() if not one.open and (one.kind, one.bin) == (kind, bin_)]
+                assert self._idle[kind][bin_].keys() == {one.name for one in inside}
+                assert self._sums[kind][bin_] == sum(one.size for one in inside)
+        assert all((one.bin == OPEN) is bool(one.open) for one in self.sessions.values())
+        groups: dict[int, int] = {}
+        for one in self.sessions.values():
+            if one.shared:
+                groups[one.group] = groups.get(one.group, 0) + 1
+        assert groups == {key: members for key, (members, _) in self._groups.items()}
+        assert all(self.sessions[name].tail == key for key, (name, _) in self._tails.items())
+        for tenant, total in self._tenants.items():
+            own = sum(one.counted for one in self.sessions.values() if one.tenant == tenant)
+            assert abs(total - own) <= 1e-6 * (1.0 + abs(total)), tenant
+
+    # ---- shared prefixes and marks ----
+
+    def _continues(self, tail: int, name: str, known: int, follower: int, tenant: str, *, dry: bool) -> str:
+        """As `continued`, of a prompt in which the `tail` of session `name` is followed by `follower`, and which was continued
+        with `known` before."""
+        session = self.sessions[name]
+        if session.tenant != tenant or (session.tail_at + 1) * KEY_TOKENS <= session.shared:
+            return ""
+        if known not in (_NONE_YET, follower):
+            follower = _SEVERAL
+        if follower != _NONE_YET and not dry:
+            self._tails[tail] = name, follower
+        return "" if follower == _SEVERAL else "prefix"
+
+    def _join(self, session: CountedSession, keys: Sequence[int], cached: int) -> None:
+        count = min(cached // KEY_TOKENS, len(keys))
+        if not count:
+            return
+        session.group, session.shared = keys[count - 1], count * KEY_TOKENS
+        members, tokens = self._groups.get(session.group, (0, session.shared))
+        self._groups[session.group] = members + 1, tokens
+        self._shared_sum += self._copies(members + 1, tokens) - self._copies(members, tokens)
+
+    def _leave(self, session: CountedSession) -> None:
+        if session.shared:
+            members, tokens = self._groups.pop(session.group)
+            self._shared_sum += self._copies(members - 1, tokens) - self._copies(members, tokens)
+            if members > 1:
+                self._groups[session.group] = members - 1, tokens
+            session.group = session.shared = 0
+
+    def _copies(self, members: int, tokens: int) -> int:
+        return tokens * min(members, self._instances)
+
+    def _mark(self, session: CountedSession, keys: Sequence[int]) -> None:
+        self._unmark(session)
+        last, first = len(keys) - 1, session.shared // KEY_TOKENS
+        session.tail, session.tail_at = keys[last], last
+        session.middle_at = min((first + last) // 2, last)
+        session.middle = keys[session.middle_at]
+        other = self._tails.get(session.tail)
+        self._tails[session.tail] = session.name, _NONE_YET if other is None else _SEVERAL
+
+    def _unmark(self, session: CountedSession) -> None:
+        if session.tail_at < 0:
+            return
+        if self._tails.get(session.tail, ("", 0))[0] == session.name:
+            del self._tails[session.tail]
+
+    # ---- lists and sums ----
+
+    def _list(self, session: CountedSession) -> None:
+        self._idle[session.kind][session.bin][session.name] = None
+        self._sums[session.kind][session.bin] += session.size
+        self._count(session, self.chances.chance(session.kind, session.bin) * session.size)
+
+    def _unlist(self, session: CountedSession, now: float, *, returned: bool) -> None:
+        """Take an idle session out of its list, because it returned at `now` or is no longer watched from then on."""
+        del self._idle[session.kind][session.bin][session.name]
+        self._sums[session.kind][session.bin] -= session.size
+        idle_s = now - session.since
+        if returned:
+            reached = min(bin_of(idle_s), BINS - 1)
+            for passed in range(session.bin, reached):
+                self.chances.passed(session.kind, passed)
+            self.chances.returned(session.kind, reached, idle_s)
+        else:
+            self.chances.lost_sight(session.kind, session.bin, min(idle_s, EDGES_S[session.bin + 1]))
+
+    def _count(self, session: CountedSession, tokens: float) -> None:
+        total = self._tenants.get(session.tenant, 0.0) + tokens - session.counted
+        session.counted = tokens
+        if total > 1e-6:
+            self._tenants[session.tenant] = total
+        else:
+            self._tenants.pop(session.tenant, None)
+
+    def _drop(self, session: CountedSession) -> None:
+        """Forget a session that is in no list of idle ones any more."""
+        self._count(session, 0.0)
+        self._leave(session)
+        self._unmark(session)
+        del self.sessions[session.name]
+
+    def _forget_oldest(self, now: float) -> None:
+        """Forget a session that is idle in the longest bin; none if all have open requests."""
+        for bin_ in reversed(range(BINS)):
+            for kind in KINDS:
+                if idle := self._idle[kind][bin_]:
+                    session = self.sessions[next(iter(idle))]
+                    self._unlist(session, now, returned=False)
+                    self._drop(session)
+                    return
+
+
+def _has(keys: Sequence[int], at: int, key: int) -> bool:
+    return 0 <= at < len(keys) and keys[at] == key

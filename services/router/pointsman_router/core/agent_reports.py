@@ -1,0 +1,201 @@
+"""Applies agents' reports to the instances and to the prefix indexes. Pure. Only RouterState calls it."""
+
+from __future__ import annotations
+
+from pointsman_common.core.block_keys import KEY_SCHEME, KEY_TOKENS
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
+from pointsman_router.core.instances.stale_reservations import stale_reservations
+from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
+from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
+from pointsman_router.core.load.reservations import Reservations
+from pointsman_router.core.prefix.exact_index import PrefixIndex
+from pointsman_router.core.requests.open_requests import OpenRequests
+from pointsman_router.core.requests.placed_requests import Plans
+
+# Number of loads per second, of all instances, above which agents are told to send fewer. A load takes 75 us of the router's CPU
+# time, so a thousand engines that send 20 a second each would need 1.5 cores. MIN_LOAD_INTERVAL_S: interval at which agents send
+# loads without a limit. MAX_LOAD_INTERVAL_S: the longest one that is asked for, so that a load stays useful.
+MAX_LOADS_PER_S = 1_500
+MIN_LOAD_INTERVAL_S = 0.05
+MAX_LOAD_INTERVAL_S = 1.6
+# As for loads, for messages about changes of keys. A busy engine publishes changes at each step, 20 to 50 times a second, and a
+# message takes 100 us. Changes that an agent merges take the more time the more keys they have, a tenth of that for a step's.
+MAX_KEY_MESSAGES_PER_S = 2_500
+MIN_KEY_INTERVAL_S = 0.025
+MAX_KEY_INTERVAL_S = 0.8
+
+
+def load_interval_s(instances: int) -> float:
+    """Return the minimum interval between two loads of each of so many instances, s; 0 without a limit. The interval doubles, so
+    that agents are rarely told another one."""
+    interval = _interval_s(instances, MAX_LOADS_PER_S, MIN_LOAD_INTERVAL_S, MAX_LOAD_INTERVAL_S)
+    return interval if interval > MIN_LOAD_INTERVAL_S else 0.0
+
+
+def key_interval_s(instances: int) -> float:
+    """Return the minimum interval between two messages about changes of keys of each of so many instances, s."""
+    return _interval_s(instances, MAX_KEY_MESSAGES_PER_S, MIN_KEY_INTERVAL_S, MAX_KEY_INTERVAL_S)
+
+
+def _interval_s(instances: int, most_per_s: float, interval: float, longest: float) -> float:
+    while instances > most_per_s * interval and interval < longest:
+        interval *= 2
+    return interval
+
+
+class Reports:
+    """Applies the events of agents' streams. `stale_report_s`: age up to which a load report is used, s. `lost_instance_s`: how
+    long an instance without a stream is kept, s."""
+
+    def __init__(
+        self,
+        instances: InstanceRegistry,
+        index: PrefixIndex,
+        prefix_knowledge: PrefixKnowledge,
+        prefill_observer: PrefillObserver,
+        reservations: Reservations,
+        requests: OpenRequests,
+        plans: Plans,
+        *,
+        stale_report_s: float,
+        lost_instance_s: float,
+    ) -> None:
+        self._instances = instances
+        self._index = index
+        self._prefix_knowledge = prefix_knowledge
+        self._prefill_observer = prefill_observer
+        self._reservations = reservations
+        self._requests = requests
+        self._plans = plans
+        self._stale_report_s = stale_report_s
+        self._lost_instance_s = lost_instance_s
+
+    def hello(self, hello: ev.AgentHello, now: float) -> list[ev.Effect]:
+        """Welcome or refuse an agent that opened a stream. Mutates."""
+        info = hello.info
+        if hello.key_scheme != KEY_SCHEME:
+            return [
+                ev.RefuseReport(hello.stream_id, f"key scheme {hello.key_scheme!r}: this router uses {KEY_SCHEME!r}")
+            ]
+        if info.block_size <= 0 or info.block_size % KEY_TOKENS:
+            return [ev.RefuseReport(hello.stream_id, f"block size {info.block_size} is no multiple of {KEY_TOKENS}")]
+        if not (info.instance_id and info.incarnation and info.url and info.model):
+            return [ev.RefuseReport(hello.stream_id, "instance_id, incarnation, url and model must not be empty")]
+        effects: list[ev.Effect] = []
+        before = self._instances.get(info.instance_id)
+        if before is not None and before.lost_at is None and before.stream_id != hello.stream_id:
+            effects.append(ev.RefuseReport(before.stream_id, "a newer stream reports this instance", replaced=True))
+        if before is not None:
+            self._prefix_knowledge.silence_ends(before, now)
+            if before.info.incarnation != info.incarnation:
+                self._prefix_knowledge.forget(info.instance_id)
+        record = self._instances.add(info, hello.stream_id, now)
+        record.report_interval_s = hello.report_interval_s
+        record.load_interval_s = record.key_interval_s = 0.0
+        record.accepts_pace = hello.accepts_pace
+        resume = record.follows_events and record.sync.can_resume(hello.oldest_seq, hello.latest_seq)
+        if not resume:
+            record.sync.reset()
+        effects.append(
+            ev.Welcome(hello.stream_id, snapshot=not resume, resume_from_seq=record.sync.seq + 1 if resume else 0)
+        )
+        return [*effects, ev.FleetChanged()]
+
+    def keys(self, event: ev.KeysReported, now: float) -> list[ev.Effect]:
+        """Apply a message about an instance's keys. Mutates."""
+        record = self._reporter(event.stream_id, event.instance_id)
+        if record is None:
+            return []
+        rejected = self._heard(record, now)
+        if rejected or not (record.follows_events or record.sync.full):
+            return rejected
+        before = record.state
+        failure = record.sync.handle(event.message)
+        for prompt in self._prefix_knowledge.keys_reported(record, event.message, now):
+            self._requests.progress(prompt.request_id, prompt.prefilled_tokens)
+        effects: list[ev.Effect] = [ev.FleetChanged()] if record.state is not before else []
+        if failure:
+            effects.append(ev.Resync(event.stream_id, event.instance_id, failure))
+        return effects
+
+    def load(self, event: ev.LoadReported, now: float) -> list[ev.Effect]:
+        """Record a load sample and learn from its steps; cancel stale reservations if the engine has been idle long enough.
+        Mutates."""
+        record = self._reporter(event.stream_id, event.instance_id)
+        if record is None:
+            return []
+        effects = self._heard(record, now)
+        before = record.underlying_state
+        record.load = event.load
+        if event.load.steps is not None:
+            self._prefill_observer.steps_reported(record.info, event.load.steps, now)
+        if record.underlying_state is not before:
+            self._instances.refresh(record)
+            effects.append(ev.FleetChanged())
+        if record.idle_reports.observe(event.load, now, self._stale_report_s):
+            effects += self._release_stale(record, now)
+        return effects
+
+    def gone(self, event: ev.AgentGoodbye | ev.AgentLost, now: float) -> list[ev.Effect]:
+        """Handle the end of a stream: remove the instance after a goodbye, else mark it as lost. Mutates."""
+        record = self._reporter(event.stream_id, event.instance_id)
+        if record is None:
+            return []
+        if isinstance(event, ev.AgentGoodbye):
+            self._remove(event.instance_id)
+        else:
+            record.heard_at = record.lost_at = now
+            record.forget_snapshot()
+        return [ev.FleetChanged()]
+
+    def tick(self, now: float) -> list[ev.Effect]:
+        """Remove instances lost for `lost_instance_s`; request a new snapshot of each instance that did not fit into the index
+        and does now; tell agents how often to send loads and keys. Mutates."""
+        effects: list[ev.Effect] = []
+        records = self._instances.records()
+        loads_s, keys_s = load_interval_s(len(records)), key_interval_s(len(records))
+        for record in records:
+            told = (record.load_interval_s, record.key_interval_s)
+            if record.accepts_pace and told != (loads_s, keys_s) and record.lost_at is None:
+                record.load_interval_s, record.key_interval_s = loads_s, keys_s
+                effects.append(ev.Pace(record.stream_id, loads_s, keys_s))
+            if record.lost_at is not None and record.lost_at + self._lost_instance_s <= now:
+                self._remove(record.info.instance_id)
+                # Its machine may be gone: then nothing else ends the connections to it.
+                left = self._reservations.of_instance(record.info.instance_id)
+                effects += [ev.Move(one.request_id, one.gateway_id, lost=True) for one in left if one.gateway_id]
+                effects.append(ev.FleetChanged())
+            elif record.sync.full and record.lost_at is None and self._index.has_room(record.sync.wanted * 5 // 4):
+                record.sync.reset()
+                record.forget_snapshot()
+                reason = "the index has room again"
+                effects += [ev.Resync(record.stream_id, record.info.instance_id, reason), ev.FleetChanged()]
+        return effects
+
+    def _reporter(self, stream_id: int, instance_id: str) -> InstanceRecord | None:
+        """Return the instance's record, or None if another stream reports the instance."""
+        record = self._instances.get(instance_id)
+        return record if record is not None and record.stream_id == stream_id else None
+
+    def _heard(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
+        """Note that the instance's agent sent a message; return the effects of the prediction audit. Mutates."""
+        effects = self._prefix_knowledge.heard(record, now)
+        record.heard_at = now
+        record.forget_snapshot()
+        return effects
+
+    def _release_stale(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
+        instance_id = record.info.instance_id
+        gone = stale_reservations(
+            self._reservations.of_instance(instance_id),
+            self._requests.opened_at,
+            record.idle_reports.since,
+            now,
+        )
+        error = "its instance runs nothing and no gateway claims it"
+        return [effect for reservation in gone for effect in self._plans.cancelled(reservation.request_id, error, now)]
+
+    def _remove(self, instance_id: str) -> None:
+        self._instances.remove(instance_id)
+        self._prefix_knowledge.forget(instance_id)

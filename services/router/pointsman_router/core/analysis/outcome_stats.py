@@ -1,0 +1,82 @@
+"""Statistics of how decisions ended, by class, mode and reason. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pointsman_router.core.events_and_effects import Finished
+from pointsman_router.core.types import Decision
+
+# Prefixes of the notes on plans that failed and ended as one SERVE without another instance's KV (placed_requests.py).
+FAILED_STEPS = ("prefill_failed:", "serve_failed:")
+
+
+@dataclass(slots=True)
+class OutcomeGroup:
+    """The decisions of one class, mode and reason: counts, tokens, and times in s.
+
+    `outcomes`: number of decisions by how the requests ended. `reported`: number of requests for which the engine reported its
+    cached tokens; the reported input tokens, and the predicted and reported cached tokens, are of these only. `first_tokens_s`:
+    times to the first byte of the answers.
+    """
+
+    route_class: str
+    mode: str
+    reason: str
+    decided: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    fell_back: int = 0
+    held: int = 0
+    input_tokens: int = 0
+    reported: int = 0
+    reported_input_tokens: int = 0
+    predicted_cached_tokens: int = 0
+    reported_cached_tokens: int = 0
+    first_tokens_s: list[float] = field(default_factory=list)
+
+    def add(self, decision: Decision, outcome: str, finished: Finished | None) -> None:
+        """Count one decision. Mutates."""
+        self.decided += 1
+        self.outcomes[outcome] += 1
+        self.fell_back += any(note.startswith(FAILED_STEPS) for note in decision.notes)
+        self.held += decision.held_s > 0
+        self.input_tokens += decision.request.input_tokens
+        if finished is None:
+            return
+        if finished.cached_tokens is not None:
+            self.reported += 1
+            self.reported_input_tokens += decision.request.input_tokens
+            self.predicted_cached_tokens += decision.present_tokens
+            self.reported_cached_tokens += finished.cached_tokens
+        if first_ms := (finished.timings_ms or {}).get("first_token"):
+            self.first_tokens_s.append(first_ms / 1e3)
+
+
+class OutcomeStats:
+    """The OutcomeGroups of all decisions that were added, and their total."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[str, str, str], OutcomeGroup] = {}
+        self.total = OutcomeGroup("", "", "")  # of all groups
+
+    def add(self, decision: Decision, outcome: str, finished: Finished | None) -> None:
+        """Count a decision, and how its request ended (`finished` None: not yet). Mutates."""
+        key = (decision.route_class, decision.mode, decision.result.reason)
+        if (group := self._groups.get(key)) is None:
+            group = self._groups[key] = OutcomeGroup(*key)
+        group.add(decision, outcome, finished)
+        self.total.add(decision, outcome, finished)
+
+    def groups(self) -> list[OutcomeGroup]:
+        """Return the groups, largest first."""
+        return sorted(self._groups.values(), key=lambda one: (-one.decided, one.route_class, one.mode, one.reason))
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """Return the smallest of `values` that at least `share` (0 to 1] of them do not exceed; None if there are no values."""
+    if not values:
+        return None
+    rank = -(-len(values) * share // 1)
+    return sorted(values)[max(int(rank) - 1, 0)]

@@ -1,0 +1,479 @@
+"""The events that RouterState handles and the effects that it returns. Immutable values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from pointsman_router.core.admission_rule import AdmissionRecord
+from pointsman_router.core.idle_sessions import IdleSessions
+from pointsman_router.core.instances.instance_orders import InstanceOrder
+from pointsman_router.core.instances.report_sync import KeyMessage
+from pointsman_router.core.load.reservations import Reservation
+from pointsman_router.core.policy.base import Policy
+from pointsman_router.core.prefill_curve import MeanWork
+from pointsman_router.core.types import Decision, InstanceInfo, Load, Phase, PlacementRequest, Step, session_name
+
+# The outcome of a request whose end is known, but not how it ended.
+UNKNOWN = "UNKNOWN"
+
+# ---- events: agents ----
+
+
+class AgentHello(msgspec.Struct, frozen=True, gc=False):
+    """An agent opened `stream_id` for an instance and keeps the deltas `oldest_seq` to `latest_seq`. `report_interval_s`: maximum
+    interval between two of its messages, s (0: unknown). `accepts_pace`: whether it understands Pace."""
+
+    stream_id: int
+    info: InstanceInfo
+    key_scheme: str
+    oldest_seq: int
+    latest_seq: int
+    report_interval_s: float = 0.0
+    accepts_pace: bool = False
+
+
+class KeysReported(msgspec.Struct, frozen=True, gc=False):
+    """A message about an instance's keys."""
+
+    stream_id: int
+    instance_id: str
+    message: KeyMessage
+
+
+class LoadReported(msgspec.Struct, frozen=True, gc=False):
+    """A load sample."""
+
+    stream_id: int
+    instance_id: str
+    load: Load
+
+
+class AgentGoodbye(msgspec.Struct, frozen=True, gc=False):
+    """The agent reports that the incarnation has ended."""
+
+    stream_id: int
+    instance_id: str
+
+
+class AgentLost(msgspec.Struct, frozen=True, gc=False):
+    """The stream ended without a goodbye."""
+
+    stream_id: int
+    instance_id: str
+
+
+# ---- events: gateways ----
+
+
+class OpenStream(msgspec.Struct, frozen=True, gc=False):
+    """A running request that a gateway reports."""
+
+    request: PlacementRequest
+    instance_id: str
+    phase: Phase
+    cached_tokens: int
+
+
+class GatewayHello(msgspec.Struct, frozen=True, gc=False):
+    """A gateway (re)connected, or was told that this replica owns other pools. Its reservations that it does not list have ended.
+
+    `waiting`: ids of the requests for which it waits for an answer. `known`: ids of the instances that it was last sent.
+    """
+
+    gateway_id: str
+    open_streams: tuple[OpenStream, ...] = ()
+    waiting: frozenset[str] = frozenset()
+    known: frozenset[str] = frozenset()
+
+
+class GatewayLost(msgspec.Struct, frozen=True, gc=False):
+    """A gateway's stream ended. Its reservations are kept for the lease. Its held requests are dropped, since it asks again."""
+
+    gateway_id: str
+
+
+class PlaceRequested(msgspec.Struct, frozen=True, gc=False):
+    """A gateway asks for a request's first step. The answer comes at once, or later if the request is held. `gateway_id` is empty
+    for the unary form, whose reservation has a lease."""
+
+    request: PlacementRequest
+    gateway_id: str = ""
+
+
+class StepDone(msgspec.Struct, frozen=True, gc=False):
+    """A PREFILL step ended, or a SERVE step did not get the KV that it needs. `error`: how the step failed. `instance_failed`:
+    the step's instance caused the failure. `deadline_s`: how much longer the gateway waits for the next step, s (None:
+    unknown)."""
+
+    request_id: str
+    step_index: int
+    ok: bool
+    error: str = ""
+    instance_failed: bool = False
+    deadline_s: float | None = None
+
+
+class StreamOpened(msgspec.Struct, frozen=True, gc=False):
+    """A gateway got no next step of a request in time and continued without the router."""
+
+    gateway_id: str
+    stream: OpenStream
+
+
+class FirstToken(msgspec.Struct, frozen=True, gc=False):
+    """An answer began. `refused_by`: the instances that answered this request with 5xx before."""
+
+    request_id: str
+    refused_by: tuple[str, ...] = ()
+
+
+class Finished(msgspec.Struct, frozen=True, gc=False):
+    """A request ended. `outcome`: OK, CANCELLED, REJECTED, FAILED, or UNKNOWN (no evidence for or against its instance).
+
+    Token counts are the engine's own, None if the engine did not report them. `refused`: the request's instance answered 5xx.
+    `refused_by`: as in FirstToken, for a request that ended without a first token. `finish_reason`: STOP, LENGTH, ..., "" if
+    unknown. `cached_by_tier`: tier (agent.v1.Tier) -> tokens, as far as known.
+    """
+
+    request_id: str
+    outcome: str
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    error: str = ""
+    http_status: int = 0
+    timings_ms: Mapping[str, float] | None = None
+    refused: bool = False
+    refused_by: tuple[str, ...] = ()
+    finish_reason: str = ""
+    cached_by_tier: Mapping[int, int] | None = None
+
+
+class SessionEnded(msgspec.Struct, frozen=True, gc=False):
+    """A client has ended a session: it has no owner in any pool any more. Requests that came before do not give it one again;
+    later requests begin it anew. `gateway_id`: the gateway that waits for SessionEndApplied (empty: none)."""
+
+    tenant: str
+    session_id: str
+    gateway_id: str = ""
+
+    @property
+    def session(self) -> str:
+        """The session's name, as in PlacementRequest.session."""
+        return session_name(self.tenant, self.session_id)
+
+
+class GatewayTold(msgspec.Struct, frozen=True, gc=False):
+    """A report of `gateway_id` (empty: a caller of the unary form) on one request.
+
+    A gateway may report on its own requests, on those of the unary form, and on those of a gateway without a stream (their
+    reservations have a lease). The same rule holds for PlaceRequested, StreamOpened and GatewayHello.
+    """
+
+    gateway_id: str
+    told: StepDone | FirstToken | Finished
+
+
+# ---- events: operators and time ----
+
+
+class DrainsChanged(msgspec.Struct, frozen=True, gc=False):
+    """The operator config drains exactly these instances from now on: instance id -> the incarnation that is drained. `moving`:
+    those of them whose requests are to leave them."""
+
+    incarnations: Mapping[str, str]
+    moving: frozenset[str] = frozenset()
+
+
+class OrdersChanged(msgspec.Struct, frozen=True, gc=False):
+    """The operator config has exactly these orders from now on, by instance id. An order holds for every incarnation, and may
+    name an instance that is not known yet."""
+
+    orders: Mapping[str, InstanceOrder]
+
+
+class PolicySet(msgspec.Struct, frozen=True, gc=False):
+    """This policy is in force from now on, also for held requests. Earlier decisions stay."""
+
+    policy: Policy
+
+
+class StoreState(msgspec.Struct, frozen=True, gc=False):
+    """The shared store became unreachable (`degraded`) or is reachable again."""
+
+    degraded: bool
+
+
+class PoolTaken(msgspec.Struct, frozen=True, gc=False):
+    """This replica owns `pool` from now on. The shared store's open reservations and what it has of earlier owners' knowledge
+    replace this replica's: the mean work, and the idle sessions of `idle_age_s` ago (s). The pool's sessions follow
+    (SessionsRead)."""
+
+    pool: str
+    reservations: tuple[Reservation, ...] = ()
+    mean_work: MeanWork | None = None
+    idle_sessions: IdleSessions | None = None
+    idle_age_s: float = 0.0
+
+
+class SessionsRead(msgspec.Struct, frozen=True, gc=False):
+    """Session owners (session -> instance id) that were read from the shared store for a pool that this replica took over. An
+    owner that was set since the takeover is kept instead."""
+
+    pool: str
+    sessions: Mapping[str, str]
+
+
+class PoolLost(msgspec.Struct, frozen=True, gc=False):
+    """Another replica owns `pool` now, or will soon: this replica drops the pool's requests."""
+
+    pool: str
+
+
+class GoOn(msgspec.Struct, frozen=True, gc=False):
+    """Apply the next part of the unfinished work (RouterState.unfinished)."""
+
+
+class RetryDue(msgspec.Struct, frozen=True, gc=False):
+    """The time RouterState.retry_at has been reached: retry held requests for what was freed since the last trial."""
+
+
+class Tick(msgspec.Struct, frozen=True, gc=False):
+    """Time has passed: end what has expired, and retry held requests."""
+
+
+Event = (
+    AgentHello
+    | KeysReported
+    | LoadReported
+    | AgentGoodbye
+    | AgentLost
+    | GatewayHello
+    | GatewayLost
+    | PlaceRequested
+    | StepDone
+    | StreamOpened
+    | FirstToken
+    | Finished
+    | SessionEnded
+    | GatewayTold
+    | DrainsChanged
+    | OrdersChanged
+    | PolicySet
+    | StoreState
+    | PoolTaken
+    | SessionsRead
+    | PoolLost
+    | GoOn
+    | RetryDue
+    | Tick
+)
+
+# ---- effects ----
+
+
+class Welcome(msgspec.Struct, frozen=True, gc=False):
+    """Answer an agent's hello."""
+
+    stream_id: int
+    snapshot: bool
+    resume_from_seq: int
+
+
+class Pace(msgspec.Struct, frozen=True, gc=False):
+    """Limit how often an agent sends loads and changes of keys: the minimum intervals, s; 0 without a limit."""
+
+    stream_id: int
+    load_interval_s: float
+    key_interval_s: float
+
+
+class Resync(msgspec.Struct, frozen=True, gc=False):
+    """Request a new snapshot from an agent."""
+
+    stream_id: int
+    instance_id: str
+    reason: str
+
+
+class PredictionAuditFailed(msgspec.Struct, frozen=True, gc=False):
+    """An instance's engine persistently reports fewer cached tokens than predicted; `reason` says by how much."""
+
+    instance_id: str
+    reason: str
+
+
+class RefuseReport(msgspec.Struct, frozen=True, gc=False):
+    """End an agent's stream: FAILED_PRECONDITION when the instance cannot be placed, ABORTED when a newer stream took over."""
+
+    stream_id: int
+    reason: str
+    replaced: bool = False
+
+
+class Placed(msgspec.Struct, frozen=True, gc=False):
+    """A request's next step, for the gateway that asked (empty: the unary form). It may come long after the question."""
+
+    request_id: str
+    decision: Decision
+    step_index: int
+    step: Step
+    last: bool
+    gateway_id: str = ""
+
+
+class Refused(msgspec.Struct, frozen=True, gc=False):
+    """A request cannot be placed; `code` is the gRPC status name. Nothing is reserved.
+
+    `not_serving`: the only cause is that another replica owns the `pool`, or that this replica has just started. `asked_model`:
+    if not empty, the refusal (INVALID_ARGUMENT) is only for the call that named this model, since another request has the id.
+    `place`: the place in the queue of parked requests that it had, from 1; 0 if it was not parked. `admission`: what the refusal
+    of a parked request was decided on.
+    """
+
+    request_id: str
+    code: str
+    message: str
+    retry_after_s: float | None = None
+    gateway_id: str = ""
+    not_serving: bool = False
+    pool: str = ""
+    asked_model: str = ""
+    place: int = 0
+    admission: AdmissionRecord | None = None
+
+
+class Parked(msgspec.Struct, frozen=True, gc=False):
+    """A request waits until its session is let in, for at most `bound_s` from now. `place`: its place in the queue, from 1."""
+
+    request_id: str
+    gateway_id: str
+    pool: str
+    place: int
+    bound_s: float
+
+
+class Move(msgspec.Struct, frozen=True, gc=False):
+    """A request is to leave its instance, if its gateway can have another one answer it. `lost`: the instance's agent is gone;
+    else operators empty the instance."""
+
+    request_id: str
+    gateway_id: str
+    lost: bool = False
+
+
+class DecisionMade(msgspec.Struct, frozen=True, gc=False):
+    """A new decision, for the log."""
+
+    decision: Decision
+
+
+class DecisionNoted(msgspec.Struct, frozen=True, gc=False):
+    """A note on a decision's plan, before its request has ended."""
+
+    decision_id: str
+    note: str
+
+
+class DecisionClosed(msgspec.Struct, frozen=True, gc=False):
+    """A decision's request ended."""
+
+    decision_id: str
+    finished: Finished
+
+
+class ReportIgnored(msgspec.Struct, frozen=True, gc=False):
+    """A gateway's report was ignored: another gateway has the request open, or waits for its answer."""
+
+    request_id: str
+    gateway_id: str
+
+
+class FleetChanged(msgspec.Struct, frozen=True, gc=False):
+    """Models, instances or their readiness changed."""
+
+
+class PoolForgotten(msgspec.Struct, frozen=True, gc=False):
+    """A pool without open requests has had no instance for long, and was removed."""
+
+    pool: str
+
+
+class Reserved(msgspec.Struct, frozen=True, gc=False):
+    """For the shared store: a reservation was opened or changed."""
+
+    reservation: Reservation
+
+
+class Released(msgspec.Struct, frozen=True, gc=False):
+    """For the shared store: a reservation ended."""
+
+    request_id: str
+    pool: str
+
+
+class SessionOwnerSet(msgspec.Struct, frozen=True, gc=False):
+    """For the shared store: a session's owner."""
+
+    session: str
+    instance_id: str
+    pool: str
+
+
+class SessionDisowned(msgspec.Struct, frozen=True, gc=False):
+    """For the shared store: a session that has ended, and has no owner any more."""
+
+    session: str
+    pool: str
+
+
+class SessionEndApplied(msgspec.Struct, frozen=True, gc=False):
+    """For the gateway that reported a session's end: these pools, which this replica owns, know it. To be sent once the shared
+    store has it, too."""
+
+    gateway_id: str
+    tenant: str
+    session_id: str
+    pools: tuple[str, ...]
+
+
+class MeanWorkSet(msgspec.Struct, frozen=True, gc=False):
+    """For the shared store: the mean work of a pool's requests has changed."""
+
+    mean_work: MeanWork
+    pool: str
+
+
+class IdleSessionsSet(msgspec.Struct, frozen=True, gc=False):
+    """For the shared store: what a pool's next owner needs of its idle sessions."""
+
+    idle_sessions: IdleSessions
+    pool: str
+
+
+Effect = (
+    Welcome
+    | Pace
+    | Resync
+    | PredictionAuditFailed
+    | RefuseReport
+    | Placed
+    | Refused
+    | Parked
+    | Move
+    | DecisionMade
+    | DecisionNoted
+    | DecisionClosed
+    | ReportIgnored
+    | FleetChanged
+    | PoolForgotten
+    | Reserved
+    | Released
+    | SessionOwnerSet
+    | SessionDisowned
+    | SessionEndApplied
+    | MeanWorkSet
+    | IdleSessionsSet
+)

@@ -1,0 +1,496 @@
+"""The registry of instances: their state, and which of them serve a model. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import chain
+
+import msgspec
+
+from pointsman_router.core.instances.circuit_breaker import Circuit
+from pointsman_router.core.instances.instance_orders import NO_ORDER, InstanceOrder
+from pointsman_router.core.instances.prediction_audit import PredictionAudit
+from pointsman_router.core.instances.report_sync import ReportSync
+from pointsman_router.core.instances.session_shares import SessionShares
+from pointsman_router.core.instances.stale_reservations import IdleReports
+from pointsman_router.core.prefix.exact_index import PrefixIndex
+from pointsman_router.core.prefix.lower_tiers import LowerTiers
+from pointsman_router.core.types import Candidate, InstanceInfo, InstanceState, KvRole, Load
+
+
+class CandidateSnapshot(msgspec.Struct, frozen=True, gc=False):
+    """The part of a candidate that does not depend on the request, valid for decisions from `since` to before `until` (s). The
+    candidate has no cached and no new tokens."""
+
+    candidate: Candidate
+    block_size: int
+    kv_token_bytes: int
+    since: float
+    until: float
+
+
+@dataclass(slots=True)
+class InstanceRecord:
+    """One instance: its identity, the state of its reports, and its last load. Times are in s on the router's clock.
+
+    `candidate_snapshot`: the cached result of the last decision (policy_views.py), kept until forget_snapshot.
+    """
+
+    info: InstanceInfo
+    sync: ReportSync
+    stream_id: int
+    heard_at: float
+    report_interval_s: float = 0.0
+    # Minimum interval between two loads that the agent was told, s (0: none), and whether the agent can be told one.
+    load_interval_s: float = 0.0
+    key_interval_s: float = 0.0
+    accepts_pace: bool = False
+    lost_at: float | None = None
+    draining: bool = False
+    order: InstanceOrder = NO_ORDER
+    load: Load | None = None
+    prediction_audit: PredictionAudit = field(default_factory=PredictionAudit)
+    # As prediction_audit, of the tokens that the instance should load from lower tiers.
+    load_audit: PredictionAudit = field(default_factory=PredictionAudit)
+    idle_reports: IdleReports = field(default_factory=IdleReports)
+    circuit: Circuit = field(default_factory=Circuit)
+    candidate_snapshot: CandidateSnapshot | None = None
+
+    def become(self, other: InstanceRecord) -> None:
+        """Copy all fields of another incarnation's record, so that lists of instances keep this record. Mutates."""
+        for field_ in fields(self):
+            setattr(self, field_.name, getattr(other, field_.name))
+
+    @property
+    def state(self) -> InstanceState:
+        """The first of CORDONED, DRAINING, UNHEALTHY, SUSPENDED, LOST, SYNCING that applies, else READY."""
+        if self.order.cordoned:
+            return InstanceState.CORDONED
+        return InstanceState.DRAINING if self.draining else self.underlying_state
+
+    @property
+    def underlying_state(self) -> InstanceState:
+        """The state without operators' orders and drains."""
+        if self.load is not None and not self.load.healthy:
+            return InstanceState.UNHEALTHY
+        if self.load is not None and self.load.suspended:
+            return InstanceState.SUSPENDED
+        if self.lost_at is not None:
+            return InstanceState.LOST
+        if self.follows_events and not self.sync.live:
+            return InstanceState.SYNCING
+        return InstanceState.READY
+
+    @property
+    def produces_only(self) -> bool:
+        """Whether the engine computes KV for other engines and answers no requests."""
+        return self.info.kv_transfer is not None and self.info.kv_transfer.role is KvRole.PRODUCER
+
+    def forget_snapshot(self) -> None:
+        """Drop the candidate snapshot, because something that decisions see of the instance has changed. Mutates."""
+        self.candidate_snapshot = None
+
+    @property
+    def follows_events(self) -> bool:
+        """Whether the instance's keys come from its events; otherwise they are assumed from the router's own placements."""
+        return self.info.exact_prefix and not self.prediction_audit.events_rejected and not self.sync.full
+
+    @property
+    def prefix_reason(self) -> str:
+        """Why the instance's keys do not come from its events, or why a new snapshot of them is requested; empty if neither."""
+        if not self.info.exact_prefix:
+            return self.info.prefix_reason or "no KV events"
+        if self.prediction_audit.reason:
+            return self.prediction_audit.reason
+        return "the router's index is full" if self.sync.full else ""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolInfo:
+    """The names that a model's instances answer to, and the placeable instances by id, in no order. `max_model_len`: the smallest
+    of all instances, tokens; 0 if unknown."""
+
+    model: str
+    served_names: tuple[str, ...]
+    lora_names: tuple[str, ...]
+    model_root: str
+    max_model_len: int
+    instances: Mapping[str, InstanceInfo]
+
+
+class _Traits:
+    """The names and limits of an instance as a dict key. The hash is computed once, since there may be hundreds of names."""
+
+    __slots__ = ("_hash", "lora_names", "max_model_len", "served_names")
+
+    def __init__(self, info: InstanceInfo) -> None:
+        self.served_names, self.lora_names, self.max_model_len = info.served_names, info.lora_names, info.max_model_len
+        self._hash = hash((info.served_names, info.lora_names, info.max_model_len))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Traits) and (
+            self.max_model_len == other.max_model_len
+            and self.served_names == other.served_names
+            and self.lora_names == other.lora_names
+        )
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names that the instance answers to, besides its pool's name."""
+        return frozenset(self.served_names + self.lora_names)
+
+
+class _Pool:
+    """All instances of one model, and what gateways are sent about them. Each change updates one instance, since a pass over a
+    thousand instances per change would block the event loop."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.records: list[InstanceRecord] = []  # by id
+        # _members: name of the pool -> the instances that answer to it. Names with the same instances share one list (`lists`).
+        # Both are cleared when instances are added or removed.
+        self._members: dict[str, list[InstanceRecord]] = {}
+        self.lists: dict[frozenset[_Traits], list[InstanceRecord]] = {}
+        # id() of such a list -> the weights of its placeable instances. Cleared when these instances, weights or lists change.
+        self._shares: dict[int, SessionShares] = {}
+        # Traits -> id -> instance. Most instances are alike, so there are few different traits.
+        self._alike: dict[_Traits, dict[str, InstanceRecord]] = {}
+        # Name, other than the pool's -> the traits that have it.
+        self._answering: dict[str, set[_Traits]] = {}
+        self._closed: dict[str, InstanceInfo] = {}
+        self._opened: dict[str, InstanceInfo] = {}
+        self._info: PoolInfo | None = None
+
+    def add(self, record: InstanceRecord) -> None:
+        """Add a new instance. Mutates."""
+        insort(self.records, record, key=_id_of)
+        traits = _Traits(record.info)
+        if traits not in self._alike:
+            self._alike[traits] = {}
+            for name in traits.names:
+                self._answering.setdefault(name, set()).add(traits)
+        self._alike[traits][_id_of(record)] = record
+        self._list_anew()
+        self.refresh(record)
+
+    def remove(self, record: InstanceRecord) -> None:
+        """Remove an instance, whose `info` must still be the one with which it was added. Mutates."""
+        del self.records[bisect_left(self.records, _id_of(record), key=_id_of)]
+        traits = _Traits(record.info)
+        del self._alike[traits][_id_of(record)]
+        if not self._alike[traits]:
+            del self._alike[traits]
+            for name in traits.names:
+                self._answering[name].discard(traits)
+                if not self._answering[name]:
+                    del self._answering[name]
+        self._closed.pop(record.info.instance_id, None)
+        self._opened.pop(record.info.instance_id, None)
+        self._list_anew()
+
+    def members(self, name: str) -> list[InstanceRecord]:
+        """Return the instances that answer to a name, in order of ids."""
+        members = self._members.get(name)
+        if members is None:
+            alike = frozenset(self._alike if name == self.model else self._answering.get(name, ()))
+            if alike not in self.lists:
+                found = (self._alike[traits].values() for traits in alike)
+                self.lists[alike] = sorted(chain.from_iterable(found), key=_id_of)
+            members = self._members[name] = self.lists[alike]
+        return members
+
+    def shares(self, name: str) -> SessionShares:
+        """Return the weights of the instances that answer to a name."""
+        members = self.members(name)
+        shares = self._shares.get(id(members))
+        if shares is None:
+            shares = self._shares[id(members)] = _shares_of(members)
+        return shares
+
+    def weigh_anew(self) -> None:
+        """Drop the cached weights, because weights have changed. Mutates."""
+        self._shares = {}
+
+    def described(self, record: InstanceRecord) -> None:
+        """Apply a changed `info` of an instance whose traits have not changed. Mutates."""
+        self._shares, self._info = {}, None
+        self.refresh(record)
+
+    def refresh(self, record: InstanceRecord) -> None:
+        """Apply whether an instance is placeable, and whether its circuit is closed. Mutates."""
+        instance_id = record.info.instance_id
+        holding = (self._opened if record.circuit.opened else self._closed) if record.state in _PLACEABLE else None
+        for infos in (self._closed, self._opened):
+            if infos is holding:
+                if infos.get(instance_id) is not record.info:
+                    infos[instance_id] = record.info
+                    self._shares, self._info = {}, None
+            elif infos.pop(instance_id, None) is not None:
+                self._shares, self._info = {}, None
+
+    def names(self) -> set[str]:
+        """Return all names that instances answer to, besides the pool's name."""
+        return set(self._answering)
+
+    def info(self) -> PoolInfo:
+        """Return what gateways are sent about the pool; the same object until it changes."""
+        if self._info is None:
+            self._info = PoolInfo(
+                model=self.model,
+                served_names=tuple(sorted({name for one in self._alike for name in one.served_names} - {self.model})),
+                lora_names=tuple(sorted({name for one in self._alike for name in one.lora_names})),
+                model_root=next((one.info.model_root for one in self.records if one.info.model_root), ""),
+                max_model_len=min((one.max_model_len for one in self._alike if one.max_model_len), default=0),
+                # If all circuits are open, failing instances are better than none, as in the router's own decisions.
+                instances=dict(self._closed or self._opened),
+            )
+        return self._info
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if cached data differs from the records."""
+        assert self.records == sorted(self.records, key=_id_of)
+        alike: dict[_Traits, dict[str, InstanceRecord]] = {}
+        for record in self.records:
+            alike.setdefault(_Traits(record.info), {})[_id_of(record)] = record
+        assert self._alike == alike
+        assert self._answering == {
+            name: {one for one in alike if name in one.names} for name in {name for one in alike for name in one.names}
+        }
+        up = [record for record in self.records if record.state in _PLACEABLE]
+        told = [record for record in up if not record.circuit.opened] or up
+        info = self.info()
+        assert {one: id(known) for one, known in info.instances.items()} == {_id_of(one): id(one.info) for one in told}
+        for name, members in self._members.items():
+            assert members == [record for record in self.records if _answers(record, name)]
+            assert any(members is one for one in self.lists.values())
+        for members in self.lists.values():
+            if (shares := self._shares.get(id(members))) is not None:
+                assert vars(shares) == vars(_shares_of(members))
+        assert self._shares.keys() <= {id(members) for members in self.lists.values()}
+
+    def _list_anew(self) -> None:
+        self._members, self.lists, self._shares, self._info = {}, {}, {}, None
+
+
+_PLACEABLE = frozenset({InstanceState.READY, InstanceState.SYNCING, InstanceState.LOST})
+
+
+def _shares_of(members: Iterable[InstanceRecord]) -> SessionShares:
+    return SessionShares(
+        [
+            (_id_of(record), record.order.weight, record.produces_only)
+            for record in members
+            if record.state in _PLACEABLE
+        ]
+    )
+
+
+def _id_of(record: InstanceRecord) -> str:
+    return record.info.instance_id
+
+
+class InstanceRegistry:
+    """All instances by id, and the model names that they serve.
+
+    `shared_names`: names that several pools answer to -> these pools. Requests for such a name go to the pool with that name, or
+    to the first pool by name. `orders`: operators' orders by instance id, also for unknown instances.
+    """
+
+    def __init__(self, index: PrefixIndex, lower_tiers: LowerTiers | None = None) -> None:
+        self._index = index
+        self._lower_tiers = LowerTiers() if lower_tiers is None else lower_tiers
+        self._records: dict[str, InstanceRecord] = {}
+        self._pools: dict[str, _Pool] = {}
+        self._named: dict[str, set[str]] = {}
+        self._pool_of: dict[str, str] = {}
+        self.shared_names: dict[str, list[str]] = {}
+        self._drained: Mapping[str, str] = {}
+        self._moving: frozenset[str] = frozenset()
+        self.orders: Mapping[str, InstanceOrder] = {}
+        self._weighted: frozenset[str] = frozenset()
+        self._left: set[str] = set()
+
+    def get(self, instance_id: str) -> InstanceRecord | None:
+        """Return the record of an instance, or None."""
+        return self._records.get(instance_id)
+
+    def records(self) -> list[InstanceRecord]:
+        """Return all instances, in order of ids."""
+        return [self._records[instance_id] for instance_id in sorted(self._records)]
+
+    def pool_of(self, model: str) -> str:
+        """Return the pool of a name (pool, served name or LoRA adapter), or ""."""
+        return self._pool_of.get(model, "")
+
+    def members(self, pool: str, model: str) -> list[InstanceRecord]:
+        """Return the pool's instances that answer to `model`, one of its names, in order of ids; an adapter may be loaded on some
+        instances only. Names with the same instances get the same list object, until an instance of the pool is added or
+        removed."""
+        known = self._pools.get(pool)
+        return known.members(model) if known is not None else []
+
+    def lists(self, pool: str) -> object:
+        """Return an identity of the pool's lists: a new object whenever an instance of the pool is added or removed."""
+        known = self._pools.get(pool)
+        return known.lists if known is not None else None
+
+    def shares(self, pool: str, model: str) -> SessionShares | None:
+        """Return the weights of the instances of `pool` that answer to `model`, one of its names; None if all have full
+        weight."""
+        if not self._weighted or (known := self._pools.get(pool)) is None:
+            return None
+        return known.shares(model) or None
+
+    def answers(self, instance_id: str, model: str) -> bool:
+        """Return whether the instance is known and `model` is one of its names."""
+        record = self._records.get(instance_id)
+        return record is not None and _answers(record, model)
+
+    def leaves_answers_to_others(self, instance_id: str, pool: str, model: str) -> bool:
+        """Return whether the instance only produces KV, and another instance of `pool` answers requests for `model`."""
+        record = self._records.get(instance_id)
+        return (
+            record is not None
+            and record.produces_only
+            and any(not one.produces_only for one in self.members(pool, model))
+        )
+
+    def add(self, info: InstanceInfo, stream_id: int, now: float) -> InstanceRecord:
+        """Add an instance, or a new incarnation or stream of a known one; return its record. Mutates.
+
+        A known incarnation keeps its keys, so that its agent may resume. A new incarnation starts without keys, and ends a drain.
+        Orders stay.
+        """
+        record = self._records.get(info.instance_id)
+        # The pool's lists are rebuilt when an instance is new, or changes its names, but not when an instance restarts: there may
+        # be a thousand restarts.
+        stays = record is not None and record.info.model == info.model and _Traits(record.info) == _Traits(info)
+        if record is not None and not stays:
+            self._leave_pool(record)
+        if record is not None and record.info.incarnation == info.incarnation:
+            record.info, record.stream_id, record.heard_at, record.lost_at = info, stream_id, now, None
+            record.forget_snapshot()
+        else:
+            sync = ReportSync(info.instance_id, self._index, self._lower_tiers)
+            sync.reset()
+            order = self.orders.get(info.instance_id, NO_ORDER)
+            begun = InstanceRecord(info, sync, stream_id, now, draining=self._drains(info), order=order)
+            if record is None:
+                record = self._records[info.instance_id] = begun
+            else:
+                record.become(begun)
+        self._index.set_sparse(info.instance_id, info.sparse_prefixes)
+        self._lower_tiers.share(info.instance_id, info.model, info.shared_storage)
+        if stays:
+            self._pools[info.model].described(record)
+            return record
+        if info.model not in self._pools:
+            self._pools[info.model] = _Pool(info.model)
+        self._pools[info.model].add(record)
+        self._name_pools()
+        return record
+
+    def forget_snapshot(self, instance_id: str) -> None:
+        """Drop the candidate snapshot of an instance; no effect if the instance is unknown. Mutates."""
+        if (record := self._records.get(instance_id)) is not None:
+            record.forget_snapshot()
+
+    def refresh(self, record: InstanceRecord) -> None:
+        """Update what gateways are sent after a known instance's health or circuit has changed. Mutates."""
+        self._pools[record.info.model].refresh(record)
+
+    def drain(self, incarnations: Mapping[str, str], moving: frozenset[str] = frozenset()) -> bool:
+        """Set the draining instances: instance id -> incarnation, known or not; `moving`: those whose requests are to leave them.
+        Return whether the state of any instance changes. Mutates."""
+        self._drained, self._moving = incarnations, moving
+        changed = [record for record in self._records.values() if record.draining is not self._drains(record.info)]
+        for record in changed:
+            record.draining = not record.draining
+            record.forget_snapshot()
+            self.refresh(record)
+        return bool(changed)
+
+    def order(self, orders: Mapping[str, InstanceOrder]) -> bool:
+        """Set the orders, for every incarnation of instances known or not. Return whether any known instance changes. Mutates."""
+        self.orders = orders
+        self._weighted = frozenset(name for name, order in orders.items() if order.weight < 1.0)
+        changed = [
+            record for record in self._records.values() if record.order != orders.get(record.info.instance_id, NO_ORDER)
+        ]
+        for record in changed:
+            record.order = orders.get(record.info.instance_id, NO_ORDER)
+            record.forget_snapshot()
+            self._pools[record.info.model].weigh_anew()
+            self.refresh(record)
+        return bool(changed)
+
+    def _drains(self, info: InstanceInfo) -> bool:
+        return self._drained.get(info.instance_id) == info.incarnation
+
+    def moves(self, instance_id: str) -> bool:
+        """Return whether an instance's requests are to leave it."""
+        record = self._records.get(instance_id)
+        return record is not None and instance_id in self._moving and record.draining
+
+    def moving(self) -> list[InstanceRecord]:
+        """Return the instances that their requests are to leave."""
+        return [self._records[instance_id] for instance_id in sorted(self._moving) if self.moves(instance_id)]
+
+    def remove(self, instance_id: str) -> None:
+        """Remove an instance and its keys. Mutates."""
+        record = self._records.pop(instance_id)
+        record.sync.reset()
+        self._index.set_sparse(instance_id, False)
+        self._lower_tiers.share(instance_id, "", "")
+        self._leave_pool(record)
+        self._name_pools()
+
+    def pools_left(self) -> set[str]:
+        """Return the pools that lost their last instance since the last call, even if they have one again. Mutates."""
+        left, self._left = self._left, set()
+        return left
+
+    def pools(self) -> list[PoolInfo]:
+        """Return what gateways are sent: the pools in order of names, with their placeable instances. An unchanged pool is the
+        same object as before."""
+        return [self._pools[model].info() for model in sorted(self._pools)]
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the pools differ from the records."""
+        for model, pool in self._pools.items():
+            assert pool.records == [record for record in self.records() if record.info.model == model] != []
+            pool.check_invariants()
+        assert sum(len(pool.records) for pool in self._pools.values()) == len(self._records)
+        assert self._named == {model: pool.names() for model, pool in self._pools.items()}
+        for record in self._records.values():
+            assert record.order == self.orders.get(record.info.instance_id, NO_ORDER)
+
+    def _leave_pool(self, record: InstanceRecord) -> None:
+        pool = self._pools[record.info.model]
+        pool.remove(record)
+        if not pool.records:
+            del self._pools[record.info.model]
+            self._left.add(record.info.model)
+
+    def _name_pools(self) -> None:
+        named = {model: pool.names() for model, pool in self._pools.items()}
+        if named == self._named:
+            return
+        self._named = named
+        pools_of: dict[str, list[str]] = {pool: [pool] for pool in named}
+        for pool, names in sorted(named.items()):
+            for name in names:
+                if pool not in (pools := pools_of.setdefault(name, [])):
+                    pools.append(pool)
+        self._pool_of = {name: pools[0] for name, pools in pools_of.items()}
+        self.shared_names = {name: pools for name, pools in sorted(pools_of.items()) if len(pools) > 1}
+
+
+def _answers(record: InstanceRecord, model: str) -> bool:
+    info = record.info
+    return model == info.model or model in info.served_names or model in info.lora_names

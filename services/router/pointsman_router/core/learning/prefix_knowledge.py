@@ -1,0 +1,299 @@
+"""Derives from reports and answers how much of a prompt each instance has cached, and its prefill progress. Pure.
+
+Combines the exact index of reported keys, the provisional blocks that were just computed, the approximate index, and the
+prediction audit that checks answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+from pointsman_common.core.block_keys import KEY_TOKENS
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
+from pointsman_router.core.instances.prediction_audit import AGAIN_S
+from pointsman_router.core.instances.report_sync import TIER_DEVICE, Delta, KeyMessage, SnapshotEnd
+from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
+from pointsman_router.core.learning.prefill_progress import NO_KEYS, OpenPrompt, PrefillProgress
+from pointsman_router.core.load.reservations import Reservation
+from pointsman_router.core.prefix.approximate_index import ApproximateIndex
+from pointsman_router.core.prefix.exact_index import PrefixIndex
+from pointsman_router.core.prefix.lower_tiers import LowerBlocks, LowerTiers
+from pointsman_router.core.prefix.provisional_blocks import ProvisionalBlocks
+from pointsman_router.core.types import Candidate, Decision, PrefixSource, StepKind
+
+
+class PrefixMatches(NamedTuple):
+    """Number of leading blocks of a prompt by instance (absent: none), how many of them are provisional, and how many blocks
+    after them are in lower tiers."""
+
+    blocks: Mapping[str, int]
+    provisional: Mapping[str, int]
+    lower: Mapping[str, LowerBlocks] = MappingProxyType({})
+
+
+_NOTHING = PrefixMatches({}, {})
+# Maximum number of block keys assumed on an instance without KV events whose KV capacity is unknown.
+ASSUMED_CAPACITY_KEYS = 16_384
+# An agent is silent if it sent no message for SILENT_INTERVALS of its report intervals, and for LEAST_SILENCE_S seconds.
+SILENT_INTERVALS, LEAST_SILENCE_S = 2, 2.0
+
+
+@dataclass(slots=True)
+class PrefixKnowledge:
+    """Combines all sources of prefix knowledge. `stale_keys_s`: time since the last message of an instance's agent after which
+    its cache counts as empty, s."""
+
+    index: PrefixIndex
+    instances: InstanceRegistry
+    stale_keys_s: float
+    prefill_observer: PrefillObserver
+    prefill_progress: PrefillProgress = field(default_factory=PrefillProgress)
+    provisional: ProvisionalBlocks = field(default_factory=ProvisionalBlocks)
+    approximate_index: ApproximateIndex = field(default_factory=ApproximateIndex)
+    lower_tiers: LowerTiers = field(default_factory=LowerTiers)
+    # Instance -> when its lower tiers count again, s: its answers had fewer tokens cached than its GPU and these should have.
+    _unloaded: dict[str, float] = field(default_factory=dict)
+
+    # ---- what is known ----
+
+    def source(self, record: InstanceRecord, now: float) -> PrefixSource:
+        """Return the source of the instance's cached blocks at `now`; NONE if its cache counts as empty."""
+        if record.lost_at is not None or now > record.heard_at + self.stale_keys_s:
+            return PrefixSource.NONE
+        if record.sync.live:
+            return PrefixSource.EVENTS
+        if record.follows_events or now < record.prediction_audit.suspended_until:
+            return PrefixSource.NONE
+        return PrefixSource.APPROXIMATE
+
+    def source_changes_at(self, record: InstanceRecord) -> tuple[float, float]:
+        """Return the times at which the source may change without an event."""
+        return record.heard_at + self.stale_keys_s, record.prediction_audit.suspended_until
+
+    def indexes(self) -> tuple[PrefixIndex, ...]:
+        """Return the indexes in which instances' keys are looked up."""
+        assumed = self.approximate_index.index
+        lower = self.lower_tiers.indexes() if self.lower_tiers else ()
+        return (self.index, assumed, *lower) if len(assumed) else (self.index, *lower)
+
+    def match(self, keys: Sequence[int], candidates: Sequence[Candidate]) -> PrefixMatches:
+        """Return how many leading blocks of the prompt each candidate has, by its prefix_source. Changes nothing."""
+        if not keys:
+            return _NOTHING
+        events = PrefixSource.EVENTS
+        exact = [one.instance_id for one in candidates if one.prefix_source is events]
+        blocks = self.index.leading_blocks(keys, exact)
+        provisional = {}
+        for instance_id in self.provisional.instance_ids() if len(self.provisional) else ():
+            if (confirmed := blocks.get(instance_id)) is not None:
+                reach = self.provisional.extend(instance_id, keys, confirmed)
+                if reach > confirmed:
+                    blocks[instance_id], provisional[instance_id] = reach, reach - confirmed
+        lower = self._lower_blocks(keys, blocks) if self.lower_tiers else _NOTHING.lower
+        if len(exact) < len(candidates):
+            learned = [one.instance_id for one in candidates if one.prefix_source is PrefixSource.APPROXIMATE]
+            blocks |= self.approximate_index.leading_blocks(keys, learned)
+        return PrefixMatches(blocks, provisional, lower)
+
+    def _lower_blocks(self, keys: Sequence[int], blocks: Mapping[str, int]) -> Mapping[str, LowerBlocks]:
+        """Return the blocks that follow in lower tiers, of instances whose answers agree with what they report of these."""
+        if self._unloaded:
+            blocks = {name: count for name, count in blocks.items() if name not in self._unloaded}
+        return self.lower_tiers.continued(keys, blocks)
+
+    def trusts_lower_tiers(self, instance_id: str) -> bool:
+        """Return whether an instance's answers agree with what it reports of its lower tiers."""
+        return instance_id not in self._unloaded
+
+    # ---- agents ----
+
+    def heard(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
+        """Handle a message of the instance's agent; call before `heard_at` is set. The answers observed since its previous
+        message are judged now, unless it was silent. Return the effects of the prediction audit. Mutates."""
+        self.silence_ends(record, now)
+        if not record.sync.live or not record.prediction_audit.judge(now):
+            return []
+        return self._reject_predictions(record, now)
+
+    def silence_ends(self, record: InstanceRecord, now: float) -> None:
+        """Exclude requests placed before `now` from the audit if the instance's agent was silent or lost. Evictions meanwhile
+        were not reported, so answers to these requests are no evidence against the index. Mutates."""
+        silence_s = max(SILENT_INTERVALS * record.report_interval_s, LEAST_SILENCE_S)
+        if record.follows_events and (now - record.heard_at > silence_s or record.lost_at is not None):
+            record.prediction_audit.ignore_before(now)
+
+    def keys_reported(self, record: InstanceRecord, message: KeyMessage, now: float) -> list[OpenPrompt]:
+        """Apply `message`, which the instance's copy has applied; return the prompts whose prefill has progressed. Mutates."""
+        instance_id = record.info.instance_id
+        if not record.sync.live:
+            self.provisional.drop(instance_id)
+            return []
+        match message:
+            case Delta():
+                if message.cleared:
+                    self.provisional.drop(instance_id)
+                    self.prefill_progress.removed(instance_id, self.index)
+                if message.tier != TIER_DEVICE:
+                    return []
+                self.provisional.settle(instance_id, message.removed)
+                self.provisional.settle(instance_id, message.added)
+                if message.removed:
+                    self.prefill_progress.removed(instance_id, self.index, frozenset(message.removed))
+                moved = self.prefill_progress.reported(instance_id, self.index)
+            case SnapshotEnd():
+                record.prediction_audit.reset(now)
+                moved = self.prefill_progress.reported(instance_id, self.index)
+            case _:
+                return []
+        if moved:
+            self.prefill_observer.moved(instance_id, now)
+        return moved
+
+    def forget(self, instance_id: str) -> None:
+        """Drop all knowledge of an instance that is gone, or has a new incarnation. Mutates."""
+        self.provisional.drop(instance_id)
+        self.approximate_index.drop(instance_id)
+        self.prefill_observer.forget(instance_id)
+        self.prefill_progress.unwatch_all(instance_id)
+        self._unloaded.pop(instance_id, None)
+
+    # ---- requests ----
+
+    def opened(self, reservation: Reservation, keys: Sequence[int], target_tokens: int, now: float) -> OpenPrompt:
+        """Return the prompt of a step that was reserved, and watch its prefill if the instance's events report it.
+        `target_tokens`: tokens of the prompt that are on the instance after the step. Mutates."""
+        prompt = OpenPrompt(
+            request_id=reservation.request_id,
+            instance_id=reservation.instance_id,
+            opened_at=now,
+            keys=keys,
+            cached_tokens=target_tokens - reservation.new_tokens,
+            device_tokens=max(target_tokens - reservation.new_tokens - reservation.kv_load.credit_tokens, 0),
+            target_tokens=target_tokens,
+        )
+        record = self.instances.get(reservation.instance_id)
+        if record is not None and record.follows_events and prompt.keys and reservation.new_tokens:
+            self.prefill_progress.watch(prompt, self.index)
+        return prompt
+
+    def first_token(self, prompt: OpenPrompt, now: float) -> None:
+        """Record that a prompt is computed in full, and its answer has begun. Mutates."""
+        self.step_done(prompt, now)
+        if prompt.learned:
+            record = self.instances.get(prompt.instance_id)
+            if record is None or record.follows_events:
+                # No step follows, and events report what stays cached. The keys of 130k tokens take 65 kB.
+                prompt.keys = NO_KEYS
+
+    def step_done(self, prompt: OpenPrompt, now: float) -> None:
+        """Record that a PREFILL step is done. Mutates."""
+        self.prefill_progress.computed(prompt)
+        self._learn(prompt, now)
+
+    def finished(
+        self, prompt: OpenPrompt, finished: ev.Finished, decision: Decision | None, now: float
+    ) -> list[ev.Effect]:
+        """Learn from the answer of a request that has ended; return the effects of the prediction audit. Mutates."""
+        if finished.outcome == "OK":
+            self._learn(prompt, now)
+        return self._judge(prompt, finished.cached_tokens, decision, now)
+
+    def closed(self, prompt: OpenPrompt) -> None:
+        """Stop watching a prompt whose request is no longer open on the instance. Mutates."""
+        self.prefill_progress.forget(prompt)
+
+    def expire(self, now: float) -> None:
+        """Remove expired provisional blocks, and let lower tiers count again. Mutates."""
+        self.provisional.expire(now)
+        for instance_id in [name for name, until in self._unloaded.items() if until <= now]:
+            del self._unloaded[instance_id]
+
+    def check_invariants(self, prompts: Mapping[str, OpenPrompt | None]) -> None:
+        """Raise AssertionError if the open requests' prompts, the provisional or the approximate blocks are inconsistent."""
+        for record in self.instances.records():
+            assert record.follows_events or not record.sync.live, record.info.instance_id
+        live = {record.info.instance_id for record in self.instances.records() if record.sync.live}
+        self.prefill_progress.check_invariants(self.index, live, prompts)
+        self.provisional.check_invariants()
+        self.approximate_index.check_invariants()
+        self.lower_tiers.check_invariants()
+
+    def _learn(self, prompt: OpenPrompt, now: float) -> None:
+        record = self.instances.get(prompt.instance_id)
+        if prompt.learned or record is None or not prompt.keys:
+            return
+        prompt.learned = True
+        per_block = record.info.block_size // KEY_TOKENS
+        # An engine keeps only whole blocks of its own size.
+        keys = prompt.keys[: min(prompt.target_tokens // KEY_TOKENS, len(prompt.keys)) // per_block * per_block]
+        if self.source(record, now) is PrefixSource.EVENTS:
+            if record.info.sparse_prefixes:
+                # Blocks at the front of the prompt may be evicted before its end is computed, so only events show the hits.
+                return
+            held = self.index.leading_blocks(keys, (prompt.instance_id,))[prompt.instance_id]
+            self.provisional.add(prompt.instance_id, keys[held:], now)
+        elif not record.follows_events:
+            capacity = record.info.kv_capacity_tokens // KEY_TOKENS or ASSUMED_CAPACITY_KEYS
+            self.approximate_index.learn(prompt.instance_id, keys, capacity)
+
+    def _judge(
+        self, prompt: OpenPrompt, reported: int | None, decision: Decision | None, now: float
+    ) -> list[ev.Effect]:
+        """Compare the cached tokens predicted for the answering instance with those that its engine reported."""
+        record = self.instances.get(prompt.instance_id)
+        if reported is None or decision is None or record is None or prompt.evicted or record.lost_at is not None:
+            return []
+        candidate = decision.view.find(prompt.instance_id)  # None: a gateway announced the request on another instance
+        last = decision.result.steps[-1]
+        if (
+            candidate is None
+            or candidate.incarnation != record.info.incarnation
+            or last.kind is not StepKind.SERVE
+            or last.instance_id != prompt.instance_id
+            or prompt.opened_at < record.prediction_audit.since
+        ):
+            return []
+        # Only the blocks on the GPU are evidence for the index of these.
+        predicted = candidate.present_tokens - candidate.kv_load.tokens
+        if record.follows_events:
+            if candidate.prefix_source is not PrefixSource.EVENTS or not record.sync.live:
+                return []
+        elif candidate.prefix_source is not PrefixSource.APPROXIMATE:
+            return []
+        elif reported < predicted:
+            self.approximate_index.correct(prompt.instance_id, prompt.keys[reported // KEY_TOKENS :])
+        record.prediction_audit.observe(predicted, reported, record.info.block_size)
+        if candidate.kv_load.tokens:
+            self._judge_load(record, candidate, reported, now)
+        # The engine's events may still be on their way, so judge only after the agent's next message (`heard`). The approximate
+        # index is the router's own and can be judged at once.
+        if record.follows_events or not record.prediction_audit.judge(now):
+            return []
+        return self._reject_predictions(record, now)
+
+    def _judge_load(self, record: InstanceRecord, candidate: Candidate, reported: int, now: float) -> None:
+        """Compare an answer with what lower tiers were predicted to add. After too many shortfalls they count as empty for a
+        while: the blocks cannot be loaded, or are evicted before they are."""
+        audit = record.load_audit
+        audit.observe(candidate.present_tokens, reported, record.info.block_size)
+        if audit.judge(now):
+            self._unloaded[record.info.instance_id] = now + AGAIN_S
+
+    def _reject_predictions(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
+        followed = record.sync.live
+        instance_id, reason = record.info.instance_id, record.prediction_audit.reason
+        record.forget_snapshot()
+        self.provisional.drop(instance_id)
+        self.approximate_index.drop(instance_id)
+        if not followed:
+            record.prediction_audit.suspend(now)
+            return [ev.PredictionAuditFailed(instance_id, reason)]
+        record.sync.invalidate()
+        effects: list[ev.Effect] = [ev.PredictionAuditFailed(instance_id, reason), ev.FleetChanged()]
+        if record.follows_events:
+            effects.append(ev.Resync(record.stream_id, instance_id, f"prediction audit failed: {reason}"))
+        return effects

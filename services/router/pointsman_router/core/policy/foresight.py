@@ -1,0 +1,234 @@
+"""`foresight`: scores are predicted seconds; light prompts go at once, heavy ones in slices, and others are held. Pure."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from msgspec import structs
+
+from pointsman_router.core.policy.base import Policy, hold, rotated, serve, setting, slice_of
+from pointsman_router.core.prefill_curve import DEFAULT_CURVE, PrefillCurve
+from pointsman_router.core.types import (
+    NO_FACTS,
+    Candidate,
+    FleetView,
+    PlacementRequest,
+    PolicyResult,
+    PoolFacts,
+    PrefillBacklog,
+)
+
+AT_ONCE, SLICE, LAST_PART, HELD = "at_once", "slice", "last_part", "held"
+# Maximum share of a prefill's predicted cost that counts as done while no event reports its end.
+MAX_DONE_SHARE = 0.9
+# Share of a slice: a shorter rest of the prompt is computed together with the slice before it.
+SMALL_REST = 0.25
+# Factor, in multiples of the mean request cost, that stands for no limit of a wait.
+NO_WAIT_LIMIT = 1e6
+
+
+@dataclass(frozen=True)
+class Foresight(Policy):
+    """Least predicted seconds until the first token; heavy prompts in slices, one after another, light ones at once.
+
+    Score of instance i, in s; the request goes to the instance with the least score:
+        wait_i + C_i
+        + lost_cache_weight * (C_i - min C)
+        + remainder_weight * idle * rest_i
+        + (interference + busy_interference * (1 - idle)) * C_i * decodes_i
+        + overflow_factor * u, if i's KV cache would not hold all open prompts
+    Terms:
+        C_i: the seconds in which i has the prompt: the curve's for the tokens that i computes, and those of loading KV from i's
+            lower tiers
+        wait_i: seconds of the prefills open on i that the request waits for
+        rest_i: seconds of the rests of other prompts of which slices are computed on i
+        decodes_i: answers on i past their first token
+        u: mean cost of a request, s; 0 before the first request, and then all requests go at once
+        idle: share of instances without prefills, 0 to 1
+    When the request goes, and how much of it:
+        light (min C <= light_factor * u): at once iff wait_i <= light_wait_factor * u, or wait_i < half of what is open on i
+        heavy: iff the work ahead of it on i takes at most heavy_wait_factor * u. This work is the open prefills, and the rests
+            of heavy prompts with less left than this one. Then slice_factor * u seconds of the prompt go, and the rest is
+            decided anew
+        else held; the least min C / ageing_rate - age, in s, is first
+    So an instance has one heavy prompt at a time, the one with the least left, and light ones go between its slices. This also
+    holds for engines that cut long prompts into chunks themselves: a prompt that is alone there gets whole steps, which may take
+    seconds. On such an engine a prompt of n tokens waits, for each prompt before it, for min(the rest of that prompt,
+    ceil(n / limit) chunks of it). A light prompt longer than a chunk waits as heavy ones do, and then goes whole. The figures
+    are u, and wait and C of the chosen instance.
+
+    Reasons: `at_once`, `held`, `slice`, `last_part`.
+    Source: Pointsman's own study (docs/findings.md).
+    """
+
+    name: ClassVar[str] = "foresight"
+    looks_at_few: ClassVar[bool] = True
+
+    slice_factor: float = setting(
+        0.3, 0.0, 1e6, "length of a slice, in multiples of the mean request cost; 0: no slices"
+    )
+    slice_growth: float = setting(
+        0.0, 0.0, 1e6, "seconds by which a slice is longer for each second that the request has waited"
+    )
+    slice_min_tokens: float = setting(1024.0, 16.0, 1e9, "minimum length of a slice, in tokens")
+    light_factor: float = setting(
+        2.0, 0.0, 1e6, "maximum cost of a light request, in multiples of the mean request cost"
+    )
+    light_wait_factor: float = setting(
+        1.5, 0.0, 1e6, "maximum wait of a light request, in multiples of the mean request cost"
+    )
+    heavy_wait_factor: float = setting(
+        0.2, 0.0, 1e6, "maximum work ahead of a heavy request, in multiples of the mean request cost"
+    )
+    ageing_rate: float = setting(0.1, 1e-3, 1e6, "seconds of cost that a second of waiting offsets in the queue")
+    lost_cache_weight: float = setting(
+        0.3, 0.0, 1e6, "penalty per second of prefill that the best cached instance would save"
+    )
+    remainder_weight: float = setting(
+        0.3, 0.0, 1e6, "penalty per second left of other heavy prompts there, whose slices slow the answer"
+    )
+    interference: float = setting(0.05, 0.0, 1e6, "penalty per second of prefill and running decode there")
+    busy_interference: float = setting(
+        0.3, 0.0, 1e6, "increase of interference if every instance has prefills, since slow answers fill the KV cache"
+    )
+    overflow_factor: float = setting(
+        1.0, 0.0, 1e6, "penalty for more open prompts than the KV cache holds, in multiples of the mean request cost"
+    )
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        eligible = rotated(view.eligible(), view.decision_number)
+        curves, now = view.curves, view.now
+        unit = _mean_cost_s(view)
+        own = [one.prefill_s(curves.get(one.prefill_backlog.hardware, DEFAULT_CURVE)) for one in eligible]
+        least = min(own)
+        unseen = view.unseen
+        without_prefill = sum([not one.prefill_backlog.requests for one in eligible])
+        idle = (without_prefill + unseen.instances - unseen.prefilling) / (len(eligible) + unseen.instances)
+        scores: dict[str, float] = {}
+        best, best_score, best_cost, second = eligible[0], math.inf, own[0], math.inf
+        # In ascending order of own cost. Once this alone exceeds the second least score, no later instance can be best or second.
+        for at in sorted(range(len(own)), key=own.__getitem__):
+            one, cost = eligible[at], own[at]
+            score = cost + self.lost_cache_weight * (cost - least)
+            if score > second:
+                break
+            if one.num_requests:
+                curve = curves.get(one.prefill_backlog.hardware, DEFAULT_CURVE)
+                score += self._load(request, one, cost, curve, now, idle)
+                if 0 < one.kv_capacity_tokens < _open_tokens(request, one):
+                    score += self.overflow_factor * unit
+            scores[one.instance_id] = score
+            if score < best_score:
+                best, best_score, best_cost, second = one, score, cost, best_score
+            elif score < second:
+                second = score
+        curve = curves.get(best.prefill_backlog.hardware, DEFAULT_CURVE)
+        backlog, wait = prefills_ahead(best.prefill_backlog, curve, best.new_tokens, now)
+        figures = {"mean_cost_s": unit, "wait_s": wait, "prefill_s": best_cost}
+        light = least <= self.light_factor * unit
+        # On an engine that cuts prompts, a prompt of several chunks slows all prompts computed beside it, and is slowed by them.
+        passes = light and not 0 < best.prefill_backlog.chunk_limit < best.new_tokens
+        if not unit or (passes and (wait <= self.light_wait_factor * unit or wait < 0.5 * backlog)):
+            return structs.replace(serve(best, AT_ONCE, scores), figures=figures)
+        queue_penalty = least / self.ageing_rate
+        if passes or backlog + _less_left(request, best, best_cost, curve) > self.heavy_wait_factor * unit:
+            held = hold(HELD, scores=scores, queue_penalty_s=queue_penalty, waits_for=best.instance_id)
+            return structs.replace(held, figures=figures)
+        prefix = 0 if light else self._slice(request, best, curve, unit)
+        result = slice_of(best, prefix, SLICE, scores) if prefix else serve(best, LAST_PART, scores)
+        return structs.replace(result, figures=figures, queue_penalty_s=queue_penalty)
+
+    def without_holds(self, facts: PoolFacts = NO_FACTS) -> Policy:
+        """Return the same policy with unlimited waits, which holds no request."""
+        return replace(self, light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT)
+
+    def _load(
+        self, request: PlacementRequest, one: Candidate, cost: float, curve: PrefillCurve, now: float, idle: float
+    ) -> float:
+        """Return what an instance's other requests add to its score, s."""
+        work = one.prefill_backlog
+        interference = self.interference + self.busy_interference * (1.0 - idle)
+        added = interference * cost * max(one.num_requests - work.requests, 0)
+        if work.queue:
+            added += prefills_ahead(work, curve, one.new_tokens, now)[1]
+        if work.remainders and idle:
+            remainders = [
+                curve.cost_s(left, there) for who, left, there in work.remainders if who != request.request_id
+            ]
+            added += self.remainder_weight * idle * (sum(remainders) + curve.sums_s(work.unlisted_remainders))
+        return added
+
+    def _slice(self, request: PlacementRequest, one: Candidate, curve: PrefillCurve, unit: float) -> int:
+        """Return the length of the prefix that the instance has after the next slice, in tokens; 0: the whole rest goes at
+        once."""
+        if not self.slice_factor:
+            return 0
+        there = one.present_tokens
+        # Behind each slice others go first, so in slices of one length the longest prompts of a busy instance wait most of all.
+        seconds = self.slice_factor * unit + self.slice_growth * request.age_s
+        tokens = max(curve.tokens_in(seconds, there), self.slice_min_tokens)
+        tokens = min(tokens, request.sliceable_tokens - there)
+        if tokens < self.slice_min_tokens or tokens * (1 + SMALL_REST) >= request.input_tokens - there:
+            return 0
+        block = one.prefill_backlog.block_size
+        end = there + max(int(tokens) // block, 1) * block
+        return end if end <= request.sliceable_tokens and end < request.input_tokens else 0
+
+
+def _less_left(request: PlacementRequest, one: Candidate, cost: float, curve: PrefillCurve) -> float:
+    """Return the seconds left of other prompts on the instance that have less left than this one, which takes `cost` s there.
+
+    Prompts that alternated slice by slice would all end when the last one does. So one of two prompts is always first. Both are
+    compared by what was left after their last slices there: otherwise each could wait for the other because its own part was
+    evicted. Prompts that are not listed all count as their mean.
+    """
+    remainders = {who: curve.cost_s(left, there) for who, left, there in one.prefill_backlog.remainders}
+    cost = min(cost, remainders.pop(request.request_id, cost))
+    less = sum([rest for rest in remainders.values() if rest < cost])
+    others = one.prefill_backlog.unlisted_remainders
+    return less + curve.sums_s(others) if others.prefills and curve.cost_s(*others.mean()) < cost else less
+
+
+def _open_tokens(request: PlacementRequest, one: Candidate) -> int:
+    """Return the prompt tokens of all requests that would be open on an instance, this one counted once."""
+    there = any(who == request.request_id for who, *_ in one.prefill_backlog.remainders)
+    return one.ongoing_tokens + (0 if there else request.input_tokens)
+
+
+def _mean_cost_s(view: FleetView) -> float:
+    """Return the mean cost of a request, s, as the mean over the kinds of hardware; 0 before the first request."""
+    if not view.mean_work.tokens:
+        return 0.0
+    curves = view.curves.values() or (DEFAULT_CURVE,)
+    return sum(curve.work_s(view.mean_work) for curve in curves) / len(curves)
+
+
+def _backlog(work: PrefillBacklog, curve: PrefillCurve, now: float) -> float:
+    """Return the seconds of prefill that are open on an instance."""
+    if not work.queue:
+        return 0.0
+    done = min(max(now - work.advanced_at, 0.0), MAX_DONE_SHARE * curve.cost_s(*work.queue[0]))
+    return curve.total_s(work.queue) + curve.sums_s(work.unlisted) - done
+
+
+def prefills_ahead(work: PrefillBacklog, curve: PrefillCurve, new: int, now: float) -> tuple[float, float]:
+    """Return the seconds of prefill that are open on an instance, and how many of these a prompt of `new` tokens waits for.
+    Prefills that are not listed all count as their mean."""
+    backlog = _backlog(work, curve, now)
+    if not (limit := work.chunk_limit) or not backlog:
+        return backlog, backlog
+    costs = [curve.cost_s(left, there) for left, there in work.queue]
+    costs[0] -= min(max(now - work.advanced_at, 0.0), MAX_DONE_SHARE * costs[0])
+    rounds = -(-new // limit)
+    wait = sum(
+        min(cost, rounds * curve.cost_s(min(limit, left), there))
+        for cost, (left, there) in zip(costs, work.queue, strict=True)
+    )
+    if work.unlisted.prefills:
+        left, there = work.unlisted.mean()
+        in_chunks = rounds * work.unlisted.prefills * curve.cost_s(min(limit, left), there)
+        wait += min(curve.sums_s(work.unlisted), in_chunks)
+    return backlog, wait

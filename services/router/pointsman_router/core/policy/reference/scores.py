@@ -1,0 +1,38 @@
+"""Helpers of the policies that compute other routers' scores on Pointsman's view, for comparison. Pure.
+
+These policies contain neither the other routers' code nor their data. They use Pointsman's exact prefixes and load, so they are
+at least as good as in their own routers. Scores for which higher is better are negated. Ties are broken at random (by `rng`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+from pointsman_router.core.types import Candidate, PlacementRequest
+
+
+def lowest_at_random(candidates: Sequence[Candidate], scores: Mapping[str, float], rng: random.Random) -> Candidate:
+    """Return the candidate with the lowest score; ties at random."""
+    low = min(scores[one.instance_id] for one in candidates)
+    return rng.choice([one for one in candidates if scores[one.instance_id] == low])
+
+
+def open_requests(candidates: Sequence[Candidate]) -> dict[str, float]:
+    """Return the number of open requests by instance."""
+    return {one.instance_id: float(one.num_requests) for one in candidates}
+
+
+def reported(candidates: Sequence[Candidate], figure: Callable[[Candidate], float]) -> dict[str, float]:
+    """Return a figure of the engines' reports, by instance; 0 for all if no report is fresh.
+
+    A stale figure counts as the greatest of the fresh ones. Otherwise an instance whose agent stopped reporting while it was idle
+    would attract all requests.
+    """
+    greatest = max((figure(one) for one in candidates if not one.stale), default=0.0)
+    return {one.instance_id: greatest if one.stale else figure(one) for one in candidates}
+
+
+def negated_hit_ratios(candidates: Sequence[Candidate], request: PlacementRequest) -> dict[str, float]:
+    """Return the negated share of the prompt that is cached, by instance."""
+    return {one.instance_id: -one.cached_tokens / max(request.input_tokens, 1) for one in candidates}

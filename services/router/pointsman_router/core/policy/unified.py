@@ -1,0 +1,85 @@
+"""`unified`: the session's owner while that is cheap, else the least work x requests. Pure."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pointsman_router.core.policy.base import Policy, lowest, serve, setting
+from pointsman_router.core.types import NOTHING_UNSEEN, Candidate, FleetView, PlacementRequest, PolicyResult, Unseen
+
+
+@dataclass(frozen=True)
+class Unified(Policy):
+    """The session's owner while it is not overloaded, else least work times requests; overloaded instances are skipped.
+
+    Rule, by instance:
+        1. owner: cached > affinity_ratio * input, in tokens, and num_requests <= overload_factor * mean(num_requests)
+        2. else argmin score = (pending_prefill + new + decode_weight * ongoing_decode) * max(num_requests, 1), in tokens x
+            requests; ties by new tokens, then num_requests, then in turn
+        ceiling, in 1 and 2: skipped if num_requests > max(ceiling_min, ceiling_factor * mean(num_requests of the others))
+
+    new: tokens of the prompt that are not cached there; pending_prefill: tokens placed there and not computed yet;
+    ongoing_decode: context tokens of answers past their first token. An overloaded owner with the whole prompt cached and
+    nothing pending has a score of about 0, however many requests multiply it. Without the ceiling such an owner would fail rule
+    1 and be chosen again by rule 2. The ceiling's mean excludes the instance itself, since otherwise neither of two instances
+    could ever be over twice the mean. With a factor of at least 1 the least loaded instance is never skipped.
+
+    Reasons: `session_affinity` (1), `least_load_x_work` (2), `ceiling_changed_choice` (2, and the ceiling changed the choice).
+    Source: the reference system's unified policy with its revisions A (factor 1.3) and B' (weight 0.01 and the max). The
+    ceiling solves a problem that the reference leaves open, with the reference's first overload factor (2.0).
+    """
+
+    name: ClassVar[str] = "unified"
+    looks_at_few: ClassVar[bool] = True
+
+    overload_factor: float = setting(
+        1.3, 0.0, 1e6, "maximum requests of the owner for affinity, as a multiple of the mean"
+    )
+    decode_weight: float = setting(0.01, 0.0, 1e6, "weight of a running decode's context token against a prefill token")
+    affinity_ratio: float = setting(0.5, 0.0, 1.0, "share of the input that the owner must exceed in cached tokens")
+    ceiling_factor: float = setting(
+        2.0, 1.0, 1e6, "maximum requests of an instance, as a multiple of the mean of the others; else it is skipped"
+    )
+    ceiling_min: float = setting(16.0, 0.0, 1e6, "number of requests up to which no instance is skipped")
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        eligible = view.eligible()
+        below = self.below_ceiling(eligible, view.unseen)
+        weight = self.decode_weight
+        scores = {
+            one.instance_id: (one.pending_prefill_tokens + one.new_tokens + weight * one.ongoing_decode_tokens)
+            * (one.num_requests or 1)
+            for one in eligible
+        }
+        requests = sum([candidate.num_requests for candidate in eligible]) + view.unseen.num_requests
+        limit = requests / (len(eligible) + view.unseen.instances) * self.overload_factor
+        for candidate in below:
+            if (
+                candidate.instance_id == view.session_owner
+                and candidate.cached_tokens > self.affinity_ratio * request.input_tokens
+                and candidate.num_requests <= limit
+            ):
+                return serve(candidate, "session_affinity", scores)
+
+        best = lowest(below, scores, view.decision_number, _work)
+        changed = len(below) < len(eligible) and lowest(eligible, scores, view.decision_number, _work) not in below
+        return serve(best, "ceiling_changed_choice" if changed else "least_load_x_work", scores)
+
+    def below_ceiling(self, eligible: tuple[Candidate, ...], unseen: Unseen = NOTHING_UNSEEN) -> tuple[Candidate, ...]:
+        """Return the candidates that the ceiling does not skip; never empty unless `eligible` is."""
+        requests = [candidate.num_requests for candidate in eligible]
+        total, others = sum(requests) + unseen.num_requests, len(eligible) + unseen.instances - 1
+        if not others or max(requests) <= self.ceiling_min:
+            return eligible
+        return tuple(
+            candidate
+            for candidate in eligible
+            if candidate.num_requests
+            <= max(self.ceiling_min, self.ceiling_factor * (total - candidate.num_requests) / others)
+        )
+
+
+def _work(one: Candidate) -> tuple[int, int]:
+    return one.new_tokens, one.num_requests

@@ -1,0 +1,353 @@
+"""Builds the FleetView that a policy decides on: the fleet as one request sees it at one moment. Pure.
+
+Most of what a view says of an instance does not depend on the request, and does not change between two decisions. This part is
+kept (InstanceRecord.candidate_snapshot) until an event concerns the instance, or until a time at which time alone changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from msgspec import structs
+
+from pointsman_common.core.block_keys import KEY_TOKENS
+from pointsman_router.core.first_choice import MANY, KeptLoads, PoolLoads
+from pointsman_router.core.instances.circuit_breaker import CIRCUIT_OPEN
+from pointsman_router.core.instances.instance_registry import CandidateSnapshot, InstanceRecord, InstanceRegistry
+from pointsman_router.core.instances.saturation import SATURATED, SaturationLimits
+from pointsman_router.core.instances.session_shares import CANARY, LEAST_WEIGHTS, SessionShares
+from pointsman_router.core.kv_load import LoadPrices
+from pointsman_router.core.learning.pool_facts import PoolFactsCache
+from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
+from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
+from pointsman_router.core.load.affinity import Affinity
+from pointsman_router.core.load.recent_migrations import Migrations
+from pointsman_router.core.load.reservations import Reservation, Reservations
+from pointsman_router.core.prefill_curve import NO_PREFILLS, PrefillCurve, PrefillSums
+from pointsman_router.core.prefix.lower_tiers import LowerBlocks
+from pointsman_router.core.types import (
+    NONE_REFUSED,
+    NOTHING_UNSEEN,
+    Candidate,
+    FleetView,
+    InstanceInfo,
+    InstanceState,
+    KvRole,
+    PlacementRequest,
+    PoolFacts,
+    PrefillBacklog,
+)
+
+EXCLUDED_STATES = {
+    InstanceState.CORDONED: "cordoned",
+    InstanceState.DRAINING: "draining",
+    InstanceState.UNHEALTHY: "unhealthy",
+    InstanceState.SUSPENDED: "suspended",
+}
+FAILED_BEFORE = "failed_before"
+
+
+class Views:
+    """Builds FleetViews. Changes nothing but cached data. `stale_report_s`: age up to which engines' own figures are used, s."""
+
+    def __init__(
+        self,
+        instances: InstanceRegistry,
+        prefix_knowledge: PrefixKnowledge,
+        reservations: Reservations,
+        affinity: Affinity,
+        migrations: Migrations,
+        prefill_observer: PrefillObserver,
+        limits: SaturationLimits,
+        stale_report_s: float,
+    ) -> None:
+        self._instances = instances
+        self._prefix_knowledge = prefix_knowledge
+        self._reservations = reservations
+        self._affinity = affinity
+        self._migrations = migrations
+        self._prefill_observer = prefill_observer
+        self.limits = limits
+        self._stale_report_s = stale_report_s
+        self._loads = KeptLoads(reservations)
+        self._facts = PoolFactsCache(instances, prefix_knowledge, prefill_observer)
+
+    def view(
+        self, request: PlacementRequest, pool: str, decision_number: int, now: float, *, few: bool = False
+    ) -> FleetView:
+        """Return a view of all instances of `pool` that answer to the request's model; with `few`, and more than MANY instances,
+        of a first choice of them. O(instances considered + look-ups of the prompt's keys)."""
+        self._follow_reservations()
+        owner = self._affinity.owner(pool, request.session, now) if request.session_id else ""
+        members, unseen = self._instances.members(pool, request.model), NOTHING_UNSEEN
+        shares = self._instances.shares(pool, request.model)
+        drawn = shares.drawn(pool, request.session or request.request_id) if shares else ()
+        if few and len(members) > MANY:
+            loads = self._loads.of(pool, self._instances.lists(pool), members)
+            if chosen := self._first_choice(loads, request, shares, (*drawn, owner), decision_number, now):
+                members, unseen = chosen, loads.unseen(chosen)
+        snapshots = self._snapshots(members, now)
+        tokens = request.input_tokens
+        # An engine reuses whole blocks of its own size, and always computes the last token itself.
+        reusable = max(tokens - 1, 0)
+        keys = request.keys if len(request.keys) * KEY_TOKENS <= reusable else request.keys[: reusable // KEY_TOKENS]
+        blocks, provisional, lower = self._prefix_knowledge.match(keys, [one.candidate for one in snapshots])
+        priced = self._pricer(pool) if lower else None
+        candidates = []
+        for snapshot in snapshots:
+            candidate = snapshot.candidate
+            if priced is not None and (below := lower.get(candidate.instance_id)) is not None:
+                candidate = priced(snapshot, blocks[candidate.instance_id], below, reusable, tokens)
+            elif found := blocks.get(candidate.instance_id):
+                cached = found * KEY_TOKENS if found * KEY_TOKENS < reusable else reusable
+                cached -= cached % snapshot.block_size
+                candidate = structs.replace(candidate, cached_tokens=cached, new_tokens=tokens - cached)
+            else:
+                candidate = structs.replace(candidate, new_tokens=tokens)
+            candidates.append(candidate)
+        # Needed by few requests only: instances that failed this request before, and provisional tokens.
+        for number, candidate in enumerate(candidates if provisional or request.exclude else ()):
+            instance_id = candidate.instance_id
+            if instance_id in request.exclude and candidate.excluded in ("", SATURATED, CIRCUIT_OPEN):
+                candidate = candidates[number] = structs.replace(candidate, excluded=FAILED_BEFORE)
+            if instance_id in provisional:
+                confirmed = (blocks[instance_id] - provisional[instance_id]) * KEY_TOKENS
+                extra = max(candidate.cached_tokens - candidate.kv_load.credit_tokens - confirmed, 0)
+                candidates[number] = structs.replace(candidate, provisional_tokens=extra)
+        if (own := self._reservations.partial_prefill(request.request_id)) is not None:
+            candidates = [
+                _with_own_remainder(one, own) if one.instance_id == own.instance_id else one for one in candidates
+            ]
+        if request.single_instance:
+            candidates = [structs.replace(one, kv_gives="", kv_takes="") for one in candidates]
+        if all(candidate.produces_only for candidate in candidates):
+            candidates = [structs.replace(one, produces_only=False) for one in candidates]
+        if not any(_may_serve(candidate) for candidate in candidates):
+            # An instance that may fail is better than none.
+            candidates = [
+                structs.replace(one, excluded="") if one.excluded == CIRCUIT_OPEN else one for one in candidates
+            ]
+        if shares:
+            withheld = shares.withheld(candidates, drawn, owner)
+            candidates = [
+                structs.replace(one, excluded=CANARY) if one.instance_id in withheld else one for one in candidates
+            ]
+        kinds = {candidate.prefill_backlog.hardware for candidate in candidates}
+        curves = {kind: self._prefill_observer.curve(pool, kind) for kind in sorted(kinds)}
+        mean_work = self._prefill_observer.mean_work(pool)
+        facts = self._facts.of(pool, now)
+        return FleetView(tuple(candidates), owner, decision_number, now, curves, mean_work, unseen, facts)
+
+    def facts(self, pool: str, now: float) -> PoolFacts:
+        """Return what is known of `pool` as a whole, at most a second old."""
+        return self._facts.of(pool, now)
+
+    def _pricer(self, pool: str) -> Callable[[CandidateSnapshot, int, LowerBlocks, int, int], Candidate]:
+        """Return a function that returns the candidate of a snapshot for a prompt of `tokens`, `reusable` of which may be cached:
+        it has `found` blocks on its GPU, and the blocks `below` after them in lower tiers."""
+        known: dict[tuple[str, int], tuple[LoadPrices, PrefillCurve]] = {}
+
+        def priced(
+            snapshot: CandidateSnapshot, found: int, below: LowerBlocks, reusable: int, tokens: int
+        ) -> Candidate:
+            candidate, block = snapshot.candidate, snapshot.block_size
+            kind = candidate.prefill_backlog.hardware, snapshot.kv_token_bytes
+            if kind not in known:
+                known[kind] = (
+                    self._prefill_observer.load_prices(pool, *kind),
+                    self._prefill_observer.curve(pool, kind[0]),
+                )
+            prices, curve = known[kind]
+            # An engine loads whole blocks of its own size, too.
+            device = min(found * KEY_TOKENS, reusable) // block * block
+            hosted = min((found + below.host) * KEY_TOKENS, reusable) // block * block
+            stored = min((found + below.host + below.storage) * KEY_TOKENS, reusable) // block * block
+            load = prices.load(device, hosted - device, stored - hosted, curve)
+            cached = device + load.credit_tokens
+            return structs.replace(candidate, cached_tokens=cached, new_tokens=tokens - cached, kv_load=load)
+
+        return priced
+
+    def has_room(self, pool: str, model: str, now: float) -> bool:
+        """Return whether a request for `model`, one of the names of `pool`, can be placed on any instance."""
+        excluded = self._excluded(pool, model, now)
+        return "" in excluded or (SATURATED not in excluded and CIRCUIT_OPEN in excluded)
+
+    def saturated(self, pool: str, model: str, now: float) -> bool:
+        """Return whether `model` is a name of `pool` that no instance has room for, and at least one of them is saturated."""
+        if self._instances.pool_of(model) != pool or self.has_room(pool, model, now):
+            return False
+        return SATURATED in self._excluded(pool, model, now)
+
+    def _excluded(self, pool: str, model: str, now: float) -> set[str]:
+        """Return the reasons for which instances of `pool` that answer to `model` are excluded; "" stands for a placeable one."""
+        self._follow_reservations()
+        seen = [one.candidate for one in self._snapshots(self._instances.members(pool, model), now)]
+        return {one.excluded for one in seen if not one.produces_only} or {one.excluded for one in seen}
+
+    def forget_pool(self, pool: str) -> None:
+        """Drop what is kept of a pool that was removed. Mutates."""
+        self._loads.forget_pool(pool)
+        self._facts.forget_pool(pool)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a kept snapshot differs from one that is built anew."""
+        for record in self._instances.records():
+            kept = record.candidate_snapshot
+            if kept is not None and record.info.instance_id not in self._reservations.touched:
+                assert kept == self._snapshot(record, kept.since), record.info.instance_id
+        self._loads.changed(self._reservations.touched)
+        self._loads.check_invariants()
+
+    def _follow_reservations(self) -> None:
+        """Drop the snapshots of instances whose open requests have changed."""
+        touched = self._reservations.touched
+        for instance_id in touched:
+            if (record := self._instances.get(instance_id)) is not None:
+                record.candidate_snapshot = None
+        self._loads.changed(touched)
+        touched.clear()
+
+    def _first_choice(
+        self,
+        loads: PoolLoads,
+        request: PlacementRequest,
+        shares: SessionShares | None,
+        named: Sequence[str],
+        decision_number: int,
+        now: float,
+    ) -> list[InstanceRecord]:
+        """Return the instances of a large pool to consider: those that are `named`, and the best of those that are eligible."""
+
+        def chosen(eligible: Callable[[InstanceRecord], bool]) -> list[InstanceRecord]:
+            return loads.chosen(request.keys, self._prefix_knowledge.indexes(), named, decision_number, eligible)
+
+        def eligible(record: InstanceRecord) -> bool:
+            return self._eligible(record, request, now)
+
+        def of_weight(least: float, shares: SessionShares) -> list[InstanceRecord]:
+            return chosen(lambda one: shares.weight(one.info.instance_id) >= least and eligible(one))
+
+        if shares is None:
+            return chosen(eligible)
+        return next((found for least in LEAST_WEIGHTS if (found := of_weight(least, shares))), [])
+
+    def _eligible(self, record: InstanceRecord, request: PlacementRequest, now: float) -> bool:
+        candidate = self._seen(record, now).candidate
+        return not candidate.excluded and not candidate.produces_only and candidate.instance_id not in request.exclude
+
+    def _seen(self, record: InstanceRecord, now: float) -> CandidateSnapshot:
+        snapshot = record.candidate_snapshot
+        if snapshot is not None and snapshot.since <= now < snapshot.until:
+            return snapshot
+        return self._refresh(record, now)
+
+    def _snapshots(self, members: Sequence[InstanceRecord], now: float) -> list[CandidateSnapshot]:
+        # The body of _seen, inlined: a call for each instance would cost more than the rest.
+        return [
+            snapshot
+            if (snapshot := record.candidate_snapshot) is not None and snapshot.since <= now < snapshot.until
+            else self._refresh(record, now)
+            for record in members
+        ]
+
+    def _prefill_backlog(self, record: InstanceRecord) -> PrefillBacklog:
+        info = record.info
+        queue, unlisted = self._reservations.queue(info.instance_id)
+        remainders, unlisted_remainders = self._reservations.remainders(info.instance_id)
+        return PrefillBacklog(
+            queue=queue,
+            advanced_at=self._prefill_observer.advanced_at(info.instance_id) if queue else 0.0,
+            remainders=remainders,
+            requests=self._reservations.num_prefills(info.instance_id),
+            chunk_limit=info.long_prefill_token_threshold,
+            block_size=info.block_size,
+            hardware=info.hardware,
+            unlisted=unlisted,
+            unlisted_remainders=unlisted_remainders,
+        )
+
+    def _refresh(self, record: InstanceRecord, now: float) -> CandidateSnapshot:
+        record.candidate_snapshot = snapshot = self._snapshot(record, now)
+        return snapshot
+
+    def _snapshot(self, record: InstanceRecord, now: float) -> CandidateSnapshot:
+        info, load, state = record.info, record.load, record.state
+        kv = info.kv_transfer
+        counters = self._reservations.counters(info.instance_id)
+        fresh_until = load.sampled_at + self._stale_report_s if load else float("-inf")
+        stale = now > fresh_until
+        saturated = self.limits.saturated(counters.num_requests, None if stale else load)
+        changes_at = (
+            fresh_until,
+            record.circuit.until,
+            self._migrations.next_end(info.instance_id, now),
+            *self._prefix_knowledge.source_changes_at(record),
+        )
+        return CandidateSnapshot(
+            candidate=Candidate(
+                instance_id=info.instance_id,
+                incarnation=info.incarnation,
+                state=state,
+                cached_tokens=0,
+                new_tokens=0,
+                num_requests=counters.num_requests,
+                pending_prefill_tokens=counters.pending_prefill_tokens,
+                ongoing_decode_tokens=counters.ongoing_decode_tokens,
+                ongoing_tokens=counters.ongoing_tokens,
+                running=load.running if load else 0,
+                waiting=load.waiting if load else 0,
+                kv_usage=load.kv_usage if load else 0.0,
+                reported_at=load.sampled_at if load else None,
+                excluded=EXCLUDED_STATES.get(state)
+                or (CIRCUIT_OPEN if record.circuit.open(now) else SATURATED if saturated else ""),
+                recent_migrations=self._migrations.count(info.instance_id, now),
+                kv_capacity_tokens=info.kv_capacity_tokens,
+                stale=stale,
+                prefix_source=self._prefix_knowledge.source(record, now),
+                kv_gives=_kv_kind(info, KvRole.PRODUCER),
+                kv_takes=_kv_kind(info, KvRole.CONSUMER),
+                kv_url=kv.bootstrap_url if kv is not None else "",
+                kv_engine_id=kv.engine_id if kv is not None else "",
+                kv_refuses=kv.refused if kv is not None else NONE_REFUSED,
+                prefill_backlog=self._prefill_backlog(record),
+                produces_only=record.produces_only,
+            ),
+            block_size=info.block_size,
+            kv_token_bytes=info.kv_token_bytes,
+            since=now,
+            until=min((moment for moment in changes_at if moment >= now), default=float("inf")),
+        )
+
+
+def _kv_kind(info: InstanceInfo, side: KvRole) -> str:
+    """Return the kind of KV that an instance can send (`side` PRODUCER) or receive (CONSUMER); empty if it cannot. KV can go
+    between instances with equal kinds."""
+    kv = info.kv_transfer
+    if kv is None or kv.role not in (KvRole.BOTH, side):
+        return ""
+    return f"{kv.protocol}/{info.block_size}/{kv.cache_dtype}"
+
+
+def _with_own_remainder(candidate: Candidate, own: Reservation) -> Candidate:
+    """Return `candidate`, where a slice of the request's own prompt is computed, with the rest of this prompt listed among its
+    remainders instead of included in the sums."""
+    backlog, others = candidate.prefill_backlog, candidate.prefill_backlog.unlisted_remainders
+    if not others.prefills or own.remainder in backlog.remainders:
+        return candidate
+    _, left, there = own.remainder
+    backlog = structs.replace(
+        backlog,
+        remainders=(own.remainder, *backlog.remainders),
+        unlisted_remainders=PrefillSums(
+            others.prefills - 1, others.tokens - left, others.pairs - left * (2 * there + left)
+        )
+        if others.prefills > 1
+        else NO_PREFILLS,
+    )
+    return structs.replace(candidate, prefill_backlog=backlog)
+
+
+def _may_serve(candidate: Candidate) -> bool:
+    """Return whether a request can be placed there now, or once the instance is less busy."""
+    return candidate.excluded in ("", SATURATED) and not candidate.produces_only

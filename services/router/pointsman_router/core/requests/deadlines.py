@@ -1,0 +1,49 @@
+"""Decides whether a request can still get its first token before its client's deadline. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+from pointsman_router.core.instances.saturation import SATURATED
+from pointsman_router.core.types import FleetView, PlacementRequest
+
+# SURE_SAMPLES: number of prefills after which a learned curve is used. SURE_SHARE: lower bound of a prefill's time, as a share of
+# the curve's value, since a curve predicts the mean.
+SURE_SAMPLES, SURE_SHARE = 50, 0.5
+
+# (pool, hardware) -> number of prefills from which the curve of these instances was learned.
+CurveSamples = Callable[[str, str], int]
+
+
+def least_prefill_s(request: PlacementRequest, pool: str, view: FleetView, samples: CurveSamples) -> float:
+    """Return a lower bound of the prefill time of `request` on any instance of `view`, saturated ones too, in s, without
+    queueing.
+
+    The bound is SURE_SHARE of the least cost by the learned curves. It is 0 if the cost is uncertain: the tokens are only
+    estimated (no keys), a curve is not known yet, an instance's cached tokens are not known from its events, or the view does
+    not have all instances.
+    """
+    if not request.keys or view.unseen.instances:
+        return 0.0
+    least = inf
+    for one in view.candidates:
+        if one.excluded not in ("", SATURATED):
+            continue
+        hardware = one.prefill_backlog.hardware
+        if not one.exact or samples(pool, hardware) < SURE_SAMPLES or hardware not in view.curves:
+            return 0.0
+        least = min(
+            least,
+            SURE_SHARE * view.curves[hardware].cost_s(request.input_tokens - one.present_tokens, one.present_tokens),
+        )
+    return 0.0 if least == inf else least
+
+
+def lateness(left_s: float, least_s: float) -> str:
+    """Return why no first token can come within `left_s` if the prefill takes at least `least_s`; empty if one can."""
+    if left_s <= 0:
+        return "the first token did not come within the time that X-Pointsman-TTFT-Timeout allows"
+    if left_s <= least_s:
+        return f"its first token is needed within {left_s:.2f} s, but its prefill takes at least {least_s:.2f} s"
+    return ""

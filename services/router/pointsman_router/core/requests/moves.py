@@ -1,0 +1,151 @@
+"""Chooses which requests leave the instances that operators empty (`drain --move`), at a pace that the others can take. Pure.
+
+Another instance has to compute the prompt and the answer so far, unless it has a part of them cached. So no more requests are
+under way to other instances than these have no other prefill to compute for, but always one. Until it leaves, a request makes
+progress where it is. Times are in s.
+"""
+
+from __future__ import annotations
+
+import heapq
+from math import inf
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.instance_registry import InstanceRegistry
+from pointsman_router.core.load.reservations import Reservation, Reservations
+from pointsman_router.core.requests.decider import AllSaturated, Decider
+from pointsman_router.core.requests.open_requests import OpenRequests
+from pointsman_router.core.types import Decision, InstanceState, Phase, PlacementRequest, StepKind
+
+# How long a request counts as under way after its gateway was told, and after what time it is told again if it is still there.
+LEAVES_WITHIN_S = 2.0
+TELL_AGAIN_S = 15.0
+# Minimum time between two looks at an instance's requests, also after one that found none to leave. Each request costs a
+# microsecond, a decision 150, and every report of a first token asks for a look.
+LOOK_EVERY_S, LOOK_IN_VAIN_S = 0.05, 0.4
+MOST_DECISIONS = 32
+
+
+class _Told(NamedTuple):
+    """When a request was told to leave, or could not be, and how often."""
+
+    at: float
+    times: int
+
+
+_UNTOLD = _Told(-inf, 0)
+
+
+class Moves:
+    """The requests that were told to leave, and when."""
+
+    def __init__(
+        self,
+        instances: InstanceRegistry,
+        requests: OpenRequests,
+        reservations: Reservations,
+        decider: Decider,
+    ) -> None:
+        self._instances = instances
+        self._requests = requests
+        self._reservations = reservations
+        self._decider = decider
+        self._told: dict[str, _Told] = {}
+        self._look_at = -inf
+
+    def next(self, now: float) -> list[ev.Effect]:
+        """Return which requests leave now; none if it is too early for another look. Mutates."""
+        moving = self._instances.moving()
+        if not moving:
+            self._told.clear()
+            return []
+        if now < self._look_at:
+            return []
+        sources: dict[str, list[Reservation]] = {}
+        for record in moving:
+            here = self._reservations.of_instance(record.info.instance_id)
+            sources.setdefault(record.info.model, []).extend(here)
+        there = {one.request_id for reservations in sources.values() for one in reservations}
+        self._told = {request_id: told for request_id, told in self._told.items() if request_id in there}
+        effects = [effect for pool, here in sources.items() for effect in self._of_pool(pool, here, now)]
+        self._look_at = now + (LOOK_EVERY_S if effects else LOOK_IN_VAIN_S)
+        return effects
+
+    def _of_pool(self, pool: str, here: list[Reservation], now: float) -> list[ev.Effect]:
+        leaving = sum(now - self._told_of(one).at < LEAVES_WITHIN_S for one in here)
+        room = min(self._room(pool) - leaving, MOST_DECISIONS)
+        if room <= 0 or self._requests.queue.count(pool):
+            return []  # A request that leaves would have to wait, while it makes progress where it is.
+        due = [one for one in here if now - self._told_of(one).at >= TELL_AGAIN_S]
+        effects: list[ev.Effect] = []
+        targets: set[str] = set()
+        for one in heapq.nsmallest(MOST_DECISIONS, due, key=self._order):
+            told = self._told_of(one)
+            if (asked := self._asked(one)) is None:
+                self._told[one.request_id] = _Told(now - LEAVES_WITHIN_S, told.times + 1)
+                continue
+            # The decisions of a look do not see each other: each has an instance of its own.
+            verdict = self._decider.decide(replace(asked, exclude=(*asked.exclude, *targets)), now)
+            if isinstance(verdict, AllSaturated) or (targets and not isinstance(verdict, Decision)):
+                break
+            if not isinstance(verdict, Decision):  # No other instance may have it.
+                self._told[one.request_id] = _Told(now - LEAVES_WITHIN_S, told.times + 1)
+                continue
+            if not verdict.result.steps:  # The policy would hold it.
+                continue
+            targets.add(verdict.instance_id)
+            self._told[one.request_id] = _Told(now, told.times + 1)
+            effects.append(ev.Move(one.request_id, one.gateway_id))
+            if len(effects) >= room:
+                break
+        return effects
+
+    def _told_of(self, one: Reservation) -> _Told:
+        return self._told.get(one.request_id, _UNTOLD)
+
+    def _order(self, one: Reservation) -> tuple[int, int, str]:
+        """What was told in vain comes last. Then what costs least comes first: so the number of streams falls fastest, and the
+        costly ones may end by themselves."""
+        return self._told_of(one).times, _cost(one), one.request_id
+
+    def _asked(self, one: Reservation) -> PlacementRequest | None:
+        """Return as what a request would be placed if it left its instance; None if it cannot leave."""
+        state = self._requests.placed(one.request_id)
+        if not one.gateway_id or state is None or (asked := state.request) is None or not asked.movable:
+            return None
+        if (plan := state.plan) is not None and plan.result.steps[one.step_index].kind is not StepKind.SERVE:
+            return None
+        begun = one.phase is Phase.DECODE
+        return replace(
+            asked,
+            keys=state.keys,
+            exclude=(*asked.exclude, one.instance_id),
+            single_instance=asked.single_instance or begun,
+            sliceable_tokens=0 if begun else asked.sliceable_tokens,
+            continues=asked.continues or begun,
+            resumed=asked.resumed or begun,
+        )
+
+    def _room(self, pool: str) -> int:
+        """Return how many more requests may be under way to the pool's other instances."""
+        others = [one for one in self._instances.members(pool, pool) if one.state is InstanceState.READY]
+        if not others:
+            return 0
+        free = sum(not self._reservations.prefills(one.info.instance_id) for one in others)
+        return free or 1 - sum(self._arriving(one.info.instance_id) for one in others)
+
+    def _arriving(self, instance_id: str) -> int:
+        """Return how many continued answers an instance is computing the beginning of."""
+        states = (self._requests.placed(one.request_id) for one in self._reservations.open_prefills(instance_id))
+        asked = (state.request for state in states if state is not None)
+        return sum(one is not None and one.resumed for one in asked)
+
+
+def _cost(reservation: Reservation) -> int:
+    """Return how many tokens are computed a second time if a request leaves its instance."""
+    if reservation.phase is Phase.DECODE:
+        return reservation.input_tokens
+    return reservation.prefilled_tokens

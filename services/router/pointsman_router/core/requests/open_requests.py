@@ -1,0 +1,364 @@
+"""All requests that are held or placed, and the last ones that ended. Only this module changes a request. Pure.
+
+Each transition changes the request's RequestState and updates every index: the reservations and their sums, the queue of held
+requests, the watched prompts, the prefill observer, and the request on trial in an instance's circuit. No other code updates them
+for a request, so none of them can keep a request that has moved or ended. (Plans reports to an instance's circuit what answers
+show about the instance.)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from msgspec.structs import replace
+
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.admission.session_admission import SessionAdmission
+from pointsman_router.core.instances.instance_registry import InstanceRegistry
+from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
+from pointsman_router.core.learning.prefill_progress import OpenPrompt
+from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
+from pointsman_router.core.load.reservations import Reservation, Reservations
+from pointsman_router.core.requests.hold_queue import HeldRequest, HoldQueue
+from pointsman_router.core.requests.request_state import (
+    ANNOUNCE,
+    COMPUTE,
+    END,
+    FIRST_TOKEN,
+    HOLD,
+    PLACE,
+    RequestState,
+    Stage,
+)
+from pointsman_router.core.types import NO_BACKLOG, Decision, FleetView, Phase, PlacementRequest
+
+_NOTHING_SEEN = FleetView(())
+# Maximum number of ended requests that are kept, to recognise them if they are sent again.
+MAX_ENDED = 20_000
+# Number of ended requests that one step of forget_ended examines: some microseconds, most of them for freeing memory.
+FORGET_AT_ONCE = 4
+
+
+class OpenRequests:
+    """Requests by id. `queue` has the held requests in their order, and `parked` those that wait for the admission of their
+    sessions; code that answers one must report the outcome here. `admission` counts the sessions of placed requests."""
+
+    def __init__(
+        self,
+        queue: HoldQueue,
+        parked: HoldQueue,
+        admission: SessionAdmission,
+        reservations: Reservations,
+        instances: InstanceRegistry,
+        prefix_knowledge: PrefixKnowledge,
+        prefill_observer: PrefillObserver,
+    ) -> None:
+        self.queue = queue
+        self.parked = parked
+        self._admission = admission
+        self._reservations = reservations
+        self._instances = instances
+        self._prefix_knowledge = prefix_knowledge
+        self._prefill_observer = prefill_observer
+        self._open: dict[str, RequestState] = {}
+        # Ended requests whose ids cannot be reused, oldest end first.
+        self._ended: OrderedDict[str, RequestState] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._open.values())
+
+    def get(self, request_id: str) -> RequestState | None:
+        """Return the state of an open or recently ended request; None if unknown."""
+        return self._open.get(request_id) or self._ended.get(request_id)
+
+    def opened(self, request_id: str) -> RequestState | None:
+        """Return the state of an open request, or None."""
+        return self._open.get(request_id)
+
+    def placed(self, request_id: str) -> RequestState | None:
+        """Return the state of a request that has a reservation, or None."""
+        state = self._open.get(request_id)
+        return state if state is not None and state.reservation is not None else None
+
+    def reservations_of(self, gateway_id: str) -> list[Reservation]:
+        """Return the reservations of a gateway's requests. O(open requests)."""
+        taken = [state.reservation for state in self._open.values() if state.reservation is not None]
+        return [one for one in taken if one.gateway_id == gateway_id]
+
+    def opened_at(self, request_id: str) -> float:
+        """Return when the current step of an open request was reserved; inf without a step."""
+        return self._open[request_id].opened_at
+
+    def decisions(self) -> Iterator[Decision]:
+        """Yield the decisions of all requests, ended ones first."""
+        for states in (self._ended, self._open):
+            yield from (state.decision for state in states.values() if state.decision is not None)
+
+    # ---- waiting ----
+
+    def hold(self, held: HeldRequest, now: float) -> str:
+        """Hold or park a request; return "", or why it may not wait. Mutates."""
+        state = self._known(held.request.request_id)
+        state.require(HOLD)
+        if why_not := self._queue_of(held).offer(held):
+            return why_not
+        state.happened(HOLD, now, held.reason)
+        state.held = held
+        self._open[state.request_id] = state
+        return ""
+
+    def change_hold(self, held: HeldRequest) -> None:
+        """Replace the waiting request with the same id, pool and tenant. Mutates."""
+        self._queue_of(held).update(held)
+        self._open[held.request.request_id].held = held
+
+    def make_room(self, held: HeldRequest) -> HeldRequest | None:
+        """Remove the request that must give up its place to `held` from the queue, and return it; None if there is room, or no
+        such request. Mutates."""
+        if (displaced := self._queue_of(held).make_room(held)) is not None:
+            self.leave_queue(displaced.request.request_id)
+        return displaced
+
+    def served(self, request_id: str, new_tokens: int) -> None:
+        """Remove a request that was placed from the queue, and charge its tenant with a prefill of `new_tokens`. Mutates."""
+        self.queue.answered(request_id, new_tokens)
+
+    def let_in(self, request_id: str) -> None:
+        """Remove a parked request whose session is admitted, and charge its tenant with the session's size. It is to be placed
+        next. Mutates."""
+        held = self.parked.get(request_id)
+        assert held is not None
+        self.parked.answered(request_id, held.new_tokens)
+        state = self._open.pop(request_id)
+        state.held = None
+
+    def leave_queue(self, request_id: str) -> None:
+        """Remove a request from its queue, if it waits: it is answered, or nobody waits for an answer any more. Mutates."""
+        if self.queue.remove(request_id) is None and len(self.parked):
+            self.parked.remove(request_id)
+        if (state := self._open.get(request_id)) is not None:
+            state.held = None
+            if state.reservation is None:
+                del self._open[request_id]
+
+    def _queue_of(self, held: HeldRequest) -> HoldQueue:
+        return self.parked if held.parked else self.queue
+
+    # ---- sessions ----
+
+    def count(self, decision: Decision, keys: Sequence[int], now: float) -> None:
+        """Have the session of a placed request counted, once for each request. Mutates."""
+        state = self._open[decision.request.request_id]
+        if not state.counted:
+            state.counted = self._admission.opened(decision, keys, now)
+
+    def count_announced(self, request: PlacementRequest, pool: str, now: float) -> None:
+        """Have the session of an announced request counted, once for each request. Mutates."""
+        state = self._open[request.request_id]
+        if not state.counted:
+            state.counted = self._admission.announced(request, pool, now)
+
+    # ---- placed ----
+
+    def place(self, reservation: Reservation, keys: Sequence[int], tokens: int, now: float) -> None:
+        """Open the reservation of a step. `keys` are the prompt's; `tokens` of the prompt are on the instance when the step is
+        done. The request is no longer held, but its entry in the queue stays until `leave_queue` or `served`. Mutates."""
+        state = self._known(reservation.request_id)
+        state.require(PLACE)
+        state.happened(PLACE, now, reservation.instance_id)
+        state.held = None
+        if state.prompt is not None:
+            self._prefix_knowledge.closed(state.prompt)
+        self._put(state, reservation, now)
+        record = self._instances.get(reservation.instance_id)
+        self._prefill_observer.opened(reservation, record.info if record else None, now)
+        state.prompt = self._prefix_knowledge.opened(reservation, keys, tokens, now)
+
+    def announce(self, reservation: Reservation, now: float, request: PlacementRequest | None = None) -> None:
+        """Open a request as its gateway, or the shared store (`request`: None), reports it, whatever was known of it before.
+        Mutates."""
+        state = self._known(reservation.request_id)
+        state.require(ANNOUNCE)
+        self._ended.pop(state.request_id, None)
+        self.leave_queue(state.request_id)
+        state.happened(ANNOUNCE, now, reservation.instance_id)
+        if state.decision is not None and state.decision.pool != reservation.pool:
+            state.decision = None  # of another request that had this id
+        state.announced = request if request is not None and request.movable and state.decision is None else None
+        self._put(state, reservation, now)
+        if state.prompt is None or state.prompt.instance_id != reservation.instance_id:
+            if state.prompt is not None:
+                self._prefix_knowledge.closed(state.prompt)
+            state.prompt = OpenPrompt(reservation.request_id, reservation.instance_id, now)
+        elif reservation.phase is Phase.DECODE:
+            self._prefix_knowledge.first_token(state.prompt, now)
+
+    def progress(self, request_id: str, tokens: int) -> None:
+        """Record that `tokens` of an open request's new tokens are computed, by its instance's events. Mutates."""
+        state = self._open[request_id]
+        state.reservation = self._reservations.prefilled(request_id, tokens)
+
+    def first_token(self, state: RequestState, now: float) -> Reservation:
+        """Record a request's first token; return the changed reservation. Mutates."""
+        state.require(FIRST_TOKEN)
+        reservation, prompt = self._prefilled(state, now)
+        self._prefix_knowledge.first_token(prompt, now)
+        state.happened(FIRST_TOKEN, now)
+        moved = state.reservation = self._reservations.first_token(reservation.request_id)
+        assert moved is not None
+        return moved
+
+    def computed(self, state: RequestState, now: float) -> None:
+        """Record that a PREFILL step is done. The request keeps its reservation, with nothing left to compute, until the next
+        step is placed. Mutates."""
+        state.require(COMPUTE)
+        reservation, prompt = self._prefilled(state, now)
+        self._prefix_knowledge.step_done(prompt, now)
+        state.happened(COMPUTE, now)
+        self.progress(state.request_id, reservation.new_tokens)
+
+    def remember(self, request_id: str, decision: Decision) -> None:
+        """Keep a placed request's decision, and of its view only the candidates of the plan's steps. The whole decision is in the
+        log; it takes 250 kB with 1,000 instances. Mutates."""
+        where = dict.fromkeys(step.instance_id for step in decision.result.steps)
+        seen = tuple(
+            replace(found, prefill_backlog=NO_BACKLOG)
+            for one in where
+            if (found := decision.view.find(one)) is not None
+        )
+        self._open[request_id].decision = replace(
+            decision,
+            view=replace(decision.view, candidates=seen),
+            result=replace(decision.result, scores={}, figures={}),
+        )
+
+    # ---- leases ----
+
+    def keep(self, request_id: str) -> None:
+        """Remove the lease of a request, if it is placed: its reservation is open until it ends. Mutates."""
+        if (state := self.placed(request_id)) is not None:
+            self._lease(state, None)
+
+    def lease(self, gateway_id: str, until: float) -> None:
+        """Give all placed requests of a gateway a lease: they end at `until` (s) unless the gateway claims them. Mutates."""
+        for state in self._open.values():
+            if state.reservation is not None and state.reservation.gateway_id == gateway_id:
+                self._lease(state, until)
+
+    def _lease(self, state: RequestState, until: float | None) -> None:
+        state.reservation = self._reservations.lease(state.request_id, until)
+
+    # ---- ended ----
+
+    def end(self, state: RequestState, finished: ev.Finished, now: float) -> list[ev.Effect]:
+        """End a placed request; return the effects of the prediction audit. Mutates.
+
+        The id cannot be reused, unless the request was CANCELLED. A cancelled placement may have been returned, or lost on the
+        way to the gateway; if the gateway asks again, it is decided anew.
+        """
+        state.require(END)
+        assert state.prompt is not None
+        judged = self._prefix_knowledge.finished(state.prompt, finished, state.decision, now)
+        state.happened(END, now, finished.outcome)
+        decision = state.decision
+        self._count_end(state, now, finished)
+        self.forget(state, now)
+        if finished.outcome != "CANCELLED" and decision is not None:
+            # The plan does not continue, so its view is not needed.
+            state.decision = replace(decision, view=_NOTHING_SEEN)
+            self._ended[state.request_id] = state
+            if len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
+        return judged
+
+    def forget(self, state: RequestState, now: float) -> None:
+        """Remove a request from all indexes, as if it had never been open. Mutates."""
+        if state.held is not None:
+            self.leave_queue(state.request_id)
+        if state.reservation is not None:
+            self._count_end(state, now)
+            self._leave(state.reservation, now)
+            self._reservations.release(state.request_id)
+        if state.prompt is not None:
+            self._prefix_knowledge.closed(state.prompt)
+        state.reservation = state.prompt = state.decision = None
+        self._open.pop(state.request_id, None)
+        self._ended.pop(state.request_id, None)
+
+    def forget_ended(self, pool: str) -> Iterator[None]:
+        """Remove a pool's ended requests, FORGET_AT_ONCE examined per step of the iterator. Mutates."""
+        for number, request_id in enumerate(list(self._ended)):
+            if (state := self._ended.get(request_id)) is not None and state.pool == pool:
+                del self._ended[request_id]
+            if number % FORGET_AT_ONCE == FORGET_AT_ONCE - 1:
+                yield
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError, with the request's story, if an index contradicts the requests."""
+        for name, state in self._open.items():
+            told = f"{name}: {state.tell()}"
+            assert state.request_id == name, told
+            assert name not in self._ended, told
+            assert state.stage not in (Stage.NEW, Stage.ENDED), told
+            assert self._reservations.get(name) is state.reservation, told
+            waits = self.parked.get(name) or self.queue.get(name)
+            assert waits is state.held, told
+            assert (state.prompt is None) is (state.reservation is None), told
+            if state.reservation is not None and state.prompt is not None:
+                assert state.prompt.instance_id == state.reservation.instance_id, told
+                assert not (state.held and state.reservation.pending_tokens), f"a hold reserves nothing: {told}"
+        assert len(self._reservations) == sum(state.reservation is not None for state in self)
+        assert len(self.queue) + len(self.parked) == sum(state.held is not None for state in self)
+        assert all(held.parked for held in self.parked)
+        assert not any(held.parked for held in self.queue)
+        assert all(state.stage is Stage.ENDED for state in self._ended.values())
+        assert len(self._ended) <= MAX_ENDED
+        self._prefix_knowledge.check_invariants({name: state.prompt for name, state in self._open.items()})
+        for record in self._instances.records():
+            if (trial := record.circuit.trial) != "":
+                on_trial = self._reservations.get(trial)
+                assert on_trial is not None, record.circuit
+                assert on_trial.instance_id == record.info.instance_id, record.circuit
+
+    def _count_end(self, state: RequestState, now: float, finished: ev.Finished | None = None) -> None:
+        if not state.counted or state.reservation is None:
+            return
+        output = (finished.output_tokens or 0) if finished is not None else 0
+        reason = finished.finish_reason if finished is not None else ""
+        tokens, pool = state.reservation.input_tokens, state.reservation.pool
+        self._admission.closed(pool, state.counted, tokens, output, reason, now)
+        state.counted = ""
+
+    def _known(self, request_id: str) -> RequestState:
+        return self.get(request_id) or RequestState(request_id)
+
+    def _put(self, state: RequestState, reservation: Reservation, now: float) -> None:
+        """Open the request on an instance, and remove it from the instance where it was before, if any."""
+        if state.reservation is not None:
+            self._leave(state.reservation, now)
+        self._open[state.request_id] = state
+        state.reservation = reservation
+        self._reservations.put(reservation)
+        record = self._instances.get(reservation.instance_id)
+        # If the engine was restarted with another model, a request for the previous model says nothing about the instance.
+        if record is not None and record.info.model == reservation.pool:
+            record.circuit.placed(reservation.request_id, now)
+
+    def _leave(self, reservation: Reservation, now: float) -> None:
+        self._prefill_observer.gone(reservation, now)
+        # Looked up by id, since the instance may be in another pool now.
+        if (record := self._instances.get(reservation.instance_id)) is not None:
+            record.circuit.left(reservation.request_id)
+
+    def _prefilled(self, state: RequestState, now: float) -> tuple[Reservation, OpenPrompt]:
+        """Report the end of a prefill to the observer; return the request's reservation, unchanged, and its prompt."""
+        reservation, prompt = state.reservation, state.prompt
+        assert reservation is not None
+        assert prompt is not None
+        record = self._instances.get(reservation.instance_id)
+        self._prefill_observer.done(reservation, record.info if record else None, now, doubtful=prompt.evicted)
+        return reservation, prompt

@@ -1,0 +1,288 @@
+"""Carries out the plans of placed requests, from the decision to the end: what each step reserves, and what follows it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.instances.circuit_breaker import CircuitSettings
+from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
+from pointsman_router.core.kv_load import NO_LOAD
+from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
+from pointsman_router.core.load.affinity import Affinity
+from pointsman_router.core.load.recent_migrations import Migrations
+from pointsman_router.core.load.reservations import Reservation
+from pointsman_router.core.requests.decider import Decider
+from pointsman_router.core.requests.open_requests import OpenRequests
+from pointsman_router.core.requests.recovered_placement import recovered_decision
+from pointsman_router.core.requests.refusals import not_serving
+from pointsman_router.core.requests.request_state import RequestState, Stage
+from pointsman_router.core.requests.retry_after import RetryAfter
+from pointsman_router.core.types import Decision, PlacementRequest, Step, StepKind
+
+# Reason of the one SERVE that replaces the rest of a plan.
+COLOCATED_AFTER_FAILURE = "colocated_after_failure"
+# Reason of the SERVE that a gateway started without the router.
+SERVED_ALONE = "next_step_came_too_late"
+# Maximum length of an error in a decision's note, characters.
+MAX_NOTE = 100
+# Maximum number of steps of a plan that another router made. Step numbers come from gateways, and such a plan is as long as they
+# say.
+MAX_STEPS = 10_000
+
+
+class Plans:
+    """Carries out decisions, step by step. `place_lease_s`: lease of a placement of the unary form, which no gateway follows,
+    s."""
+
+    def __init__(
+        self,
+        requests: OpenRequests,
+        decider: Decider,
+        instances: InstanceRegistry,
+        prefill_observer: PrefillObserver,
+        affinity: Affinity,
+        migrations: Migrations,
+        retry_after: RetryAfter,
+        circuit: CircuitSettings,
+        place_lease_s: float,
+    ) -> None:
+        self._requests = requests
+        self._decider = decider
+        self._instances = instances
+        self._prefill_observer = prefill_observer
+        self._affinity = affinity
+        self._migrations = migrations
+        self._retry_after = retry_after
+        self._circuit = circuit
+        self._place_lease_s = place_lease_s
+
+    # ---- steps ----
+
+    def commit(self, decision: Decision, gateway_id: str, now: float) -> list[ev.Effect]:
+        """Carry out a decision: reserve its first step, or the next step of the plan that it continues. The last of the returned
+        effects is the answer to the gateway. Mutates."""
+        request = decision.request
+        self._decider.made(decision)
+        # The keys are not needed any more. Keeping them would use megabytes for each remembered decision.
+        decision = replace(decision, request=replace(request, keys=()))
+        lease_until = None if gateway_id else now + self._place_lease_s
+        effects: list[ev.Effect] = [ev.DecisionMade(decision)]
+        index = 0
+        known = self._requests.placed(request.request_id)
+        if decision.previous_id and known is not None and (before := known.decision) is not None:
+            # The decision continues a plan, whose steps are numbered from its beginning.
+            steps = (*before.result.steps, *decision.result.steps)
+            index = len(before.result.steps)
+            decision = replace(decision, result=replace(decision.result, steps=steps))
+        else:
+            first = decision.view.find(decision.result.steps[0].instance_id)
+            assert first is not None
+            if decision.held_s > 0:
+                self._retry_after.waited(decision.pool, request.priority, decision.held_s, now)
+            if mean_work := self._prefill_observer.count_request(decision.pool, first.new_tokens, first.cached_tokens):
+                effects.append(ev.MeanWorkSet(mean_work, decision.pool))
+        effects += self._reserve(decision, index, gateway_id, lease_until, request.keys, now)
+        self._requests.count(decision, request.keys, now)
+        session = request.session
+        # Most sessions have one request only, and their owner need not be stored: the store gets the sessions that come back.
+        asked_at = now - decision.held_s
+        if session and self._affinity.assign(decision.pool, session, decision.next_owner, now, asked_at):
+            effects.append(ev.SessionOwnerSet(session, decision.next_owner, decision.pool))
+        if decision.mode == "OFFLOAD":
+            self._migrations.record(decision.instance_id, now)
+            self._instances.forget_snapshot(decision.instance_id)
+        self._requests.remember(request.request_id, decision)
+        return [*effects, placed_effect(decision, index, gateway_id)]
+
+    def _reserve(
+        self,
+        decision: Decision,
+        index: int,
+        gateway_id: str,
+        lease_until: float | None,
+        keys: Sequence[int],
+        now: float,
+    ) -> list[ev.Effect]:
+        """Open the reservation of step `index` of a plan. `keys` are the prompt's."""
+        step = decision.result.steps[index]
+        candidate = decision.view.find(step.instance_id)
+        # A decision of an earlier owner has no view, but records the cached tokens.
+        cached = candidate.cached_tokens if candidate else decision.cached_tokens
+        tokens = min(step.prefix_tokens, decision.request.input_tokens) or decision.request.input_tokens
+        # After a PREFILL on another instance the KV arrives by transfer, so nothing is left to compute.
+        new_tokens = 0 if step.kind is StepKind.SERVE and step.kv_source else max(tokens - cached, 0)
+        reservation = Reservation(
+            request_id=decision.request.request_id,
+            gateway_id=gateway_id,
+            instance_id=step.instance_id,
+            decision_id=decision.decision_id,
+            input_tokens=decision.request.input_tokens,
+            new_tokens=new_tokens,
+            step_index=index,
+            lease_until=lease_until,
+            pool=decision.pool,
+            cached_tokens=tokens - new_tokens,
+            kv_load=candidate.kv_load if candidate is not None and new_tokens else NO_LOAD,
+        )
+        self._requests.place(reservation, keys, tokens, now)
+        return [ev.Reserved(reservation)]
+
+    def first_token(self, event: ev.FirstToken, now: float) -> list[ev.Effect]:
+        """Apply a request's first token. Mutates."""
+        state = self._requests.placed(event.request_id)
+        if state is None or state.stage is not Stage.PREFILLING:
+            return []
+        moved = self._requests.first_token(state, now)
+        blamed = (effect for name in event.refused_by for effect in self._blame(name, now))
+        return [ev.Reserved(moved), *self._judge_circuit(moved, "OK", now), *blamed]
+
+    def step_done(self, state: RequestState, event: ev.StepDone, now: float) -> list[ev.Effect]:
+        """Apply the end of a plan's current step: start the next step, or, if the step failed, a SERVE without KV transfer.
+        Mutates."""
+        reservation, decision = state.reservation, state.plan
+        if reservation is None or decision is None or reservation.step_index != event.step_index:
+            return []
+        if not event.ok:
+            return self._colocate(state, reservation, decision, event, now)
+        self._requests.computed(state, now)
+        closed = self._judge_circuit(reservation, "OK", now)
+        index = event.step_index + 1
+        if index >= len(decision.result.steps):
+            return closed  # The rest of the request must be placed first.
+        effects = self._reserve(decision, index, reservation.gateway_id, reservation.lease_until, state.keys, now)
+        return [*closed, *effects, placed_effect(decision, index, reservation.gateway_id)]
+
+    def _colocate(
+        self, state: RequestState, reservation: Reservation, decision: Decision, event: ev.StepDone, now: float
+    ) -> list[ev.Effect]:
+        """Replace the rest of a plan whose step failed by one SERVE on the answering instance, without KV from another one."""
+        index, steps = event.step_index, decision.result.steps
+        if steps[index].kind is StepKind.SERVE and not steps[index].kv_source:
+            return []  # There is no simpler plan; the gateway ends this attempt.
+        judged = self._judge_circuit(reservation, "FAILED" if event.instance_failed else "", now)
+        note = f"{steps[index].kind.lower()}_failed: {event.error[:MAX_NOTE]}"
+        return [*judged, *self._serve_there(state, reservation, decision, note, now)]
+
+    def serve_there(self, request_id: str, note: str, now: float) -> list[ev.Effect]:
+        """Replace the rest of a plan that has begun by one SERVE on the plan's last instance. No effects without a plan.
+        Mutates."""
+        state = self._requests.placed(request_id)
+        if state is None or (reservation := state.reservation) is None or (decision := state.plan) is None:
+            return []
+        return self._serve_there(state, reservation, decision, note, now)
+
+    def _serve_there(
+        self, state: RequestState, reservation: Reservation, decision: Decision, note: str, now: float
+    ) -> list[ev.Effect]:
+        gateway_id, index = reservation.gateway_id, reservation.step_index + 1
+        if self._instances.leaves_answers_to_others(decision.instance_id, decision.pool, decision.request.model):
+            why = "the plan's instance only produces KV, and other instances answer now"
+            return [not_serving(state.request_id, reservation.pool, why, gateway_id)]
+        steps = (*decision.result.steps[:index], Step(StepKind.SERVE, decision.instance_id, COLOCATED_AFTER_FAILURE))
+        decision = _with_steps(decision, steps, note)
+        self._requests.remember(state.request_id, decision)
+        effects = self._reserve(decision, index, gateway_id, reservation.lease_until, state.keys, now)
+        return [
+            ev.DecisionNoted(decision.decision_id, note),
+            *effects,
+            placed_effect(decision, index, gateway_id),
+        ]
+
+    def served_alone(self, request_id: str, instance_id: str) -> tuple[int, list[ev.Effect]]:
+        """Record that a gateway got no next step in time and has the request answered by `instance_id`. Return the number of this
+        step, and the effects. Mutates."""
+        state = self._requests.placed(request_id)
+        if state is None or (reservation := state.reservation) is None:
+            return 0, []
+        decision, index = state.plan, reservation.step_index
+        if decision is None:
+            return min(index + 1, MAX_STEPS), []
+        steps = decision.result.steps
+        if steps[index].reason == SERVED_ALONE:  # the gateway reports this again, perhaps with another instance
+            notes: tuple[str, ...] = ()
+        else:
+            index, notes = index + 1, (SERVED_ALONE,)
+        plan = (*steps[:index], Step(StepKind.SERVE, instance_id, SERVED_ALONE))
+        self._requests.remember(request_id, _with_steps(decision, plan, *notes))
+        return index, [ev.DecisionNoted(decision.decision_id, note) for note in notes]
+
+    def recovered(self, reservation: Reservation, request: PlacementRequest, gateway_id: str) -> ev.Placed:
+        """Replace the rest of a plan that an earlier owner of the pool made by one SERVE on its instance. Mutates."""
+        steps_done = min(reservation.step_index, MAX_STEPS)
+        decision = recovered_decision(reservation, request, self._decider.policy.ref(), steps_done)
+        self._requests.remember(reservation.request_id, decision)
+        return placed_effect(decision, steps_done, gateway_id)
+
+    # ---- ends ----
+
+    def finished(self, finished: ev.Finished, now: float) -> list[ev.Effect]:
+        """Apply the end of a request; no effects if it was not placed. Mutates."""
+        if (state := self._requests.opened(finished.request_id)) is None:
+            return []
+        if (reservation := state.reservation) is None:
+            self._requests.leave_queue(finished.request_id)
+            return []
+        circuit = self._judge_circuit(reservation, "REFUSED" if finished.refused else finished.outcome, now)
+        judged = self._requests.end(state, finished, now)
+        return [
+            *circuit,
+            *(effect for name in finished.refused_by for effect in self._blame(name, now)),
+            ev.Released(finished.request_id, reservation.pool),
+            ev.DecisionClosed(reservation.decision_id, finished),
+            *judged,
+        ]
+
+    def cancelled(self, request_id: str, why: str, now: float) -> list[ev.Effect]:
+        """End a placed request whose end nobody reported, as `finished`. Mutates."""
+        return self.finished(ev.Finished(request_id, "CANCELLED", error=why), now)
+
+    def _blame(self, instance_id: str, now: float) -> list[ev.Effect]:
+        """Count a refusal by an instance of a request that another instance answered as a failure of the former."""
+        record = self._instances.get(instance_id)
+        if record is None or record.circuit.opened:  # if the circuit is open, the refusal was counted as a failed trial
+            return []
+        return self._circuit_judged(record, changed=record.circuit.failed("", now, self._circuit))
+
+    def _judge_circuit(self, reservation: Reservation, outcome: str, now: float) -> list[ev.Effect]:
+        """Update the circuit of a reservation's instance by the outcome of the request or step. REFUSED: the instance answered
+        5xx, which the request itself may have caused."""
+        record = self._instances.get(reservation.instance_id)
+        if record is None:
+            return []
+        changed = False
+        if outcome == "FAILED":
+            changed = record.circuit.failed(reservation.request_id, now, self._circuit)
+        elif outcome == "REFUSED":
+            changed = record.circuit.refused(reservation.request_id, now, self._circuit)
+        elif outcome in ("OK", "REJECTED"):
+            changed = record.circuit.answered()
+        else:
+            record.circuit.left(reservation.request_id)
+        return self._circuit_judged(record, changed=changed)
+
+    def _circuit_judged(self, record: InstanceRecord, *, changed: bool) -> list[ev.Effect]:
+        record.forget_snapshot()
+        if not changed:
+            return []
+        self._instances.refresh(record)
+        return [ev.FleetChanged()]
+
+
+def placed_effect(decision: Decision, index: int, gateway_id: str) -> ev.Placed:
+    """Return the effect that sends step `index` of a decision to the gateway."""
+    steps = decision.result.steps
+    last = index == len(steps) - 1 and steps[index].kind is StepKind.SERVE
+    return ev.Placed(decision.request.request_id, decision, index, steps[index], last, gateway_id)
+
+
+def kv_target(steps: Sequence[Step], index: int) -> str:
+    """Return the instance whose next step uses the KV of step `index` of a plan; empty if no other instance does."""
+    follows = steps[index + 1] if index + 1 < len(steps) else None
+    return follows.instance_id if follows is not None and follows.kv_source == steps[index].instance_id else ""
+
+
+def _with_steps(decision: Decision, steps: tuple[Step, ...], *notes: str) -> Decision:
+    return replace(decision, result=replace(decision.result, steps=steps), notes=(*decision.notes, *notes))

@@ -1,0 +1,225 @@
+"""Conversions of agents' messages: instances, block keys, load."""
+
+from __future__ import annotations
+
+import math
+
+from msgspec.structs import asdict
+
+from pointsman.agent.v1 import agent_pb2
+from pointsman_router.core.instances.report_sync import (
+    ConsistencyCheck,
+    Delta,
+    KeyMessage,
+    SnapshotBegin,
+    SnapshotChunk,
+    SnapshotEnd,
+)
+from pointsman_router.core.types import Gpu, InstanceInfo, KvRole, KvTransfer, Load, StepTotals, WrongKv
+from pointsman_router.io.convert.times import finite
+
+# Maximum number of a snapshot's keys that are applied at once, which takes 0.2 ms.
+PIECE_KEYS = 512
+# Maximum number of tiers of one delta besides the first. There are three tiers, and newer versions may have more.
+MAX_OTHER_TIERS = 7
+# Maximum number of senders of wrong KV that are kept of one instance.
+MAX_WRONG_SENDERS = 1000
+_KV_ROLES = {
+    KvRole.BOTH: agent_pb2.KV_ROLE_UNSPECIFIED,
+    KvRole.PRODUCER: agent_pb2.KV_ROLE_PRODUCER,
+    KvRole.CONSUMER: agent_pb2.KV_ROLE_CONSUMER,
+}
+
+
+def instance_info(wire: agent_pb2.Instance) -> InstanceInfo:
+    """Return an agent's description of an instance."""
+    return InstanceInfo(
+        instance_id=wire.instance_id,
+        incarnation=wire.incarnation,
+        url=wire.url,
+        model=wire.model,
+        served_names=tuple(wire.served_names),
+        lora_names=tuple(wire.lora_names),
+        model_root=wire.model_root,
+        block_size=wire.block_size,
+        kv_capacity_tokens=wire.kv_capacity_tokens,
+        max_model_len=wire.max_model_len,
+        data_parallel_rank=wire.data_parallel_rank if wire.HasField("data_parallel_rank") else None,
+        exact_prefix=wire.prefix_mode == agent_pb2.PREFIX_MODE_EXACT,
+        prefix_reason=wire.prefix_reason,
+        engine_version=wire.engine_version,
+        node=wire.node,
+        kv_transfer=_kv_transfer(wire),
+        hardware=wire.hardware,
+        long_prefill_token_threshold=wire.long_prefill_token_threshold,
+        sparse_prefixes=wire.sparse_prefixes,
+        events_unusable=wire.events_unusable,
+        shared_storage=wire.shared_storage,
+        kv_token_bytes=wire.kv_token_bytes,
+    )
+
+
+def instance_to_wire(info: InstanceInfo) -> agent_pb2.Instance:
+    """The inverse of `instance_info`."""
+    return agent_pb2.Instance(
+        instance_id=info.instance_id,
+        incarnation=info.incarnation,
+        url=info.url,
+        model=info.model,
+        served_names=info.served_names,
+        lora_names=info.lora_names,
+        model_root=info.model_root,
+        block_size=info.block_size,
+        kv_capacity_tokens=info.kv_capacity_tokens,
+        max_model_len=info.max_model_len,
+        data_parallel_rank=info.data_parallel_rank,
+        prefix_mode=agent_pb2.PREFIX_MODE_EXACT if info.exact_prefix else agent_pb2.PREFIX_MODE_NONE,
+        prefix_reason=info.prefix_reason,
+        engine_version=info.engine_version,
+        node=info.node,
+        kv_transfer=kv_to_wire(info.kv_transfer),
+        hardware=info.hardware,
+        long_prefill_token_threshold=info.long_prefill_token_threshold,
+        sparse_prefixes=info.sparse_prefixes,
+        events_unusable=info.events_unusable,
+        shared_storage=info.shared_storage,
+        kv_token_bytes=info.kv_token_bytes,
+    )
+
+
+def kv_to_wire(kv: KvTransfer | None) -> agent_pb2.KvTransfer | None:
+    """Convert how an instance transfers KV; None if it does not."""
+    if kv is None:
+        return None
+    protocol = agent_pb2.KvProtocol.Value(f"KV_PROTOCOL_{kv.protocol}")
+    return agent_pb2.KvTransfer(
+        protocol=protocol,
+        bootstrap_url=kv.bootstrap_url,
+        role=_KV_ROLES[kv.role],
+        cache_dtype=kv.cache_dtype,
+        layerwise=kv.layerwise,
+        wrong_from=[agent_pb2.WrongKv(**asdict(one)) for one in kv.wrong_from],
+        engine_id=kv.engine_id,
+    )
+
+
+def _kv_transfer(wire: agent_pb2.Instance) -> KvTransfer | None:
+    # None for a protocol or role of a newer version, since this router cannot plan for it.
+    kv = wire.kv_transfer
+    if not kv.protocol or kv.protocol not in agent_pb2.KvProtocol.values():
+        return None
+    protocol = agent_pb2.KvProtocol.Name(kv.protocol).removeprefix("KV_PROTOCOL_")
+    role = next((role for role, number in _KV_ROLES.items() if number == kv.role), None)
+    if role is None:
+        return None
+    wrong_from = tuple(
+        WrongKv(one.bootstrap_url, one.engine_id, one.requests) for one in kv.wrong_from[:MAX_WRONG_SENDERS]
+    )
+    return KvTransfer(protocol, kv.bootstrap_url, role, kv.cache_dtype, kv.layerwise, wrong_from, kv.engine_id)
+
+
+def pieces(wire: agent_pb2.ReportRequest) -> int:
+    """Return the number of pieces that `key_message` splits a message into: of at most PIECE_KEYS keys for a snapshot chunk, of
+    one tier for a delta, else one."""
+    return max(1, math.ceil(len(wire.snapshot_chunk.keys) / PIECE_KEYS)) + len(wire.delta.other_tiers)
+
+
+def key_message(wire: agent_pb2.ReportRequest, piece: int = 0) -> KeyMessage | None:
+    """Convert one piece of a message about block keys; None if the message is of another kind. Call this only when the piece is
+    applied: each collection of young garbage scans all numbers of a list that waits."""
+    match wire.WhichOneof("kind"):
+        case "snapshot_begin":
+            return SnapshotBegin(wire.snapshot_begin.seq)
+        case "snapshot_chunk":
+            chunk = wire.snapshot_chunk
+            return SnapshotChunk(chunk.tier, chunk.keys[piece * PIECE_KEYS : (piece + 1) * PIECE_KEYS])
+        case "snapshot_end":
+            end = wire.snapshot_end
+            return SnapshotEnd(end.seq, end.key_count, end.digest)
+        case "delta":
+            return _delta(wire.delta, piece)
+        case "consistency_check":
+            mark = wire.consistency_check
+            return ConsistencyCheck(mark.seq, mark.key_count, mark.digest)
+        case _:
+            return None
+
+
+def _delta(wire: agent_pb2.Delta, piece: int) -> Delta:
+    """Convert the part of a delta that is about one tier. A delta has no more tiers than changes: each part has the number of one
+    change, and the last part those of all that are left."""
+    of_tier = wire.other_tiers[piece - 1] if piece else wire
+    first = (wire.first_seq or wire.seq) + piece
+    more = piece < len(wire.other_tiers)
+    seq = first if more else wire.seq
+    cleared = wire.cleared and not piece
+    return Delta(seq, of_tier.tier, list(of_tier.added), list(of_tier.removed), cleared, first, more)
+
+
+def delta_fault(wire: agent_pb2.Delta) -> str:
+    """Return what is wrong with a delta's tiers; empty if nothing is. Each tier of merged changes has a change of its own."""
+    tiers = len(wire.other_tiers)
+    changes = wire.seq - wire.first_seq if wire.first_seq else 0
+    return "a delta of more tiers than changes" if tiers > max(min(changes, MAX_OTHER_TIERS), 0) else ""
+
+
+def load(wire: agent_pb2.Load, now: float) -> Load:
+    """Convert a load sample received at `now`, monotonic s."""
+    return Load(
+        sampled_at=now - wire.sample_age_ms / 1e3,
+        running=wire.running,
+        waiting=wire.waiting,
+        kv_usage=finite(wire.kv_usage),
+        generation_tokens=wire.generation_tokens,
+        prefix_cache_queries=wire.prefix_cache_queries,
+        prefix_cache_hits=wire.prefix_cache_hits,
+        external_prefix_cache_queries=wire.external_prefix_cache_queries,
+        external_prefix_cache_hits=wire.external_prefix_cache_hits,
+        preemptions=wire.preemptions,
+        healthy=wire.healthy,
+        suspended=wire.suspended,
+        gpus=tuple(Gpu(gpu.index, gpu.utilisation, gpu.memory_used, gpu.memory_total) for gpu in wire.gpus),
+        prefill_tokens_left=wire.prefill_tokens_left if wire.HasField("prefill_tokens_left") else None,
+        steps=_step_totals(wire.steps) if wire.HasField("steps") else None,
+    )
+
+
+def _step_totals(wire: agent_pb2.StepTotals) -> StepTotals:
+    return StepTotals(
+        steps=wire.steps,
+        seconds=finite(wire.seconds),
+        decode_tokens=wire.decode_tokens,
+        prefill_tokens=wire.prefill_tokens,
+        prefill_pairs=wire.prefill_pairs,
+        prefills=wire.prefills,
+        prefill_seconds=finite(wire.prefill_seconds),
+    )
+
+
+def load_to_wire(sample: Load, now: float) -> agent_pb2.Load:
+    """The inverse of `load`."""
+    return agent_pb2.Load(
+        sample_age_ms=max(int((now - sample.sampled_at) * 1e3), 0),
+        running=sample.running,
+        waiting=sample.waiting,
+        kv_usage=sample.kv_usage,
+        generation_tokens=sample.generation_tokens,
+        prefix_cache_queries=sample.prefix_cache_queries,
+        prefix_cache_hits=sample.prefix_cache_hits,
+        external_prefix_cache_queries=sample.external_prefix_cache_queries,
+        external_prefix_cache_hits=sample.external_prefix_cache_hits,
+        preemptions=sample.preemptions,
+        healthy=sample.healthy,
+        suspended=sample.suspended,
+        gpus=[
+            agent_pb2.Gpu(
+                index=gpu.index,
+                utilisation=gpu.utilisation,
+                memory_used=gpu.memory_used,
+                memory_total=gpu.memory_total,
+            )
+            for gpu in sample.gpus
+        ],
+        prefill_tokens_left=sample.prefill_tokens_left,
+        steps=None if sample.steps is None else agent_pb2.StepTotals(**asdict(sample.steps)),
+    )

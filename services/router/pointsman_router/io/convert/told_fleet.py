@@ -1,0 +1,100 @@
+"""The fleet as it is sent to gateways: the whole fleet when a stream opens, then the changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from pointsman.router.v1 import placement_pb2
+from pointsman_router.core.instances.instance_registry import PoolInfo
+from pointsman_router.core.ownership import Owner
+from pointsman_router.io.convert.gateway_messages import instance_ref, owner_to_wire
+from pointsman_router.io.convert.times import duration
+
+
+class ToldFleet:
+    """The fleet as it was last sent to the gateways with an open stream."""
+
+    def __init__(self, ownerless_timeout_s: float) -> None:
+        self._ownerless_timeout = duration(ownerless_timeout_s)
+        self._starting = True
+        self._pools: dict[str, _ToldPool] = {}
+
+    def update(
+        self, pools: Iterable[PoolInfo], owner: Callable[[str], Owner | None], *, starting: bool
+    ) -> placement_pb2.FleetUpdate | None:
+        """Return what has changed since the last call, to be sent to every gateway with an open stream; None if nothing has.
+        A pool that is the same object with the same owner is not compared. Mutates."""
+        update = placement_pb2.FleetUpdate(starting=starting)
+        changed = starting is not self._starting
+        self._starting = starting
+        gone = set(self._pools)
+        for pool in pools:
+            gone.discard(pool.model)
+            told = self._pools.get(pool.model)
+            if told is None:
+                told = self._pools[pool.model] = _ToldPool()
+            if (pool_update := told.update(pool, owner(pool.model))) is not None:
+                update.pools.append(pool_update)
+                changed = True
+        for model in sorted(gone):
+            del self._pools[model]
+            update.removed_models.append(model)
+            changed = True
+        return update if changed else None
+
+    def whole(self) -> placement_pb2.Fleet:
+        """Return the fleet as of the last `update`, for a gateway that opens its stream."""
+        fleet = placement_pb2.Fleet(starting=self._starting, ownerless_timeout=self._ownerless_timeout)
+        for _, told in sorted(self._pools.items()):
+            told.write(fleet.pools.add())
+        return fleet
+
+
+class _ToldPool:
+    """One pool as it was last sent. The instances' messages are kept, since making one takes some microseconds."""
+
+    def __init__(self) -> None:
+        self._info: PoolInfo | None = None
+        self._owner: Owner | None = None
+        self._description: placement_pb2.Pool | None = None
+        self._refs: dict[str, placement_pb2.InstanceRef] = {}
+
+    def update(self, info: PoolInfo, owner: Owner | None) -> placement_pb2.PoolUpdate | None:
+        """Return what has changed of the pool since the last call; None if nothing has. Mutates."""
+        if info is self._info and owner == self._owner:
+            return None
+        update, changed = placement_pb2.PoolUpdate(model=info.model), False
+        description = _description(info, owner)
+        if description != self._description:
+            update.description.CopyFrom(description)
+            changed = True
+        before = self._info.instances if self._info is not None else {}
+        for instance_id in sorted(one for one, known in info.instances.items() if before.get(one) is not known):
+            ref = instance_ref(info.instances[instance_id])
+            if ref != self._refs.get(instance_id):  # an agent that reconnects reports the same again
+                self._refs[instance_id] = ref
+                update.instances.append(ref)
+                changed = True
+        for instance_id in sorted(before.keys() - info.instances.keys()):
+            del self._refs[instance_id]
+            update.removed_instance_ids.append(instance_id)
+            changed = True
+        self._info, self._owner, self._description = info, owner, description
+        return update if changed else None
+
+    def write(self, pool: placement_pb2.Pool) -> None:
+        """Write the pool as it was last sent into `pool`, an empty message. Mutates `pool`."""
+        if self._description is not None:
+            pool.CopyFrom(self._description)
+        pool.instances.extend(ref for _, ref in sorted(self._refs.items()))
+
+
+def _description(info: PoolInfo, owner: Owner | None) -> placement_pb2.Pool:
+    return placement_pb2.Pool(
+        model=info.model,
+        served_names=info.served_names,
+        lora_names=info.lora_names,
+        model_root=info.model_root,
+        max_model_len=info.max_model_len,
+        owner=owner_to_wire(owner),
+    )

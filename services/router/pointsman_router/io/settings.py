@@ -1,0 +1,201 @@
+"""Settings of the router."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pointsman_common.io.settings import OtlpEndpoint
+from pointsman_router.core.policy.registry import DEFAULT_POLICY
+from pointsman_router.core.router_state import StateSettings
+
+# The defaults of settings that are passed on to the state: StateSettings defines them.
+_STATE = StateSettings()
+
+
+def _router_id() -> str:
+    return f"{socket.gethostname()}-{secrets.token_hex(3)}"
+
+
+class RouterSettings(BaseSettings):
+    """The router's settings, from the environment (POINTSMAN_ROUTER_*) or flags of `pointsman router`. Times are in s."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_ROUTER_")
+
+    listen: str = Field("127.0.0.1:50051", description="HOST:PORT of the gRPC services")
+    advertise: str = Field("", description="HOST:PORT at which gateways reach this replica; empty: from `listen`")
+    metrics_listen: str = Field("127.0.0.1:9100", description="HOST:PORT of /metrics and /health; empty: none")
+    console_listen: str = Field("", description="HOST:PORT of the console, a web page; empty: none")
+    console_advertise: str = Field(
+        "", description="URL at which browsers reach this replica's console; empty: from `console_listen`"
+    )
+    console_max_viewers: int = Field(16, ge=1, description="maximum number of viewers of the console's decision stream")
+    agents_file: Path | None = Field(
+        None,
+        description="file with lines TOKEN PATTERN... [cert=NAME...]: each token permits only instances whose id and address "
+        "match a pattern (vllm-0.*), and, if cert= is given, only agents with a certificate of such a name; "
+        "valid in addition to the token of all agents; read again when it changes",
+    )
+    gateways_file: Path | None = Field(
+        None,
+        description="the same for gateways: each token permits only sessions under ids that match a pattern (gw-a-*), "
+        "and cert=NAME; valid in addition to the token of all gateways; read again when it changes",
+    )
+    reflection: bool = Field(
+        True, description="list the services to anyone who reaches the gRPC port (gRPC reflection)"
+    )
+    insecure: bool = Field(False, description="allow listening off the loopback interface without tokens")
+    redis_url: SecretStr = Field(
+        SecretStr(""), description="redis://... that replicas share; empty: state in memory only"
+    )
+    fleet: str = Field("default", description="name of the fleet in Redis, the same for all routers of a fleet")
+    owner_lease_s: float = Field(
+        1.0, gt=0.1, le=60, description="seconds after which a pool's owner that does not renew its lease is replaced"
+    )
+    router_id: str = Field(
+        default_factory=_router_id, description="id of this process, unique among the fleet's routers"
+    )
+    policy: str = Field(DEFAULT_POLICY, description="policy at start")
+    policy_settings: dict[str, float | bool | str] = Field(
+        default_factory=dict, description="JSON object of the policy's settings"
+    )
+    affinity_ttl_s: float = Field(
+        _STATE.affinity_ttl_s, gt=0, description="seconds after its last use for which a session keeps its owner"
+    )
+    gateway_lease_s: float = Field(
+        _STATE.gateway_lease_s,
+        gt=0,
+        description="seconds that reservations are kept after their gateway's stream has ended",
+    )
+    max_requests_per_instance: int = Field(
+        _STATE.limits.max_requests, ge=0, description="maximum open requests per instance; 0: unlimited"
+    )
+    max_kv_usage: float = Field(
+        _STATE.limits.max_kv_usage,
+        ge=0,
+        le=1,
+        description="share of KV in use from which an instance with waiting requests gets no new ones; 0: unlimited",
+    )
+    queue_size: int = Field(
+        _STATE.queue.size, ge=0, description="maximum number of held requests per model; 0: none are held"
+    )
+    queue_timeout_s: float = Field(
+        _STATE.queue.timeout_s, gt=0, description="maximum time that a request is held, in seconds"
+    )
+    queue_tenant_share: float = Field(
+        _STATE.queue.tenant_share, gt=0, le=1, description="maximum share of a model's queue for one tenant"
+    )
+    queue_ageing_tokens_per_s: float = Field(
+        _STATE.queue.ageing_tokens_per_s,
+        ge=0,
+        description="new tokens that one second of waiting outweighs in the order of held requests",
+    )
+    queue_fair: bool = Field(
+        _STATE.queue.fair,
+        description="serve tenants with held requests of one priority class by weight and cost; false: like a single tenant",
+    )
+    queue_lower_class_share: float = Field(
+        _STATE.queue.lower_class_share,
+        ge=0,
+        le=1,
+        description="minimum service of a waiting lower priority class, as a share of the work of higher classes; 0: "
+        "none while a higher class waits",
+    )
+    hold_expiry: Literal["place", "refuse"] = Field(
+        _STATE.queue.expiry,
+        description="what to do with a request that the policy held until the timeout: place it at once, or refuse it",
+    )
+    session_admission: bool = Field(
+        _STATE.admission.on,
+        description="park new sessions under every policy while the caches evict what sessions under way need again, and have "
+        "no room for more; false: only where the policy auto does",
+    )
+    admission_interactive_s: float = Field(
+        _STATE.admission.interactive_s,
+        gt=0,
+        description="maximum time that a new session of the class interactive is parked, in seconds",
+    )
+    admission_standard_s: float = Field(
+        _STATE.admission.standard_s, gt=0, description="the same for the class standard, in seconds"
+    )
+    admission_batch_s: float = Field(
+        _STATE.admission.batch_s, gt=0, description="the same for the class batch, in seconds"
+    )
+    circuit_failures: int = Field(
+        _STATE.circuit.failures,
+        ge=0,
+        description="number of failed requests in a row that opens an instance's circuit; 0: never",
+    )
+    circuit_first_open_s: float = Field(
+        _STATE.circuit.first_open_s,
+        gt=0,
+        description="seconds that a circuit is open before one request is tried; each failed trial doubles it",
+    )
+    circuit_max_open_s: float = Field(
+        _STATE.circuit.max_open_s, gt=0, description="maximum time that a circuit is open, in seconds"
+    )
+    lost_instance_s: float = Field(
+        _STATE.lost_instance_s, gt=0, description="seconds that an instance is kept after its agent's stream has ended"
+    )
+    migration_window_s: float = Field(
+        _STATE.migration_window_s,
+        ge=0,
+        description="seconds that an offloaded request counts as a recent migration of its target",
+    )
+    stale_report_s: float = Field(
+        _STATE.stale_report_s, gt=0, description="maximum age of an engine's load figures that are used, in seconds"
+    )
+    stale_keys_s: float = Field(
+        _STATE.stale_keys_s,
+        gt=0,
+        description="seconds without a report after which an instance's cache counts as empty; must exceed agents' intervals",
+    )
+    max_keys: int = Field(
+        _STATE.max_keys,
+        ge=1,
+        description="maximum number of block keys in the exact index; further instances use the approximate index. The "
+        "indexes of host memory and of storage have room for as many each; further instances get no credit for them",
+    )
+    startup_wait_s: float = Field(
+        3.0, ge=0, description="maximum time to wait for instances' reports before placing, after a start, in seconds"
+    )
+    decision_log_size: int = Field(
+        10_000, ge=1, description="maximum number of decisions in memory; fewer if they would exceed 140 MB"
+    )
+    decision_log_file: Path | None = Field(
+        None, description="append every decision to this file, one JSON object a line"
+    )
+    decision_log_max_mb: int = Field(
+        256,
+        ge=0,
+        description="size in MB above which decision_log_file is rotated; FILE.1 to FILE.4 are kept; 0: never rotated",
+    )
+    otlp_endpoint: OtlpEndpoint = Field(
+        "", description="http(s)://HOST:PORT of an OTLP/gRPC collector for spans; empty: no spans"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning or error")
+
+    @field_validator("policy_settings", mode="before")
+    @classmethod
+    def _from_flag(cls, value: object) -> object:
+        # The value from the environment is decoded JSON; the value of a flag is text.
+        return json.loads(value) if isinstance(value, str) else value
+
+    @property
+    def ownerless_timeout_s(self) -> float:
+        """The time that a pool may be without an owner that places, s. The sum of a dead owner's lease, another replica's wait
+        for the preferred one, one more lease in case Redis has lost its data, this router's start-up wait, and 1 s of slack."""
+        takeover_s = 3 * self.owner_lease_s if self.redis_url.get_secret_value() else 0.0
+        return takeover_s + self.startup_wait_s + 1.0
+
+    @property
+    def settle_s(self) -> float:
+        """The age of another replica from which a pool may be handed over to it, s: a start-up wait like this one's, and three
+        leases."""
+        return self.startup_wait_s + 3 * self.owner_lease_s

@@ -1,0 +1,238 @@
+"""Metrics that are read from the router's state when Prometheus scrapes /metrics. Between scrapes they cost nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pointsman_router.core.analysis.pool_backlog import PoolBacklogs
+from pointsman_router.core.instances.instance_registry import InstanceRecord
+from pointsman_router.core.instances.kv_refusals import refused_senders
+from pointsman_router.core.prefix.lower_tiers import TIER_HOST, TIER_STORAGE
+from pointsman_router.core.priority import Priority
+from pointsman_router.core.router_state import RouterState
+from pointsman_router.core.types import InstanceState
+
+NAME = "pointsman_router_"
+
+
+class StateCollector(Collector):
+    """Metrics of one router's state. Each model has a series for every instance state: no ready instance is a 0, not a gap."""
+
+    def __init__(
+        self, state: RouterState, ready: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`clock` returns the time of the state's clock, s. `ready` returns whether the router places requests."""
+        self._state = state
+        self._ready = ready
+        self._clock = clock
+        self._backlogs = PoolBacklogs(
+            state.instances, state.reservations, state.prefill_observer, state.held_requests.queue, state.parking.queue
+        )
+
+    def describe(self) -> list[Metric]:
+        """Return no metrics, so that registering does not call `collect`: the state may not be complete by then."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metric families."""
+        yield GaugeMetricFamily(f"{NAME}ready", "1 when the router places requests", float(self._ready()))
+        yield GaugeMetricFamily(
+            f"{NAME}store_degraded", "1 while the shared store does not answer", float(self._state.degraded)
+        )
+        yield GaugeMetricFamily(
+            f"{NAME}shared_names",
+            "Model names that several pools share; requests for such a name go to the first pool",
+            len(self._state.instances.shared_names),
+        )
+        yield GaugeMetricFamily(
+            f"{NAME}sessions", "Sessions with an owner, of the pools that this replica owns", len(self._state.affinity)
+        )
+        yield CounterMetricFamily(
+            f"{NAME}sessions_ended",
+            "Sessions with an owner that their clients have ended",
+            self._state.affinity.ended_count,
+        )
+        yield self._orders()
+        yield from self._models()
+        yield from self._instances()
+
+    def _orders(self) -> Metric:
+        orders = self._state.instances.orders.values()
+        told = GaugeMetricFamily(
+            f"{NAME}instance_orders",
+            "Operators' orders in force, including those for unknown instances",
+            labels=["kind"],
+        )
+        told.add_metric(["cordon"], sum(order.cordoned for order in orders))
+        told.add_metric(["weight"], sum(order.weight < 1.0 for order in orders))
+        return told
+
+    def _models(self) -> Iterator[Metric]:
+        state = self._state
+        owned = GaugeMetricFamily(f"{NAME}pool_owned", "1 if this replica owns the model's pool", labels=["model"])
+        held = GaugeMetricFamily(
+            f"{NAME}held_requests",
+            "Requests that wait for a placement, by priority class",
+            labels=["model", "priority"],
+        )
+        instances = GaugeMetricFamily(f"{NAME}instances", "Instances by state", labels=["model", "state"])
+        counts = Counter((record.info.model, record.state) for record in state.instances.records())
+        for model in sorted({model for model, _ in counts}):
+            owned.add_metric([model], float(state.owned.owns(model)))
+            for priority in Priority:
+                held.add_metric([model, priority], state.held_requests.queue.count(model, priority))
+            for one in InstanceState:
+                instances.add_metric([model, one], counts[model, one])
+        yield from (owned, held, instances)
+        yield from self._admission()
+        yield self._backlog()
+        yield self._curve_samples()
+        yield self._pool_policies()
+        yield self._load_samples()
+
+    def _admission(self) -> Iterator[Metric]:
+        """Yield the session admission of the pools that this replica owns and whose sessions are admitted."""
+        state, now = self._state, self._clock()
+        models = [pool.model for pool in state.instances.pools()]
+        models = [one for one in models if state.owned.owns(one) and state.admission.applies(one, now)]
+        if not models:
+            return
+        parked = GaugeMetricFamily(
+            f"{NAME}parked_requests", "New sessions that are parked, by priority class", labels=["model", "priority"]
+        )
+        told = [
+            GaugeMetricFamily(NAME + name, documentation, labels=["model"])
+            for name, documentation in (
+                ("admission_armed", "1 while new sessions are parked if they do not fit"),
+                ("session_tokens", "KV of the sessions under way, each times its chance to be needed soon, in tokens"),
+                ("session_capacity_tokens", "KV that the pool's caches are to hold, in tokens; 0 if unknown"),
+                ("recomputed_share", "Share of the last minute's prefill that was computed before and evicted"),
+            )
+        ]
+        for model in models:
+            for priority in Priority:
+                parked.add_metric([model, priority], state.parking.queue.count(model, priority))
+            status = state.admission.status(model, now)
+            figures = (float(status.armed), status.weighted, status.capacity, status.recomputed_share)
+            for family, figure in zip(told, figures, strict=True):
+                family.add_metric([model], figure)
+        yield from (parked, *told)
+
+    def _backlog(self) -> Metric:
+        """Return the backlog of the pools that this replica owns. An idle pool has 0, so that an autoscaler finds a value."""
+        told = GaugeMetricFamily(
+            f"{NAME}backlog_seconds",
+            "Seconds of prefill that a new request of the route class waits for, per placeable instance",
+            labels=["model", "route_class"],
+        )
+        for model, classes in sorted(self._backlogs.at(self._clock()).items()):
+            if self._state.owned.owns(model):
+                for name, seconds in classes.items():
+                    told.add_metric([model, name], seconds)
+        return told
+
+    def _curve_samples(self) -> Metric:
+        """Return the number of samples of each prefill curve; 0 for a curve without samples."""
+        told = GaugeMetricFamily(
+            f"{NAME}prefill_curve_samples",
+            "Samples that the curve was learned from: prefills, or reports of steps; from 50 on, requests are refused that would "
+            "miss their TTFT deadline",
+            labels=["model", "hardware"],
+        )
+        kinds = {(record.info.model, record.info.hardware) for record in self._state.instances.records()}
+        for model, hardware in sorted(kinds):
+            if self._state.owned.owns(model):
+                told.add_metric([model, hardware], self._state.prefill_observer.samples(model, hardware))
+        return told
+
+    def _pool_policies(self) -> Metric:
+        """Return the policy that decides for each pool that this replica owns."""
+        told = GaugeMetricFamily(
+            f"{NAME}pool_policy",
+            "1 for the policy that decides for the pool, with the reason for which policy auto takes it (empty: not auto)",
+            labels=["model", "policy", "reason"],
+        )
+        now = self._clock()
+        for model in sorted({record.info.model for record in self._state.instances.records()}):
+            if self._state.owned.owns(model):
+                taken, _ = self._state.pool_policy(model, now)
+                told.add_metric([model, taken.policy.name, taken.reason], 1.0)
+        return told
+
+    def _load_samples(self) -> Metric:
+        """Return the number of samples of each price of loading KV; none for a tier without samples."""
+        told = GaugeMetricFamily(
+            f"{NAME}load_price_samples",
+            "Samples that the price of loading KV was learned from, by tier: host, storage",
+            labels=["model", "hardware", "tier"],
+        )
+        kinds = {(record.info.model, record.info.hardware) for record in self._state.instances.records()}
+        for model, hardware in sorted(kinds):
+            for tier in ("host", "storage"):
+                if samples := self._state.prefill_observer.load_samples(model, hardware, tier):
+                    told.add_metric([model, hardware, tier], samples)
+        return told
+
+    def _instances(self) -> Iterator[Metric]:
+        state, now, records = self._state, self._clock(), self._state.instances.records()
+
+        prediction_audit_failures = CounterMetricFamily(
+            f"{NAME}prediction_audit_failures",
+            "Times that an instance failed the prediction audit: persistently fewer cached tokens than predicted",
+            labels=["instance"],
+        )
+        for record in records:
+            prediction_audit_failures.add_metric([record.info.instance_id], record.prediction_audit.failures)
+        yield prediction_audit_failures
+
+        def family(name: str, documentation: str, value: Callable[[InstanceRecord, str], float | None]) -> Metric:
+            told = GaugeMetricFamily(NAME + name, documentation, labels=["instance"])
+            for record in records:
+                instance = record.info.instance_id
+                if (figure := value(record, instance)) is not None:
+                    told.add_metric([instance], figure)
+            return told
+
+        counters = state.reservations.counters
+        refused = refused_senders(record.info for record in records)
+        yield family("open_requests", "Open reservations", lambda _, one: counters(one).num_requests)
+        yield family(
+            "pending_prefill_tokens",
+            "Prefill tokens not computed yet",
+            lambda _, one: counters(one).pending_prefill_tokens,
+        )
+        yield family(
+            "engine_prefill_tokens",
+            "Tokens that the prompts in the engine's batch still need, as the engine reports them",
+            lambda record, _: _of(record, "prefill_tokens_left"),
+        )
+        yield family("keys", "Block keys in the exact index", lambda _, one: state.index.count(one))
+        yield family("host_keys", "Block keys in host memory", lambda _, one: state.lower_tiers.count(one, TIER_HOST))
+        yield family("storage_keys", "Block keys in storage", lambda _, one: state.lower_tiers.count(one, TIER_STORAGE))
+        yield family(
+            "approximate_keys",
+            "Block keys in the approximate index",
+            lambda _, one: state.prefix_knowledge.approximate_index.count(one),
+        )
+        yield family(
+            "wrong_kv_senders",
+            "Known instances that must not send KV to the instance, because their KV differed from its checksums",
+            lambda _, one: len(refused.get(one, ())),
+        )
+        yield family(
+            "report_age_seconds", "Time since the agent's last message", lambda record, _: now - record.heard_at
+        )
+        yield family("running_requests", "Requests that the engine runs", lambda record, _: _of(record, "running"))
+        yield family("waiting_requests", "Requests in the engine's queue", lambda record, _: _of(record, "waiting"))
+        yield family(
+            "kv_usage_ratio", "Share of the engine's KV blocks in use", lambda record, _: _of(record, "kv_usage")
+        )
+
+
+def _of(record: InstanceRecord, figure: str) -> float | None:
+    return None if record.load is None else getattr(record.load, figure)

@@ -1,0 +1,126 @@
+"""Parses another router's access log: one JSON object per line. These fields are read.
+
+| field | |
+|---|---|
+| `time` | time at which the line was written, which is the request's end: unix s, or an ISO 8601 text |
+| `duration_s` | time from the request's arrival to its end, s (nginx: `$request_time`) |
+| `id` | the X-Request-ID of the mirrored request that the line belongs to |
+| `path`, `body` | as received; `body` as text (as nginx escapes it) or as an object |
+| `model`, `prompt_token_ids` | instead of a body |
+| `session` | the client's name for its conversation |
+| `upstream` | HOST:PORT that answered (nginx: `$upstream_addr`; the last of several that were tried) |
+| `status` | HTTP status |
+| `usage` | as in the engine's answer; or `cached_tokens`, `output_tokens` as separate fields |
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from pointsman_shadow.core.pending_requests import RequestOutcome
+
+COMPLETIONS = "/v1/completions"
+
+
+class LineError(ValueError):
+    """A line cannot be used. The message names the field."""
+
+
+class LogLine(msgspec.Struct, kw_only=True):
+    """One line with its fields as in the log. An empty text means that the field is missing."""
+
+    time: float | str
+    duration_s: float | str = 0.0
+    id: str = ""
+    path: str = ""
+    body: str | dict[str, Any] = ""
+    model: str = ""
+    prompt_token_ids: list[int] | None = None
+    session: str = ""
+    upstream: str = ""
+    status: int | str = 0
+    usage: dict[str, Any] | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+
+    @property
+    def ended_at(self) -> float:
+        """Time of the request's end, unix s. Raises LineError."""
+        if isinstance(self.time, float):
+            return self.time
+        try:
+            return float(self.time)
+        except ValueError:
+            pass
+        try:
+            return datetime.fromisoformat(self.time).timestamp()
+        except ValueError:
+            raise LineError(f"time: {self.time!r} is neither unix seconds nor ISO 8601") from None
+
+    @property
+    def arrived_at(self) -> float:
+        """Time of the request's arrival, unix s. Raises LineError."""
+        return self.ended_at - (_number("duration_s", self.duration_s) or 0.0)
+
+    @property
+    def request(self) -> tuple[str, bytes] | None:
+        """Path and body of the request; None if the line does not have them. Raises LineError."""
+        if self.prompt_token_ids is not None:
+            if not self.model:
+                raise LineError("model: missing beside prompt_token_ids")
+            return COMPLETIONS, msgspec.json.encode({"model": self.model, "prompt": self.prompt_token_ids})
+        if not self.body or not self.path:
+            return None
+        body = self.body.encode() if isinstance(self.body, str) else msgspec.json.encode(self.body)
+        return self.path.partition("?")[0], body
+
+    @property
+    def end(self) -> RequestOutcome:
+        """Outcome of the request. Raises LineError."""
+        usage = self.usage or {}
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        cached, output = self.cached_tokens, self.output_tokens
+        if cached is None:
+            cached = details.get("cached_tokens", usage.get("cache_read_input_tokens"))
+        if output is None:
+            output = usage.get("completion_tokens", usage.get("output_tokens"))
+        return RequestOutcome(
+            status=int(_number("status", self.status) or 0),
+            instance=upstream_of(self.upstream),
+            output_tokens=output if isinstance(output, int) else None,
+            cached_tokens=cached if isinstance(cached, int) else None,
+        )
+
+
+_decoder = msgspec.json.Decoder(LogLine)
+
+
+def read_line(line: bytes) -> LogLine:
+    """Parse one line. Raises LineError, which names the field."""
+    try:
+        return _decoder.decode(line)
+    except msgspec.DecodeError as error:
+        raise LineError(str(error)) from None
+
+
+def upstream_of(text: str) -> str:
+    """Return HOST:PORT of the engine that answered; "" for none.
+
+    Of several addresses in nginx's `$upstream_addr` the last counts ("a:1, b:2"; "a:1 : b:2" after a redirect inside nginx).
+    """
+    last = text.replace(" : ", ",").rpartition(",")[2].strip()
+    return "" if last == "-" else last.removeprefix("http://").removeprefix("https://").partition("/")[0]
+
+
+def _number(name: str, value: float | int | str) -> float | None:
+    if isinstance(value, int | float):
+        return float(value)
+    if value in ("", "-"):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        raise LineError(f"{name}: {value!r} is not a number") from None

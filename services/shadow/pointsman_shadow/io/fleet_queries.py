@@ -1,0 +1,175 @@
+"""Queries to a Pointsman router that places nothing: its engines, and dry runs of placements.
+
+Only the router's FleetService is called. Its Explain reserves nothing. The role `observer` permits these calls and no others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
+from pointsman_common.io.auth import showing
+from pointsman_common.io.channel import open_channel
+from pointsman_common.io.pages import whole_async
+from pointsman_common.io.settings import Tokens
+from pointsman_shadow.io.placement_comparison import ModelEngines
+
+log = structlog.get_logger()
+
+# Timeout of a query, s.
+ANSWER_S = 2.0
+# Interval between two queries for the router's instances, s.
+ASK_EVERY_S = 2.0
+
+
+@dataclass(frozen=True)
+class LivePlacement:
+    """Where a request would have been placed by the engines' real state. `cached` is the number of its cached tokens by
+    instance."""
+
+    instance: str
+    cached: Mapping[str, int]
+
+
+@dataclass
+class LivePlacementTotals:
+    """Totals of live placements. `same`, `actual_cached_tokens` and `would_be_cached_tokens` count only the `placed` requests,
+    whose instance is known."""
+
+    asked: int = 0
+    unanswered: int = 0
+    cached_tokens: int = 0
+    placed: int = 0
+    same: int = 0
+    actual_cached_tokens: int = 0
+    would_be_cached_tokens: int = 0
+
+    def add(self, now: LivePlacement, instance: str) -> None:
+        """Count a live placement. `instance` is the one that the other router chose, empty if unknown. Mutates."""
+        self.asked += 1
+        modelled_cached_tokens = now.cached[now.instance]
+        self.cached_tokens += modelled_cached_tokens
+        if instance in now.cached:
+            self.placed += 1
+            self.same += instance == now.instance
+            self.actual_cached_tokens += now.cached[instance]
+            self.would_be_cached_tokens += modelled_cached_tokens
+
+
+@dataclass
+class _Counter:
+    first: tuple[int, int]
+    last: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model of the fleet: its served names, adapters, tokenizer source (`root`) and engines."""
+
+    served_names: tuple[str, ...]
+    lora_names: tuple[str, ...]
+    root: str
+    engines: ModelEngines
+
+
+class FleetQueries:
+    """Client of one router's FleetService."""
+
+    def __init__(self, address: str, every_s: float, policy: str, policy_settings: Mapping[str, Any]) -> None:
+        """Raises ValueError or OSError for TLS settings or a token that cannot be used."""
+        self._address = address
+        self._every_s = every_s
+        self._policy = fleet_pb2.Policy(name=policy)
+        self._policy.settings.update(policy_settings)
+        self._channel = open_channel(address)
+        self._fleet = fleet_pb2_grpc.FleetServiceStub(self._channel)
+        self._metadata = showing(Tokens(), "observer")
+        self._counters: dict[tuple[str, str], _Counter] = {}
+        self.totals = LivePlacementTotals()
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close(None)
+
+    async def watch(self, on_models: Callable[[dict[str, ServedModel]], Awaitable[None]]) -> None:
+        """Query the instances periodically until cancelled, and pass their models to `on_models`."""
+        away = False
+        while True:
+            try:
+                answer = await whole_async(
+                    lambda request: self._fleet.ListInstances(request, timeout=ANSWER_S, metadata=self._metadata()),
+                    fleet_pb2.ListInstancesRequest(),
+                    "instances",
+                )
+            except grpc.aio.AioRpcError as error:
+                if not away:
+                    log.warning("the router does not answer", router=self._address, error=error.code().name)
+                away = True
+            else:
+                away = False
+                self._count(answer)
+                await on_models(models_of(answer))
+            await asyncio.sleep(self._every_s)
+
+    async def ask(self, request: placement_pb2.PlacementRequest) -> LivePlacement | None:
+        """Return where the router would place a request now; None if it does not answer or would not place the request."""
+        try:
+            answer = await self._fleet.Explain(
+                fleet_pb2.ExplainRequest(request=request, policy=self._policy),
+                timeout=ANSWER_S,
+                metadata=self._metadata(),
+            )
+        except grpc.aio.AioRpcError as error:
+            log.debug("a dry run failed", code=error.code().name)
+            self.totals.unanswered += 1
+            return None
+        steps = answer.decision.steps
+        if not steps:
+            self.totals.unanswered += 1
+            return None
+        cached = {one.instance_id: one.cached_tokens for one in answer.decision.candidates}
+        return LivePlacement(steps[-1].instance.instance_id, cached)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the totals as JSON. `engines` has the engines' own counters since their first report."""
+        pairs = [(one.last[0] - one.first[0], one.last[1] - one.first[1]) for one in self._counters.values()]
+        return vars(self.totals) | {
+            "engines": {
+                "queried_tokens": sum(queries for queries, _ in pairs),
+                "hit_tokens": sum(hits for _, hits in pairs),
+            }
+        }
+
+    def _count(self, answer: fleet_pb2.ListInstancesResponse) -> None:
+        for status in answer.instances:
+            if status.HasField("load"):
+                key = status.instance.instance_id, status.instance.incarnation
+                now = status.load.prefix_cache_queries, status.load.prefix_cache_hits
+                self._counters.setdefault(key, _Counter(now, now)).last = now
+
+
+def models_of(answer: fleet_pb2.ListInstancesResponse) -> dict[str, ServedModel]:
+    """Return the models that a router's instances serve, by name. A model has its smallest cache and its shortest context."""
+    by_model: dict[str, list[Any]] = {}
+    for status in answer.instances:
+        by_model.setdefault(status.instance.model, []).append(status.instance)
+    return {
+        model: ServedModel(
+            tuple(dict.fromkeys(name for one in instances for name in one.served_names)),
+            tuple(dict.fromkeys(name for one in instances for name in one.lora_names)),
+            instances[0].model_root,
+            ModelEngines(
+                tuple(sorted(one.instance_id for one in instances)),
+                min((one.kv_capacity_tokens for one in instances if one.kv_capacity_tokens), default=0),
+                min((one.max_model_len for one in instances if one.max_model_len), default=0),
+            ),
+        )
+        for model, instances in by_model.items()
+    }
