@@ -11,6 +11,11 @@ import typer.rich_utils
 from pydantic_settings import BaseSettings
 from typer.testing import CliRunner
 
+import pointsman_agent.io.settings  # noqa: F401
+import pointsman_cli.up  # noqa: F401
+import pointsman_gateway.io.settings  # noqa: F401
+import pointsman_lab.commands  # noqa: F401
+import pointsman_router.io.settings  # noqa: F401
 import pointsman_shadow.io.commands  # noqa: F401
 from pointsman_common.io.settings import add_settings_command
 
