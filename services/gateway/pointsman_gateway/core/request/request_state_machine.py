@@ -422,4 +422,3 @@ class RequestStateMachine:
 
 def _outcome(failed: UpstreamFailed) -> Outcome:
     return Outcome.CANCELLED if failed.innocent or failed.moved else Outcome.FAILED
-
