@@ -7,8 +7,8 @@ from dataclasses import fields
 import pytest
 
 from pointsman_cli.fleet_commands import policies
+from pointsman_lab.rival_policies.registry import POLICIES
 from pointsman_router.core.policy.base import bounds
-from pointsman_router.core.policy.registry import POLICIES
 
 
 def test_it_lists_every_policy_with_its_settings_and_their_bounds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from pointsman.router.v1 import fleet_pb2
 from pointsman_cli.fleet_commands import add_fleet_commands
+from pointsman_lab.rival_policies.registry import POLICIES, make_policy
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.decision_replay import differences, inputs_digest, redecide
 from pointsman_router.core.policy.decision_rng import rng_of
-from pointsman_router.core.policy.registry import POLICIES, make_policy
 from pointsman_router.core.router_state import RouterState, StateSettings
 from pointsman_router.core.types import LISTED_PREFILLS, NO_FACTS, Decision, Load
 from pointsman_router.io.console.decision_stream import DecisionStream
@@ -91,8 +91,8 @@ def test_a_log_of_every_policy_reproduces_every_decision_to_the_bit(tmp_path: Pa
     for line, decision in zip(recorded, made, strict=True):
         assert line.decision.view == decision.view
         assert differences(decision, line.decision) == []
-        assert differences(line.decision, redecide(line.decision)) == []
-        assert redecide(line.decision).key_count == decision.key_count
+        assert differences(line.decision, redecide(line.decision, policies=POLICIES)) == []
+        assert redecide(line.decision, policies=POLICIES).key_count == decision.key_count
         assert line.inputs_digest == inputs_digest(decision) == inputs_digest(line.decision)
     answer = CliRunner().invoke(app, ["decisions", "verify", str(file)])
     assert (answer.exit_code, answer.output) == (
@@ -256,7 +256,7 @@ def test_a_decision_before_many_open_prefills_is_the_same_when_made_again(policy
     router = busy_fleet(2, 2 * LISTED_PREFILLS, policy)
     recorded = msgspec.json.decode(decided_line(LoggedDecision(decided(router, 1), 0.0, 0.0)), type=DecidedLine)
     assert any(one.prefill_backlog.unlisted.prefills for one in recorded.decision.view.candidates)
-    assert differences(recorded.decision, redecide(recorded.decision)) == []
+    assert differences(recorded.decision, redecide(recorded.decision, policies=POLICIES)) == []
     assert inputs_digest(recorded.decision) == recorded.inputs_digest
 
 
