@@ -54,9 +54,7 @@ def test_the_version_is_the_distributions() -> None:
 def test_only_the_asked_commands_module_is_imported() -> None:
     found = imported("emulate", "--help")
     assert "pointsman_lab.emulator.emulated_engine" in found
-    assert not {
-        one for one in found if one.startswith(("pointsman_lab.live", "pointsman_router", "pointsman_agent"))
-    }
+    assert not {one for one in found if one.startswith(("pointsman_lab.live", "pointsman_router", "pointsman_agent"))}
 
 
 @pytest.fixture

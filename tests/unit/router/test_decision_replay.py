@@ -15,10 +15,12 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from pointsman.router.v1 import fleet_pb2
+from pointsman_cli import policy_commands
 from pointsman_cli.fleet_commands import add_fleet_commands
 from pointsman_lab.rival_policies.registry import POLICIES, make_policy
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.decision_replay import differences, inputs_digest, redecide
+from pointsman_router.core.policy import registry
 from pointsman_router.core.policy.decision_rng import rng_of
 from pointsman_router.core.router_state import RouterState, StateSettings
 from pointsman_router.core.types import LISTED_PREFILLS, NO_FACTS, Decision, Load
@@ -122,6 +124,23 @@ def test_a_changed_decision_is_told_with_file_line_and_field(tmp_path: Path) -> 
     assert f"line {total}, {made[0].decision_id}: cannot be made again" in answer.output
     assert f"line {total + 1}, {made[0].decision_id}: inputs_digest: " in answer.output
     assert f"{len(made)} of {len(made) + 4} decisions are the same" in answer.output
+
+
+def test_a_decision_by_the_labs_policy_is_told_where_the_lab_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "decisions.jsonl"
+    log = DecisionLog(10, file)
+    mixed_run(log, requests=1)
+    log.close()
+    monkeypatch.setattr(policy_commands, "installed_policies", lambda: registry.POLICIES)
+    answer = CliRunner().invoke(app, ["decisions", "verify", str(file)])
+    assert answer.exit_code == 1
+    for name in registry.LAB_POLICIES:
+        assert (
+            f"policy.name: policy {name!r} belongs to the lab, which is not installed: pointsman[lab]\n"
+            in answer.output
+        )
 
 
 def test_a_malformed_line_is_told_with_file_line_and_reason(tmp_path: Path) -> None:
