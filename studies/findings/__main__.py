@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import typer
@@ -28,6 +27,7 @@ from studies.findings.opening import plots, with_opening
 from studies.findings.page import render
 from studies.findings.tiers import tier_section
 from studies.marked_sections import OF_STUDIES, TIERS, section_of, with_section, write_section
+from studies.stored_trials import append_trial, read_trials
 
 
 class FindingsSettings(BaseSettings):
@@ -72,11 +72,11 @@ def run(settings: FindingsSettings) -> None:
     cells = plan_cells(settings.traces, settings.trials, quick=settings.quick)
     if settings.tiers_only:
         cells = tier_cells(cells)
-    stored = read_trials(settings.results)
+    stored = list(read_trials(settings.results, StoredTrial))
     seeds = range(settings.first_seed, settings.first_seed + settings.trials)
     if not settings.render_only:
         _run_missing(cells, stored, seeds, settings)
-        stored = read_trials(settings.results)
+        stored = list(read_trials(settings.results, StoredTrial))
     wanted = {(one.key, seed): one for one in cells for seed in seeds[: one.trials]}
     # Two runs that write to one file may both have run a trial; the trial counts once.
     trials = {(one.cell, one.seed): one for one in stored}
@@ -134,8 +134,7 @@ def _run_missing(
         for tier in sorted({one.tier for one in cells})
         for seed in seeds
     }
-    settings.results.parent.mkdir(parents=True, exist_ok=True)
-    with settings.results.open("ab") as file, make_progress(make_console()) as progress:
+    with make_progress(make_console()) as progress:
         task = progress.add_task("trials", total=sum(map(len, rounds.values())))
         for (_, seed), missing in rounds.items():
             by_name = {(one.cell.load, one.cell.policy): one for one in missing}
@@ -145,21 +144,12 @@ def _run_missing(
                 line = StoredTrial(
                     one.trace, one.load, one.threshold, one.policy, trial.seed, one.key, commit, trial.measures
                 )
-                file.write(msgspec.json.encode(line) + b"\n")
-                file.flush()
+                append_trial(settings.results, line)
                 progress.advance(task)
 
             wanted = [one.cell for one in missing]
             if wanted and len(run_cells(wanted, [seed], settings.processes, ended)) < len(wanted):
                 return  # Ctrl-C
-
-
-def read_trials(file: Path) -> list[StoredTrial]:
-    """Read the trials in a file. An incomplete last line, as after a kill, is ignored. Raises msgspec.DecodeError for other
-    lines."""
-    lines = file.read_bytes().split(b"\n") if file.exists() else []
-    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(StoredTrial)
-    return [decoder.decode(line) for line in lines[:-1] if line]
 
 
 if __name__ == "__main__":

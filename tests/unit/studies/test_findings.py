@@ -12,12 +12,13 @@ import typer
 
 from pointsman_lab.live.model_accuracy import LiveComparison, to_json
 from pointsman_lab.rival_policies.registry import POLICIES
-from studies.findings.__main__ import FindingsSettings, read_trials, run
+from studies.findings.__main__ import FindingsSettings, run
 from studies.findings.cells import LOADS, plan_cells
 from studies.findings.figures import StoredTrial
 from studies.findings.page import TEMPLATE, render
 from studies.findings.tiers import TEMPLATE as TIERS_TEMPLATE
 from studies.marked_sections import TIERS, section_of, with_section
+from studies.stored_trials import read_trials
 
 
 def settings(tmp_path: Path, **changes: object) -> FindingsSettings:
@@ -37,7 +38,7 @@ def settings(tmp_path: Path, **changes: object) -> FindingsSettings:
 def test_a_quick_run_makes_the_document_and_is_not_run_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = settings(tmp_path)
     run(asked)
-    kept = read_trials(asked.results)
+    kept = list(read_trials(asked.results, StoredTrial))
     assert len(kept) == len(plan_cells(asked.traces, asked.trials, quick=True)) == 22
     text = asked.out.read_text()
     assert "A quick run" in text
@@ -62,6 +63,10 @@ def test_a_quick_run_makes_the_document_and_is_not_run_twice(tmp_path: Path, mon
     asked.results.write_bytes(lines[:-20])
     run(settings(tmp_path, render_only=True))
     assert "1 of the trials that were planned are missing" in asked.out.read_text()
+    # It is, and the truncated line does not spoil its line.
+    run(asked)
+    assert len(list(read_trials(asked.results, StoredTrial))) == len(kept)
+    assert "planned are missing" not in asked.out.read_text()
     # A trial that two runs have recorded counts once.
     asked.results.write_bytes(lines + lines)
     run(settings(tmp_path, render_only=True))
