@@ -10,8 +10,8 @@ import pytest
 
 from pointsman_cli.fleet_commands import policies
 from pointsman_cli.policy_commands import verify
+from pointsman_lab.rival_policies.registry import POLICIES
 from pointsman_router.core.policy.base import bounds
-from pointsman_router.core.policy.registry import POLICIES
 from pointsman_router.io.telemetry.decision_log import DecidedLine, read_log
 from tests.support.repository import REPOSITORY
 
