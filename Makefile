@@ -92,7 +92,6 @@ check: env  ## style, types, layers, protos, deployment files, versions
 	diff -r -x __pycache__ gen/pointsman .state/gen/pointsman
 	$(BIN)/python -m tools.check_deploy
 	$(BIN)/python -m tools.versions
-	$(BIN)/python -m tools.check_words
 
 format: env  ## put the code into shape
 	$(BIN)/ruff check --fix .
