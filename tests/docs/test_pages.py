@@ -13,11 +13,11 @@ from pydantic_settings import BaseSettings
 
 from pointsman.router.v1 import fleet_pb2
 from pointsman_cli import main as command_line
-from pointsman_cli import settings_page
 from pointsman_lab.rival_policies.registry import POLICIES
 from tests.support.docs import command_parsers
 from tests.support.docs.shell_blocks import BLOCKS, MARKS, PAGES, Block
 from tests.support.repository import REPOSITORY
+from tools import made_pages
 
 DOCS = REPOSITORY / "docs"
 RULES = REPOSITORY / "deploy/telemetry/rules"
@@ -112,8 +112,30 @@ def test_every_policy_has_its_row() -> None:
     assert sorted(rows) == sorted(POLICIES)
 
 
-def test_the_settings_are_those_of_the_code() -> None:
-    assert (DOCS / "settings.md").read_text() == settings_page.page(), "pointsman settings > docs/settings.md"
+def test_what_is_made_from_the_code_is_that_of_the_code() -> None:
+    for page, content in made_pages.written().items():
+        assert page.read_text() == content, f"{page.name}: python -m tools.made_pages"
+
+
+def test_a_page_loses_nothing_but_what_stands_between_its_marks() -> None:
+    page = "before\n<!-- made: reasons -->\nold\n<!-- end -->\nafter\n<!-- made: rules -->\n<!-- end -->\n"
+    made = made_pages.with_sections(page)
+    assert re.sub(r"^\|.*\n", "", made, flags=re.MULTILINE) == page.replace("old\n", "")
+    assert "| `unified` |" in made.partition("after")[2]
+    assert "| `session_affinity` |" in made.partition("after")[0]
+    assert made_pages.with_sections(made) == made
+    with pytest.raises(KeyError, match="unknown"):
+        made_pages.with_sections("<!-- made: unknown -->\n<!-- end -->\n")
+
+
+def test_every_metric_of_dashboards_and_alerts_has_its_row() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \|", (DOCS / "metrics.md").read_text(), re.MULTILINE)
+    series = {name for name, kind in rows if kind != "histogram"}
+    series |= {f"{name}_{end}" for name, kind in rows if kind == "histogram" for end in ("bucket", "sum", "count")}
+    files = [*RULES.iterdir(), *(RULES.parent / "grafana/dashboards").iterdir()]
+    named = set(re.findall(r"\bpointsman_(?:router|gateway|agent)_\w+", "\n".join(file.read_text() for file in files)))
+    assert len(named) > 50
+    assert named - series == set()
 
 
 def test_the_variables_that_are_named_exist() -> None:

@@ -14,7 +14,7 @@ from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResul
 
 @dataclass(frozen=True)
 class AibrixPrefix(Policy):
-    """Peer: AIBrix's prefix-cache routing.
+    """AIBrix's prefix-cache routing: the longest match among instances that are not far busier than the mean.
 
     Rule, in requests:
         1. max(num_requests) - min(num_requests) > imbalance: argmin num_requests

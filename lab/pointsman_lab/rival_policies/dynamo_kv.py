@@ -17,7 +17,7 @@ DYNAMO_BLOCK_TOKENS = 16
 
 @dataclass(frozen=True)
 class DynamoKv(Policy):
-    """Peer: NVIDIA Dynamo's KV router.
+    """NVIDIA Dynamo's KV router: fewest blocks still to prefill, with this prompt's, plus those of all open prompts.
 
     Score, in blocks of 16 tokens:
         cost = prefill_load_scale * max(active_prefill + incoming - overlap, 0) + decode_blocks

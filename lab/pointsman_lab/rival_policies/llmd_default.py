@@ -13,7 +13,7 @@ from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResul
 
 @dataclass(frozen=True)
 class LlmdDefault(Policy):
-    """Peer: llm-d's default scorers.
+    """llm-d's default scorers: the greatest weighted sum of short queue, free KV and cached share.
 
     Score, without a unit; the greatest sum wins, so decisions record it negated:
         queue_weight * queue + kv_weight * (1 - kv_usage) + prefix_weight * cached / prompt

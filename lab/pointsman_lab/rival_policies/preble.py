@@ -13,7 +13,7 @@ from pointsman_router.core.types import Candidate, FleetView, PlacementRequest, 
 
 @dataclass(frozen=True)
 class Preble(Policy):
-    """Peer: Preble's E2 (exploit or explore).
+    """Preble's E2: the best match (exploit) if it saves enough and is not overloaded, else the least work (explore).
 
     Terms, in tokens:
         work = pending_prefill + decode_weight * ongoing_decode

@@ -22,6 +22,7 @@ class Adaptive(Policy):
     Rule, in tokens:
         HEAVY (new >= heavy_new_tokens): argmin ongoing_decode_tokens; ties by num_requests, pending_prefill, in turn
         LIGHT, MEDIUM: argmin new + load_weight * ongoing_tokens; ties in turn
+    It sees all of a large pool, since an instance with the fewest tokens in decode may have many requests.
 
     Reasons: `least_decode` (HEAVY), `cache_and_load` (others).
     Source: the reference system's adaptive v1, which does not state a weight of load against cache.
@@ -53,6 +54,7 @@ class AdaptiveOffload(Policy):
         2. else D = best cache hit (ties by ongoing_tokens, then in turn), if new < heavy_new_tokens
         3. else PREFILL on P, SERVE on D; D becomes the session's owner. P = argmin ongoing_tokens of those that can send KV to D;
             ties by new tokens, then in turn. If there is no such P, D does both.
+    It sees all of a large pool, for P, as `elastic` does.
 
     Reasons: `session_affinity` (1), `best_cache_hit` (2), `heavy` and `no_other_instance` (3).
     Source: the reference system's adaptive v2, the baseline that `elastic` improves on.

@@ -37,7 +37,8 @@ class Elastic(Unified):
         transfer = transfer_base_s + transfer_token_s * D.new
     Decider `heuristic`, in tokens: offload iff D is decoding, P.ongoing_tokens < D.ongoing_tokens, and
         P.ongoing_tokens <= prefill_overload_factor * mean(ongoing_tokens)
-    Neither decider uses the tokens that are new on P; the decision's figures include them.
+    Neither decider uses the tokens that are new on P; the decision's figures include them. It sees all of a large pool, since P
+    is the one with the fewest input tokens, or only prefills; a part of the pool is chosen by neither.
 
     Reasons: `prefill_idle_decode_busy` (offloaded), `decode_idle` (no decode on D that a prefill would slow down),
     `transfer_dominates` (no gain even if P were idle), `prefill_overloaded`, `below_threshold` (not HEAVY), `no_other_instance`.

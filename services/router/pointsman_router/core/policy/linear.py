@@ -14,7 +14,8 @@ from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResul
 class Linear(Policy):
     """Least input tokens of open requests, less cached tokens.
 
-    argmin score = load_weight * ongoing_tokens - cache_weight * cached_tokens, in tokens; ties in turn.
+    argmin score = load_weight * ongoing_tokens - cache_weight * cached_tokens, in tokens; ties in turn. It sees all of a large
+    pool, since an instance with the fewest input tokens may have many requests.
 
     Reasons: `linear`.
     Source: the reference system's first baseline (w1 and w2; its values are not known, both are 1 here).

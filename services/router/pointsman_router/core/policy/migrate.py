@@ -28,7 +28,8 @@ class Migrate(Unified):
     Picker `rotation` uses the targets in turn, without regard to caches. `cache_rich` ("Mechanism B") picks the most cached
     tokens; ties by load, then in turn. Plan: PREFILL on the host, SERVE on the target. The host's load does not include
     recent_migrations, so that decodes that moved to it lately do not move others away. With rotate_affinity the session belongs
-    to the target afterwards, else to the host. Scores are `unified`'s; figures are host_load and target_load.
+    to the target afterwards, else to the host. Scores are `unified`'s; figures are host_load and target_load. It sees all of a
+    large pool, since the instances with the fewest requests may all be waiting for decodes that move to them.
 
     Reasons: `migrate`, `below_threshold`, `host_idle`, `no_lighter_instance`. If the decode stays, the reason of the step is one
     of `unified`'s.

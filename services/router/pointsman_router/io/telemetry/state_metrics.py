@@ -100,8 +100,6 @@ class StateCollector(Collector):
         state, now = self._state, self._clock()
         models = [pool.model for pool in state.instances.pools()]
         models = [one for one in models if state.owned.owns(one) and state.admission.applies(one, now)]
-        if not models:
-            return
         parked = GaugeMetricFamily(
             f"{NAME}parked_requests", "New sessions that are parked, by priority class", labels=["model", "priority"]
         )
