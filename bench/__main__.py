@@ -2,7 +2,7 @@
 
 A short benchmark takes a minute or less, except `growth`: 260,000 requests, three to four minutes.
 
-The following benchmarks run only if they are named. `large_fleet` and `first_choice` take an hour each, `soak` half an hour,
+The following benchmarks run only if they are named. `large_fleet` and `shortlist` take an hour each, `soak` half an hour,
 `autoscale_sweep` ten minutes, `autoscale` two, `rival_rules` and `outlive` one, `hostile` and `side_by_side` some minutes.
 `elastic`, `layerwise`, `layerwise_cpu`, `layerwise_cpu_long`, `layerwise_trace` and `report_age` take minutes each, most of them
 to start real engines.
@@ -27,7 +27,6 @@ from bench.decide import decide, foresight, index
 from bench.elastic import elastic
 from bench.engine_steps import engine_steps
 from bench.figures import Figure
-from bench.first_choice import first_choice
 from bench.gateway import chunks, leaks, requests
 from bench.h2load import h2load
 from bench.hostile import hostile
@@ -45,6 +44,7 @@ from bench.picker import picker
 from bench.place import place
 from bench.report_age import report_age
 from bench.rival_rules import rival_rules
+from bench.shortlist import shortlist
 from bench.side_by_side import side_by_side
 from bench.simulate import simulate
 from bench.soak import soak
@@ -81,7 +81,7 @@ LONG: dict[str, Callable[[], object]] = {
     one.__name__: one
     for one in (
         large_fleet,
-        first_choice,
+        shortlist,
         autoscale,
         autoscale_sweep,
         elastic,

@@ -11,7 +11,7 @@ from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.load.reservations import Reservations
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.requests.open_requests import OpenRequests
-from pointsman_router.core.requests.placed_requests import Plans
+from pointsman_router.core.requests.placed_requests import PlacementPlans
 
 # Number of loads per second, of all instances, above which agents are told to send fewer. A load takes 75 us of the router's CPU
 # time, so a thousand engines that send 20 a second each would need 1.5 cores. MIN_LOAD_INTERVAL_S: interval at which agents send
@@ -44,7 +44,7 @@ def _interval_s(instances: int, most_per_s: float, interval: float, longest: flo
     return interval
 
 
-class Reports:
+class AgentReports:
     """Applies the events of agents' streams. `stale_report_s`: age up to which a load report is used, s. `lost_instance_s`: how
     long an instance without a stream is kept, s."""
 
@@ -56,7 +56,7 @@ class Reports:
         prefill_observer: PrefillObserver,
         reservations: Reservations,
         requests: OpenRequests,
-        plans: Plans,
+        plans: PlacementPlans,
         *,
         stale_report_s: float,
         lost_instance_s: float,

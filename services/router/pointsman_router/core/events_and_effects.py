@@ -165,7 +165,7 @@ class SessionEnded(msgspec.Struct, frozen=True, gc=False):
         return session_name(self.tenant, self.session_id)
 
 
-class GatewayTold(msgspec.Struct, frozen=True, gc=False):
+class GatewayReported(msgspec.Struct, frozen=True, gc=False):
     """A report of `gateway_id` (empty: a caller of the unary form) on one request.
 
     A gateway may report on its own requests, on those of the unary form, and on those of a gateway without a stream (their
@@ -173,7 +173,7 @@ class GatewayTold(msgspec.Struct, frozen=True, gc=False):
     """
 
     gateway_id: str
-    told: StepDone | FirstToken | Finished
+    report: StepDone | FirstToken | Finished
 
 
 # ---- events: operators and time ----
@@ -258,7 +258,7 @@ Event = (
     | FirstToken
     | Finished
     | SessionEnded
-    | GatewayTold
+    | GatewayReported
     | DrainsChanged
     | OrdersChanged
     | PolicySet

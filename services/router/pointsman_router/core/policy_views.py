@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from pointsman_common.core.block_keys import KEY_TOKENS
-from pointsman_router.core.first_choice import MANY, KeptLoads, PoolLoads
 from pointsman_router.core.instances.circuit_breaker import CIRCUIT_OPEN
 from pointsman_router.core.instances.instance_registry import CandidateSnapshot, InstanceRecord, InstanceRegistry
 from pointsman_router.core.instances.saturation import SATURATED, SaturationLimits
@@ -25,6 +24,7 @@ from pointsman_router.core.load.recent_migrations import Migrations
 from pointsman_router.core.load.reservations import Reservation, Reservations
 from pointsman_router.core.prefill_curve import NO_PREFILLS, PrefillCurve, PrefillSums
 from pointsman_router.core.prefix.lower_tiers import LowerBlocks
+from pointsman_router.core.shortlist import MAX_FULL_VIEW, KeptLoads, PoolLoads
 from pointsman_router.core.types import (
     NONE_REFUSED,
     NOTHING_UNSEEN,
@@ -47,7 +47,7 @@ EXCLUDED_STATES = {
 FAILED_BEFORE = "failed_before"
 
 
-class Views:
+class FleetViewBuilder:
     """Builds FleetViews. Changes nothing but cached data. `stale_report_s`: age up to which engines' own figures are used, s."""
 
     def __init__(
@@ -73,18 +73,18 @@ class Views:
         self._facts = PoolFactsCache(instances, prefix_knowledge, prefill_observer)
 
     def view(
-        self, request: PlacementRequest, pool: str, decision_number: int, now: float, *, few: bool = False
+        self, request: PlacementRequest, pool: str, decision_number: int, now: float, *, shortlisted: bool = False
     ) -> FleetView:
-        """Return a view of all instances of `pool` that answer to the request's model; with `few`, and more than MANY instances,
-        of a first choice of them. O(instances considered + look-ups of the prompt's keys)."""
+        """Return a view of all instances of `pool` that answer to the request's model; with `shortlisted`, of
+        a shortlist of them if they are more than MAX_FULL_VIEW. O(instances considered + look-ups of the prompt's keys)."""
         self._follow_reservations()
         owner = self._affinity.owner(pool, request.session, now) if request.session_id else ""
         members, unseen = self._instances.members(pool, request.model), NOTHING_UNSEEN
         shares = self._instances.shares(pool, request.model)
         drawn = shares.drawn(pool, request.session or request.request_id) if shares else ()
-        if few and len(members) > MANY:
+        if shortlisted and len(members) > MAX_FULL_VIEW:
             loads = self._loads.of(pool, self._instances.lists(pool), members)
-            if chosen := self._first_choice(loads, request, shares, (*drawn, owner), decision_number, now):
+            if chosen := self._shortlist(loads, request, shares, (*drawn, owner), decision_number, now):
                 members, unseen = chosen, loads.unseen(chosen)
         snapshots = self._snapshots(members, now)
         tokens = request.input_tokens
@@ -208,7 +208,7 @@ class Views:
         self._loads.changed(touched)
         touched.clear()
 
-    def _first_choice(
+    def _shortlist(
         self,
         loads: PoolLoads,
         request: PlacementRequest,

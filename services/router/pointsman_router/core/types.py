@@ -370,7 +370,7 @@ class FleetView(msgspec.Struct, frozen=True, gc=False):
     """Everything that a policy may use, besides the request. `decision_number` counts the pool's decisions, for round-robin
     tie-breaks; `now` is in s.
 
-    `candidates` are all instances of the pool. A policy with `looks_at_few` gets a first choice (first_choice.py) of a large
+    `candidates` are all instances of the pool. A policy with `uses_shortlist` gets a shortlist (shortlist.py) of a large
     pool, and in `unseen` the sums over the other instances.
 
     `curves`: the prefill curve of each kind of hardware among the candidates. `mean_work`: mean prefill work of a request.

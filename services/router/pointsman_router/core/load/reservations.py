@@ -147,12 +147,12 @@ def _pairs(entry: tuple[int, int] | tuple[str, int, int]) -> int:
 class Reservations:
     """All open reservations, one per request id, and their sums by instance.
 
-    `touched`: the instances whose sums have changed. `eased`: the instances that have less to do. Their readers clear them.
+    `touched`: the instances whose sums have changed. `less_busy`: the instances that have less to do. Their readers clear them.
     """
 
     def __init__(self) -> None:
         self.touched: set[str] = set()
-        self.eased: set[str] = set()
+        self.less_busy: set[str] = set()
         self._open: dict[str, Reservation] = {}
         self._counters: dict[str, Counters] = {}
         self._of_instance: dict[str, dict[str, None]] = {}
@@ -267,7 +267,7 @@ class Reservations:
             moved = replace(reservation, prefilled_tokens=min(tokens, reservation.new_tokens))
             self._open[request_id] = moved
             self.touched.add(moved.instance_id)
-            self.eased.add(moved.instance_id)
+            self.less_busy.add(moved.instance_id)
             counters = self._counters[moved.instance_id]
             counters.add_pending(reservation, -1)
             counters.add_pending(moved, 1)
@@ -288,7 +288,7 @@ class Reservations:
             counters.add(reservation, -1)
             self.touched.add(reservation.instance_id)
             del self._of_instance[reservation.instance_id][request_id]
-            self.eased.add(reservation.instance_id)
+            self.less_busy.add(reservation.instance_id)
             if not counters.num_requests:
                 del self._counters[reservation.instance_id]
                 del self._of_instance[reservation.instance_id]

@@ -85,7 +85,7 @@ class Policy(ABC):
     name: ClassVar[str]
     # Whether the policy prefers the less loaded of two equally cached instances, and needs only FleetView.unseen of the instances
     # that it does not choose. Such a policy gets only a part of a large pool as candidates.
-    looks_at_few: ClassVar[bool] = False
+    uses_shortlist: ClassVar[bool] = False
 
     @abstractmethod
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:

@@ -47,7 +47,7 @@ class Elastic(Unified):
     """
 
     name: ClassVar[str] = "elastic"
-    looks_at_few: ClassVar[bool] = False
+    uses_shortlist: ClassVar[bool] = False
 
     decider: str = choice("cost", ("cost", "heuristic"), "what decides on an offload")
     heavy_new_tokens: float = setting(HEAVY_NEW_TOKENS, 1.0, 1e9, "new tokens from which a request is HEAVY")

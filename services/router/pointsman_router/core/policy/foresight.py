@@ -65,7 +65,7 @@ class Foresight(Policy):
     """
 
     name: ClassVar[str] = "foresight"
-    looks_at_few: ClassVar[bool] = True
+    uses_shortlist: ClassVar[bool] = True
 
     slice_factor: float = setting(
         0.3, 0.0, 1e6, "length of a slice, in multiples of the mean request cost; 0: no slices"

@@ -50,7 +50,7 @@ class Additive(Policy):
     """
 
     name: ClassVar[str] = "additive"
-    looks_at_few: ClassVar[bool] = True
+    uses_shortlist: ClassVar[bool] = True
 
     overload_factor: float = setting(
         2.0, 0.0, 1e6, "maximum load and cost of the owner, in multiples of the mean load and the least cost"

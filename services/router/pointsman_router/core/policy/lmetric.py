@@ -14,7 +14,7 @@ from pointsman_router.core.types import Candidate, FleetView, PlacementRequest, 
 
 @dataclass(frozen=True)
 class _LeastWork(Policy):
-    looks_at_few: ClassVar[bool] = True
+    uses_shortlist: ClassVar[bool] = True
 
     @abstractmethod
     def score(self, candidate: Candidate) -> float:

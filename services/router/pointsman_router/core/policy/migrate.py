@@ -36,7 +36,7 @@ class Migrate(Unified):
     """
 
     name: ClassVar[str] = "migrate"
-    looks_at_few: ClassVar[bool] = False
+    uses_shortlist: ClassVar[bool] = False
 
     picker: str = choice("rotation", ("rotation", "cache_rich"), "how a target is picked")
     min_new_tokens: float = setting(LIGHT_NEW_TOKENS, 1.0, 1e9, "new tokens on the host from which a decode may move")

@@ -32,7 +32,7 @@ class Unified(Policy):
     """
 
     name: ClassVar[str] = "unified"
-    looks_at_few: ClassVar[bool] = True
+    uses_shortlist: ClassVar[bool] = True
 
     overload_factor: float = setting(
         1.3, 0.0, 1e6, "maximum requests of the owner for affinity, as a multiple of the mean"

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from pointsman_router.core.priority import PRIORITIES, Priority
-from pointsman_router.core.requests.fair_order import REQUEST_TOKENS, Entry, Line, PoolOrder
+from pointsman_router.core.requests.fair_order import REQUEST_TOKENS, Entry, PoolOrder, QueueKey
 from pointsman_router.core.types import PlacementRequest
 
 # Ageing rate that stands for 0, tokens/s. It is so low that no wait outweighs a single token.
@@ -72,7 +72,7 @@ class HeldRequest(msgspec.Struct, frozen=True, gc=False):
     tenant_load: float | None = None
 
     @property
-    def line(self) -> Line:
+    def queue_key(self) -> QueueKey:
         """What the request waits for: (model, instance)."""
         return self.request.model, self.waits_for
 
@@ -205,9 +205,9 @@ class HoldQueue:
         self._orders[held.pool].serve(self._entries[request_id], new_tokens + REQUEST_TOKENS)
         self._forget(held)
 
-    def lines(self, pool: str) -> set[Line]:
-        """Return the lines in which requests of `pool` wait."""
-        return self._orders[pool].lines() if pool in self._orders else set()
+    def queue_keys(self, pool: str) -> set[QueueKey]:
+        """Return the queues in which requests of `pool` wait."""
+        return self._orders[pool].queue_keys() if pool in self._orders else set()
 
     @property
     def next_end(self) -> float:
@@ -218,12 +218,12 @@ class HoldQueue:
         """Return at most `most` requests whose end has passed, earliest end first."""
         return [self._by_id[request_id] for ends_at, request_id in self._ends[:most] if ends_at <= now]
 
-    def order(self, pool: str, full: Collection[Line] = ()) -> Iterator[HeldRequest]:
+    def order(self, pool: str, full: Collection[QueueKey] = ()) -> Iterator[HeldRequest]:
         """Yield the waiting requests of `pool` in the order in which they are tried, computed one by one. The caller may add
-        lines to `full` during the walk, whose requests are skipped from then on. It must not change the queue before the walk
+        queues to `full` during the walk, whose requests are skipped from then on. It must not change the queue before the walk
         ends."""
         order = self._orders.get(pool)
-        return (self._by_id[one] for one in order.walk(full)) if order is not None else iter(())
+        return (self._by_id[request_id] for request_id in order.walk(full)) if order is not None else iter(())
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the orders and the requests disagree, or a limit is exceeded."""
@@ -271,10 +271,10 @@ class HoldQueue:
 
     def _count(self, held: HeldRequest, change: int) -> None:
         if held.for_room:
-            line = held.pool, held.request.model
-            self._for_room[line] += change
-            if not self._for_room[line]:
-                del self._for_room[line]
+            name = held.pool, held.request.model
+            self._for_room[name] += change
+            if not self._for_room[name]:
+                del self._for_room[name]
 
     def _entry(self, held: HeldRequest) -> Entry:
         request = held.request
@@ -286,7 +286,7 @@ class HoldQueue:
         return Entry(
             request_id=request.request_id,
             tenant=request.tenant if self.settings.fair else "",
-            line=held.line,
+            queue_key=held.queue_key,
             level=request.priority.level,
             rank=since + queue_penalty_s,
             since=since,

@@ -39,7 +39,7 @@ class _Told(NamedTuple):
 _UNTOLD = _Told(-inf, 0)
 
 
-class Moves:
+class RequestMoves:
     """The requests that were told to leave, and when."""
 
     def __init__(

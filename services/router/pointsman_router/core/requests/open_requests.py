@@ -2,8 +2,8 @@
 
 Each transition changes the request's RequestState and updates every index: the reservations and their sums, the queue of held
 requests, the watched prompts, the prefill observer, and the request on trial in an instance's circuit. No other code updates them
-for a request, so none of them can keep a request that has moved or ended. (Plans reports to an instance's circuit what answers
-show about the instance.)
+for a request, so none of them can keep a request that has moved or ended. (PlacementPlans reports to an instance's circuit what
+answers show about the instance.)
 """
 
 from __future__ import annotations

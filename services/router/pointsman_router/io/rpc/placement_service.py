@@ -112,7 +112,7 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
                     request_id, elsewhere, "the request is not known here; another router may have placed it"
                 )
                 await abort(context, refusal_status(refused, self._router.owner_elsewhere(refused)))
-        self._router.submit(ev.GatewayTold("", gateway_messages.finished(request.finished)))
+        self._router.submit(ev.GatewayReported("", gateway_messages.finished(request.finished)))
         return placement_pb2.FinishResponse()
 
     async def _read(self, gateway_id: str, context: SessionContext) -> None:
@@ -135,13 +135,13 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
                 self._router.place(ev.PlaceRequested(asked, gateway_id), message.place.traceparent)
                 return
             case "step_done":
-                event: ev.Event = ev.GatewayTold(gateway_id, gateway_messages.step_done(message.step_done))
+                event: ev.Event = ev.GatewayReported(gateway_id, gateway_messages.step_done(message.step_done))
             case "open_stream":
                 event = ev.StreamOpened(gateway_id, gateway_messages.open_stream(message.open_stream))
             case "first_token":
-                event = ev.GatewayTold(gateway_id, gateway_messages.first_token(message.first_token))
+                event = ev.GatewayReported(gateway_id, gateway_messages.first_token(message.first_token))
             case "finished":
-                event = ev.GatewayTold(gateway_id, gateway_messages.finished(message.finished))
+                event = ev.GatewayReported(gateway_id, gateway_messages.finished(message.finished))
             case "end_session":
                 ended = message.end_session
                 event = ev.SessionEnded(ended.tenant, ended.session_id, gateway_id)
