@@ -77,7 +77,7 @@ class OpenStream(msgspec.Struct, frozen=True, gc=False):
 
 
 class GatewayHello(msgspec.Struct, frozen=True, gc=False):
-    """A gateway (re)connected, or was told that this replica owns other pools. Its reservations that it does not list have ended.
+    """A gateway (re)connected, or learned that this replica owns other pools. Its reservations that it does not list have ended.
 
     `waiting`: ids of the requests for which it waits for an answer. `known`: ids of the instances that it was last sent.
     """

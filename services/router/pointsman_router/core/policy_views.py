@@ -91,7 +91,7 @@ class FleetViewBuilder:
         # An engine reuses whole blocks of its own size, and always computes the last token itself.
         reusable = max(tokens - 1, 0)
         keys = request.keys if len(request.keys) * KEY_TOKENS <= reusable else request.keys[: reusable // KEY_TOKENS]
-        blocks, provisional, lower = self._prefix_knowledge.match(keys, [one.candidate for one in snapshots])
+        blocks, provisional, lower = self._prefix_knowledge.match(keys, [snapshot.candidate for snapshot in snapshots])
         priced = self._pricer(pool) if lower else None
         candidates = []
         for snapshot in snapshots:
@@ -116,21 +116,24 @@ class FleetViewBuilder:
                 candidates[number] = structs.replace(candidate, provisional_tokens=extra)
         if (own := self._reservations.partial_prefill(request.request_id)) is not None:
             candidates = [
-                _with_own_remainder(one, own) if one.instance_id == own.instance_id else one for one in candidates
+                _with_own_remainder(candidate, own) if candidate.instance_id == own.instance_id else candidate
+                for candidate in candidates
             ]
         if request.single_instance:
-            candidates = [structs.replace(one, kv_gives="", kv_takes="") for one in candidates]
+            candidates = [structs.replace(candidate, kv_gives="", kv_takes="") for candidate in candidates]
         if all(candidate.produces_only for candidate in candidates):
-            candidates = [structs.replace(one, produces_only=False) for one in candidates]
+            candidates = [structs.replace(candidate, produces_only=False) for candidate in candidates]
         if not any(_may_serve(candidate) for candidate in candidates):
             # An instance that may fail is better than none.
             candidates = [
-                structs.replace(one, excluded="") if one.excluded == CIRCUIT_OPEN else one for one in candidates
+                structs.replace(candidate, excluded="") if candidate.excluded == CIRCUIT_OPEN else candidate
+                for candidate in candidates
             ]
         if shares:
             withheld = shares.withheld(candidates, drawn, owner)
             candidates = [
-                structs.replace(one, excluded=CANARY) if one.instance_id in withheld else one for one in candidates
+                structs.replace(candidate, excluded=CANARY) if candidate.instance_id in withheld else candidate
+                for candidate in candidates
             ]
         kinds = {candidate.prefill_backlog.hardware for candidate in candidates}
         curves = {kind: self._prefill_observer.curve(pool, kind) for kind in sorted(kinds)}
@@ -182,8 +185,10 @@ class FleetViewBuilder:
     def _excluded(self, pool: str, model: str, now: float) -> set[str]:
         """Return the reasons for which instances of `pool` that answer to `model` are excluded; "" stands for a placeable one."""
         self._follow_reservations()
-        seen = [one.candidate for one in self._snapshots(self._instances.members(pool, model), now)]
-        return {one.excluded for one in seen if not one.produces_only} or {one.excluded for one in seen}
+        seen = [snapshot.candidate for snapshot in self._snapshots(self._instances.members(pool, model), now)]
+        return {candidate.excluded for candidate in seen if not candidate.produces_only} or {
+            candidate.excluded for candidate in seen
+        }
 
     def forget_pool(self, pool: str) -> None:
         """Drop what is kept of a pool that was removed. Mutates."""
@@ -226,7 +231,7 @@ class FleetViewBuilder:
             return self._eligible(record, request, now)
 
         def of_weight(least: float, shares: SessionShares) -> list[InstanceRecord]:
-            return chosen(lambda one: shares.weight(one.info.instance_id) >= least and eligible(one))
+            return chosen(lambda candidate: shares.weight(candidate.info.instance_id) >= least and eligible(candidate))
 
         if shares is None:
             return chosen(eligible)

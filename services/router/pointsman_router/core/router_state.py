@@ -389,7 +389,9 @@ class RouterState:
             return late
         if isinstance(verdict, AllSaturated):
             queue = self.held_requests.queue
-            before = sum(queue.count(verdict.pool, one) for one in Priority if one.level >= request.priority.level)
+            before = sum(
+                queue.count(verdict.pool, priority) for priority in Priority if priority.level >= request.priority.level
+            )
             why = f"it would be held or refused; {queue.count(verdict.pool)} wait, {before} of them {request.priority} or higher"
             return self.held_requests.refusal(request, verdict.pool, "", why)
         return replace(verdict, decision_id="dry-run") if isinstance(verdict, Decision) else verdict

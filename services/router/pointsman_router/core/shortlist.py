@@ -227,7 +227,7 @@ def _from_turn(order: _Order, turn: int) -> Iterator[_Place]:
     """Yield the order's entries, with the equal ones at its start rotated by `turn`, so that all instances of an idle fleet are
     used. The rotation stays the same for LEAST_LOADED turns, since policies themselves rotate among the instances they see."""
     first = order[0][:2]
-    equal = bisect_right(order, first, key=lambda one: one[:2])
+    equal = bisect_right(order, first, key=lambda place: place[:2])
     start = turn - turn % LEAST_LOADED
     for step in range(equal):
         yield order[(start + step) % equal]

@@ -107,8 +107,8 @@ class KvTransfer(msgspec.Struct, frozen=True, gc=False):
         if not self.wrong_from:
             return NONE_REFUSED
         return RefusedSenders(
-            tuple(sorted({one.engine_id or one.bootstrap_url for one in self.wrong_from} - {""})),
-            tuple(sorted({one.bootstrap_url for one in self.wrong_from} - {""})),
+            tuple(sorted({sender.engine_id or sender.bootstrap_url for sender in self.wrong_from} - {""})),
+            tuple(sorted({sender.bootstrap_url for sender in self.wrong_from} - {""})),
         )
 
 
@@ -396,19 +396,25 @@ class FleetView(msgspec.Struct, frozen=True, gc=False):
     def eligible(self) -> tuple[Candidate, ...]:
         """Return the candidates that may be chosen to answer."""
         # A list, since a generator takes twice the time: a decision calls this several times.
-        return tuple([one for one in self.candidates if not one.excluded and not one.produces_only])
+        return tuple(
+            [candidate for candidate in self.candidates if not candidate.excluded and not candidate.produces_only]
+        )
 
     def available(self) -> tuple[Candidate, ...]:
         """Return the candidates that may be chosen to answer or to prefill."""
-        return tuple([one for one in self.candidates if not one.excluded])
+        return tuple([candidate for candidate in self.candidates if not candidate.excluded])
 
     def sources_of(self, decode: Candidate) -> tuple[Candidate, ...]:
         """Return the candidates that may be chosen to prefill for `decode`."""
-        return tuple([one for one in self.candidates if not one.excluded and one.can_give_kv_to(decode)])
+        return tuple(
+            [candidate for candidate in self.candidates if not candidate.excluded and candidate.can_give_kv_to(decode)]
+        )
 
     def targets_of(self, prefill: Candidate) -> tuple[Candidate, ...]:
         """Return the candidates that may be chosen to answer from KV that `prefill` computes."""
-        return tuple([one for one in self.candidates if not one.excluded and prefill.can_give_kv_to(one)])
+        return tuple(
+            [candidate for candidate in self.candidates if not candidate.excluded and prefill.can_give_kv_to(candidate)]
+        )
 
     def report_age_s(self, candidate: Candidate) -> float | None:
         """Return the age of a candidate's reported figures, s; None before the first report."""

@@ -607,16 +607,18 @@ class Router:
         before, self._operator_config = self._operator_config, config
         # Not logged: orders that were lifted before this router received them, as a router that starts does.
         changes = [
-            one for one in config.changes(before) if one.kind != "policy" and (one.now != one.before or one.reason)
+            change
+            for change in config.changes(before)
+            if change.kind != "policy" and (change.now != change.before or change.reason)
         ]
-        for one in changes[:MAX_LOGGED_CHANGES]:
+        for change in changes[:MAX_LOGGED_CHANGES]:
             log.info(
                 "operators changed an instance's order",
-                instance=one.instance_id,
-                kind=one.kind,
-                now=one.now,
-                before=one.before,
-                reason=one.reason,
+                instance=change.instance_id,
+                kind=change.kind,
+                now=change.now,
+                before=change.before,
+                reason=change.reason,
             )
         if (left := len(changes) - MAX_LOGGED_CHANGES) > 0:
             log.info("operators changed more orders", count=left)
@@ -637,8 +639,8 @@ class Router:
             yield ev.MeanWorkSet(mean_work, pool)
         if (admission := self.state.admission.pools.get(pool)) is not None:
             yield ev.IdleSessionsSet(admission.ledger.idle(), pool)
-        for one in self.state.reservations.of_pool(pool):
-            reservation = self.state.reservations.get(one.request_id)
+        for listed in self.state.reservations.of_pool(pool):
+            reservation = self.state.reservations.get(listed.request_id)
             if reservation is not None and reservation.pool == pool:
                 yield ev.Reserved(reservation)
         yield None

@@ -186,7 +186,7 @@ class SessionAdmission:
         if keys:
             prefix = state.ledger.known_prefix(name, keys) if known else 0
             if prefix or not known:
-                cached = max((one.cached_tokens for one in view.candidates), default=0)
+                cached = max((candidate.cached_tokens for candidate in view.candidates), default=0)
             again = min(max(prefix - cached, 0), new)
         state.recomputation.add(new, again, now)
         # What is cached of the prompt of a session that an earlier owner of the pool has placed is its own.

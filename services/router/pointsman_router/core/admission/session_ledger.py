@@ -227,23 +227,27 @@ class SessionLedger:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a sum or a list contradicts the sessions."""
-        assert sum(not one.open for one in self.sessions.values()) <= self._max
+        assert sum(not session.open for session in self.sessions.values()) <= self._max
         assert self._shared_sum == sum(self._copies(*group) for group in self._groups.values())
-        assert self._open_sum == sum(one.size for one in self.sessions.values() if one.open)
+        assert self._open_sum == sum(session.size for session in self.sessions.values() if session.open)
         for kind in KINDS:
             for bin_ in range(BINS):
-                inside = [one for one in self.sessions.values() if not one.open and (one.kind, one.bin) == (kind, bin_)]
-                assert self._idle[kind][bin_].keys() == {one.name for one in inside}
-                assert self._sums[kind][bin_] == sum(one.size for one in inside)
-        assert all((one.bin == OPEN) is bool(one.open) for one in self.sessions.values())
+                inside = [
+                    session
+                    for session in self.sessions.values()
+                    if not session.open and (session.kind, session.bin) == (kind, bin_)
+                ]
+                assert self._idle[kind][bin_].keys() == {session.name for session in inside}
+                assert self._sums[kind][bin_] == sum(session.size for session in inside)
+        assert all((session.bin == OPEN) is bool(session.open) for session in self.sessions.values())
         groups: dict[int, int] = {}
-        for one in self.sessions.values():
-            if one.shared:
-                groups[one.group] = groups.get(one.group, 0) + 1
+        for session in self.sessions.values():
+            if session.shared:
+                groups[session.group] = groups.get(session.group, 0) + 1
         assert groups == {key: members for key, (members, _) in self._groups.items()}
         assert all(self.sessions[name].tail == key for key, (name, _) in self._tails.items())
         for tenant, total in self._tenants.items():
-            own = sum(one.counted for one in self.sessions.values() if one.tenant == tenant)
+            own = sum(session.counted for session in self.sessions.values() if session.tenant == tenant)
             assert abs(total - own) <= 1e-6 * (1.0 + abs(total)), tenant
 
     # ---- shared prefixes and marks ----

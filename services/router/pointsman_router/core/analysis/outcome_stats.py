@@ -71,7 +71,9 @@ class OutcomeStats:
 
     def groups(self) -> list[OutcomeGroup]:
         """Return the groups, largest first."""
-        return sorted(self._groups.values(), key=lambda one: (-one.decided, one.route_class, one.mode, one.reason))
+        return sorted(
+            self._groups.values(), key=lambda group: (-group.decided, group.route_class, group.mode, group.reason)
+        )
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:

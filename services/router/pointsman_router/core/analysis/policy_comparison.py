@@ -78,14 +78,14 @@ def ttft_change_s(was: Decision, would: Decision) -> float | None:
 
 def _expected_ttft_s(decision: Decision) -> float | None:
     steps, view = decision.result.steps, decision.view
-    one = view.find(steps[0].instance_id) if steps else None
-    if one is None:
+    candidate = view.find(steps[0].instance_id) if steps else None
+    if candidate is None:
         return None
-    curve = view.curves.get(one.prefill_backlog.hardware, DEFAULT_CURVE)
+    curve = view.curves.get(candidate.prefill_backlog.hardware, DEFAULT_CURVE)
     if curve == DEFAULT_CURVE:
         return None
-    _, wait_s = prefills_ahead(one.prefill_backlog, curve, one.new_tokens, view.now)
-    return wait_s + one.prefill_s(curve)
+    _, wait_s = prefills_ahead(candidate.prefill_backlog, curve, candidate.new_tokens, view.now)
+    return wait_s + candidate.prefill_s(curve)
 
 
 def _places(decision: Decision) -> list[str]:

@@ -105,7 +105,7 @@ def changed_orders(orders: Mapping[str, InstanceOrder], change: OrderChange) -> 
             weight_reason=reason if change.weight < 1.0 else "",
             weight_set_at=later(change.set_at, before.weight_set_at),
         )
-    if after.in_force and not before.in_force and sum(one.in_force for one in orders.values()) >= MAX_ORDERS:
+    if after.in_force and not before.in_force and sum(order.in_force for order in orders.values()) >= MAX_ORDERS:
         raise TooManyOrders
     return bounded_orders({**orders, change.instance_id: after})
 

@@ -43,7 +43,7 @@ class InstanceRecord:
     stream_id: int
     heard_at: float
     report_interval_s: float = 0.0
-    # Minimum interval between two loads that the agent was told, s (0: none), and whether the agent can be told one.
+    # Minimum interval between two loads that the agent received, s (0: none), and whether the agent accepts one.
     load_interval_s: float = 0.0
     key_interval_s: float = 0.0
     accepts_pace: bool = False
@@ -242,10 +242,12 @@ class _Pool:
         if self._info is None:
             self._info = PoolInfo(
                 model=self.model,
-                served_names=tuple(sorted({name for one in self._alike for name in one.served_names} - {self.model})),
-                lora_names=tuple(sorted({name for one in self._alike for name in one.lora_names})),
-                model_root=next((one.info.model_root for one in self.records if one.info.model_root), ""),
-                max_model_len=min((one.max_model_len for one in self._alike if one.max_model_len), default=0),
+                served_names=tuple(
+                    sorted({name for record in self._alike for name in record.served_names} - {self.model})
+                ),
+                lora_names=tuple(sorted({name for record in self._alike for name in record.lora_names})),
+                model_root=next((record.info.model_root for record in self.records if record.info.model_root), ""),
+                max_model_len=min((record.max_model_len for record in self._alike if record.max_model_len), default=0),
                 # If all circuits are open, failing instances are better than none, as in the router's own decisions.
                 instances=dict(self._closed or self._opened),
             )
@@ -259,15 +261,18 @@ class _Pool:
             alike.setdefault(_Traits(record.info), {})[_id_of(record)] = record
         assert self._alike == alike
         assert self._answering == {
-            name: {one for one in alike if name in one.names} for name in {name for one in alike for name in one.names}
+            name: {record for record in alike if name in record.names}
+            for name in {name for record in alike for name in record.names}
         }
         up = [record for record in self.records if record.state in _PLACEABLE]
-        told = [record for record in up if not record.circuit.opened] or up
+        announced = [record for record in up if not record.circuit.opened] or up
         info = self.info()
-        assert {one: id(known) for one, known in info.instances.items()} == {_id_of(one): id(one.info) for one in told}
+        assert {instance_id: id(known) for instance_id, known in info.instances.items()} == {
+            _id_of(record): id(record.info) for record in announced
+        }
         for name, members in self._members.items():
             assert members == [record for record in self.records if _answers(record, name)]
-            assert any(members is one for one in self.lists.values())
+            assert any(members is listed for listed in self.lists.values())
         for members in self.lists.values():
             if (shares := self._shares.get(id(members))) is not None:
                 assert vars(shares) == vars(_shares_of(members))
@@ -357,7 +362,7 @@ class InstanceRegistry:
         return (
             record is not None
             and record.produces_only
-            and any(not one.produces_only for one in self.members(pool, model))
+            and any(not record.produces_only for record in self.members(pool, model))
         )
 
     def add(self, info: InstanceInfo, stream_id: int, now: float) -> InstanceRecord:

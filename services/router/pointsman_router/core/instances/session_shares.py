@@ -45,7 +45,9 @@ class SessionShares:
                 if produces_only is kind and weight < 1.0
             ]
             if weighted:
-                self._lines.append((kind, [name for name, _ in weighted], list(accumulate(one for _, one in weighted))))
+                self._lines.append(
+                    (kind, [name for name, _ in weighted], list(accumulate(weight for _, weight in weighted)))
+                )
 
     def __bool__(self) -> bool:
         return bool(self._weights)
@@ -67,10 +69,10 @@ class SessionShares:
     def withheld(self, candidates: Iterable[Candidate], drawn: Sequence[str], owner: str) -> set[str]:
         """Return the candidates that the request must not go to because of their weights. If the session's `owner` is placeable,
         the session is not new: it may stay there, and goes to no other weighted instance."""
-        placeable = [one for one in candidates if not one.excluded]
+        placeable = [candidate for candidate in candidates if not candidate.excluded]
         withheld: set[str] = set()
         for kind in (False, True):
-            alike = [one.instance_id for one in placeable if one.produces_only is kind]
+            alike = [candidate.instance_id for candidate in placeable if candidate.produces_only is kind]
             chosen = [] if owner in alike else [name for name in alike if name in drawn]
             withheld.update(set(alike).difference(chosen or self._of_most_weight(alike, owner)))
         return withheld

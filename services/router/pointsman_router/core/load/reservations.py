@@ -247,7 +247,7 @@ class Reservations:
 
     def of_pool(self, pool: str) -> list[Reservation]:
         """Return the open reservations of one pool. O(open reservations)."""
-        return [one for one in self._open.values() if one.pool == pool]
+        return [reservation for reservation in self._open.values() if reservation.pool == pool]
 
     def first_token(self, request_id: str) -> Reservation | None:
         """Move a request from prefill to decode and return its reservation; None (no effect) if it is unknown or in decode.
@@ -309,13 +309,17 @@ class Reservations:
         elif request_id in self._prefilling.get(instance_id, ()):
             # The prefill has tokens to compute again, which is rare. It keeps its old place in the order.
             pending = self._pending[instance_id] = _Prefills()
-            for one in map(self._open.__getitem__, self._prefilling[instance_id]):
-                if one.pending_tokens:
-                    pending.put(one.request_id, _left(one))
+            for prefilling in map(self._open.__getitem__, self._prefilling[instance_id]):
+                if prefilling.pending_tokens:
+                    pending.put(prefilling.request_id, _left(prefilling))
 
     def expired(self, now: float) -> list[Reservation]:
         """Return the reservations whose lease has ended at `now` (s)."""
-        return [one for one in self._open.values() if one.lease_until is not None and one.lease_until <= now]
+        return [
+            reservation
+            for reservation in self._open.values()
+            if reservation.lease_until is not None and reservation.lease_until <= now
+        ]
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the sums are not those of the open reservations."""
@@ -325,17 +329,29 @@ class Reservations:
             sums.setdefault(reservation.instance_id, Counters()).add(reservation, 1)
         assert sums == self._counters, (sums, self._counters)
         assert self._of_instance.keys() == self._counters.keys()
-        placed = {one: instance for instance, ids in self._of_instance.items() for one in ids}
-        assert placed == {one.request_id: one.instance_id for one in self._open.values()}
-        listed = {(instance, one) for instance, ids in self._prefilling.items() for one in ids}
-        pending = {(one.instance_id, one.request_id) for one in self._open.values() if one.pending_tokens > 0}
+        placed = {request_id: instance for instance, ids in self._of_instance.items() for request_id in ids}
+        assert placed == {reservation.request_id: reservation.instance_id for reservation in self._open.values()}
+        listed = {(instance, request_id) for instance, ids in self._prefilling.items() for request_id in ids}
+        pending = {
+            (reservation.instance_id, reservation.request_id)
+            for reservation in self._open.values()
+            if reservation.pending_tokens > 0
+        }
         assert pending <= listed, (pending, listed)
         assert all(self._open[request_id].instance_id == instance for instance, request_id in listed)
         for instance_id, numbers in self._prefilling.items():
             assert list(numbers.values()) == sorted(numbers.values())
-            here = [self._open[one] for one in numbers]
-            _check(self._pending, instance_id, {one.request_id: _left(one) for one in here if one.pending_tokens > 0})
-            _check(self._partial, instance_id, {one.request_id: one.remainder for one in here if one.remainder[1] > 0})
+            here = [self._open[request_id] for request_id in numbers]
+            _check(
+                self._pending,
+                instance_id,
+                {reservation.request_id: _left(reservation) for reservation in here if reservation.pending_tokens > 0},
+            )
+            _check(
+                self._partial,
+                instance_id,
+                {reservation.request_id: reservation.remainder for reservation in here if reservation.remainder[1] > 0},
+            )
         assert self._pending.keys() | self._partial.keys() <= self._prefilling.keys()
 
 

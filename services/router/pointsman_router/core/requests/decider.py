@@ -50,7 +50,7 @@ class Decider:
         policy = policy or self.policy
         view = self._views.view(request, pool, self._numbers.get(pool, 0), now, shortlisted=policy.uses_shortlist)
         if not view.eligible():
-            if any(one.excluded == SATURATED and not one.produces_only for one in view.candidates):
+            if any(candidate.excluded == SATURATED and not candidate.produces_only for candidate in view.candidates):
                 return AllSaturated(pool, view)
             why = f"no instance of {pool!r} can take the request now"
             return ev.Refused(request.request_id, "UNAVAILABLE", why, self._retry_after_s, pool=pool)

@@ -46,14 +46,14 @@ class GatewayEvents:
     # ---- streams ----
 
     def hello(self, hello: ev.GatewayHello, now: float) -> WorkSteps:
-        """Apply a gateway's hello: its stream began, or it was told that this replica owns other pools. Each step of the iterator
+        """Apply a gateway's hello: its stream began, or it learned that this replica owns other pools. Each step of the iterator
         ends or takes over one request. Mutates."""
         announced = {stream.request.request_id: stream for stream in hello.open_streams}
         between = frozenset(held.request.request_id for held in self.held_requests.queue if held.previous_id)
         self.held_requests.drop_gateway(hello.gateway_id, keep=hello.waiting | between.intersection(announced))
         self.parking.drop_gateway(hello.gateway_id, keep=hello.waiting)
         if self.startup_gate.expect(
-            {*hello.known, *(one.instance_id for one in hello.open_streams)}, self.instances, now
+            {*hello.known, *(stream.instance_id for stream in hello.open_streams)}, self.instances, now
         ):
             yield [ev.FleetChanged()]
         for reservation in self.requests.reservations_of(hello.gateway_id):

@@ -258,10 +258,10 @@ class HeldRequests:
         if held.first_token_by < inf:
             least_s = least_prefill_s(held.request, verdict.pool, verdict.view, self._curve_samples)
         if isinstance(verdict, AllSaturated):
-            new = min(one.new_tokens for one in verdict.view.candidates if one.excluded == SATURATED)
+            new = min(candidate.new_tokens for candidate in verdict.view.candidates if candidate.excluded == SATURATED)
             start_by = held.first_token_by - least_s
             return replace(held, reason=SATURATED, new_tokens=new, for_room=True, start_by=start_by, waits_for="")
-        result, new = verdict.result, min(one.new_tokens for one in verdict.view.eligible())
+        result, new = verdict.result, min(candidate.new_tokens for candidate in verdict.view.eligible())
         answer_by = min(held.answer_by, held.since + result.max_hold_s) if result.max_hold_s else held.answer_by
         # A request that could be placed but queues behind others waits for room as they do.
         for_room = bool(result.steps)

@@ -127,5 +127,5 @@ class RequestState(msgspec.Struct, gc=False):
     def tell(self) -> str:
         """Return the stage and the story in one line, for errors; times are on the router's clock."""
         lines = zip(self.story[::3], self.story[1::3], self.story[2::3], strict=True)
-        told = ", then ".join(f"{name}{detail and ': '}{detail} at {at:.3f} s" for at, name, detail in lines)
-        return f"{self.stage.value} ({told})" if told else self.stage.value
+        story = ", then ".join(f"{name}{detail and ': '}{detail} at {at:.3f} s" for at, name, detail in lines)
+        return f"{self.stage.value} ({story})" if story else self.stage.value

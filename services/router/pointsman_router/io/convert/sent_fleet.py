@@ -69,7 +69,7 @@ class _SentPool:
             update.description.CopyFrom(description)
             changed = True
         before = self._info.instances if self._info is not None else {}
-        for instance_id in sorted(one for one, known in info.instances.items() if before.get(one) is not known):
+        for instance_id in sorted(name for name, known in info.instances.items() if before.get(name) is not known):
             ref = instance_ref(info.instances[instance_id])
             if ref != self._refs.get(instance_id):  # an agent that reconnects reports the same again
                 self._refs[instance_id] = ref

@@ -105,8 +105,8 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
         state = self._router.state
         request_id, pool = request.finished.request_id, state.instances.pool_of(request.model)
         if state.reservations.get(request_id) is None and state.held_requests.queue.get(request_id) is None:
-            asked = [pool] if pool else [one.model for one in state.instances.pools()]
-            elsewhere = next((one for one in asked if not state.owned.owns(one)), "")
+            asked = [pool] if pool else [known.model for known in state.instances.pools()]
+            elsewhere = next((model for model in asked if not state.owned.owns(model)), "")
             if elsewhere:
                 refused = not_serving(
                     request_id, elsewhere, "the request is not known here; another router may have placed it"
@@ -117,12 +117,12 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
 
     async def _read(self, gateway_id: str, context: SessionContext) -> None:
         while (message := await context.read()) is not END_OF_STREAM:
-            for one in message.batch.requests if message.HasField("batch") else (message,):
-                if one.HasField("hello"):
-                    again = await gateway_messages.gateway_hello(one.hello)
+            for single in message.batch.requests if message.HasField("batch") else (message,):
+                if single.HasField("hello"):
+                    again = await gateway_messages.gateway_hello(single.hello)
                     self._router.submit(replace(again, gateway_id=gateway_id))
                 else:
-                    self._take(gateway_id, one)
+                    self._take(gateway_id, single)
 
     def _take(self, gateway_id: str, message: placement_pb2.SessionRequest) -> None:
         match message.WhichOneof("kind"):

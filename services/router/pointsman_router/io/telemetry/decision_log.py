@@ -298,20 +298,24 @@ def decided_line(logged: LoggedDecision) -> bytes:
 
 def line_bytes(decision: Decision) -> int:
     """Estimate the length of the file's line for a decision without encoding it, in bytes."""
-    backlogs = [one.prefill_backlog for one in decision.view.candidates]
+    backlogs = [candidate.prefill_backlog for candidate in decision.view.candidates]
     return (
         _LINE_BYTES
         + _CANDIDATE_LINE_BYTES * len(backlogs)
-        + _QUEUED_LINE_BYTES * sum([len(one.queue) for one in backlogs])
-        + _REMAINDER_LINE_BYTES * sum([len(one.remainders) for one in backlogs])
+        + _QUEUED_LINE_BYTES * sum([len(backlog.queue) for backlog in backlogs])
+        + _REMAINDER_LINE_BYTES * sum([len(backlog.remainders) for backlog in backlogs])
     )
 
 
 def _held_bytes(decision: Decision, before: LoggedDecision | None) -> int:
     """Estimate the memory that a decision adds to that of the decision `before` it, in bytes. The snapshot of an instance, with
     its backlog, is a new object only if the instance changed in between (policy_views.py)."""
-    known = {id(one.prefill_backlog) for one in before.decision.view.candidates} if before is not None else set()
-    backlogs = [one.prefill_backlog for one in decision.view.candidates]
-    changed = [one for one in backlogs if id(one) not in known]
-    listed = sum([len(one.queue) + len(one.remainders) for one in changed])
+    known = (
+        {id(candidate.prefill_backlog) for candidate in before.decision.view.candidates}
+        if before is not None
+        else set()
+    )
+    backlogs = [candidate.prefill_backlog for candidate in decision.view.candidates]
+    changed = [backlog for backlog in backlogs if id(backlog) not in known]
+    listed = sum([len(backlog.queue) + len(backlog.remainders) for backlog in changed])
     return _DECISION_BYTES + _CANDIDATE_BYTES * len(backlogs) + _CHANGED_BYTES * len(changed) + _LISTED_BYTES * listed

@@ -106,11 +106,11 @@ export class Curves {
   }
 
   #summary() {
-    const told = this.lines.map(({ name }, number) => {
+    const parts = this.lines.map(({ name }, number) => {
       const sum = summed(this.values[number]);
       return sum ? `${name}: now ${this.#text(sum.newest)}, ${this.show(sum.least)} to ${this.show(sum.most)}` : `${name}: no values`;
     });
-    return `${this.title} over the last 15 minutes. ${told.join(". ")}.`;
+    return `${this.title} over the last 15 minutes. ${parts.join(". ")}.`;
   }
 
   #draw(top, from, to, seen) {

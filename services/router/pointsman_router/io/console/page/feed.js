@@ -50,7 +50,7 @@ export class Feed {
           pause = 500;
           this.#set("live");
           this.#catchUp();
-        }, (news) => this.#told(news));
+        }, (news) => this.#received(news));
       } catch (error) {
         if (signal.aborted) return;
         if (!(error instanceof CallError)) reportError(error);
@@ -77,7 +77,7 @@ export class Feed {
     }
   }
 
-  #told({ decisions = [], skipped = 0 }) {
+  #received({ decisions = [], skipped = 0 }) {
     let made = num(skipped);
     for (const one of decisions) {
       made += this.decisions.has(one.decisionId) ? 0 : 1;

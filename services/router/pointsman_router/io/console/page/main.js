@@ -126,8 +126,8 @@ function tellElsewhere() {
   }
   if (policies.size > 1) said.push("The routers do not place by the same policy. ", link("#/replicas", "See Replicas"), ".");
   const whole = said.map((one) => one.outerHTML ?? one).join("");
-  if (at("elsewhere").dataset.told !== whole) {
-    at("elsewhere").dataset.told = whole;
+  if (at("elsewhere").dataset.shown !== whole) {
+    at("elsewhere").dataset.shown = whole;
     at("elsewhere").replaceChildren(...said);
   }
   at("elsewhere").hidden = !said.length;

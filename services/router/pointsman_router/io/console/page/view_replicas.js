@@ -9,7 +9,7 @@ import { reasonText } from "./words.js";
 // Age of a heartbeat above which a router is shown as quiet, s. Routers send four heartbeats per lease, which is 1 s by default; the store
 // removes a router that is silent for a lease.
 const QUIET_S = 1;
-const told = (value, show = count) => (value === undefined ? "unknown" : show(value));
+const orUnknown = (value, show = count) => (value === undefined ? "unknown" : show(value));
 
 export function replicasView(app) {
   let pools = [];
@@ -30,12 +30,12 @@ export function replicasView(app) {
       { id: "router", title: "Router", value: (r) => r.routerId },
       { id: "state", title: "State", pill: true, value: (r) => (isThis(r) ? "serves this page" : seconds(r.heartbeatAge) > QUIET_S ? "quiet" : "alive"), tone: (r) => (seconds(r.heartbeatAge) > QUIET_S ? "bad" : "good") },
       { id: "pools", title: "Places for", wrap: true, hint: "The pools that it owns", value: (r) => owned(r).join(", ") || "no pool" },
-      { id: "open", title: "Open", unit: "req", num: true, hint: "Requests that it placed and that are not finished", value: (r) => r.openRequests, text: (r) => told(r.openRequests) },
-      { id: "held", title: "Held", unit: "req", num: true, hint: "Requests that wait in it for a placement", value: (r) => r.heldRequests, text: (r) => told(r.heldRequests) },
-      { id: "gateways", title: "Gateways", num: true, hint: "Gateways connected to it", value: (r) => r.gateways, text: (r) => told(r.gateways) },
+      { id: "open", title: "Open", unit: "req", num: true, hint: "Requests that it placed and that are not finished", value: (r) => r.openRequests, text: (r) => orUnknown(r.openRequests) },
+      { id: "held", title: "Held", unit: "req", num: true, hint: "Requests that wait in it for a placement", value: (r) => r.heldRequests, text: (r) => orUnknown(r.heldRequests) },
+      { id: "gateways", title: "Gateways", num: true, hint: "Gateways connected to it", value: (r) => r.gateways, text: (r) => orUnknown(r.gateways) },
       { id: "policy", title: "Policy", pill: true, value: (r) => r.policy?.name ?? "unknown", hint: "Red if it differs from the policy of the router that serves this page", note: (r) => (r.policy ? policyText(r.policy) : ""), tone: (r) => (r.policy && ours && policyText(r.policy) !== policyText(ours) ? "bad" : "none") },
       { id: "version", title: "Version", value: (r) => r.version || "unknown" },
-      { id: "started", title: "Up for", num: true, value: (r) => (r.startTime ? upFor(r) : undefined), text: (r) => told(r.startTime, () => span(upFor(r))) },
+      { id: "started", title: "Up for", num: true, value: (r) => (r.startTime ? upFor(r) : undefined), text: (r) => orUnknown(r.startTime, () => span(upFor(r))) },
       { id: "heartbeat", title: "Heartbeat", unit: "ago", num: true, hint: "Age of its last heartbeat in the shared store", shown: (rows) => rows.some((r) => r.heartbeatAge !== undefined), value: (r) => seconds(r.heartbeatAge), text: (r) => (r.heartbeatAge === undefined ? "not shared" : age(seconds(r.heartbeatAge))), tone: (r) => (seconds(r.heartbeatAge) > QUIET_S ? "old" : "") },
       { id: "address", title: "Address", address: true, value: (r) => r.address ?? "" },
     ],
@@ -103,8 +103,8 @@ function showConsoles(line, others, replicas) {
   const links = others.map((one) => consoleOf({ routerId: one.routerId, address: one.address ?? "" }, replicas)).filter((one) => typeof one !== "string");
   const whole = links.map((one) => one.outerHTML).join();
   line.hidden = !links.length;
-  if (line.dataset.told === whole) return;
-  line.dataset.told = whole;
+  if (line.dataset.shown === whole) return;
+  line.dataset.shown = whole;
   line.replaceChildren("Their consoles: ", ...links.flatMap((one, number) => (number ? [", ", one] : [one])));
 }
 
