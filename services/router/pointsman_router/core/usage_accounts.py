@@ -30,38 +30,39 @@ _SWEPT_WITH_A_REPORT = 4
 
 @dataclass(frozen=True, slots=True)
 class KeyReport:
-    """A gateway process's report on one key. Limits: 0 for none. See KeyReport in placement.proto."""
+    """A gateway process's report on one key. Limits hold for all gateways together; 0: none. See KeyReport in placement.proto."""
 
-    key: bytes
+    key: bytes  # digest of the API key's digest
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
-    max_in_flight: int = 0
-    used_requests: float = 0.0
-    used_tokens: float = 0.0
-    in_flight: int = 0
-    returned_requests: float = 0.0
-    returned_tokens: float = 0.0
-    returned_slots: int = 0
-    wanted: bool = False
-    level_requests: float = 0.0
-    level_tokens: float = 0.0
-    held_requests: float = 0.0
-    held_tokens: float = 0.0
-    held_slots: int = 0
+    max_in_flight: int = 0  # requests
+    used_requests: float = 0.0  # since the last report
+    used_tokens: float = 0.0  # since the last report; negative if an earlier estimate was too high
+    in_flight: int = 0  # requests at this process now
+    returned_requests: float = 0.0  # of the lease, unused
+    returned_tokens: float = 0.0  # of the lease, unused
+    returned_slots: int = 0  # for requests in flight, unused
+    wanted: bool = False  # whether the gateway requests more
+    level_requests: float = 0.0  # what no gateway holds, as this one last received it
+    level_tokens: float = 0.0  # what no gateway holds, as this one last received it
+    held_requests: float = 0.0  # what its lease had left before `used_requests`
+    held_tokens: float = 0.0  # what its lease had left before `used_tokens`
+    held_slots: int = 0  # what its lease has left
+    # Whether the gateway has no lease any more, and has admitted requests by its share of the limit.
     lease_ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class KeyGrant:
-    """How much is added to a gateway's lease of a key, and the levels (what no gateway holds) after that."""
+    """How much is added to a gateway's lease of a key."""
 
     key: bytes
-    requests: float
-    tokens: float
-    slots: int
-    level_requests: float
-    level_tokens: float
-    wanted: bool
+    requests: float  # added
+    tokens: float  # added
+    slots: int  # for requests in flight, added
+    level_requests: float  # what no gateway holds after that
+    level_tokens: float  # what no gateway holds after that
+    wanted: bool  # as in the report; a grant of 0 then means that nothing is left
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,13 +65,12 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class ReplicaInfo(msgspec.Struct, omit_defaults=True):
-    """What a replica reports to the others with each heartbeat: its policy, its console's URL ("": no console), its version, its
-    start time (unix s) and its load. None and "" also mean: not reported."""
+    """What a replica reports to the others with each heartbeat. None and "" also mean: not reported."""
 
-    policy: tuple[str, dict[str, float | bool | str]] | None = None
-    console_url: str = ""
+    policy: tuple[str, dict[str, float | bool | str]] | None = None  # name and settings
+    console_url: str = ""  # empty: no console
     version: str = ""
-    started_at: Annotated[float, msgspec.Meta(ge=0, lt=1e11)] | None = None
+    started_at: Annotated[float, msgspec.Meta(ge=0, lt=1e11)] | None = None  # unix s
     open_requests: _Count | None = None
     held_requests: _Count | None = None
     gateways: _Count | None = None

@@ -22,16 +22,15 @@ MOST_BELOW = 16.0
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a pool's caches hold. `tokens`: the KV of the instances that may answer, plus that of the tiers below them at its
-    worth; 0 if unknown, for `reason`. In the study of admission, 0.9 of it parks twice as many near a fleet's limit, and with
-    1.1 of it a burst's sessions take longer. `largest`: KV of the largest instance. `ids`: the instances. `hardware`: that of
-    most of them."""
+    """What a pool's caches hold. In the study of admission, 0.9 of it parks twice as many near a fleet's limit, and with 1.1 of
+    it a burst's sessions take longer."""
 
+    # KV of the instances that may answer, plus that of the tiers below them at its worth; 0 if unknown.
     tokens: float = 0.0
-    largest: int = 0
-    ids: tuple[str, ...] = ()
-    hardware: str = ""
-    reason: str = "no instance of the pool is ready"
+    largest: int = 0  # KV of the largest instance, tokens
+    ids: tuple[str, ...] = ()  # the instances
+    hardware: str = ""  # that of most of them
+    reason: str = "no instance of the pool is ready"  # why `tokens` is unknown
 
 
 class _Held(NamedTuple):

@@ -36,31 +36,25 @@ _NONE_YET, _SEVERAL = -1, -2
 
 
 class CountedSession(msgspec.Struct, gc=False):
-    """One session. Only SessionLedger changes it.
-
-    `tokens`: its last prompt and answer. `open`, `open_tokens`: its open requests and their prompts. `since`: when its last
-    answer ended. `shared`: tokens that it has in common with other sessions, up to the key `group`. `tail`, `middle`: the last
-    key of its last prompt, and the one in the middle of what is not shared, at these places. `counted`: its part of its tenant's
-    sum. `over`: its client has ended it, while a request was open.
-    """
+    """One session. Only SessionLedger changes it."""
 
     name: str
     tenant: str
-    tokens: int = 0
-    open: int = 0
-    open_tokens: int = 0
-    since: float = 0.0
-    kind: AnswerKind = AnswerKind.FIRST_OTHER
-    turns: int = 0
-    bin: int = OPEN
-    shared: int = 0
+    tokens: int = 0  # its last prompt and answer
+    open: int = 0  # number of its open requests
+    open_tokens: int = 0  # their prompts
+    since: float = 0.0  # when its last answer ended, s
+    kind: AnswerKind = AnswerKind.FIRST_OTHER  # how its last answer ended
+    turns: int = 0  # number of its answers
+    bin: int = OPEN  # how long it has been idle (return_chances.py), or OPEN
+    shared: int = 0  # tokens that it has in common with other sessions, up to the key `group`
     group: int = 0
-    tail: int = 0
-    tail_at: int = -1
-    middle: int = 0
-    middle_at: int = -1
-    counted: float = 0.0
-    over: bool = False
+    tail: int = 0  # the last key of its last prompt
+    tail_at: int = -1  # its place
+    middle: int = 0  # the key in the middle of what is not shared
+    middle_at: int = -1  # its place
+    counted: float = 0.0  # its part of its tenant's sum
+    over: bool = False  # its client has ended it, while a request was open
 
     @property
     def size(self) -> int:

@@ -21,42 +21,37 @@ from pointsman_router.core.types import Candidate, InstanceInfo, InstanceState, 
 
 
 class CandidateSnapshot(msgspec.Struct, frozen=True, gc=False):
-    """The part of a candidate that does not depend on the request, valid for decisions from `since` to before `until` (s). The
-    candidate has no cached and no new tokens."""
+    """The part of a candidate that does not depend on the request."""
 
-    candidate: Candidate
-    block_size: int
-    kv_token_bytes: int
-    since: float
-    until: float
+    candidate: Candidate  # without cached and new tokens
+    block_size: int  # in tokens
+    kv_token_bytes: int  # KV of one token, bytes; 0 if unknown
+    since: float  # valid for decisions from then, s
+    until: float  # and before then, s
 
 
 @dataclass(slots=True)
 class InstanceRecord:
-    """One instance: its identity, the state of its reports, and its last load. Times are in s on the router's clock.
-
-    `candidate_snapshot`: the cached result of the last decision (policy_views.py), kept until forget_snapshot.
-    """
+    """One instance: its identity, the state of its reports, and its last load. Times are in s on the router's clock."""
 
     info: InstanceInfo
     sync: ReportSync
-    stream_id: int
-    heard_at: float
-    report_interval_s: float = 0.0
-    # Minimum interval between two loads that the agent received, s (0: none), and whether the agent accepts one.
-    load_interval_s: float = 0.0
-    key_interval_s: float = 0.0
-    accepts_pace: bool = False
-    lost_at: float | None = None
+    stream_id: int  # of its agent
+    heard_at: float  # when its agent's last message came
+    report_interval_s: float = 0.0  # maximum interval between two of its agent's messages; 0: unknown
+    load_interval_s: float = 0.0  # minimum interval between two loads that the agent received; 0: none
+    key_interval_s: float = 0.0  # the same for changes of keys
+    accepts_pace: bool = False  # whether the agent accepts such intervals
+    lost_at: float | None = None  # when its stream ended without a goodbye; None: it has one
     draining: bool = False
-    order: InstanceOrder = NO_ORDER
-    load: Load | None = None
+    order: InstanceOrder = NO_ORDER  # the operators'
+    load: Load | None = None  # None before the first report
     prediction_audit: PredictionAudit = field(default_factory=PredictionAudit)
     # As prediction_audit, of the tokens that the instance should load from lower tiers.
     load_audit: PredictionAudit = field(default_factory=PredictionAudit)
     idle_reports: IdleReports = field(default_factory=IdleReports)
     circuit: Circuit = field(default_factory=Circuit)
-    candidate_snapshot: CandidateSnapshot | None = None
+    candidate_snapshot: CandidateSnapshot | None = None  # kept until forget_snapshot (policy_views.py)
 
     def become(self, other: InstanceRecord) -> None:
         """Copy all fields of another incarnation's record, so that lists of instances keep this record. Mutates."""
@@ -109,15 +104,14 @@ class InstanceRecord:
 
 @dataclass(frozen=True, slots=True)
 class PoolInfo:
-    """The names that a model's instances answer to, and the placeable instances by id, in no order. `max_model_len`: the smallest
-    of all instances, tokens; 0 if unknown."""
+    """The names that a model's instances answer to, and its placeable instances."""
 
     model: str
     served_names: tuple[str, ...]
-    lora_names: tuple[str, ...]
-    model_root: str
-    max_model_len: int
-    instances: Mapping[str, InstanceInfo]
+    lora_names: tuple[str, ...]  # of adapters
+    model_root: str  # of the first instance that has one
+    max_model_len: int  # the smallest of all instances, tokens; 0 if unknown
+    instances: Mapping[str, InstanceInfo]  # by id, in no order
 
 
 class _Traits:

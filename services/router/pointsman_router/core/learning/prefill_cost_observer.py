@@ -39,17 +39,16 @@ _STEPS_INTERVAL_S = 0.02
 
 @dataclass(slots=True)
 class _Watched:
-    """The watched prefills of one instance. `opened`: request id -> (time of opening, number), in order of arrival. `mixed`:
-    prefills with numbers up to this one are not learned from. `advanced_at`: when the first prefill last progressed. `freed_at`:
-    when a prefill last ended. `steps`: the last totals of an engine that reports its steps."""
+    """The watched prefills of one instance."""
 
-    # Not a dict: finding its first key takes a step for each key that was removed before.
+    # Request id -> (time of opening, number), in order of arrival. Not a dict: finding its first key takes a step for each key
+    # that was removed before.
     opened: OrderedDict[str, tuple[float, int]] = field(default_factory=OrderedDict)
-    number: int = 0
-    mixed: int = 0
-    advanced_at: float = 0.0
-    freed_at: float = 0.0
-    steps: StepTotals | None = None
+    number: int = 0  # of the prefill opened last
+    mixed: int = 0  # prefills with numbers up to this one are not learned from
+    advanced_at: float = 0.0  # when the first prefill last progressed, s
+    freed_at: float = 0.0  # when a prefill last ended, s
+    steps: StepTotals | None = None  # the last totals of an engine that reports its steps
 
 
 class PrefillObserver:

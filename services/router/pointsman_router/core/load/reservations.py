@@ -20,23 +20,21 @@ from pointsman_router.core.types import LISTED_PREFILLS, Phase
 
 
 class Reservation(msgspec.Struct, frozen=True, gc=False):
-    """The load of one request on one instance. `input_tokens`: tokens of the prompt. `new_tokens`: those that the step must
-    compute. `cached_tokens`: those before them, which are cached. `prefilled_tokens`: how many of the new tokens are computed, by
-    the instance's events. `kv_load`: what the instance loads from lower tiers first. Its price counts as new tokens."""
+    """The load of one request on one instance."""
 
     request_id: str
-    gateway_id: str
+    gateway_id: str  # empty: the unary form
     instance_id: str
     decision_id: str
-    input_tokens: int
-    new_tokens: int
-    step_index: int = 0
+    input_tokens: int  # tokens of the prompt
+    new_tokens: int  # those that the step must compute, the price of `kv_load` included
+    step_index: int = 0  # of its step in the plan
     phase: Phase = Phase.PREFILL
-    lease_until: float | None = None
-    prefilled_tokens: int = 0
+    lease_until: float | None = None  # when it ends without a report, s; None: no lease runs
+    prefilled_tokens: int = 0  # how many of the new tokens are computed, by the instance's events
     pool: str = ""
-    cached_tokens: int = 0
-    kv_load: KvLoad = NO_LOAD
+    cached_tokens: int = 0  # tokens of the prompt before the new ones, which are cached
+    kv_load: KvLoad = NO_LOAD  # what the instance loads from lower tiers first
 
     @property
     def pending_tokens(self) -> int:
@@ -62,15 +60,14 @@ class Reservation(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Counters:
-    """The sums over the open requests of one instance (the terms of the policies' formulas, and of the pool's backlog).
-    `pending_prefills`: number of requests with tokens that are not computed yet."""
+    """The sums over the open requests of one instance (the terms of the policies' formulas, and of the pool's backlog)."""
 
     num_requests: int = 0
-    pending_prefill_tokens: int = 0
-    ongoing_decode_tokens: int = 0
-    ongoing_tokens: int = 0
-    pending_prefills: int = 0
-    pending_pairs: int = 0
+    pending_prefill_tokens: int = 0  # not computed yet
+    ongoing_decode_tokens: int = 0  # input tokens of the requests in decode
+    ongoing_tokens: int = 0  # input tokens of all requests
+    pending_prefills: int = 0  # number of requests with tokens that are not computed yet
+    pending_pairs: int = 0  # of tokens that are not computed yet (PrefillWork)
 
     def add(self, reservation: Reservation, sign: int) -> None:
         """Add (sign 1) or subtract (sign -1) a reservation. Mutates."""

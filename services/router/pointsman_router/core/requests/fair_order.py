@@ -36,18 +36,17 @@ QueueKey = tuple[str, str]
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """A request that waits. `level`: its class (0: lowest). `cost`: in tokens. `weight`: that of its tenant. `rank`: its place
-    within its tenant, least first. Requests with the same `queue_key` wait for the same. `starts_at`: the served work / weight
-    with which its tenant begins to wait (None: that of the tenants that wait already)."""
+    """A request that waits."""
 
     request_id: str
     tenant: str
-    queue_key: QueueKey
-    level: int
-    rank: float
-    since: float
-    cost: float
-    weight: float
+    queue_key: QueueKey  # what it waits for
+    level: int  # its class; 0: lowest
+    rank: float  # its place within its tenant, least first
+    since: float  # breaks ties of `rank`, s
+    cost: float  # in tokens
+    weight: float  # that of its tenant
+    # The served work / weight with which its tenant begins to wait; None: that of the tenants that wait already.
     starts_at: float | None = None
 
 
@@ -59,14 +58,13 @@ _Turn = tuple[float, int, str]
 
 @dataclass(slots=True)
 class _Tenant:
-    """A tenant with waiting requests of one class. `served` and `waiting`: served and waiting work, in tokens / weight. Of two
-    tenants with equal `served` the one with the lower `number` goes first. `queues`: the tenant's requests by rank."""
+    """A tenant with waiting requests of one class."""
 
     name: str
-    number: int
-    served: float
-    waiting: float = 0.0
-    queues: dict[QueueKey, _Ranked] = field(default_factory=dict)
+    number: int  # of two tenants with equal `served`, that with the lower number goes first
+    served: float  # served work, tokens / weight
+    waiting: float = 0.0  # waiting work, tokens / weight
+    queues: dict[QueueKey, _Ranked] = field(default_factory=dict)  # its requests by rank
 
     @property
     def turn(self) -> _Turn:

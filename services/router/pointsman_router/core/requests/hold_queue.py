@@ -42,34 +42,24 @@ class QueueSettings:
 
 
 class HeldRequest(msgspec.Struct, frozen=True, gc=False):
-    """A request that waits. `since`: when it first came, at any router. `answer_by`: when it is answered at the latest.
-
-    `for_room`: whether it waits for an unsaturated instance; otherwise the policy holds it. `new_tokens`: the least prefill that
-    it needed on any instance at its last trial. `queue_penalty_s`: the policy's queue penalty, s (None: none was set).
-    `previous_id`: the decision on the part of its plan that is done; empty while it waits for its first step. `first_token_by`:
-    when its client needs the first token. `start_by`: when it must be placed for that (inf: no limit). `waits_for`: the instance
-    that must first have less to do, by the policy; empty: any instance.
-
-    `parked`: it waits for the admission of its session, before anything else (parking.py). `asked_at`: when its client asked for
-    it last, if it is parked. `tenant_load`: the weighted size of its tenant's sessions for the tenant's weight, then.
-    """
+    """A request that waits. Times are in s."""
 
     request: PlacementRequest
-    gateway_id: str
+    gateway_id: str  # of the gateway that asked; empty: the unary form
     pool: str
-    since: float
-    answer_by: float
-    reason: str
-    new_tokens: int
-    for_room: bool
-    queue_penalty_s: float | None = None
-    previous_id: str = ""
-    first_token_by: float = inf
-    start_by: float = inf
-    waits_for: str = ""
-    parked: bool = False
-    asked_at: float = 0.0
-    tenant_load: float | None = None
+    since: float  # when it first came, at any router
+    answer_by: float  # when it is answered at the latest
+    reason: str  # why it waits
+    new_tokens: int  # the least prefill that it needed on any instance at its last trial
+    for_room: bool  # whether it waits for an unsaturated instance; otherwise the policy holds it
+    queue_penalty_s: float | None = None  # the policy's; None: none was set
+    previous_id: str = ""  # the decision on the part of its plan that is done; empty while it waits for its first step
+    first_token_by: float = inf  # when its client needs the first token
+    start_by: float = inf  # when it must be placed for that; inf: no limit
+    waits_for: str = ""  # the instance that must first have less to do, by the policy; empty: any instance
+    parked: bool = False  # whether it waits for the admission of its session, before anything else (parking.py)
+    asked_at: float = 0.0  # when its client asked for it last, if it is parked
+    tenant_load: float | None = None  # the weighted size of its tenant's sessions for the tenant's weight, then
 
     @property
     def queue_key(self) -> QueueKey:

@@ -54,19 +54,16 @@ MARGIN_S = 1.0
 
 @dataclass(slots=True)
 class _Trial:
-    """One trial of a pool's held requests. `decisions`: how many more decisions it may make. `tries`: how many of them may leave
-    their requests held. `decided`: the queues in which it has decided. `effects`, `changes`: effects to return, and changes of
-    the queue to make after the trial."""
+    """One trial of a pool's held requests."""
 
-    decisions: int
-    tries: int
-    # lists: how many more lists of instances it may find full. room: id of a list -> whether it has room, as found since the last
-    # placement.
-    lists: int = MOST_DECISIONS
+    decisions: int  # how many more it may make
+    tries: int  # how many of them may leave their requests held
+    lists: int = MOST_DECISIONS  # how many more lists of instances it may find full
+    # Id of a list -> whether it has room, as found since the last placement.
     room: dict[int, bool] = field(default_factory=dict)
-    decided: set[QueueKey] = field(default_factory=set)
-    effects: list[ev.Effect] = field(default_factory=list)
-    changes: list[Callable[[], object]] = field(default_factory=list)
+    decided: set[QueueKey] = field(default_factory=set)  # the queues in which it has decided
+    effects: list[ev.Effect] = field(default_factory=list)  # to return
+    changes: list[Callable[[], object]] = field(default_factory=list)  # of the queue, to make after the trial
 
 
 class HeldRequests:

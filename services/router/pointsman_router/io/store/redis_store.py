@@ -65,38 +65,34 @@ class _Reading:
 
     mean_work: MeanWork | None = None
     idle_sessions: IdleSessions | None = None
-    idle_age_s: float = 0.0
-    reservations: dict[str, Reservation] = field(default_factory=dict)
-    reservations_read: bool = False
-    sessions: int = 0
-    cursor: int = 0
+    idle_age_s: float = 0.0  # how old `idle_sessions` are
+    reservations: dict[str, Reservation] = field(default_factory=dict)  # read so far
+    reservations_read: bool = False  # whether all are
+    sessions: int = 0  # number that was read
+    cursor: int = 0  # Redis' cursor of the next page; 0: the first, or none
 
 
 @dataclass(slots=True)
 class _Pool:
-    """One pool as this replica knows it. Times are on the event loop's clock.
-
-    `epoch`: the epoch of this replica's ownership (0: not the owner). `seen`: the highest epoch of any owner. `held_until`: end
-    of this replica's lease. `free_since`: since when the pool has no owner. `pending`: changes to be written, and callbacks that
-    wait for the changes before them. `reading`: progress of reading a newly taken pool; None once all is read. `unwritten`: what
-    a rewrite has yet to write, with a None as `snapshot` yields it. `after_rewrite`: callbacks that wait until a rewrite has
-    written the reservations; None if it has.
-    """
+    """One pool as this replica knows it. Times are on the event loop's clock, in s."""
 
     name: str
     lease_key: str
     # Redis keys of: epoch, number of the last change, open reservations, session owners, their expiry, what the owner learned.
     state_keys: list[str]
-    epoch: int = 0
-    seen: int = 0
+    epoch: int = 0  # of this replica's ownership; 0: not the owner
+    seen: int = 0  # the highest epoch of any owner
     owner: Owner | None = None
-    held_until: float = 0.0
-    free_since: float | None = None
+    held_until: float = 0.0  # end of this replica's lease
+    free_since: float | None = None  # since when the pool has no owner
+    # Changes to be written, and callbacks that wait for the changes before them.
     pending: deque[list[str] | Stored] = field(default_factory=deque)
     number: int = 1  # number of the first pending change
     written: int = 0  # number of the last change that Redis is known to hold
-    reading: _Reading | None = None
+    reading: _Reading | None = None  # progress of reading a newly taken pool; None once all is read
+    # What a rewrite has yet to write, with a None as `snapshot` yields it.
     unwritten: Iterator[StoreEffect | None] | None = None
+    # Callbacks that wait until a rewrite has written the reservations; None if it has.
     after_rewrite: list[Stored] | None = None
     given_up: bool = False  # to be released and removed with the next heartbeat
     paged_at: float = 0.0  # when its last page was read or rewritten

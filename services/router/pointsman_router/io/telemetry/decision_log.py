@@ -40,17 +40,15 @@ _LISTED_BYTES = 16
 
 
 class LoggedDecision(msgspec.Struct, frozen=True, gc=False):
-    """A decision with the time when it was made (unix s), the time that deciding took (s), and how its request ended (None while
-    it runs). `number` is the decision's position in the log, from 1. `held_bytes` estimates the memory that it adds to that of
-    the decision before it."""
+    """A decision as the log has it."""
 
     decision: Decision
-    unix_s: float
-    decide_s: float
-    finished: Finished | None = None
-    dry_run: bool = False
-    number: int = 0
-    held_bytes: int = 0
+    unix_s: float  # when it was made
+    decide_s: float  # how long deciding took
+    finished: Finished | None = None  # how its request ended; None while it runs
+    dry_run: bool = False  # whether nothing was placed by it
+    number: int = 0  # the decision's position in the log, from 1
+    held_bytes: int = 0  # estimate of the memory that it adds to that of the decision before it
 
     @property
     def outcome(self) -> str:
@@ -62,15 +60,15 @@ class LoggedDecision(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class DecisionFilter:
-    """A filter of decisions; an empty field matches all. `since_unix_s` and `until_unix_s` are inclusive, unix s."""
+    """A filter of decisions; an empty field matches all."""
 
     session_id: str = ""
-    instance_id: str = ""
+    instance_id: str = ""  # of any step
     route_class: str = ""
     reason: str = ""
     request_id: str = ""
-    since_unix_s: float = 0.0
-    until_unix_s: float = math.inf
+    since_unix_s: float = 0.0  # inclusive
+    until_unix_s: float = math.inf  # inclusive
 
     def matches(self, logged: LoggedDecision) -> bool:
         """Return whether a decision matches all fields."""
