@@ -29,13 +29,13 @@ BETWEEN_S, AWAY_S = 6.0, 1.0
 
 @dataclass
 class _Stream:
-    """One stream. Times in s: when a chunk came last, and the gap after its engine was killed (0: it was not)."""
+    """One stream. Times in s."""
 
     instance: str = ""
     text: str = ""
-    last_at: float = 0.0
-    killed_at: float = 0.0
-    gaps: list[float] = field(default_factory=list)
+    last_at: float = 0.0  # when a chunk came last
+    killed_at: float = 0.0  # when its engine was killed; 0: it was not
+    gaps: list[float] = field(default_factory=list)  # from its last chunk before the kill to the first one after
     broken: str = ""
 
 

@@ -13,20 +13,16 @@ from pointsman_connector.layerwise.progress import blocks_of
 
 @dataclass(frozen=True)
 class Chunk:
-    """Part of a prompt that one step computes, if the prompt's KV is for another engine.
-
-    `new_blocks` are the ids of the engine's blocks that the prompt got since its last chunk, or all of its blocks if it
-    `restarted`. `up_to` is the number of leading blocks that may be sent when a layer is computed, `total` that of the prompt.
-    `check` names the blocks to check, in the last chunk only: (position, id), the position counted from the prompt's end (1: the
-    last block).
-    """
+    """Part of a prompt that one step computes, if the prompt's KV is for another engine."""
 
     transfer_id: str
     request_id: str
+    # Ids of the engine's blocks that the prompt got since its last chunk, or all of its blocks if it `restarted`.
     new_blocks: tuple[int, ...]
-    up_to: int
-    total: int
+    up_to: int  # number of leading blocks that may be sent when a layer is computed
+    total: int  # number of the prompt's blocks
     restarted: bool
+    # The blocks to check, in the last chunk only: (position, id), the position counted from the prompt's end (1: the last block).
     check: tuple[tuple[int, int], ...] = ()
 
 
