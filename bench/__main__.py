@@ -55,8 +55,8 @@ from pointsman_common.io.logs import configure_logs
 
 RESULTS = Path(__file__).parent / "results.jsonl"
 BENCHMARKS: dict[str, Callable[[], object]] = {
-    one.__name__: one
-    for one in (
+    benchmark.__name__: benchmark
+    for benchmark in (
         decide,
         foresight,
         index,
@@ -78,8 +78,8 @@ BENCHMARKS: dict[str, Callable[[], object]] = {
 }
 # Benchmarks that run only if they are named.
 LONG: dict[str, Callable[[], object]] = {
-    one.__name__: one
-    for one in (
+    benchmark.__name__: benchmark
+    for benchmark in (
         large_fleet,
         shortlist,
         autoscale,

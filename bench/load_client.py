@@ -201,7 +201,7 @@ async def go(run: LoadRun, connections: int, group: int, spread_s: float) -> dic
         print("held", flush=True)
         await asyncio.Event().wait()
     await run.done.wait()
-    first = sorted(one * 1e3 for one in run.first_s)
+    first = sorted(seconds * 1e3 for seconds in run.first_s)
     return {
         "answered": run.answered,
         "failed": run.failed,

@@ -91,10 +91,10 @@ def shortlist() -> list[Figure]:
 def cases(text: str) -> list[Case]:
     """Parse the cases of the variable. Raises ValueError for an invalid case, SettingError for an unknown policy."""
     found = []
-    for one in text.split(","):
-        words = one.split(":")
+    for case in text.split(","):
+        words = case.split(":")
         if len(words) != len(Case._fields) or words[2] not in LOADS:
-            raise ValueError(f"{VARIABLE}: {one!r} is not POLICY:INSTANCES:LOAD:DRAWS with LOAD {' or '.join(LOADS)}")
+            raise ValueError(f"{VARIABLE}: {case!r} is not POLICY:INSTANCES:LOAD:DRAWS with LOAD {' or '.join(LOADS)}")
         policy, instances, load, draws = words
         make_policy(policy)
         found.append(Case(policy, int(instances), load, int(draws)))
@@ -106,15 +106,15 @@ def _figures(case: Case) -> Iterator[Figure]:
     cells = [_cell(case, shown(policy)) for shown in (_Shortlisted, _ShownAll)]
     seeds = range(FIRST_SEED, FIRST_SEED + case.draws)
     # One process, since a run of 256 instances takes gigabytes. Pair by pair, so that the printed trials can be compared early.
-    trials = [one for seed in seeds for one in run_cells(cells, [seed], processes=1, on_trial=partial(_tell, case))]
-    short, every = ([one.measures[ALL] for one in trials if one.policy == name] for name in ("shortlist", "all"))
+    trials = [trial for seed in seeds for trial in run_cells(cells, [seed], processes=1, on_trial=partial(_tell, case))]
+    short, every = ([trial.measures[ALL] for trial in trials if trial.policy == name] for name in ("shortlist", "all"))
     for metric in METRICS:
         pairs = [(one[metric], other[metric]) for one, other in zip(short, every, strict=True)]
         ratio = _ratio(pairs)
         sure = "" if ratio.half_width is None else f", {math.exp(ratio.low):.3f} to {math.exp(ratio.high):.3f}"
         yield Figure(
             f"shortlist_{case.policy}_{case.instances}_{case.load}_{metric}",
-            math.fsum(one for one, _ in pairs) / len(pairs),
+            math.fsum(shown for shown, _ in pairs) / len(pairs),
             "" if metric == "hit_ratio" else "s",
             math.fsum(other for _, other in pairs) / len(pairs),
             f"baseline: all scored; paired ratio {math.exp(ratio.mean):.3f}{sure} ({case.draws} draws of "
@@ -125,7 +125,7 @@ def _figures(case: Case) -> Iterator[Figure]:
 def _ratio(pairs: Sequence[tuple[float, float]]) -> Estimate:
     """Return the paired difference of logarithms: its interval is that of value / baseline, and draws of all sizes count
     equally."""
-    return paired_difference([math.log(one) for one, _ in pairs], [math.log(other) for _, other in pairs])
+    return paired_difference([math.log(shown) for shown, _ in pairs], [math.log(other) for _, other in pairs])
 
 
 def _cell(case: Case, policy: Policy) -> Cell:
@@ -142,7 +142,7 @@ def _sessions(sessions: int, seed: int) -> list[TraceRequest]:
 
 
 def _tell(case: Case, trial: Trial) -> None:
-    told = ", ".join(f"{metric} {trial.measures[ALL][metric]:.3f}" for metric in METRICS)
+    shown = ", ".join(f"{metric} {trial.measures[ALL][metric]:.3f}" for metric in METRICS)
     print(
-        f"{case.policy} {case.instances} {case.load}, {trial.policy} shown, seed {trial.seed}: {told}", file=sys.stderr
+        f"{case.policy} {case.instances} {case.load}, {trial.policy} shown, seed {trial.seed}: {shown}", file=sys.stderr
     )

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pointsman_lab.emulator.answer_records import BegunAnswer, begun_answer
 from pointsman_lab.emulator.scripted_answers import REASONING, Piece, ReadAnswer, ScriptedAnswer
-from pointsman_lab.emulator.told_answers import BegunAnswer, begun_answer
 from pointsman_lab.emulator.tool_choice import ToolChoice
 from pointsman_lab.workload.tokenizer import ChatError, ChatTokenizer
 

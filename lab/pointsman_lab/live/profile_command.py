@@ -117,8 +117,13 @@ def profile_of(url: str, measured: Measurements, found: Fit) -> ProfileFile:
 def table_of(found: Fit) -> Table:
     """Return a table of measured and fitted times, side by side."""
     table = make_table("measured", "ms", "fitted ms", "error")
-    for one, fitted in found.rows:
-        table.add_row(str(one), f"{one.seconds * 1e3:,.2f}", f"{fitted * 1e3:,.2f}", f"{fitted / one.seconds - 1:+.1%}")
+    for measurement, fitted in found.rows:
+        table.add_row(
+            str(measurement),
+            f"{measurement.seconds * 1e3:,.2f}",
+            f"{fitted * 1e3:,.2f}",
+            f"{fitted / measurement.seconds - 1:+.1%}",
+        )
     return table
 
 
@@ -180,8 +185,8 @@ class _MeasuringRun:
         else:
             found.remarks.append("max_num_batched_tokens is unknown: each prefill is counted as one step")
         found.prefills = [
-            PrefillTime(one.new, one.cached, chunk or one.new, one.seconds)
-            for one in map(median_measurement, self._prefills.values())
+            PrefillTime(measurement.new, measurement.cached, chunk or measurement.new, measurement.seconds)
+            for measurement in map(median_measurement, self._prefills.values())
         ]
         found.decodes = [median_measurement(seen) for seen in self._decodes.values()]
         found.frontend_s = fit_line(self._front)
@@ -298,4 +303,4 @@ _Seen = TypeVar("_Seen", _Prefill, DecodeTime)
 
 def median_measurement(seen: Sequence[_Seen]) -> _Seen:
     """Return the measurement with the median duration. The minimum would not be typical of what requests see."""
-    return sorted(seen, key=lambda one: one.seconds)[len(seen) // 2]
+    return sorted(seen, key=lambda measurement: measurement.seconds)[len(seen) // 2]

@@ -113,11 +113,11 @@ class Clients:
         later = turn.later_turns
         following = replace(turn, request=later[0], later_turns=later[1:])
         waiting = self._subagents.get(session, [])
-        children = [one for one in waiting if _parent_turn(one) <= turn.request.turn]
+        children = [child for child in waiting if _parent_turn(child) <= turn.request.turn]
         if not children:
             self._schedule(following, now)
             return
-        self._subagents[session] = [one for one in waiting if one not in children]
+        self._subagents[session] = [child for child in waiting if child not in children]
         self._running_subagents[session] = len(children)
         self._waiting_turns[session] = following
         self._in_flight += len(children)

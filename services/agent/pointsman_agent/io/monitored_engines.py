@@ -32,8 +32,8 @@ class MonitoredEngines:
         have, the address of the first one counts. An engine whose options have changed is monitored anew. Mutates."""
         self._by_source[source] = engines
         wanted: dict[str, EngineAddress] = {}
-        for engines in self._by_source.values():
-            wanted = {**engines, **wanted}
+        for of_source in self._by_source.values():
+            wanted = {**of_source, **wanted}
         for monitor in [monitor for monitor in self.all if wanted.get(monitor.address.url) != monitor.address]:
             self._leave(monitor)
         monitored = {monitor.address.url for monitor in self.all}
