@@ -38,11 +38,11 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """A validated request. `prompt` has token ids; `kv_transfer` has kv_transfer_params, or is None."""
+    """A validated request."""
 
     chat: bool
     model: str
-    prompt: list[int]
+    prompt: list[int]  # token ids
     max_tokens: int
     ignore_eos: bool
     stream: bool
@@ -50,7 +50,7 @@ class GenerationParams:
     session_id: str
     cache_salt: str
     priority: int
-    kv_transfer: Mapping[str, Any] | None
+    kv_transfer: Mapping[str, Any] | None  # its kv_transfer_params; None: none
     tool_choice: ToolChoice
     begun: BegunAnswer | None = None  # the answer that the request continues; None: its stream tells no ids
 

@@ -22,14 +22,13 @@ SATURATED = 0.5
 
 @dataclass(frozen=True)
 class Knee:
-    """The knee of one policy over loads that differ by the rate alone: `powers` (answers per s squared) at the `rates` of the
-    sweep. `agreement` is the share of seeds whose own greatest power is at the knee."""
+    """The knee of one policy over loads that differ by the rate alone."""
 
     policy: str
     loads: tuple[str, ...]
-    rates: tuple[float, ...]
-    powers: tuple[float, ...]
-    agreement: float
+    rates: tuple[float, ...]  # of the sweep
+    powers: tuple[float, ...]  # answers per s squared, at each rate
+    agreement: float  # share of seeds whose own greatest power is at the knee
 
     @property
     def position(self) -> int:

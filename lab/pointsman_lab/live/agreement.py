@@ -54,16 +54,15 @@ class Case:
 
 
 class StoredRun(msgspec.Struct, frozen=True):
-    """The measures of a run. `costs`: number of the fleet's costs, which are measured around a live run and used for a simulated
-    run. `wake_delay_s`: mean delay of a task that sleeps during a live run: a busy machine wakes it late."""
+    """The measures of a run."""
 
     kind: Kind
     policy: str
     rate: float
     seed: int
     measures: dict[str, float]
-    costs: int
-    wake_delay_s: float = 0.0
+    costs: int  # number of the fleet's costs, which are measured around a live run and used for a simulated run
+    wake_delay_s: float = 0.0  # mean delay of a task that sleeps during a live run: a busy machine wakes it late
 
     @property
     def case(self) -> Case:
@@ -98,14 +97,14 @@ def run_measures(records: Sequence[RequestRecord]) -> dict[str, float]:
 
 
 class MeanComparison(msgspec.Struct, frozen=True):
-    """The means over `trials` draws of one metric of one policy, live and simulated."""
+    """The means of one metric of one policy, live and simulated."""
 
     rate: float
     policy: str
     metric: str
     live: float
     simulated: float
-    trials: int
+    trials: int  # number of draws that the means are over
 
     @property
     def error(self) -> float:

@@ -68,18 +68,15 @@ class ProfileSettings(BaseSettings):
 
 @dataclass
 class Measurements:
-    """Results of measuring engines.
-
-    `frontend_s`: seconds of the front end per request and per prompt token. `streamed_decodes`: decode steps of single sequences
-    whose tokens were streamed through a gateway; empty without a gateway. `remarks`: sentences about what could not be measured.
-    """
+    """Results of measuring engines."""
 
     engine: dict[str, int] = field(default_factory=dict)
     prefills: list[PrefillTime] = field(default_factory=list)
     decodes: list[DecodeTime] = field(default_factory=list)
-    frontend_s: tuple[float, float] = (0.0, 0.0)
+    frontend_s: tuple[float, float] = (0.0, 0.0)  # seconds of the front end per request and per prompt token
+    # Decode steps of single sequences whose tokens were streamed through a gateway; empty without a gateway.
     streamed_decodes: list[DecodeTime] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)  # sentences about what could not be measured
 
 
 def run(settings: ProfileSettings) -> None:
@@ -197,8 +194,8 @@ class _MeasuringRun:
         longest = await self._cold(limit)
         half, quarter = longest // 2, longest // 4
         # Few new tokens after many cached ones, as in the turns of a session, and about equal numbers of both.
-        few = ((SHORTEST, longest - SHORTEST), (SHORTEST, half), (2 * SHORTEST, half))
-        for new, cached in (*few, (quarter, half), (half, quarter)):
+        short_pairs = ((SHORTEST, longest - SHORTEST), (SHORTEST, half), (2 * SHORTEST, half))
+        for new, cached in (*short_pairs, (quarter, half), (half, quarter)):
             await self._prefill(new, cached)
         await self._decode(longest)
         return longest

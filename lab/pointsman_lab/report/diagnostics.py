@@ -135,15 +135,14 @@ class Hotspot:
 
 @dataclass(frozen=True)
 class SessionShare:
-    """The requests of one session on one instance. `computed_tokens` were not cached; `open_s` is the sum of the requests'
-    E2E."""
+    """The requests of one session on one instance."""
 
     session: str
     requests: int
     prompt_tokens: int
-    computed_tokens: int
+    computed_tokens: int  # prompt tokens that were not cached
     output_tokens: int
-    open_s: float
+    open_s: float  # sum of the requests' E2E
     ttft_max_s: float
     records: list[RequestRecord]
 
@@ -186,19 +185,17 @@ def slowest(records: Sequence[RequestRecord]) -> list[tuple[RequestRecord, int]]
 
 @dataclass(frozen=True)
 class LatencyDifference:
-    """Difference of a latency between two runs, request by request (s): other - base, negative is faster.
-
-    `low` and `high` are the mean's 95 % interval over resampled sessions of the same two runs. The interval does not include the
-    variation between different pairs of runs. `faster` and `slower` are shares of the pairs.
-    """
+    """Difference of a latency between two runs, request by request (s): other - base, negative is faster."""
 
     pairs: int
     mean: float
+    # Ends of the mean's 95 % interval over resampled sessions of the same two runs. The interval does not include the variation
+    # between different pairs of runs.
     low: float
     high: float
     median: float
-    faster: float
-    slower: float
+    faster: float  # share of the pairs
+    slower: float  # share of the pairs
 
 
 @dataclass(frozen=True)

@@ -18,22 +18,17 @@ from pointsman_lab.workload.traces import TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request to be sent, the session's turns after it, and the session's pool. With `may_continue` the session may have
-    further turns that are not known yet. The request must not be placed on the instances in `exclude`.
-
-    `named`: whether the request names its session. `tenant`: whose session it is. `parent`: the session that waits for this one;
-    empty for none. `names_parent`: whether the request names it.
-    """
+    """A request to be sent."""
 
     request: TraceRequest
-    later_turns: Session
-    pool: str
-    may_continue: bool = False
-    exclude: tuple[str, ...] = ()
-    named: bool = True
-    tenant: Tenant = field(default_factory=Tenant)
-    parent: str = ""
-    names_parent: bool = False
+    later_turns: Session  # the session's turns after it
+    pool: str  # the session's
+    may_continue: bool = False  # the session may have further turns that are not known yet
+    exclude: tuple[str, ...] = ()  # the instances that the request must not be placed on
+    named: bool = True  # whether the request names its session
+    tenant: Tenant = field(default_factory=Tenant)  # whose session it is
+    parent: str = ""  # the session that waits for this one; empty for none
+    names_parent: bool = False  # whether the request names it
 
 
 # (turn, now): sends a client's request.

@@ -36,7 +36,7 @@ class SessionShares:
     def __init__(self, members: Sequence[tuple[str, float, bool]]) -> None:
         self._weights = {name: weight for name, weight, _ in members if weight < 1.0}
         # For each kind (produces KV only or not): the kind, its weighted instances, and the ends of their shares.
-        self._lines: list[tuple[bool, list[str], list[float]]] = []
+        self._shares: list[tuple[bool, list[str], list[float]]] = []
         for kind in (False, True):
             alike = [weight for _, weight, produces_only in members if produces_only is kind]
             weighted = [
@@ -45,7 +45,7 @@ class SessionShares:
                 if produces_only is kind and weight < 1.0
             ]
             if weighted:
-                self._lines.append(
+                self._shares.append(
                     (kind, [name for name, _ in weighted], list(accumulate(weight for _, weight in weighted)))
                 )
 
@@ -60,7 +60,7 @@ class SessionShares:
         """Return the weighted instances, at most one of each kind, that `session` goes to if it is new. `session`: the session's
         name, or the id of a request without a session. The result is the same in all processes."""
         found = []
-        for kind, names, ends in self._lines:
+        for kind, names, ends in self._shares:
             point = xxh3_64_intdigest(f"{pool}\n{kind}\n{session}".encode()) / 2**64
             if (at := bisect_right(ends, point)) < len(names):
                 found.append(names[at])
