@@ -142,8 +142,8 @@ async def _restart(session: Session, channel: grpc.aio.Channel, agents: list[Rep
         while True:
             message = await session.read()
             sent_bytes += message.ByteSize()
-            for single in message.batch.responses if message.HasField("batch") else (message,):
-                for pool in single.fleet_update.pools:
+            for response in message.batch.responses if message.HasField("batch") else (message,):
+                for pool in response.fleet_update.pools:
                     if any((i.instance_id, i.incarnation) == (name, "2") for i in pool.instances):
                         return
 
@@ -228,10 +228,10 @@ async def _placements(session: Session) -> list[placement_pb2.Placement]:
     found: list[placement_pb2.Placement] = []
     while not found:
         message = await session.read()
-        for single in message.batch.responses if message.HasField("batch") else (message,):
-            if single.HasField("refusal"):
-                raise RuntimeError(single.refusal.message)
-            found += [single.placement] if single.HasField("placement") else []
+        for response in message.batch.responses if message.HasField("batch") else (message,):
+            if response.HasField("refusal"):
+                raise RuntimeError(response.refusal.message)
+            found += [response.placement] if response.HasField("placement") else []
     return found
 
 

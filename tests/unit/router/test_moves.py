@@ -210,9 +210,9 @@ def test_those_that_do_not_leave_come_last() -> None:
     told = [moved(router.handle(DRAIN if not at else ev.Tick(), 1.0 + 2.5 * at)) for at in range(9)]
     assert told[:3] == [["r0"], ["r1"], ["r2"]]
     assert told[6:9] == [["r0"], ["r1"], ["r2"]]
-    assert router._moves._told.keys() == {"r0", "r1", "r2"}
+    assert router._moves._notices.keys() == {"r0", "r1", "r2"}
     router.handle(ev.DrainsChanged({}), 30.0)
-    assert router._moves._told == {}
+    assert router._moves._notices == {}
 
 
 def test_a_look_at_many_requests_makes_few_decisions(monkeypatch: pytest.MonkeyPatch) -> None:

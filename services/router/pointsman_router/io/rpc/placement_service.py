@@ -117,12 +117,12 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
 
     async def _read(self, gateway_id: str, context: SessionContext) -> None:
         while (message := await context.read()) is not END_OF_STREAM:
-            for single in message.batch.requests if message.HasField("batch") else (message,):
-                if single.HasField("hello"):
-                    again = await gateway_messages.gateway_hello(single.hello)
+            for request in message.batch.requests if message.HasField("batch") else (message,):
+                if request.HasField("hello"):
+                    again = await gateway_messages.gateway_hello(request.hello)
                     self._router.submit(replace(again, gateway_id=gateway_id))
                 else:
-                    self._take(gateway_id, single)
+                    self._take(gateway_id, request)
 
     def _take(self, gateway_id: str, message: placement_pb2.SessionRequest) -> None:
         match message.WhichOneof("kind"):

@@ -52,7 +52,7 @@ export class HeatMap {
     Object.assign(this, { rows, from, step, columns, show });
     const most = rows.reduce((high, { values }) => values.reduce((a, b) => (b > a ? b : a), high), 0);
     this.bounds = bounds(most, scale);
-    this.labels.forEach((one, number) => setText(one, `up to ${show(this.bounds[number])}`));
+    this.labels.forEach((label, number) => setText(label, `up to ${show(this.bounds[number])}`));
     this.height = Math.min(Math.max(Math.floor(HEIGHT_PX / Math.max(rows.length, 1)), LEAST_ROW_PX), TALLEST_ROW_PX);
     this.grid.setAttribute("aria-label", `${label}. ${rows.length} instances by the last 15 minutes. Arrow keys move, Enter opens the instance; the table below has the same values.`);
     this.element.hidden = !rows.length;

@@ -52,18 +52,18 @@ export function historyView(app, query) {
   let rows = [];
   let drawn;
 
-  const curves = CHARTS.map((chart) => new Curves(chart, (index) => curves.forEach((one) => one.point(index))));
+  const curves = CHARTS.map((chart) => new Curves(chart, (index) => curves.forEach((curve) => curve.point(index))));
   const map = new HeatMap(({ id }) => { location.hash = instanceHref(id); });
   const table = new Table({ label: "Instances over the last 15 minutes", columns: columns(() => MEASURES[measure].show), key: (row) => row.id, sort: { id: "id", down: false }, pageSize: 25, narrow: true, empty: "No instance has been seen yet." });
   const since = el("span", { className: "muted" });
   const shown = el("span", { className: "muted" });
   const pools = el("select", { onchange: (event) => chosen({ pool: event.target.value }) }, el("option", { value: "" }, "all pools of this router"));
   const option = (value, text, selected) => el("option", { value, selected }, text);
-  const measures = el("select", { onchange: (event) => chosen({ measure: event.target.value }) }, ...Object.entries(MEASURES).map(([name, one]) => option(name, one.name, name === measure)));
+  const measures = el("select", { onchange: (event) => chosen({ measure: event.target.value }) }, ...Object.entries(MEASURES).map(([name, described]) => option(name, described.name, name === measure)));
   const orders = el("select", { onchange: (event) => { order = event.target.value; show(); } }, option("id", "name", true), option("newest", "newest value, highest first"), option("most", "highest value, highest first"));
 
-  function chosen({ pool: model = pool, measure: one = measure }) {
-    [pool, measure, due] = [model, one, { pools: 0, instances: 0 }];
+  function chosen({ pool: model = pool, measure: wanted = measure }) {
+    [pool, measure, due] = [model, wanted, { pools: 0, instances: 0 }];
     history.replaceState(null, "", `#/history?${new URLSearchParams({ ...(pool && { pool }), measure })}`);
     refresh().catch(app.lost);
   }
@@ -128,7 +128,7 @@ export function historyView(app, query) {
   const element = el(
     "section", {},
     el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "History"), el("label", {}, "of", pools), since),
-    el("div", { className: "charts" }, ...curves.map((one) => one.element)),
+    el("div", { className: "charts" }, ...curves.map((curve) => curve.element)),
     el("h2", { className: "section" }, "Instances"),
     el("div", { className: "filters" }, el("label", {}, "Colours show", measures), el("label", {}, "sorted by", orders), filter, shown),
     map.element,
@@ -144,7 +144,7 @@ async function pages(app, request) {
   do {
     const page = await app.call("ListInstanceHistories", token ? { ...request, pageToken: token } : request);
     first ??= page;
-    entries.push(...(page.instances ?? []).map((one) => ({ ...one, start: at(page.startTime) })));
+    entries.push(...(page.instances ?? []).map((entry) => ({ ...entry, start: at(page.startTime) })));
     token = page.nextPageToken;
   } while (token);
   return { first, entries };
