@@ -37,8 +37,8 @@ class Tenant:
 class SimulationConfig:
     """The configuration of a simulation. None as a time: never.
 
-    Delays: `placement_s` and `api_s` are means; these delays are exponentially distributed. Each request has its own draws, so
-    under one `seed` a request has the same delays with every policy.
+    Delays: `placement_s` and `api_s` are means; these delays are exponentially distributed, the others
+    constant. Each request has its own draws, so under one `seed` a request has the same delays with every policy.
     """
 
     instances: int = 8

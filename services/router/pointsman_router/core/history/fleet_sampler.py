@@ -15,13 +15,13 @@ from pointsman_router.core.router_state import RouterState
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums over the instances of one or several pools. The `kv` figures are over the `reports` that are fresh."""
+    """Sums over the instances of one or several pools."""
 
     open_requests: int = 0
     pending_tokens: int = 0
-    reports: int = 0
-    kv_usage: float = 0.0
-    kv_max: float = math.nan
+    reports: int = 0  # number of those that are fresh
+    kv_usage: float = 0.0  # over the fresh reports
+    kv_max: float = math.nan  # over the fresh reports
 
     def add_kv(self, usage: float) -> None:
         """Count one fresh report. Mutates."""

@@ -44,12 +44,11 @@ SILENT_INTERVALS, LEAST_SILENCE_S = 2, 2.0
 
 @dataclass(slots=True)
 class PrefixKnowledge:
-    """Combines all sources of prefix knowledge. `stale_keys_s`: time since the last message of an instance's agent after which
-    its cache counts as empty, s."""
+    """Combines all sources of prefix knowledge."""
 
     index: PrefixIndex
     instances: InstanceRegistry
-    stale_keys_s: float
+    stale_keys_s: float  # time since the last message of an instance's agent after which its cache counts as empty, s
     prefill_observer: PrefillObserver
     prefill_progress: PrefillProgress = field(default_factory=PrefillProgress)
     provisional: ProvisionalBlocks = field(default_factory=ProvisionalBlocks)

@@ -29,8 +29,7 @@ from pointsman_router.core.types import Decision, PlacementRequest, StepKind
 
 @dataclass(frozen=True, slots=True)
 class GatewayEvents:
-    """Applies the events of gateways to the router's state. `gateway_lease_s`: how long the requests of a gateway without a
-    stream stay open, s."""
+    """Applies the events of gateways to the router's state."""
 
     requests: OpenRequests
     held_requests: HeldRequests
@@ -41,7 +40,7 @@ class GatewayEvents:
     views: FleetViewBuilder
     owned: OwnedPools
     startup_gate: StartupGate
-    gateway_lease_s: float
+    gateway_lease_s: float  # how long the requests of a gateway without a stream stay open, s
 
     # ---- streams ----
 
