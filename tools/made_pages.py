@@ -57,7 +57,10 @@ def with_sections(page: str) -> str:
     sections = {
         "rules": table(
             ["policy", "rule", "of a large pool it sees"],
-            ([f"`{name}`", summary(kind), "a part" if kind.looks_at_few else "all"] for name, kind in POLICIES.items()),
+            (
+                [f"`{name}`", summary(kind), "a part" if kind.uses_shortlist else "all"]
+                for name, kind in POLICIES.items()
+            ),
         ),
         "reasons": table(["reason", "what it means"], ([f"`{name}`", told] for name, told in REASONS.items())),
         "formulas": "\n".join(_formulas()),

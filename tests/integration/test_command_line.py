@@ -19,7 +19,7 @@ import pytest
 
 from pointsman_cli import doctor
 from pointsman_cli.doctor import redis_finding
-from pointsman_cli.findings import Finding
+from pointsman_cli.doctor_findings import Finding
 from pointsman_router.core.policy.registry import DEFAULT_POLICY
 from tests.support.docs.command_parsers import command_line
 from tests.support.docs.shell_blocks import BLOCKS, PAGES, Block

@@ -90,7 +90,7 @@ async def test_the_heat_map_is_read_and_opens_instances_by_keyboard_and_by_mouse
     async with browser() as shown:
         await shown_past(shown)
         page = shown.page
-        cells, told = page.get_by_role("application"), page.locator("output.told")
+        cells, told = page.get_by_role("application"), page.locator("output.readout")
         await expect(cells).to_have_attribute("aria-label", re.compile("time to first token, median. 3 instances"))
         await cells.focus()
         await page.keyboard.press("ArrowDown")
@@ -160,7 +160,7 @@ async def test_500_instances_are_sorted_filtered_and_drawn_in_their_scheme(schem
         await page.get_by_label("sorted by").select_option("highest value, highest first")
         await page.get_by_role("application").focus()
         await page.keyboard.press("ArrowDown")
-        await expect(page.locator("output.told")).to_contain_text(EVIL)
+        await expect(page.locator("output.readout")).to_contain_text(EVIL)
         await page.get_by_role("searchbox").fill("10.0.3.")
         await expect(page.get_by_text("100 of 500")).to_be_visible()
         await expect(page.get_by_role("application")).to_have_attribute("aria-label", re.compile("100 instances"))

@@ -14,7 +14,7 @@ from pointsman_common.io.batch_queue import BatchQueue
 from pointsman_gateway.core.told_fleet import ToldFleet
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.types import InstanceInfo, Load
-from pointsman_router.io.convert import told_fleet
+from pointsman_router.io.convert import sent_fleet
 from pointsman_router.io.convert.gateway_messages import instance_ref
 from pointsman_router.io.runtime import GatewayStream, Router
 from pointsman_router.io.settings import RouterSettings
@@ -127,7 +127,7 @@ async def test_a_change_of_health_is_made_of_that_instance_alone(fleet: Fleet, m
         made.append(one.instance_id)
         return instance_ref(one)
 
-    monkeypatch.setattr(told_fleet, "instance_ref", noted)
+    monkeypatch.setattr(sent_fleet, "instance_ref", noted)
     fleet.report(7, 7, healthy=False)
     await asyncio.sleep(0)
     assert made == []

@@ -22,7 +22,7 @@ from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.router_state import RouterState
 from pointsman_router.core.types import Decision, Load
 from pointsman_router.io.convert import agent_messages
-from pointsman_router.io.convert.told_fleet import ToldFleet
+from pointsman_router.io.convert.sent_fleet import SentFleet
 from pointsman_router.io.store import redis_scripts
 from pointsman_router.io.store.redis_store import BATCH, _change, _read
 from tests.support.processes.redis import redis_server
@@ -226,7 +226,7 @@ def _reservations() -> Iterator[tuple[str, float]]:
 
 def _fleet() -> Iterator[tuple[str, float]]:
     fleet = _fleet_of(INSTANCES)
-    told = ToldFleet(1.0)
+    told = SentFleet(1.0)
     told.update(fleet.instances.pools(), lambda pool: None, starting=False)
     yield "FLEET_INSTANCE_S", _each(lambda: told.whole().SerializeToString(), INSTANCES)
 

@@ -40,13 +40,16 @@ class Preble(Policy):
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         eligible = view.eligible()
         work = {
-            one.instance_id: one.pending_prefill_tokens + self.decode_weight * one.ongoing_decode_tokens
-            for one in eligible
+            candidate.instance_id: candidate.pending_prefill_tokens
+            + self.decode_weight * candidate.ongoing_decode_tokens
+            for candidate in eligible
         }
-        kv_usage = reported(eligible, lambda one: one.kv_usage)
+        kv_usage = reported(eligible, lambda candidate: candidate.kv_usage)
         scores = {
-            one.instance_id: work[one.instance_id] + one.new_tokens + self._eviction(one, kv_usage[one.instance_id])
-            for one in eligible
+            candidate.instance_id: work[candidate.instance_id]
+            + candidate.new_tokens
+            + self._eviction(candidate, kv_usage[candidate.instance_id])
+            for candidate in eligible
         }
         best = lowest_at_random(eligible, negated_hit_ratios(eligible, request), rng)
         if best.cached_tokens > self.exploit_ratio * request.input_tokens and work[

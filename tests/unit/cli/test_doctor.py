@@ -13,8 +13,8 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2
 from pointsman_cli import doctor_kv
 from pointsman_cli.doctor import forgotten_orders, inexact_finding, instance_finding, placeability, redundancy
+from pointsman_cli.doctor_findings import EngineAccess, Finding
 from pointsman_cli.doctor_kv import Answer, answers, difference, pairs_of, transfers
-from pointsman_cli.findings import EngineAccess, Finding
 from pointsman_cli.fleet_commands import _state_of
 from pointsman_router.io.convert.times import duration, timestamp
 from tests.support.processes.process import free_port

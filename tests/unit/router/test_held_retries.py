@@ -207,7 +207,7 @@ def test_what_one_trial_leaves_the_next_ones_go_on_with_though_more_frees_meanwh
 
     def noted(asked: PlacementRequest, *given_: Any) -> Any:
         if (held := queue.get(asked.request_id)) is not None:
-            tried.add(held.line)
+            tried.add(held.queue_key)
         return decide(asked, *given_)
 
     driven.router.held_requests._decider.decide = noted
@@ -215,8 +215,8 @@ def test_what_one_trial_leaves_the_next_ones_go_on_with_though_more_frees_meanwh
     for pause in pauses:
         driven.until(driven.now + pause)
         driven.tell(ev.LoadReported(0, "i0", Load(driven.now, running=1)))
-    driven.until(driven.now + RETRY_S * len(queue.lines("m")))
-    assert tried == queue.lines("m")
+    driven.until(driven.now + RETRY_S * len(queue.queue_keys("m")))
+    assert tried == queue.queue_keys("m")
 
 
 @given(alike=st.booleans(), adapters=st.integers(1, 80), freed=st.integers(0, 79))

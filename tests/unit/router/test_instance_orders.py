@@ -183,7 +183,7 @@ def test_a_held_request_goes_where_a_cordon_is_lifted() -> None:
     assert (answer.request_id, answer.step.instance_id) == ("waits", "i0")
 
 
-def test_the_first_choice_of_a_large_pool_is_of_those_that_are_left() -> None:
+def test_the_shortlist_of_a_large_pool_is_of_those_that_are_left() -> None:
     router = fleet(300)
     order(router, **{f"i{number}": CORDONED for number in range(250)})
     left = {f"i{number}" for number in range(250, 300)}

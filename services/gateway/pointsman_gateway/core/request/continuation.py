@@ -1,7 +1,7 @@
 """Continues an answer whose instance is gone at another instance.
 
 An engine with the connector package tells before each event of a stream the token ids that the event stands for, in an SSE
-comment (connector/pointsman_connector/told_answer.py). A request that has the told answer is answered with what follows, by an
+comment (connector/pointsman_connector/answer_record.py). A request that has the told answer is answered with what follows, by an
 engine with the package. Pure.
 """
 

@@ -1,4 +1,4 @@
-"""The SSE comments in which an engine tells the token ids of its events (connector/pointsman_connector/told_answer.py). Pure."""
+"""The SSE comments in which an engine tells its events' token ids (connector/pointsman_connector/answer_record.py). Pure."""
 
 from __future__ import annotations
 

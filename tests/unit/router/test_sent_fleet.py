@@ -15,7 +15,7 @@ from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.ownership import Owner
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.types import InstanceInfo, KvTransfer, Load
-from pointsman_router.io.convert.told_fleet import ToldFleet
+from pointsman_router.io.convert.sent_fleet import SentFleet
 from tests.support.router_values import info
 
 MODELS = st.sampled_from("mno")
@@ -41,7 +41,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.registry = InstanceRegistry(PrefixIndex())
         self.owners: dict[str, Owner] = {}
         self.starting = True
-        self.told = ToldFleet(5.0)
+        self.told = SentFleet(5.0)
         self.gateways: list[GatewaysFleet] = []
 
     @rule(one=INSTANCES)
@@ -103,7 +103,7 @@ class FleetMachine(RuleBasedStateMachine):
         assert self.told.update(self.registry.pools(), self.owners.get, starting=self.starting) is None
         if after:
             self.gateways.append(GatewaysFleet(_whole(self.told)))
-        afresh = ToldFleet(5.0)
+        afresh = SentFleet(5.0)
         afresh.update(self.registry.pools(), self.owners.get, starting=self.starting)
         now = _whole(afresh)
         assert self.told.whole() == now
@@ -126,7 +126,7 @@ def _sent(update: placement_pb2.FleetUpdate) -> placement_pb2.FleetUpdate:
     return placement_pb2.FleetUpdate.FromString(update.SerializeToString())
 
 
-def _whole(told: ToldFleet) -> placement_pb2.Fleet:
+def _whole(told: SentFleet) -> placement_pb2.Fleet:
     return placement_pb2.Fleet.FromString(told.whole().SerializeToString())
 
 
@@ -137,8 +137,8 @@ def registry(*infos: InstanceInfo) -> InstanceRegistry:
     return known
 
 
-def told_of(known: InstanceRegistry) -> ToldFleet:
-    told = ToldFleet(5.0)
+def told_of(known: InstanceRegistry) -> SentFleet:
+    told = SentFleet(5.0)
     assert told.update(known.pools(), {}.get, starting=True) is not None
     return told
 
