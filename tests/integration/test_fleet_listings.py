@@ -165,7 +165,7 @@ async def test_a_router_by_itself_tells_its_own_health() -> None:
 
 async def test_replicas_that_share_a_redis_see_each_other_come_and_go(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (url, redis):
-        shared = {"redis_url": url, "owner_lease_s": 0.5}
+        shared: dict[str, Any] = {"redis_url": url, "owner_lease_s": 0.5}
         async with running(router_id="one", **shared) as (first, client):
             await Report(client).join("a")
 
@@ -208,7 +208,7 @@ async def test_replicas_that_share_a_redis_see_each_other_come_and_go(tmp_path: 
 
 async def test_a_replica_that_fell_silent_is_lost_until_another_one_takes_its_place(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (url, _):
-        shared = {"redis_url": url, "owner_lease_s": 0.5}
+        shared: dict[str, Any] = {"redis_url": url, "owner_lease_s": 0.5}
         async with running(router_id="one", **shared) as (server, client):
 
             def lost(*names: str) -> Callable[[], Awaitable[bool]]:
@@ -268,7 +268,7 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
     info = error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(info)
     assert info.domain == "pointsman"
-    return info.reason
+    return str(info.reason)
 
 
 async def pages(method: Any, request: Any, entries: str) -> list[list[Any]]:
@@ -360,7 +360,7 @@ async def test_a_page_that_there_is_not_is_an_invalid_argument() -> None:
             server.router.submit(hello_of(number))
         first = await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest(page_size=1))
         token = first.next_page_token
-        for method, request, reason in (
+        wrong: list[tuple[Any, Any, str]] = [
             (client.fleet.ListInstances, fleet_pb2.ListInstancesRequest(page_token="x"), "INVALID_PAGE_TOKEN"),
             (
                 client.fleet.ListInstances,
@@ -370,7 +370,8 @@ async def test_a_page_that_there_is_not_is_an_invalid_argument() -> None:
             (client.fleet.ListDecisions, fleet_pb2.ListDecisionsRequest(page_token=token), "INVALID_PAGE_TOKEN"),
             (client.fleet.ListSessions, fleet_pb2.ListSessionsRequest(page_token=token), "INVALID_PAGE_TOKEN"),
             (client.fleet.ListSessions, fleet_pb2.ListSessionsRequest(page_size=-1), "INVALID_FIELD"),
-        ):
+        ]
+        for method, request, reason in wrong:
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await method(request)
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -298,9 +298,9 @@ async def test_bad_input_is_refused_with_nothing_placed(tmp_path: Path) -> None:
         got, answer, told = await post(up, "/v1/chat/completions", data=b"no gzip", headers=zipped)
         assert (got, told["Accept-Encoding"]) == (415, "identity"), answer
         assert (await post(up, "/collective_rpc", json={}))[0] == 404
-        async with aiohttp.ClientSession() as http, http.get(f"{up.url}/v1/chat/completions") as answer:
-            assert (answer.status, answer.headers["Allow"]) == (405, "POST")
-            assert "error" in await answer.json()
+        async with aiohttp.ClientSession() as http, http.get(f"{up.url}/v1/chat/completions") as refused:
+            assert (refused.status, refused.headers["Allow"]) == (405, "POST")
+            assert "error" in await refused.json()
         assert up.router.places == []
         assert all(engine.requests == [] for engine in up.engines)
 

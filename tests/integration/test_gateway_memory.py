@@ -137,8 +137,8 @@ async def test_bodies_beyond_what_may_be_held_are_refused_and_end_well(tmp_path:
                 one.mode = "ok"
             async with http.post(url, json=CHAT) as small:
                 assert (await small.read()).endswith(b"[DONE]\n\n")
-            for one in waiting:
-                one.cancel()
+            for task in waiting:
+                task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
             await eventually(lambda: not any(one.open for one in up.engines))
             async with http.post(url, json=large) as taken:

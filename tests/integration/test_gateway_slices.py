@@ -113,7 +113,7 @@ async def test_a_router_that_does_not_know_the_plan_is_asked_for_another_one(up:
 
     def known_from_the_second_time_on(
         request: placement_pb2.PlacementRequest,
-    ) -> placement_pb2.Placement | placement_pb2.Refusal:
+    ) -> placement_pb2.Placement | placement_pb2.Refusal | None:
         given = planned(request)
         if len(up.router.places) == 1:
             up.router.next_steps = [placement_pb2.Refusal(code=14, message="another's plan", not_serving=True)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import aiohttp
 
-from pointsman_gateway.io.main import Gateway
+from pointsman_gateway.io.routes import Gateway
 from tests.support.fakes.gateway_peers import Stack, stack
 from tests.support.gateway_requests import CHAT
 from tests.support.waiting import eventually

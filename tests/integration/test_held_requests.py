@@ -19,6 +19,7 @@ from msgspec import structs
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_common.io.channel import END_OF_STREAM
 from pointsman_gateway.io.main import serving
 from pointsman_gateway.io.settings import GatewaySettings
 from pointsman_gateway.io.tokenizer_files import load_tokenizer
@@ -109,7 +110,7 @@ async def test_a_newer_stream_of_a_gateway_outlives_the_older() -> None:
             placement_pb2.OpenStream(request=asked("x"), instance_id="a", phase=placement_pb2.PHASE_DECODE)
         )
         assert await session.call.read() is not None
-        while await session.call.read() is not grpc.aio.EOF:
+        while await session.call.read() is not END_OF_STREAM:
             pass
         await newer.send(place=asked("r"))
         await held(client, 1)
@@ -274,7 +275,12 @@ async def test_a_hold_between_two_steps_that_outlasts_its_gateway_gives_one_answ
     async with engine.serve(), running(queue_timeout_s=8.0, policy="unified") as (server, client):
         router = server.router
         router.submit(ev.PolicySet(HoldsTheRest()))
-        where = {"model": MODEL, "served_names": [MODEL], "url": engine.url, "model_root": str(tmp_path / "model")}
+        where: dict[str, Any] = {
+            "model": MODEL,
+            "served_names": [MODEL],
+            "url": engine.url,
+            "model_root": str(tmp_path / "model"),
+        }
         await Report(client).join("a", max_model_len=4096, **where)
         prices: list[int] = []
         submit = router.submit

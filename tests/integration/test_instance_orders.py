@@ -72,7 +72,7 @@ async def refused_as(call: Any) -> tuple[str, str, str]:
 
 async def test_an_order_is_of_all_replicas_and_outlives_all_restarts(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (url, redis):
-        shared = {"redis_url": url, "owner_lease_s": 0.5}
+        shared: dict[str, Any] = {"redis_url": url, "owner_lease_s": 0.5}
         async with running(router_id="one", **shared) as (_, one), running(router_id="two", **shared) as (_, two):
             for client in (one, two):
                 for name in "ab":
@@ -122,7 +122,7 @@ async def test_orders_of_two_replicas_without_redis_are_both_kept(tmp_path: Path
     """Orders that each replica accepts while Redis is away are new to the other one, and none of them is lost."""
     with ExitStack() as processes:
         url, redis = processes.enter_context(redis_server(tmp_path))
-        shared = {"redis_url": url, "owner_lease_s": 0.5}
+        shared: dict[str, Any] = {"redis_url": url, "owner_lease_s": 0.5}
         async with running(router_id="one", **shared) as (_, one), running(router_id="two", **shared) as (_, two):
             clients = (one, two)
             for client in clients:
@@ -170,7 +170,7 @@ async def test_each_change_is_logged_by_the_router_that_was_asked_and_by_those_t
     tmp_path: Path,
 ) -> None:
     with redis_server(tmp_path) as (url, _), capture_logs() as logged:
-        shared = {"redis_url": url, "owner_lease_s": 0.5}
+        shared: dict[str, Any] = {"redis_url": url, "owner_lease_s": 0.5}
         async with running(router_id="one", **shared) as (_, one), running(router_id="two", **shared) as (_, two):
             await Report(one).join("a")
             await order(one, "a", cordoned=True, reason="a new disk")

@@ -71,7 +71,7 @@ async def test_errors_have_the_same_status_and_details(way: str) -> None:
         info = error_details_pb2.ErrorInfo()
         assert any(one.Unpack(info) for one in status.details)
         assert info.reason == "INVALID_FIELD"
-        call = gateway.placement.Session()
+        call = gateway.placement.Session(None)
         await call.write(placement_pb2.SessionRequest(hello=placement_pb2.GatewayHello()))
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await call.read()
@@ -100,7 +100,7 @@ async def test_a_bound_token_restricts_the_gateways_id(
     monkeypatch.delenv("POINTSMAN_GATEWAY_TOKEN", raising=False)
     file = tmp_path / "gateways"
     file.write_text("G gw-*\n")
-    tokens = Tokens(agent_token="A", operator_token="O", token_dir=None)  # type: ignore[arg-type]
+    tokens = Tokens(agent_token="A", operator_token="O", token_dir=None)
     async with running(tokens, gateways_file=file) as (server, _), open_channel(f"127.0.0.1:{server.port}") as over:
         channel: Any = LocalChannel(server.local) if way == "local" else over
         with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
@@ -117,7 +117,7 @@ async def test_a_servicers_fault_ends_the_call_and_unread_messages_are_bounded()
                 raise ZeroDivisionError
             await context.write(message)
 
-    handler = grpc.stream_stream_rpc_method_handler(echo)  # type: ignore[arg-type]
+    handler = grpc.stream_stream_rpc_method_handler(echo)
     server.add_registered_method_handlers("s", {"Echo": handler})
     call: Any = LocalChannel(server).stream_stream("/s/Echo")()
     # Nobody reads the answers: the writer waits when both directions are full.

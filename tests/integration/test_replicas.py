@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -202,7 +203,8 @@ async def _kept(store: redis.asyncio.Redis, wanted: set[str]) -> dict[str, str]:
         return set(await store.hkeys(OPEN)) == wanted
 
     await eventually(written, f"Redis holds {wanted}")
-    return dict(await store.hgetall(OPEN))
+    kept: Any = await store.hgetall(OPEN)
+    return dict(kept)
 
 
 async def _three_more(gateways: list[Gateway]) -> list[str]:

@@ -246,7 +246,7 @@ async def test_decisions_are_listed_and_watched_by_every_filter() -> None:
 async def test_a_watch_tells_only_what_its_filter_asks_for() -> None:
     async with fleet() as (server, client, session):
         wanted = fleet_pb2.DecisionFilter(session_id="s")
-        watch = client.fleet.WatchDecisions(fleet_pb2.WatchDecisionsRequest(filter=wanted))
+        watch: Any = client.fleet.WatchDecisions(fleet_pb2.WatchDecisionsRequest(filter=wanted))
         reader = asyncio.ensure_future(watch.read())
 
         async def watched() -> bool:
@@ -294,7 +294,7 @@ async def test_a_policy_replaces_the_one_that_was_seen() -> None:
 
 async def test_of_two_replicas_changes_on_one_policy_one_is_taken(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (url, _):
-        shared = {"redis_url": url, "owner_lease_s": 0.5}
+        shared: dict[str, Any] = {"redis_url": url, "owner_lease_s": 0.5}
         async with running(router_id="one", **shared) as (_, one), running(router_id="two", **shared) as (_, two):
             etag = (await one.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy_etag
             calls = [
@@ -317,7 +317,7 @@ async def test_replicas_share_a_policy_and_keep_it_over_restarts(tmp_path: Path)
         return check
 
     with redis_server(tmp_path) as (url, redis):
-        shared = {"redis_url": url, "owner_lease_s": 0.5}
+        shared: dict[str, Any] = {"redis_url": url, "owner_lease_s": 0.5}
         async with running(router_id="one", **shared) as (_, one), running(router_id="two", **shared) as (_, two):
             assert [await in_force(one), await in_force(two)] == [DEFAULT_POLICY, DEFAULT_POLICY]
             request = fleet_pb2.SetPolicyRequest(policy=policy("elastic", decider="heuristic"))
@@ -383,7 +383,7 @@ async def test_a_drain_is_an_order_to_all_replicas_until_the_engine_restarts(tmp
 
     ready, draining = fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_DRAINING
     with redis_server(tmp_path) as (url, redis):
-        shared = {"redis_url": url, "owner_lease_s": 0.5}
+        shared: dict[str, Any] = {"redis_url": url, "owner_lease_s": 0.5}
         async with running(router_id="one", **shared) as (_, one), running(router_id="two", **shared) as (_, two):
             for client in (one, two):
                 for name in ("a", "b"):

@@ -15,7 +15,7 @@ from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import Endpoint
 from tests.support.fakes.gateway_peers import MODEL, Stack
 
-CHAT = {
+CHAT: dict[str, Any] = {
     "model": MODEL,
     "messages": [{"role": "user", "content": "set the points so that each train takes the right track"}],
 }

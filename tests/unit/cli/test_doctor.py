@@ -40,7 +40,9 @@ def bootstrap() -> Iterator[str]:
         thread.join()
 
 
-def instance(name: str, url: str, block_size: int = 16, role: agent_pb2.KvRole = 0) -> agent_pb2.Instance:  # type: ignore[assignment]
+def instance(
+    name: str, url: str, block_size: int = 16, role: agent_pb2.KvRole.ValueType = agent_pb2.KV_ROLE_UNSPECIFIED
+) -> agent_pb2.Instance:
     kv = agent_pb2.KvTransfer(protocol=agent_pb2.KV_PROTOCOL_MOONCAKE, bootstrap_url=url, role=role)
     return agent_pb2.Instance(instance_id=name, block_size=block_size, kv_transfer=kv)
 
@@ -106,7 +108,7 @@ def test_answers_differ_unless_they_part_at_a_tie() -> None:
     assert difference(Answer("a b", (), (), None), Answer("a c", (), (), None)) == "'a c' instead of 'a b'"
 
 
-def pair(protocol: agent_pb2.KvProtocol) -> list[agent_pb2.Instance]:
+def pair(protocol: agent_pb2.KvProtocol.ValueType) -> list[agent_pb2.Instance]:
     pool = [agent_pb2.Instance(instance_id=name, model="m", url=f"http://{name}:1", block_size=16) for name in "ab"]
     for one in pool:
         one.kv_transfer.protocol = protocol

@@ -11,7 +11,8 @@ from pathlib import Path
 import grpc.aio
 import pytest
 from aiohttp import web
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import _async as async_health
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pointsman_common.io.channel import SERVER_OPTIONS
 from tools import check_deploy
@@ -67,7 +68,7 @@ async def probe(*arguments: str) -> tuple[int | None, str]:
 
 async def test_grpc_probe() -> None:
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    servicer = health.aio.HealthServicer()
+    servicer = async_health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()

@@ -108,8 +108,8 @@ class Client:
     """One connection to a server that serves Echo."""
 
     def __init__(self, beside: Client | None = None) -> None:
-        self.handler = Echo() if beside is None else beside.handler
-        self.server = Server(self.handler, LIMITS) if beside is None else beside.server
+        self.handler: Echo = Echo() if beside is None else beside.handler
+        self.server: Server = Server(self.handler, LIMITS) if beside is None else beside.server
         self.wire = Wire()
         self.connection = ClientConnection(self.server)
         self.connection.connection_made(self.wire)

@@ -87,7 +87,7 @@ def test_pairs_by_hand() -> None:
     found = pairs.difference("ttft_s")
     assert found is not None
     assert (found.pairs, found.mean, found.median) == (3, 1.0, 2.0)
-    assert (found.faster, found.slower) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    assert (found.faster, found.slower) == pytest.approx((1 / 3, 2 / 3))
     # Whole sessions are drawn: a twice (1 s in two requests each), b twice (2 s), or one of each.
     assert (found.low, found.high) == (0.5, 2.0)
     heavy = pairs.difference("ttft_s", "HEAVY_P2P")

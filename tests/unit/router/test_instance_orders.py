@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,7 +37,7 @@ def fleet(count: int, policy: str = "unified", **settings: object) -> RouterStat
     return router
 
 
-def order(router: RouterState, now: float = 0.0, **orders: InstanceOrder) -> list[ev.Effect]:
+def order(router: RouterState, now: float = 0.0, /, **orders: InstanceOrder) -> list[ev.Effect]:
     return router.handle(ev.OrdersChanged(orders), now)
 
 
@@ -234,7 +235,7 @@ def test_the_same_session_and_seed_give_the_same_and_nothing_but_new_sessions_co
     for router in (first, second):
         order(router, **weights(i3=0.4, i7=0.2))
     for number in range(200):
-        asked = {"session_id": f"s{number % 60}", "tokens": 10 * number}
+        asked: dict[str, Any] = {"session_id": f"s{number % 60}", "tokens": 10 * number}
         one, other = placed(first, f"r{number}", **asked), placed(second, f"r{number}", **asked)
         assert one == other
         assert first.what_if(one, first.policy).result == one.result
@@ -265,7 +266,7 @@ def test_a_session_stays_on_an_instance_that_takes_no_new_ones() -> None:
 def test_a_session_whose_owner_cannot_take_it_is_a_new_one() -> None:
     router = fleet(4)
     order(router, i0=CORDONED, **weights(i1=1 / 3))
-    found = Counter()
+    found: Counter[str] = Counter()
     for number in range(900):
         router.handle(ev.SessionsRead("m", {f"/s{number}": "i0"}), 0.0)
         found[would(router, session_id=f"s{number}").instance_id] += 1
@@ -311,7 +312,7 @@ def test_those_that_only_prefill_have_shares_of_their_own() -> None:
     ):
         join(router, name, number, kv_transfer=KvTransfer("NIXL", role=role))
     order(router, **weights(p0=0.5, d0=0.5))
-    pairs = Counter()
+    pairs: Counter[tuple[str, ...]] = Counter()
     for number in range(400):
         seen = excluded(would(router, session_id=f"s{number}", tokens=40_000))
         pairs[tuple(name for name, why in sorted(seen.items()) if not why)] += 1

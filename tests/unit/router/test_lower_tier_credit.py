@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -50,7 +52,7 @@ def seen(router: RouterState, name: str = "a", now: float = 0.0) -> Candidate:
     return found
 
 
-def two(**changes: object) -> RouterState:
+def two(**changes: Any) -> RouterState:
     """`a` has 1,000 of the prompt's blocks on its GPU and 1,000 more in host memory, `b` has 1,100 on its GPU."""
     router = state()
     join(router, "a", 1, KEYS[:1_000], **changes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -18,7 +19,7 @@ from tests.support.router_values import finish, hello, join, place, request, set
 DRAIN = ev.DrainsChanged({"a": "1"}, frozenset("a"))
 
 
-def fleet(others: str = "bc", *, streams: int = 3, waits: int = 0, **settings: object) -> RouterState:
+def fleet(others: str = "bc", *, streams: int = 3, waits: int = 0, **settings: Any) -> RouterState:
     """A router with an instance `a` that gives so many answers: r0, r1, ... with longer and longer prompts, and has not begun one
     to a prompt of `waits` tokens."""
     router = state(**settings)

@@ -526,7 +526,12 @@ def test_an_idle_instances_reports_look_at_its_own_requests_alone(monkeypatch: p
     looked: list[str] = []
     opened_at = router.requests.opened_at
     monkeypatch.setattr(Reservations, "__iter__", lambda self: pytest.fail("all are looked at"))
-    monkeypatch.setattr(OpenRequests, "opened_at", lambda self, one: looked.append(one) or opened_at(one))
+
+    def noted(_: OpenRequests, request_id: str) -> float | None:
+        looked.append(request_id)
+        return opened_at(request_id)
+
+    monkeypatch.setattr(OpenRequests, "opened_at", noted)
     for number in range(4):
         router.handle(ev.LoadReported(0, "a", Load(1.0 + number)), 1.0 + number)
     assert set(looked) == {f"a{n}" for n in range(5)}
