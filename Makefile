@@ -79,7 +79,7 @@ bench: env env-envoy  ## all benchmarks (needs Debian's nginx): a table, and ben
 	$(BIN)/python -m bench
 
 scoreboard: env env-engine env-aiperf  ## other routers' programs beside Pointsman, <= 150 minutes: docs/scoreboard.md (needs nginx)
-	$(BIN)/python -m bench.scoreboard
+	$(BIN)/python -m studies.scoreboard
 
 check: env  ## style, types, layers, protos, deployment files, versions
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 A short benchmark takes a minute or less, except `growth`: 260,000 requests, three to four minutes.
 
 The following benchmarks run only if they are named. `large_fleet` and `first_choice` take an hour each, `soak` half an hour,
-`autoscale_sweep` ten minutes, `autoscale` two, `rival_rules` and `outlive` one, `hostile` and `side_by_side` some minutes.
+`outlive` one minute, `hostile` and `side_by_side` some minutes.
 `elastic`, `layerwise`, `layerwise_cpu`, `layerwise_cpu_long`, `layerwise_trace` and `report_age` take minutes each, most of them
 to start real engines.
 `http_lint` installs httplint; `h2load` needs Debian's nghttp2-client.
@@ -20,13 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from bench.autoscale import autoscale, autoscale_sweep
 from bench.decide import decide, foresight, index
 from bench.elastic import elastic
 from bench.engine_steps import engine_steps
-from bench.figures import Figure
+from bench.figures import Figure, figure_table
 from bench.first_choice import first_choice
 from bench.gateway import chunks, leaks, requests
 from bench.h2load import h2load
@@ -44,7 +42,6 @@ from bench.outlive import outlive
 from bench.picker import picker
 from bench.place import place
 from bench.report_age import report_age
-from bench.rival_rules import rival_rules
 from bench.side_by_side import side_by_side
 from bench.simulate import simulate
 from bench.soak import soak
@@ -82,8 +79,6 @@ LONG: dict[str, Callable[[], object]] = {
     for one in (
         large_fleet,
         first_choice,
-        autoscale,
-        autoscale_sweep,
         elastic,
         engine_steps,
         layer_events,
@@ -92,7 +87,6 @@ LONG: dict[str, Callable[[], object]] = {
         layerwise_cpu_long,
         layerwise_trace,
         report_age,
-        rival_rules,
         outlive,
         soak,
         side_by_side,
@@ -123,19 +117,17 @@ def main() -> None:
     end."""
     names = names_of(sys.argv[1:])
     configure_logs("bench", "error")
-    table = Table("metric", "value", "unit", "baseline", "ratio", "note", box=None, pad_edge=False)
+    told: list[Figure] = []
     with RESULTS.open("a") as results:
         for name in names:
             found = (BENCHMARKS | LONG)[name]()
             figures: list[Figure] = asyncio.run(found) if inspect.iscoroutine(found) else found  # type: ignore[assignment]
             for figure in figures:
                 results.write(json.dumps(figure.row()) + "\n")
-                ratio = "" if figure.ratio is None else f"{figure.ratio:.2f}"
-                baseline = "" if figure.baseline is None else f"{figure.baseline:,g}"
-                table.add_row(figure.metric, f"{figure.value:,.2f}", figure.unit, baseline, ratio, figure.note)
                 print(f"{name}: {figure.metric} {figure.value:,.2f} {figure.unit}", file=sys.stderr, flush=True)
             results.flush()
-    Console(width=180).print(table)
+            told += figures
+    Console(width=180).print(figure_table(told))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""The figure that benchmarks return, and percentiles."""
+"""The figure that benchmarks return, the table of figures, and percentiles."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,16 @@ class Figure:
             "ratio": None if self.ratio is None else round(self.ratio, 4),
             "note": self.note,
         }
+
+
+def figure_table(figures: Sequence[Figure]) -> Table:
+    """Return a table with a row for each figure."""
+    table = Table("metric", "value", "unit", "baseline", "ratio", "note", box=None, pad_edge=False)
+    for figure in figures:
+        ratio = "" if figure.ratio is None else f"{figure.ratio:.2f}"
+        baseline = "" if figure.baseline is None else f"{figure.baseline:,g}"
+        table.add_row(figure.metric, f"{figure.value:,.2f}", figure.unit, baseline, ratio, figure.note)
+    return table
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -19,10 +19,10 @@ from typing import Any
 
 import grpc.aio
 
-from bench.scoreboard.contenders import DYNAMO, contenders
-from bench.scoreboard.environments import environment
-from bench.scoreboard.fleet import EngineAddress, Fleet
-from bench.scoreboard.trial import running_router
+from bench.rivals.contenders import DYNAMO, contenders
+from bench.rivals.engines import EngineAddress, Fleet
+from bench.rivals.environments import environment
+from bench.rivals.running import running_router
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
 from pointsman_common.io.channel import open_channel

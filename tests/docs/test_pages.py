@@ -14,7 +14,7 @@ from pydantic_settings import BaseSettings
 from pointsman.router.v1 import fleet_pb2
 from pointsman_cli import main as command_line
 from pointsman_cli import settings_page
-from pointsman_router.core.policy.registry import POLICIES
+from pointsman_lab.rival_policies.registry import POLICIES
 from tests.support.docs import command_parsers
 from tests.support.docs.shell_blocks import BLOCKS, MARKS, PAGES, Block
 from tests.support.repository import REPOSITORY
@@ -138,10 +138,11 @@ def test_every_variable_that_the_services_read_is_on_the_page() -> None:
     assert {name for name in named if name not in page} == set()
 
 
-def test_every_command_belongs_to_a_group() -> None:
-    assert {name for group in command_line.GROUPS for name in group.names} == set(
-        command_parsers.command_line().commands
-    )
+def test_the_list_of_commands_says_what_the_commands_say() -> None:
+    commands = command_parsers.command_line().commands
+    assert {name: " ".join(one.help.partition("\n\n")[0].split()) for name, one in commands.items()} == {
+        name: one.line for name, one in command_line.COMMANDS.items()
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
@@ -152,7 +153,7 @@ def test_commands_whose_answers_are_shown_are_understood(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_commands_within_the_text_are_understood(page: Path) -> None:
-    named = set(re.findall(r"`((?:pointsman|python -m bench|make) [^`<>]+)`", page.read_text()))
+    named = set(re.findall(r"`((?:pointsman|python -m bench|python -m studies|make) [^`<>]+)`", page.read_text()))
     shown = {one for one in named if not re.search(r"\b[A-Z]{2,}\b|\.\.\.", one)}
     said = [command_parsers.problem(command) for command in sorted(shown)]
     # Text may name a command without its arguments, and a group of commands.

@@ -132,6 +132,17 @@ def test_the_command_line_names_the_extra_that_is_missing(installed: Installed) 
         assert said.count("\n") == 1
 
 
+def test_rivals_policies_come_with_the_lab_alone(installed: Installed) -> None:
+    said = run(installed.bin("router") / "pointsman", "policies", "dynamo_kv", status=1)
+    assert said.endswith("policy 'dynamo_kv' belongs to the lab, which is not installed: pointsman[lab]\n")
+    assert said.count("\n") == 1
+    told = "from pointsman_cli.installed_policies import installed_policies; print(*installed_policies())"
+    assert {extra: "dynamo_kv" in run(installed.bin(extra) / "python", "-c", told) for extra in ("router", "lab")} == {
+        "router": False,
+        "lab": True,
+    }
+
+
 @pytest.fixture
 def processes() -> Iterator[list[Process]]:
     started: list[Process] = []

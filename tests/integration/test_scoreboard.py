@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.scoreboard.__main__ import BoardRun
-from bench.scoreboard.board import Cell, Results
-from bench.scoreboard.contenders import contenders
-from bench.scoreboard.page import write_page
-from bench.scoreboard.traffic import Load
+from bench.rivals.contenders import contenders
+from studies.scoreboard.__main__ import BoardRun
+from studies.scoreboard.board import Cell, Results
+from studies.scoreboard.page import write_page
+from studies.scoreboard.traffic import Load
 
 TINY = Cell("tiny", "tiny", Load("tiny", 1.0, 3), count=2, speedup=20.0)
 

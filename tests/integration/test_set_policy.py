@@ -21,8 +21,9 @@ from redis import Redis
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_common.core.block_keys import prompt_keys
+from pointsman_lab.rival_policies.registry import POLICIES, make_policy
 from pointsman_router.core.policy.base import Policy
-from pointsman_router.core.policy.registry import DEFAULT_POLICY, POLICIES, make_policy
+from pointsman_router.core.policy.registry import DEFAULT_POLICY
 from pointsman_router.core.types import Decision
 from pointsman_router.io.main import RouterServer
 from pointsman_router.io.operator_config import OperatorConfig
@@ -49,8 +50,8 @@ def settings_of(told: fleet_pb2.Policy) -> dict[str, Any]:
 
 @asynccontextmanager
 async def fleet() -> AsyncIterator[tuple[RouterServer, Client, Session]]:
-    """Three instances, of which b has most of a prompt cached, and a gateway."""
-    async with running() as (server, client):
+    """Three instances, of which b has most of a prompt cached, and a gateway. The router has the lab's policies, too."""
+    async with running(policies=POLICIES) as (server, client):
         for name, keys in (("a", []), ("b", KEYS[:8]), ("c", [])):
             await Report(client).join(name, keys, kv_transfer=KV)
         session = Session(client)
@@ -128,6 +129,7 @@ async def test_numbers_words_and_switches_are_set_and_what_is_known_stays() -> N
     [
         (fleet_pb2.Policy(), "policy.name", "no policy ''"),
         (policy("unifid"), "policy.name", "unified"),
+        (policy("dynamo_kv"), "policy.name", "the lab, which is not installed: pointsman[lab]"),
         (policy("unified", decode_wait=1), "policy.settings.decode_wait", "no such setting"),
         (policy("unified", decode_weight=-1), "policy.settings.decode_weight", "outside"),
         (policy("unified", decode_weight=float("nan")), "policy.settings.decode_weight", "outside"),

@@ -1,6 +1,6 @@
 """What the programs of other routers choose in drawn states, and what Pointsman's readings of their rules choose there.
 
-`python -m bench rival_rules` draws the states with the programs and stores them in tests/data/rival_choices.
+`python -m studies.rival_rules` draws the states with the programs and stores them in tests/data/rival_choices.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pointsman_router.core.policy.registry import make_policy
+from pointsman_lab.rival_policies.registry import make_policy
 from tests.support.repository import REPOSITORY
 from tests.support.router_values import candidate, request, view
 

@@ -18,6 +18,7 @@ from pointsman_common.io.auth import bearer
 from pointsman_common.io.channel import open_channel
 from pointsman_common.io.settings import Tokens
 from pointsman_gateway.core.told_fleet import ToldFleet
+from pointsman_router.core.policy.registry import POLICIES, Policies
 from pointsman_router.io.main import RouterServer
 from pointsman_router.io.settings import RouterSettings
 from tests.support.instances import IN_STEP
@@ -166,8 +167,10 @@ class Session:
 
 
 @asynccontextmanager
-async def running(tokens: Tokens | None = None, **changes: Any) -> AsyncIterator[tuple[RouterServer, Client]]:
-    """Run a router, and yield it with a client. With tokens, the client uses the operator's."""
+async def running(
+    tokens: Tokens | None = None, policies: Policies = POLICIES, **changes: Any
+) -> AsyncIterator[tuple[RouterServer, Client]]:
+    """Run a router that has `policies`, and yield it with a client. With tokens, the client uses the operator's."""
     values: dict[str, Any] = {
         "listen": "127.0.0.1:0",
         "metrics_listen": "",
@@ -176,7 +179,7 @@ async def running(tokens: Tokens | None = None, **changes: Any) -> AsyncIterator
         "startup_wait_s": 0.0,
     }
     tokens = tokens or Tokens(agent_token="", gateway_token="", operator_token="", token_dir=None)
-    server = RouterServer(RouterSettings(**{**values, **changes}), tokens)
+    server = RouterServer(RouterSettings(**{**values, **changes}), tokens, policies)
     await server.start()
     try:
         async with open_channel(f"127.0.0.1:{server.port}") as channel:

@@ -28,9 +28,10 @@ from pointsman_lab.experiments.tables import print_comparisons, print_knees
 from pointsman_lab.experiments.trials import Cell, MetricComparison, Trial, compare, run_cells
 from pointsman_lab.report.bundle import git_commit
 from pointsman_lab.report.terminal import make_console, make_progress
+from pointsman_lab.rival_policies.registry import make_policy
 from pointsman_lab.workload.session_starts import Starts
 from pointsman_router.core.policy.base import SettingError
-from pointsman_router.core.policy.registry import DEFAULT_POLICY, make_policy
+from pointsman_router.core.policy.registry import DEFAULT_POLICY
 
 DEFAULT_BASELINE = "unified"
 # SWEEP_STEP: number of rates that a sweep adds at a time. SWEEP_RATES: number of rates from which a sweep adds no more; the 20th

@@ -19,6 +19,7 @@ from pointsman_lab.engine.interface import Finished, FirstToken, WaitingForRemot
 from pointsman_lab.engine.prompt_content import NamedPrompt
 from pointsman_lab.report.instance_samples import InstanceSample
 from pointsman_lab.report.request_record import RequestRecord
+from pointsman_lab.rival_policies.registry import make_policy
 from pointsman_lab.simulation.admission_gate import AdmissionGate
 from pointsman_lab.simulation.agent import CONSISTENCY_CHECK_INTERVAL_S, REPORT_INTERVAL_S
 from pointsman_lab.simulation.clients import Clients, Turn
@@ -34,7 +35,6 @@ from pointsman_lab.workload.block_names import PromptBlocks
 from pointsman_lab.workload.session_starts import Session
 from pointsman_lab.workload.traces import TraceRequest, by_session
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.router_state import RouterState
 from pointsman_router.core.types import PlacementRequest
 

@@ -27,6 +27,7 @@ from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_cli.all_routers import instances_of, newest_decisions, of_its_router, pool_policies, warn
 from pointsman_cli.doctor import examine
 from pointsman_cli.findings import EngineAccess, Finding
+from pointsman_cli.installed_policies import installed_policies
 from pointsman_cli.instance_commands import (
     RouterFlag,
     cordon,
@@ -44,9 +45,9 @@ from pointsman_cli.router_call import DEFAULT_ROUTER, UNUSABLE, fail, no_answer
 from pointsman_common.core.enum_words import values, word
 from pointsman_common.io.tls import client_context
 from pointsman_router.core.policy.auto import Auto
-from pointsman_router.core.policy.base import bounds
+from pointsman_router.core.policy.base import SettingError, bounds
 from pointsman_router.core.policy.reasons import ROUTE_CLASSES, explained
-from pointsman_router.core.policy.registry import POLICIES
+from pointsman_router.core.policy.registry import LAB_POLICIES, make_policy
 from pointsman_router.core.types import LIGHT_NEW_TOKENS
 
 # Timeout of a call or an HTTP request, s.
@@ -234,11 +235,15 @@ def policies(
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="only these policies")] = None,
 ) -> None:
     """Print policies with their formulas, reasons, sources, and settings with bounds."""
-    if unknown := sorted(set(names or ()) - POLICIES.keys()):
-        fail(f"no policy is called {', '.join(unknown)}; there are {', '.join(POLICIES)}")
-    for name in names or POLICIES:
-        kind = POLICIES[name]
-        console.print(f"[bold]{name}[/bold]")
+    installed = installed_policies()
+    if unknown := sorted(set(names or ()) - {*installed, *LAB_POLICIES}):
+        fail(f"no policy is called {', '.join(unknown)}; there are {', '.join(installed)}")
+    try:
+        kinds = [type(make_policy(name, policies=installed)) for name in names or installed]
+    except SettingError as error:
+        fail(str(error))
+    for kind in kinds:
+        console.print(f"[bold]{kind.name}[/bold]")
         console.print(textwrap.indent(inspect.cleandoc(kind.__doc__ or ""), "  "), highlight=False, markup=False)
         if settings := dataclasses.fields(kind):
             console.print("  Settings:")

@@ -11,6 +11,7 @@ import sys
 
 import grpc.aio
 
+from pointsman_cli.installed_policies import installed_policies
 from pointsman_cli.one_process_settings import OneProcessSettings
 from pointsman_common.io import event_loop
 from pointsman_common.io.channel import open_channel
@@ -28,7 +29,10 @@ def run_serve(settings: OneProcessSettings) -> None:
     """Run router and gateway until SIGTERM or SIGINT. Blocks. Exits with status 1 and the reason if they cannot start."""
     configure_logs("serve", settings.log_level)
     try:
-        router, gateway = load_settings("serve", RouterSettings), load_settings("serve", GatewaySettings)
+        router, gateway = (
+            load_settings("pointsman serve", RouterSettings),
+            load_settings("pointsman serve", GatewaySettings),
+        )
         if gateway.processes != 1:
             raise ValueError(
                 "the gateway's setting `processes` must be 1: several processes cannot share a router's process"
@@ -39,7 +43,7 @@ def run_serve(settings: OneProcessSettings) -> None:
 
 
 async def _run(router: RouterSettings, gateway: GatewaySettings) -> None:
-    server = RouterServer(router, Tokens())
+    server = RouterServer(router, Tokens(), installed_policies())
     try:
         await server.start()
         own = server.router.store.address

@@ -10,6 +10,7 @@ from google.protobuf import duration_pb2, json_format
 
 from pointsman.router.v1 import fleet_pb2
 from pointsman_cli.all_routers import of_its_router, what_if_newest
+from pointsman_cli.installed_policies import installed_policies
 from pointsman_cli.router_call import DEFAULT_ROUTER, call, fail
 from pointsman_common.core.enum_words import word
 from pointsman_router.core.analysis.decision_replay import admission_differences, differences, inputs_digest, redecide
@@ -30,6 +31,7 @@ def verify(
     Exits with status 1 if a decision differs or cannot be made again.
     """
     decided = different = 0
+    policies = installed_policies()
     try:
         for number, line in read_log(file):
             if isinstance(line, RefusedLine):
@@ -43,7 +45,7 @@ def verify(
                 continue
             decided += 1
             try:
-                found = differences(line.decision, redecide(line.decision))
+                found = differences(line.decision, redecide(line.decision, policies=policies))
                 if (digest := inputs_digest(line.decision)) != line.inputs_digest:
                     found.append(f"inputs_digest: {line.inputs_digest} -> {digest}")
             except SettingError as error:

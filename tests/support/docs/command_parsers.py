@@ -66,8 +66,8 @@ def _file(path: str) -> bool:
 @cache
 def command_line() -> Any:
     """Return the click command of `pointsman`, with all its subcommands."""
-    for group in command_line_module.GROUPS:
-        group.register()
+    for register in dict.fromkeys(one.register for one in command_line_module.COMMANDS.values()):
+        register()
     return typer.main.get_command(command_line_module.app)
 
 

@@ -29,6 +29,7 @@ from pointsman_gateway.core.request.prepare import set_keys
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import RequestTimeouts
 from pointsman_gateway.core.session_ends import SessionEnds
+from pointsman_gateway.core.tenants import ANYONE
 from pointsman_gateway.core.tokens.token_cache import TokenCache
 from pointsman_gateway.io.engines.remote_prefill import EngineIdCache, KvReleases
 from pointsman_gateway.io.request.request_runner import RequestRunner
@@ -199,8 +200,12 @@ class GatewayNode:
         received_at = asyncio.get_running_loop().time()
         context = RequestContext(
             request_id=request_id,
+            client_id=request_id,
             call=parse(Endpoint.COMPLETION, body),
             state=self._states[model],
+            lora="",
+            client=ANYONE,
+            headers=Headers(),
             placement=placement,
             transfer_obstacle="",
             ids=array("I", tokens),

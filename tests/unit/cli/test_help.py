@@ -11,18 +11,18 @@ import typer.rich_utils
 from pydantic_settings import BaseSettings
 from typer.testing import CliRunner
 
-import pointsman_agent.io.settings  # noqa: F401
-import pointsman_cli.up  # noqa: F401
-import pointsman_gateway.io.settings  # noqa: F401
-import pointsman_lab.commands  # noqa: F401
-import pointsman_router.io.settings  # noqa: F401
-import pointsman_shadow.io.commands  # noqa: F401
+import studies.admission.__main__
+import studies.default.__main__
+import studies.findings.__main__  # noqa: F401
 from pointsman_common.io.settings import add_settings_command
+from tests.support.docs.command_parsers import command_line
+
+command_line()  # Imports all modules with settings.
 
 
 def kinds(of: type[BaseSettings] = BaseSettings) -> Iterator[type[BaseSettings]]:
     for kind in of.__subclasses__():
-        if kind.__module__.startswith("pointsman_"):
+        if kind.__module__.startswith(("pointsman_", "studies.")):
             yield kind
         yield from kinds(kind)
 

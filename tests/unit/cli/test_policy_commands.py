@@ -1,14 +1,22 @@
-"""`pointsman policies` lists every policy with every setting."""
+"""`pointsman policies` lists every policy with every setting; `pointsman decisions verify` accepts logs of earlier versions."""
 
 from __future__ import annotations
 
+import gzip
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from pointsman_cli.fleet_commands import policies
+from pointsman_cli.policy_commands import verify
+from pointsman_lab.rival_policies.registry import POLICIES
 from pointsman_router.core.policy.base import bounds
-from pointsman_router.core.policy.registry import POLICIES
+from pointsman_router.io.telemetry.decision_log import DecidedLine, read_log
+from tests.support.repository import REPOSITORY
+
+# Written by version 0.2.0 under each of its policies, and by sessions that were let in, parked and refused.
+LOG_0_2_0 = REPOSITORY / "tests/data/decisions_0_2_0.jsonl.gz"
 
 
 def test_it_lists_every_policy_with_its_settings_and_their_bounds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,3 +39,12 @@ def test_it_lists_those_that_are_named_and_says_so_where_there_is_none(capsys: p
     with pytest.raises(SystemExit):
         policies(["unifid"])
     assert "no policy is called unifid; there are unified, " in capsys.readouterr().err
+
+
+def test_decisions_of_0_2_0_are_the_same_when_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "decisions.jsonl"
+    log.write_bytes(gzip.decompress(LOG_0_2_0.read_bytes()))
+    decided = {line.decision.policy.name for _, line in read_log(log) if isinstance(line, DecidedLine)}
+    assert len(decided) == 21
+    verify(log)
+    assert capsys.readouterr().out == "129 of 129 decisions are the same when made again\n"

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 
-from pointsman_lab.simulation.autoscaling.horizontal_autoscaler import settings_of_hpa, settings_of_scaled_object
 from pointsman_router.io.telemetry.event_metrics import EventMetrics
 from pointsman_router.io.telemetry.state_metrics import StateCollector
+from studies.autoscaling.horizontal_autoscaler import settings_of_hpa, settings_of_scaled_object
 from tests.support.router_values import join, state
 from tools import check_deploy
 from tools.deploy_checks import k8s

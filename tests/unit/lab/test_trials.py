@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 from typer.testing import CliRunner
 
-from pointsman_lab.commands import add_lab_commands
+from pointsman_lab.commands import add_compare, add_simulate
 from pointsman_lab.engine.cost_profile import Profile, load_profile
 from pointsman_lab.engine.interface import EngineConfig
 from pointsman_lab.experiments.compare_command import CompareSettings, cells_of, run
@@ -293,7 +293,8 @@ def test_made_up_sessions_are_others_for_each_seed() -> None:
 )
 def test_impossible_settings_are_named(wrong: list[str], named: list[str], tmp_path: Path) -> None:
     app = typer.Typer()
-    add_lab_commands(app)
+    add_compare(app)
+    add_simulate(app)  # With a single command, typer would not expect its name.
     result = CliRunner().invoke(app, ["compare", "--processes", "1", "--out", str(tmp_path), *wrong])
     assert result.exit_code == 2, result.output
     assert all(word in result.output for word in named), result.output
@@ -303,7 +304,8 @@ def test_a_malformed_trace_is_named_by_file_line_and_field(trace: Path, tmp_path
     lines = trace.read_text().splitlines()
     trace.write_text("\n".join([lines[0], lines[1].replace('"turn":', '"turns":')]))
     app = typer.Typer()
-    add_lab_commands(app)
+    add_compare(app)
+    add_simulate(app)  # With a single command, typer would not expect its name.
     # In another process, as most trials are.
     command = ["compare", "--trace", str(trace), "--processes", "2", "--out", str(tmp_path / "o")]
     result = CliRunner().invoke(app, command)

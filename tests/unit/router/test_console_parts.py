@@ -14,8 +14,8 @@ from google.protobuf.message import Message
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_lab.rival_policies.registry import POLICIES
 from pointsman_router.core.load.affinity import Affinity
-from pointsman_router.core.policy.registry import POLICIES
 from pointsman_router.io.console.console import _names_loopback
 from pointsman_router.io.console.decision_stream import NOTHING, WAITING, Viewer
 from pointsman_router.io.console.json_text import json_chunks

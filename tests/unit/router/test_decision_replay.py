@@ -15,11 +15,13 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from pointsman.router.v1 import fleet_pb2
+from pointsman_cli import policy_commands
 from pointsman_cli.fleet_commands import add_fleet_commands
+from pointsman_lab.rival_policies.registry import POLICIES, make_policy
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.decision_replay import differences, inputs_digest, redecide
+from pointsman_router.core.policy import registry
 from pointsman_router.core.policy.decision_rng import rng_of
-from pointsman_router.core.policy.registry import POLICIES, make_policy
 from pointsman_router.core.router_state import RouterState, StateSettings
 from pointsman_router.core.types import LISTED_PREFILLS, NO_FACTS, Decision, Load
 from pointsman_router.io.console.decision_stream import DecisionStream
@@ -91,8 +93,8 @@ def test_a_log_of_every_policy_reproduces_every_decision_to_the_bit(tmp_path: Pa
     for line, decision in zip(recorded, made, strict=True):
         assert line.decision.view == decision.view
         assert differences(decision, line.decision) == []
-        assert differences(line.decision, redecide(line.decision)) == []
-        assert redecide(line.decision).key_count == decision.key_count
+        assert differences(line.decision, redecide(line.decision, policies=POLICIES)) == []
+        assert redecide(line.decision, policies=POLICIES).key_count == decision.key_count
         assert line.inputs_digest == inputs_digest(decision) == inputs_digest(line.decision)
     answer = CliRunner().invoke(app, ["decisions", "verify", str(file)])
     assert (answer.exit_code, answer.output) == (
@@ -122,6 +124,23 @@ def test_a_changed_decision_is_told_with_file_line_and_field(tmp_path: Path) -> 
     assert f"line {total}, {made[0].decision_id}: cannot be made again" in answer.output
     assert f"line {total + 1}, {made[0].decision_id}: inputs_digest: " in answer.output
     assert f"{len(made)} of {len(made) + 4} decisions are the same" in answer.output
+
+
+def test_a_decision_by_the_labs_policy_is_told_where_the_lab_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "decisions.jsonl"
+    log = DecisionLog(10, file)
+    mixed_run(log, requests=1)
+    log.close()
+    monkeypatch.setattr(policy_commands, "installed_policies", lambda: registry.POLICIES)
+    answer = CliRunner().invoke(app, ["decisions", "verify", str(file)])
+    assert answer.exit_code == 1
+    for name in registry.LAB_POLICIES:
+        assert (
+            f"policy.name: policy {name!r} belongs to the lab, which is not installed: pointsman[lab]\n"
+            in answer.output
+        )
 
 
 def test_a_malformed_line_is_told_with_file_line_and_reason(tmp_path: Path) -> None:
@@ -256,7 +275,7 @@ def test_a_decision_before_many_open_prefills_is_the_same_when_made_again(policy
     router = busy_fleet(2, 2 * LISTED_PREFILLS, policy)
     recorded = msgspec.json.decode(decided_line(LoggedDecision(decided(router, 1), 0.0, 0.0)), type=DecidedLine)
     assert any(one.prefill_backlog.unlisted.prefills for one in recorded.decision.view.candidates)
-    assert differences(recorded.decision, redecide(recorded.decision)) == []
+    assert differences(recorded.decision, redecide(recorded.decision, policies=POLICIES)) == []
     assert inputs_digest(recorded.decision) == recorded.inputs_digest
 
 

@@ -9,13 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 from pointsman_common.core.block_keys import KEY_SCHEME, digest_of, prompt_keys
+from pointsman_lab.rival_policies.registry import POLICIES, make_policy
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.decision_replay import differences, inputs_digest, redecide
 from pointsman_router.core.instances.prediction_audit import AGAIN_S, SHORTFALLS
 from pointsman_router.core.instances.report_sync import Delta, SnapshotBegin, SnapshotChunk, SnapshotEnd
 from pointsman_router.core.kv_load import NO_LOAD
 from pointsman_router.core.learning.load_price_fit import LoadPriceFit
-from pointsman_router.core.policy.registry import POLICIES, make_policy
 from pointsman_router.core.prefill_curve import DEFAULT_CURVE
 from pointsman_router.core.prefix.lower_tiers import TIER_HOST, TIER_STORAGE
 from pointsman_router.core.router_state import RouterState
@@ -110,7 +110,7 @@ def test_every_policy_sees_the_credit_and_decides_again_alike(policy: str) -> No
     chosen = decision.view.find(decision.instance_id)
     assert chosen is not None
     assert decision.kv_load == chosen.kv_load
-    assert not differences(decision, redecide(decision))
+    assert not differences(decision, redecide(decision, policies=POLICIES))
     other = make_policy("unified" if policy != "unified" else "foresight")
     assert redecide(decision, other).view == decision.view
     if policy in ("unified", "foresight", "adaptive-linear", "lmetric", "linear"):
@@ -126,7 +126,7 @@ def test_a_decision_is_made_again_from_its_record() -> None:
     read = msgspec.json.decode(record, type=LoggedDecision).decision
     assert read.kv_load == decision.kv_load != NO_LOAD
     assert inputs_digest(read) == inputs_digest(decision)
-    assert not differences(read, redecide(read))
+    assert not differences(read, redecide(read, policies=POLICIES))
 
 
 # ---- who evicts ----

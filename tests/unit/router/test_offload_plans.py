@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from pointsman.router.v1 import fleet_pb2
 from pointsman_common.core.block_keys import prompt_keys
+from pointsman_lab.rival_policies.registry import make_policy
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.policy.base import Policy, offload
-from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.router_state import RouterState, StateSettings
 from pointsman_router.core.types import (
     Candidate,

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from pointsman_lab.rival_policies.registry import POLICIES, make_policy
 from pointsman_router.core.policy.auto import Auto
 from pointsman_router.core.policy.base import NO_KV_TRANSFER, Policy, decide
 from pointsman_router.core.policy.reasons import REASONS
-from pointsman_router.core.policy.registry import POLICIES, make_policy
 from pointsman_router.core.policy.unified import Unified
 from pointsman_router.core.prefill_curve import PrefillCurve, PrefillSums, PrefillWork
 from pointsman_router.core.types import (

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from pointsman_lab.rival_policies.registry import POLICIES
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_orders import InstanceOrder
 from pointsman_router.core.instances.instance_registry import CandidateSnapshot
@@ -16,7 +17,6 @@ from pointsman_router.core.instances.report_sync import Delta
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.load import reservations
 from pointsman_router.core.load.reservations import Reservation, Reservations
-from pointsman_router.core.policy.registry import POLICIES
 from pointsman_router.core.prefill_curve import PrefillSums
 from pointsman_router.core.router_state import RouterState
 from pointsman_router.core.types import (

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from pointsman_lab.rival_policies.registry import POLICIES
 from pointsman_router.core.policy.base import NO_KV_TRANSFER
 from pointsman_router.core.policy.reasons import REASONS, ROUTE_CLASSES, explained
-from pointsman_router.core.policy.registry import POLICIES
 from pointsman_router.core.requests.placed_requests import COLOCATED_AFTER_FAILURE, SERVED_ALONE
 from pointsman_router.core.requests.recovered_placement import REASON as RECOVERED
 from pointsman_router.core.types import route_class

@@ -143,16 +143,17 @@ _METAVARS = {int: "INT", float: "FLOAT", Path: "PATH"}
 
 
 def add_settings_command(
-    app: typer.Typer, name: str, settings: type[S], run: Callable[[S], None], *, help_: str
+    app: typer.Typer, name: str, settings: type[S], run: Callable[[S], None], *, help_: str, program: str = "pointsman"
 ) -> None:
     """Register a command whose flags are the fields of `settings`. A field without its flag is read from the environment.
 
     The flag of a list may be repeated. A field with `json_schema_extra=ARGUMENT` is a positional argument. An invalid value ends
-    the command with status 2 and a message with the field's name.
+    the command with status 2 and a message with the field's name. `program`: what stands before `name` in messages.
     """
 
     def command(**given: Any) -> None:
-        run(load_settings(name, settings, **{key: value for key, value in given.items() if value not in (None, [])}))
+        told = {key: value for key, value in given.items() if value not in (None, [])}
+        run(load_settings(f"{program} {name}", settings, **told))
 
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [_parameter(key, field) for key, field in settings.model_fields.items()]
@@ -162,16 +163,16 @@ def add_settings_command(
 
 
 def load_settings(command: str, settings: type[S], **given: Any) -> S:
-    """Return `settings` from `given` and the environment. An invalid value ends the command with status 2 and a message with the
+    """Return `settings` from `given` and the environment. An invalid value ends `command` with status 2 and a message with the
     field's name."""
     try:
         return settings(**given)
     except ValidationError as invalid:
         for error in invalid.errors(include_url=False, include_input=False):
-            typer.echo(f"pointsman {command}: {_invalid(settings, error)}", err=True)
+            typer.echo(f"{command}: {_invalid(settings, error)}", err=True)
         raise typer.Exit(2) from None
     except SettingsError as unreadable:
-        typer.echo(f"pointsman {command}: {unreadable}", err=True)
+        typer.echo(f"{command}: {unreadable}", err=True)
         raise typer.Exit(2) from None
 
 

@@ -41,7 +41,6 @@ from pointsman_gateway.core.request.attempt_report import AttemptBreakdown
 from pointsman_gateway.core.request.continuation import Continuations
 from pointsman_gateway.core.request.failures import RETRY_S
 from pointsman_gateway.core.request.placement_messages import target_of
-from pointsman_gateway.core.request.prepare import IncomingCall
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import RequestTimeouts
 from pointsman_gateway.core.request.sessions import bounded_id
@@ -452,30 +451,27 @@ class Gateway:
         dry = request.headers.get("X-Pointsman-Dry-Run", "") == "1"
         if dry and not self._settings.expose_placement:
             raise ApiRequestError(403, "Dry runs are disabled on this gateway.", code="dry_run_disabled")
-        incoming = IncomingCall(
+        context = RequestContext(
+            request.id,
+            request.client_id,
             call,
             state,
             lora,
-            client.tenant,
+            client,
             request.headers,
-            request.id,
-            request.client_id,
             admission,
             received_at,
             request.trace,
-            client.priority,
-            client.weight,
         )
-        context = await self._preparer.prepare(incoming, dry=dry)
+        await self._preparer.prepare(context, dry=dry)
         admission.charge(context.placement.input_tokens, received_at)
-        proxy = request.proxy if isinstance(request, ProxiedRequest) else None
-        if proxy is not None:
-            await _keep_within(proxy, context)
+        if isinstance(request, ProxiedRequest):
+            await _keep_within(request.proxy, context)
         if dry:
             return await self._explain(context)
         request.usage.streamed = call.stream
         _tell_limits(request, endpoint, admission.status)
-        return await RequestRunner(self._shared, context, request, proxy).run()
+        return await RequestRunner(self._shared, context, request).run()
 
     def _note_usage(self, request: Request, status: int) -> None:
         """Count one request of a tenant, whatever its outcome, and write its line to the usage file."""

@@ -27,6 +27,7 @@ from pointsman_common.io.metrics_page import metrics_page
 from pointsman_common.io.settings import Tokens
 from pointsman_common.io.tls import TlsSettings
 from pointsman_router.core.policy.base import SettingError
+from pointsman_router.core.policy.registry import POLICIES, Policies
 from pointsman_router.io.console.console import Console
 from pointsman_router.io.console.decision_stream import DecisionStream
 from pointsman_router.io.rpc.agent_service import AGENT_SERVICE, AgentService, add_agent_service
@@ -48,9 +49,9 @@ class RouterServer:
     """A router and its listening servers. `port` is the port of the gRPC server; it is 0 before `start`. `local` has the services
     that a gateway of this process calls."""
 
-    def __init__(self, settings: RouterSettings, tokens: Tokens) -> None:
+    def __init__(self, settings: RouterSettings, tokens: Tokens, policies: Policies = POLICIES) -> None:
         self.settings = settings
-        self.router = Router(settings)
+        self.router = Router(settings, policies)
         bound = {"agent": settings.agents_file, "gateway": settings.gateways_file}
         interceptor = TokenInterceptor(tokens, {role: file for role, file in bound.items() if file is not None})
         tls = TlsSettings()
@@ -155,17 +156,18 @@ def _reachable(host: str) -> str:
     return socket.gethostname() if host.strip("[]") in ("0.0.0.0", "::", "") else host
 
 
-def run(settings: RouterSettings) -> None:
-    """Run a router until SIGTERM or SIGINT. Exits with status 1 and the reason if it cannot start."""
+def run(settings: RouterSettings, policies: Policies = POLICIES) -> None:
+    """Run a router until SIGTERM or SIGINT. Exits with status 1 and the reason if it cannot start. `policies`: those that
+    operators can choose."""
     configure_logs("router", settings.log_level)
     try:
-        event_loop.run(_run(settings))
+        event_loop.run(_run(settings, policies))
     except (ValueError, OSError, RuntimeError, SettingError) as error:
         sys.exit(f"pointsman router: {error}")
 
 
-async def _run(settings: RouterSettings) -> None:
-    server = RouterServer(settings, Tokens())
+async def _run(settings: RouterSettings, policies: Policies) -> None:
+    server = RouterServer(settings, Tokens(), policies)
     try:
         await server.start()
     except BaseException:

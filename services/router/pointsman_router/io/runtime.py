@@ -27,7 +27,7 @@ from pointsman_router.core.instances.instance_orders import OrderChange
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.ownership import Owner
 from pointsman_router.core.policy.base import Policy, SettingError
-from pointsman_router.core.policy.registry import make_policy
+from pointsman_router.core.policy.registry import POLICIES, Policies, make_policy
 from pointsman_router.core.requests.hold_queue import QueueSettings
 from pointsman_router.core.requests.refusals import not_serving
 from pointsman_router.core.router_state import RouterState, StateSettings
@@ -117,8 +117,10 @@ class Router:
     """The state, the decision log, the store and the streams of one router process. All methods must be called on its event
     loop."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, policies: Policies = POLICIES) -> None:
+        """`policies`: those that operators can choose."""
         self.settings = settings
+        self.policies = policies
         url = settings.redis_url.get_secret_value()
         self.telemetry = EventMetrics()
         self.tracer: Tracer | None = None
@@ -132,7 +134,7 @@ class Router:
             settings.decision_log_size, settings.decision_log_file, settings.decision_log_max_mb << 20
         )
         self.state = RouterState(
-            make_policy(settings.policy, settings.policy_settings),
+            make_policy(settings.policy, settings.policy_settings, policies),
             StateSettings(
                 affinity_ttl_s=settings.affinity_ttl_s,
                 gateway_lease_s=settings.gateway_lease_s,
@@ -262,7 +264,7 @@ class Router:
     def _policy_of(self, config: OperatorConfig) -> Policy:
         """Return the policy that this replica uses under `config`: its current one if `config` has none or an unknown one."""
         try:
-            return make_policy(*config.policy) if config.policy else self.state.policy
+            return make_policy(*config.policy, self.policies) if config.policy else self.state.policy
         except SettingError:
             return self.state.policy
 
@@ -590,7 +592,7 @@ class Router:
             self._log_changes(config)
             self.submit(ev.DrainsChanged(config.drained, config.moving))
             self.submit(ev.OrdersChanged(config.orders_in_force))
-            policy = make_policy(*config.policy) if config.policy else self.state.policy
+            policy = make_policy(*config.policy, self.policies) if config.policy else self.state.policy
         except (msgspec.MsgspecError, SettingError) as error:
             # Written by a replica of another version. Replicas with different policies are better than none that places.
             log.error("the operator config cannot be applied in full", config=text, error=str(error))

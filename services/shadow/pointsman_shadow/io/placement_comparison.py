@@ -14,10 +14,10 @@ import msgspec
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_lab.engine.cost_profile import Profile, load_profile
 from pointsman_lab.engine.interface import EngineConfig
+from pointsman_lab.rival_policies.registry import make_policy
 from pointsman_lab.simulation.config import SimulationConfig
 from pointsman_lab.simulation.counterfactual import ObservedRequest, PairedFleets, PlacementTotals, RequestPair
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.io.telemetry.decision_log import DecisionLog
 from pointsman_shadow.io.settings import ModelSettings
 

@@ -14,8 +14,9 @@ from pointsman_gateway.core.api import ApiRequestError, ClientRules, Endpoint, p
 from pointsman_gateway.core.http_message import Headers
 from pointsman_gateway.core.pool_state import PoolState, TokenizerStatus
 from pointsman_gateway.core.rate_limits import Admission
-from pointsman_gateway.core.request.prepare import IncomingCall, RequestPreparer, Tokens
-from pointsman_gateway.core.tenants import DEFAULT_TENANT
+from pointsman_gateway.core.request.prepare import RequestPreparer, Tokens
+from pointsman_gateway.core.request.request_context import RequestContext
+from pointsman_gateway.core.tenants import ANYONE
 from pointsman_gateway.core.tokens.chat_template import Unrenderable
 from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman_gateway.core.tokens.token_cache import TokenCache
@@ -95,10 +96,9 @@ class RequestReader:
         state, lora = found
         now = time.monotonic()
         request_id = secrets.token_hex(16)
-        incoming = IncomingCall(call, state, lora, DEFAULT_TENANT, headers, request_id, request_id, Admission(), now)
+        context = RequestContext(request_id, request_id, call, state, lora, ANYONE, headers, Admission(), now)
         try:
-            tokens = await self._tokens(incoming)
-            context = self._preparer.context(incoming, tokens, now, dry=False)
+            self._preparer.prepare(context, await self._tokens(context), now, dry=False)
         except ApiRequestError as error:
             raise UnusableRequest("invalid", str(error)) from None
         placement = context.placement
@@ -113,13 +113,13 @@ class RequestReader:
         )
         return asked, placement
 
-    async def _tokens(self, incoming: IncomingCall) -> Tokens:
+    async def _tokens(self, context: RequestContext) -> Tokens:
         """Return the prompt's tokens and keys, or an estimate of the number of tokens. Raises ApiRequestError."""
-        tokenizer = incoming.tokenizer
+        tokenizer = context.tokenizer
         if tokenizer is not None:
             try:
-                prompt = await tokenizer.prepare(incoming.call).tokenize_by(asyncio.to_thread)
-                return self._preparer.tokens(incoming, prompt)
+                prompt = await tokenizer.prepare(context.call).tokenize_by(asyncio.to_thread)
+                return self._preparer.tokens(context, prompt)
             except Unrenderable as reason:
                 log.debug("a request without keys", reason=str(reason))
-        return self._preparer.estimate(incoming.call)
+        return self._preparer.estimate(context.call)

@@ -1,4 +1,4 @@
-"""Converts routers' answers into events of a request's state machine."""
+"""Converts between the routers' messages and the records of a request's state machine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,32 @@ from google.protobuf import duration_pb2
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.request.continuation import continued_placement, copy_of
+from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import PlacementRefused, StepAssigned, Target
 from pointsman_gateway.core.request.transfer_params import MOONCAKE, NIXL
+from pointsman_gateway.core.tokens.token_cache import TokenIds
 
 _PROTOCOLS = {agent_pb2.KV_PROTOCOL_MOONCAKE: MOONCAKE, agent_pb2.KV_PROTOCOL_NIXL: NIXL}
+
+
+def attempt_request(
+    context: RequestContext, attempt_id: str, exclude: tuple[str, ...], answer: TokenIds
+) -> placement_pb2.PlacementRequest:
+    """Return the placement request of one attempt. `exclude`: instances that failed. `answer`: the tokens of the answer so far,
+    which the attempt continues."""
+    request = continued_placement(context, answer) if answer else copy_of(context.placement)
+    request.request_id = attempt_id
+    request.exclude.extend(exclude)
+    if answer:
+        # A server that is gone has taken all of its ranks with it.
+        instances = context.state.pool.instances
+        gone = {one.url for one in instances if one.instance_id in exclude}
+        ranks = (one.instance_id for one in instances if one.url in gone)
+        request.exclude.extend(one for one in ranks if one not in exclude)
+    if context.trace is not None:
+        request.traceparent = context.trace.placement_context(attempt_id).traceparent
+    return request
 
 
 def event_of(attempt_id: str, step: placement_pb2.Placement | placement_pb2.Refusal) -> StepAssigned | PlacementRefused:

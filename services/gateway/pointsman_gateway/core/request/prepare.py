@@ -1,4 +1,4 @@
-"""Builds a request's context from a parsed call: tokens, block keys, session, and the placement request for the router."""
+"""Completes the context of a parsed request: tokens, block keys, session, and the placement request for the router."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from pointsman_gateway.core.api.prompt_length import check_output, check_tokens
 from pointsman_gateway.core.forwarded_headers import upstream_headers
 from pointsman_gateway.core.http_message import Headers
 from pointsman_gateway.core.pool_state import PoolState
-from pointsman_gateway.core.rate_limits import Admission
 from pointsman_gateway.core.request.gen_ai_attributes import request_attributes
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.sessions import Sessions, bounded_id
 from pointsman_gateway.core.request.transfer_params import transfer_obstacle
-from pointsman_gateway.core.request_trace import RequestTrace
 from pointsman_gateway.core.tenants import DEFAULT_TENANT
-from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer, Prompt
+from pointsman_gateway.core.tokens.model_tokenizer import Prompt
 from pointsman_gateway.core.tokens.token_cache import BlockKeys, TokenCache
 
 MAX_TRACEPARENT = 128
@@ -50,46 +48,22 @@ class Tokens:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class IncomingCall:
-    """A parsed call with its client's data and the parts of the HTTP request that placement needs. `request_id` is Request.id,
-    and `client_id` Request.client_id. `received_at` is monotonic seconds. `priority` and `weight` are the client's."""
-
-    call: ApiCall
-    state: PoolState
-    lora: str
-    tenant: str
-    headers: Headers
-    request_id: str
-    client_id: str
-    admission: Admission
-    received_at: float
-    trace: RequestTrace | None = None
-    priority: placement_pb2.Priority.ValueType = placement_pb2.PRIORITY_STANDARD
-    weight: int = 1
-
-    @property
-    def tokenizer(self) -> ModelTokenizer | None:
-        """The tokenizer for the call's prompt; None if its tokens cannot be computed exactly."""
-        return self.state.tokenizer_for(self.call.endpoint) if self.call.endpoint.generates else None
-
-
 class RequestPreparer:
-    """Builds the contexts of calls; keeps sessions, and the block keys of token runs. The caller tokenises the prompt before
-    (ModelTokenizer.prepare), in a thread if that takes long."""
+    """Completes the contexts of requests; keeps sessions, and the block keys of token runs. The caller tokenises the prompt
+    before (ModelTokenizer.prepare), in a thread if that takes long."""
 
     def __init__(self, token_cache: TokenCache) -> None:
         self._token_cache = token_cache
         self._sessions = Sessions()
 
-    def tokens(self, incoming: IncomingCall, prompt: Prompt) -> Tokens:
+    def tokens(self, context: RequestContext, prompt: Prompt) -> Tokens:
         """Return the tokens and block keys of a tokenised prompt. Raises ContextExceeded."""
-        call, pool = incoming.call, incoming.state.pool
+        call, pool = context.call, context.state.pool
         check_tokens(call.endpoint, max(prompt.lengths), pool.max_model_len)
         check_output(call.endpoint, call.max_output_tokens, pool.max_model_len, sum(prompt.lengths))
         keys: BlockKeys = array("Q")
         if call.reads_prefix_cache:
-            keys = self._token_cache.keys(prompt.ids, pool.model, incoming.lora, call.cache_salt)
+            keys = self._token_cache.keys(prompt.ids, pool.model, context.lora, call.cache_salt)
         count = max(estimated_tokens(call), len(prompt.ids)) if prompt.media else sum(prompt.lengths)
         return Tokens(prompt, keys, count)
 
@@ -97,10 +71,11 @@ class RequestPreparer:
         """Return estimated tokens for a prompt whose tokens only the engine can compute."""
         return Tokens(None, array("Q"), estimated_tokens(call))
 
-    def context(self, incoming: IncomingCall, tokens: Tokens, now: float, *, dry: bool) -> RequestContext:
-        """Return the request's context. Raises ApiRequestError. Mutates the sessions, except in a dry run (`dry`)."""
-        call, state, tenant, headers = incoming.call, incoming.state, incoming.tenant, incoming.headers
-        prompt, keys, request_id = tokens.prompt, tokens.keys, incoming.request_id
+    def prepare(self, context: RequestContext, tokens: Tokens, now: float, *, dry: bool) -> None:
+        """Complete a request's context by its tokens. Raises ApiRequestError. Mutates `context` and, except in a dry run (`dry`),
+        the sessions."""
+        call, state, client, headers = context.call, context.state, context.client, context.headers
+        prompt, keys, request_id, tenant = tokens.prompt, tokens.keys, context.request_id, client.tenant
         hint = headers.get("X-Session-ID") or call.session_hint
         chain = keys if prompt is None else _chain(keys, prompt)
         if not call.endpoint.generates:
@@ -109,11 +84,11 @@ class RequestPreparer:
             session = bounded_id(hint) if hint else (self._sessions.find(tenant, chain) or "")
         else:
             session = self._sessions.resolve(tenant, chain, hint=hint, fresh=f"s-{request_id}")
-        if incoming.trace is not None:
-            asked = request_attributes(call, bounded_id(hint) if hint else "") if incoming.trace.sampled else {}
-            incoming.trace.prepared(request_id, asked, now)
+        if context.trace is not None:
+            asked = request_attributes(call, bounded_id(hint) if hint else "") if context.trace.sampled else {}
+            context.trace.prepared(request_id, asked, now)
         traceparent = headers.get("traceparent")
-        placement = placement_pb2.PlacementRequest(
+        placement = context.placement = placement_pb2.PlacementRequest(
             request_id=request_id,
             model=call.model,
             tenant=tenant,
@@ -123,8 +98,8 @@ class RequestPreparer:
             max_output_tokens=_output_tokens(call, prompt, state.pool.max_model_len) if call.endpoint.generates else 1,
             exclude=_elsewhere(call, state, tenant),
             traceparent=traceparent if len(traceparent) <= MAX_TRACEPARENT else "",
-            priority=incoming.priority,
-            weight=incoming.weight,
+            priority=client.priority,
+            weight=client.weight,
             continues_session=bool(call.previous_response_id) or _answers_model(call),
             parkable=True,
         )
@@ -132,34 +107,25 @@ class RequestPreparer:
             placement.parent_session_id = bounded_id(parent)
         timeout_s = ttft_timeout_s(headers)
         if timeout_s is not None:
-            left = max(incoming.received_at + timeout_s - now, 0.0)
+            left = max(context.received_at + timeout_s - now, 0.0)
             placement.ttft_deadline.FromNanoseconds(int(left * 1e9))
+            context.first_token_by = context.received_at + timeout_s
         set_keys(placement, keys)
-        sent = upstream_headers(headers)
-        sent["X-Request-ID"] = incoming.client_id
+        sent = context.upstream_headers = upstream_headers(headers)
+        sent["X-Request-ID"] = context.client_id
         if session:
             sent["X-Session-ID"] = bounded_id(session if tenant == DEFAULT_TENANT else f"{tenant}/{session}")
         # Of several prompts only the first has keys. A request that does not read the prefix cache gains nothing from a PREFILL.
         ids = prompt.ids if prompt is not None and len(prompt.lengths) == 1 and call.reads_prefix_cache else None
+        context.ids = ids
+        context.exact_tokens = 0 if ids is None or (prompt is not None and prompt.media) else len(ids)
         placement.sliceable_tokens = 0 if ids is None else len(ids)
         steady = prompt is not None and prompt.steady
-        obstacle = transfer_obstacle(call) or ("" if steady else "another instance may see other tokens")
-        placement.single_instance = bool(obstacle)
-        return RequestContext(
-            request_id=request_id,
-            call=call,
-            state=state,
-            placement=placement,
-            transfer_obstacle=obstacle,
-            ids=ids,
-            exact_tokens=0 if ids is None or (prompt is not None and prompt.media) else len(ids),
-            upstream_headers=sent,
-            received_at=incoming.received_at,
-            admission=incoming.admission,
-            trace=incoming.trace,
-            first_token_by=None if timeout_s is None else incoming.received_at + timeout_s,
-            ends_session=bool(session) and ends_session(headers),
+        context.transfer_obstacle = transfer_obstacle(call) or (
+            "" if steady else "another instance may see other tokens"
         )
+        placement.single_instance = bool(context.transfer_obstacle)
+        context.ends_session = bool(session) and ends_session(headers)
 
 
 def _answers_model(call: ApiCall) -> bool:

@@ -1,42 +1,54 @@
-"""The context of one parsed and tokenised request: what to send to instances, and what to place it by."""
+"""The context of one request, from its parsed body to its end: what to send to instances, and what to place it by."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_gateway.core.api import ApiCall, Endpoint, with_fields
 from pointsman_gateway.core.api.openai_responses import response_id
+from pointsman_gateway.core.http_message import Headers
 from pointsman_gateway.core.pool_state import PoolState
 from pointsman_gateway.core.rate_limits import Admission
 from pointsman_gateway.core.request.request_events import StepAssigned
 from pointsman_gateway.core.request_trace import RequestTrace
+from pointsman_gateway.core.tenants import Client
+from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman_gateway.core.tokens.token_cache import TokenIds
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestContext:
-    """One request: what to send to instances, and what to place it by. `received_at` is monotonic seconds. `first_token_by` is
-    the monotonic time by which the client needs the first token (None: no limit). `ends_session`: the client has named the
-    request the last one of its session."""
+    """One request. The first fields are known once its body is parsed; `prepare.py` sets the second ones from its tokens."""
 
-    request_id: str
+    request_id: str  # the gateway's own (Request.id)
+    client_id: str  # the id for the client and the engine (Request.client_id)
     call: ApiCall
-    state: PoolState
-    placement: placement_pb2.PlacementRequest
-    transfer_obstacle: str  # why prefill and answer must be on one instance; empty if they need not be
-    ids: TokenIds | None  # of the prompt, up to its first media part; None if only estimated
-    exact_tokens: int  # tokens of the whole prompt; 0 if only estimated
-    upstream_headers: dict[str, str]
-    received_at: float
-    admission: Admission
-    trace: RequestTrace | None
-    first_token_by: float | None = None
-    ends_session: bool = False
+    state: PoolState  # of the model's pool
+    lora: str  # the adapter's name; empty: none
+    client: Client
+    headers: Headers  # of the client's request
+    admission: Admission  # the share of the key's limits that the request takes
+    received_at: float  # monotonic s
+    trace: RequestTrace | None = None  # None: traces are off
+
+    placement: placement_pb2.PlacementRequest = field(default_factory=placement_pb2.PlacementRequest)
+    transfer_obstacle: str = ""  # why prefill and answer must be on one instance; empty if they need not be
+    ids: TokenIds | None = None  # of the prompt, up to its first media part; None if only estimated
+    exact_tokens: int = 0  # tokens of the whole prompt; 0 if only estimated
+    upstream_headers: dict[str, str] = field(default_factory=dict)  # fields that engines get
+    first_token_by: float | None = None  # monotonic s by which the client needs the first token; None: no limit
+    ends_session: bool = False  # the client has named the request the last one of its session
+
     kept_payload: bytes = b""  # the body, while its answer is streamed and may be continued elsewhere
     response_id: str = ""  # of a Responses response, which it keeps if its answer is continued elsewhere
     rest: TokenIds | None = None  # the prompt's tokens after the last whole block; None if only estimated
+
+    @property
+    def tokenizer(self) -> ModelTokenizer | None:
+        """The tokenizer for the call's prompt; None if its tokens cannot be computed exactly."""
+        return self.state.tokenizer_for(self.call.endpoint) if self.call.endpoint.generates else None
 
     def drop_prompt(self, *, keep: bool) -> None:
         """Release what only sending needs, once an answer has begun. `keep`: the answer may be continued elsewhere, for which

@@ -118,10 +118,6 @@ class RequestStateMachine:
         """Return the effects of `event`. Mutates."""
         if self.phase is Phase.DONE:
             return []
-        begun, effects = self._begun, self._handle(event, now)
-        return _of_a_begun_stream(effects) if begun else effects
-
-    def _handle(self, event: Event, now: float) -> list[Effect]:
         match event:
             case ClientDisconnected():
                 return self._end(Outcome.CANCELLED, "client left")
@@ -207,7 +203,12 @@ class RequestStateMachine:
             return [AbortUpstream(), *self._step_assigned(step, now)]
         phase = Phase.SERVING if self._inline_kv_transfer else Phase.PULLING
         effects = self._begin(phase, step, AdoptEarlyStep(step), self._timeouts.transfer_s, now)
-        return effects if early_failure is None else [*effects, *self.handle(early_failure, now)]
+        match early_failure:
+            case UpstreamFailed():
+                effects += self._upstream_failed(early_failure, now)
+            case PullEnded():
+                effects += self._pull_ended(early_failure, now)
+        return effects
 
     def _promote_early_step(self) -> list[Effect]:
         """Make the early step the current one. Its KV has arrived, so the PREFILL ended, whether its answer has arrived or
@@ -231,8 +232,8 @@ class RequestStateMachine:
             # The gateway sends only requests for models of the fleet, so the router has lost the model's instances.
             refused = replace(refused, code=UNAVAILABLE, message="No instance is ready for this model.")
         if self._exclude and refused.code == UNAVAILABLE:
-            return [*abort, FailRequest(INTERNAL, "The instance failed and no other is ready.", refused.retry_after_s)]
-        return [*abort, FailRequest(refused.code, refused.message, refused.retry_after_s, refused.place)]
+            refused = replace(refused, code=INTERNAL, message="The instance failed and no other is ready.", place=0)
+        return [*abort, self._failure(refused.code, refused.message, refused.retry_after_s, refused.place)]
 
     def _router_lost(self, lost: RouterLost, now: float) -> list[Effect]:
         if lost.attempt_id != self.attempt_id:
@@ -261,8 +262,7 @@ class RequestStateMachine:
         """Start a new attempt because the plan was lost with its router. The next router plans from what is computed."""
         assert self.step is not None
         self._partial_prefill_target = self.step.target
-        ended = self._end(Outcome.CANCELLED, "its router was lost between two steps")
-        ended = [effect for effect in ended if not isinstance(effect, AbortUpstream)]
+        ended = self._report_end(Outcome.CANCELLED, "its router was lost between two steps")
         return [*ended, *self._retry(now)]
 
     def _fall_back_to_serve(self, now: float) -> list[Effect]:
@@ -328,7 +328,7 @@ class RequestStateMachine:
             return self._upstream_failed(UpstreamFailed("no first byte in time"), now)
         return [
             *self._end(Outcome.FAILED, "no step in time"),
-            FailRequest(PLACEMENT_TIMEOUT, "No placement was found in time.", 1.0),
+            self._failure(PLACEMENT_TIMEOUT, "No placement was found in time.", 1.0),
         ]
 
     def _upstream_failed(self, failed: UpstreamFailed, now: float) -> list[Effect]:
@@ -354,7 +354,7 @@ class RequestStateMachine:
         self._partial_prefill_target = None
         effects = self._end(_outcome(failed), failed.error, failed.status, refused=failed.refused)
         if not failed.moved and self._retries >= self._timeouts.max_retries:
-            return [*effects, FailRequest(INTERNAL, "The request failed on every instance that was tried.")]
+            return [*effects, self._failure(INTERNAL, "The request failed on every instance that was tried.")]
         self._place_locally = False
         return [*effects, *self._retry(now, counts=not failed.moved)]
 
@@ -371,13 +371,14 @@ class RequestStateMachine:
         because of its 5xx, of which the request may be the cause: the end of the new attempt decides whose fault it was."""
         assert self.step is not None
         self._refused_by.append(self.step.target.instance_id)
-        ended = self._end(Outcome.FAILED, "it did not answer, and the proxy asked another instance", refused=True)
+        # The proxy's connection is not closed: it has the answer.
+        why = "it did not answer, and the proxy asked another instance"
+        ended = self._report_end(Outcome.FAILED, why, refused=True)
         self._next_attempt_id()
         self._attempt_open = True
         step = StepAssigned(self.attempt_id, answered.target, degraded=True)
         serve = self._begin(Phase.SERVING, step, Serve(step), self._timeouts.first_byte_s, now)
-        kept = [effect for effect in ended if not isinstance(effect, AbortUpstream)]
-        return [*kept, AdoptInstance(step), *serve, ReportServedAlone(self.attempt_id)]
+        return [*ended, AdoptInstance(step), *serve, ReportServedAlone(self.attempt_id)]
 
     def _retry(self, now: float, *, counts: bool = True) -> list[Effect]:
         self._next_attempt_id()
@@ -393,12 +394,25 @@ class RequestStateMachine:
     ) -> list[Effect]:
         """End the attempt. Upstream connections are closed first, so that nothing runs that the router no longer counts."""
         abort: list[Effect] = [] if outcome in (Outcome.OK, Outcome.REJECTED) else [AbortUpstream()]
+        ended = self._report_end(outcome, error, status, refused=refused, continued=continued)
+        # The client of a begun stream cannot get the error answer that rejects its request.
+        stream: list[Effect] = [EndStreamWithError()] if outcome is Outcome.REJECTED and self._begun else []
+        return [*abort, *ended, *stream]
+
+    def _report_end(
+        self, outcome: Outcome, error: str = "", status: int = 0, *, refused: bool = False, continued: bool = False
+    ) -> list[Effect]:
+        """End the attempt, of which nothing runs at an instance, or whose connection goes on."""
         # A 4xx answer shows, as a first byte does, that the earlier 5xx answers were the fault of their instances.
         refused_by = self._take_refused_by() if outcome is Outcome.REJECTED and not refused else ()
         finished = ReportFinished(self.attempt_id, outcome, error, status, refused, refused_by, continued)
         report: list[Effect] = [finished] if self._attempt_open else []
         self.phase, self._attempt_open, self._early_step = Phase.DONE, False, None
-        return [*abort, *report]
+        return report
+
+    def _failure(self, code: int, message: str, retry_after_s: float | None = None, place: int = 0) -> Effect:
+        """Return what tells the client that its request failed: an error answer, or the end of a begun stream."""
+        return EndStreamWithError() if self._begun else FailRequest(code, message, retry_after_s, place)
 
     def _take_refused_by(self) -> tuple[str, ...]:
         """Remove and return the instances that answered 5xx to the request, each once. Mutates."""
@@ -408,13 +422,3 @@ class RequestStateMachine:
 
 def _outcome(failed: UpstreamFailed) -> Outcome:
     return Outcome.CANCELLED if failed.innocent or failed.moved else Outcome.FAILED
-
-
-def _of_a_begun_stream(effects: list[Effect]) -> list[Effect]:
-    """Return effects such that what would be an error answer ends the client's stream with an error event."""
-    told: list[Effect] = []
-    for effect in effects:
-        told.append(EndStreamWithError() if isinstance(effect, FailRequest) else effect)
-        if isinstance(effect, ReportFinished) and effect.outcome is Outcome.REJECTED:
-            told.append(EndStreamWithError())
-    return told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
@@ -11,19 +12,23 @@ from typing import Any
 
 import structlog
 
+from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import ApiRequestError
 from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.request import request_events as ev
 from pointsman_gateway.core.request.attempt import Attempt
 from pointsman_gateway.core.request.attempt_report import breakdown, finished
 from pointsman_gateway.core.request.failures import answer_to
+from pointsman_gateway.core.request.local_placement import place_locally
+from pointsman_gateway.core.request.placement_messages import attempt_request, event_of, target_of
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_state_machine import Phase, RequestStateMachine
 from pointsman_gateway.core.request.transfer_params import supports_inline_kv_transfer
+from pointsman_gateway.core.tokens.token_cache import TokenIds
 from pointsman_gateway.io.request.engine_steps import EngineSteps
-from pointsman_gateway.io.request.placement_steps import PlacementSteps
-from pointsman_gateway.io.request.proxied_request import Proxy
+from pointsman_gateway.io.request.proxied_request import ProxiedRequest
 from pointsman_gateway.io.request.shared_context import SharedContext
+from pointsman_gateway.io.routing.router_client import NoRouter, PlacementReply
 from pointsman_gateway.io.telemetry.span_export import attempt_ended
 
 log = structlog.get_logger()
@@ -33,11 +38,10 @@ class RequestRunner:
     """The run of one request. `run` returns the answer (None: it was streamed) or raises ApiRequestError; in either case the end
     of the request has been reported to the router."""
 
-    def __init__(
-        self, shared: SharedContext, context: RequestContext, request: Request, proxy: Proxy | None = None
-    ) -> None:
-        """`proxy`: sends the client's request in place of the gateway, once. So KV is transferred before."""
+    def __init__(self, shared: SharedContext, context: RequestContext, request: Request) -> None:
         timeouts = shared.timeouts if context.call.stream else shared.whole_timeouts
+        # A proxy sends the client's request in place of the gateway, once. So KV is transferred before.
+        proxy = request.proxy if isinstance(request, ProxiedRequest) else None
         inline = supports_inline_kv_transfer(context.call) and proxy is None
         if proxy is not None:
             timeouts = replace(timeouts, max_retries=0)
@@ -46,7 +50,8 @@ class RequestRunner:
         self._writer = request.writer
         self._usage = request.usage
         self._state_machine = RequestStateMachine(context.request_id, timeouts, inline_kv_transfer=inline)
-        self._placement = PlacementSteps(shared, context)
+        self._requests: dict[str, placement_pb2.PlacementRequest] = {}  # attempt id -> what is placed
+        self._answer_ids: TokenIds = array("I")  # the answer so far, which the next attempt continues
         self._steps = EngineSteps(shared, context, request, proxy)
         self._pending: list[Coroutine[Any, Any, ev.Event]] = []  # coroutines that are created but not awaited yet
         self._tasks: set[asyncio.Task[ev.Event]] = set()  # two while an early step runs together with its PREFILL
@@ -114,24 +119,24 @@ class RequestRunner:
         self._apply(self._state_machine.handle(event, now))
 
     def _apply(self, effects: list[ev.Effect]) -> None:
-        router, placement, steps = self._shared.router, self._placement, self._steps
+        router, steps = self._shared.router, self._steps
         for effect in effects:
             match effect:
                 case ev.AskRouter():
                     self._attempt.begin_placement(effect.attempt_id, time.monotonic())
-                    self._start(placement.ask_router(effect, partial(self._parked, effect.attempt_id)))
+                    self._start(self._ask_router(effect))
                 case ev.PlaceLocally():
                     self._attempt.begin_placement(effect.attempt_id, time.monotonic())
-                    self._start(placement.place_locally(effect))
+                    self._start(self._place_locally(effect))
                 case ev.AdoptInstance():
                     self._attempt.begin_placement(effect.step.attempt_id, time.monotonic())
-                    placement.adopt(effect.step)
+                    self._request_of(effect.step.attempt_id, ())
                 case ev.AskNextStep():
                     self._attempt.end_step(effect.error, time.monotonic())
                     if effect.error:
                         steps.step_failed()
                         log.info("a step failed", request_id=effect.attempt_id, step=effect.index, error=effect.error)
-                    self._start(placement.ask_next_step(effect))
+                    self._start(self._ask_next_step(effect))
                 case ev.Prefill():
                     self._record_step(effect.step)
                     self._start(steps.prefill(effect.step))
@@ -146,7 +151,7 @@ class RequestRunner:
                     self._record_step(effect.step)
                 case ev.ReportStepDone():
                     self._attempt.end_step("", time.monotonic())
-                    placement.report_step_done(effect)
+                    router.step_done(effect.attempt_id, effect.index)
                 case ev.AbortUpstream():
                     self._attempt.early_sent_at = 0.0
                     self._abort()
@@ -173,8 +178,60 @@ class RequestRunner:
             self._attempt.early_sent_at = time.monotonic()
             return
         self._attempt.begin_step(step, time.monotonic())
-        self._placement.record_step(step)
+        # From now on the request counts as open on the step's instance.
+        self._shared.router.placed(self._requests[step.attempt_id], step.target.instance_id, step.cached_tokens)
         self._shared.router.on_move(step.attempt_id, self._move)
+
+    def _request_of(self, attempt_id: str, exclude: tuple[str, ...]) -> placement_pb2.PlacementRequest:
+        request = self._requests[attempt_id] = attempt_request(self._context, attempt_id, exclude, self._answer_ids)
+        return request
+
+    async def _ask_router(self, effect: ev.AskRouter) -> ev.Event:
+        """Ask the router for an attempt's first step."""
+        shared, began = self._shared, time.monotonic()
+        if effect.exclude:
+            shared.telemetry.retries.inc()
+        # The client of a continued answer has had its first token.
+        first_token_by = None if self._answer_ids else self._context.first_token_by
+        request, parked = self._request_of(effect.attempt_id, effect.exclude), partial(self._parked, effect.attempt_id)
+        try:
+            reply = await shared.router.first_step(request, shared.timeouts.placement_s, first_token_by, parked)
+        except NoRouter:
+            return ev.RouterLost(effect.attempt_id)
+        shared.telemetry.place.observe(time.monotonic() - began)
+        return self._reply(effect.attempt_id, reply)
+
+    async def _ask_next_step(self, effect: ev.AskNextStep) -> ev.Event:
+        """Report the end of a step and wait for the next one."""
+        asked = effect.attempt_id, effect.index, effect.error, effect.instance_failed
+        try:
+            reply = await self._shared.router.next_step(*asked, self._shared.timeouts.placement_s)
+        except NoRouter:
+            return ev.RouterLost(effect.attempt_id)
+        return self._reply(effect.attempt_id, reply)
+
+    def _reply(self, attempt_id: str, reply: PlacementReply) -> ev.Event:
+        if isinstance(reply, placement_pb2.Refusal):
+            self._shared.telemetry.refused(reply.code)
+        return event_of(attempt_id, reply)
+
+    async def _place_locally(self, effect: ev.PlaceLocally) -> ev.Event:
+        """Choose an instance in the gateway, without a router."""
+        shared, request = self._shared, self._request_of(effect.attempt_id, effect.exclude)
+        instances = {one.instance_id: one for one in self._context.state.pool.instances}
+        shared.round_robin += 1
+        placed = place_locally(
+            effect.attempt_id,
+            instances,
+            lambda chosen: target_of(instances[chosen]),
+            shared.router.inflight(),
+            tuple(request.exclude),
+            shared.round_robin,
+        )
+        if isinstance(placed, ev.StepAssigned):
+            shared.telemetry.local.inc()
+            log.debug("placed without a router", request_id=request.request_id, instance=placed.target.instance_id)
+        return placed
 
     def _move(self, lost: bool) -> None:
         """Let the request leave its instance. `lost`: only if nobody is there any more."""
@@ -276,7 +333,7 @@ class RequestRunner:
             if context.exact_tokens and usage.prompt is not None:
                 shared.pools.check_token_count(context.state, context.call.endpoint, context.exact_tokens, usage.prompt)
         if effect.continued:
-            self._placement.answer = self._steps.answer_ids
+            self._answer_ids = self._steps.answer_ids
             shared.telemetry.continued.inc()
         if effect.outcome is ev.Outcome.FAILED:
             log.warning(
@@ -291,7 +348,7 @@ class RequestRunner:
             shared.breakdown.write(breakdown(attempt, effect, context, status, now, shared.breakdown.unix))
         self._trace(effect.error, now)
         # A later attempt has its own times and usage.
-        self._attempt = Attempt(continues=len(self._placement.answer))
+        self._attempt = Attempt(continues=len(self._answer_ids))
 
     def _trace(self, error: str, now: float) -> None:
         """Send the spans of the attempt that has ended. No effect if there is none or its spans are sent."""

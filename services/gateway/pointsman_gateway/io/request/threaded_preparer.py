@@ -14,7 +14,7 @@ import structlog
 
 from pointsman_gateway.core.api import ApiCall, ClientRules, Endpoint, parse
 from pointsman_gateway.core.api.decode_body import decode_light
-from pointsman_gateway.core.request.prepare import IncomingCall, RequestPreparer, Tokens
+from pointsman_gateway.core.request.prepare import RequestPreparer, Tokens
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.tokens.chat_template import Unrenderable
 from pointsman_gateway.core.tokens.model_tokenizer import ModelTokenizer
@@ -52,30 +52,31 @@ class ThreadedPreparer:
         body = decode_light(raw)
         return await self._done(body is not None, partial(parse, endpoint, raw, rules, context_of, light_body=body))
 
-    async def prepare(self, incoming: IncomingCall, *, dry: bool) -> RequestContext:
-        """Return the context of a call: its tokens, block keys and session. Raises ApiRequestError if the prompt is too long.
+    async def prepare(self, context: RequestContext, *, dry: bool) -> None:
+        """Complete the context of a request: its tokens, block keys and session. Raises ApiRequestError if the prompt is too
+        long. Mutates `context`.
 
         A dry run leaves no state behind.
         """
-        tokens, tokenizer, call = None, incoming.tokenizer, incoming.call
+        tokens, tokenizer, call = None, context.tokenizer, context.call
         if tokenizer is not None:
             try:
-                tokens = await self._tokens(incoming, tokenizer)
+                tokens = await self._tokens(context, tokenizer)
             except Unrenderable as reason:
-                log.debug("placed without keys", request_id=incoming.request_id, reason=str(reason))
+                log.debug("placed without keys", request_id=context.request_id, reason=str(reason))
         if tokens is None:
             tokens = await self._done(call.light, partial(self._preparer.estimate, call))
         if not tokens.keys and call.endpoint.generates:
-            self._telemetry.placed_without_keys(incoming.state.pool.model)
-        return self._preparer.context(incoming, tokens, time.monotonic(), dry=dry)
+            self._telemetry.placed_without_keys(context.state.pool.model)
+        self._preparer.prepare(context, tokens, time.monotonic(), dry=dry)
 
-    async def _tokens(self, incoming: IncomingCall, tokenizer: ModelTokenizer) -> Tokens:
+    async def _tokens(self, context: RequestContext, tokenizer: ModelTokenizer) -> Tokens:
         """Return the tokens and keys of the (first) prompt. Raises Unrenderable and ApiRequestError."""
-        light, context = incoming.call.light, incoming.state.pool.max_model_len
+        light, limit = context.call.light, context.state.pool.max_model_len
         with self._telemetry.tokenize.time():
-            pending = await self._done(light, partial(tokenizer.prepare, incoming.call, context))
+            pending = await self._done(light, partial(tokenizer.prepare, context.call, limit))
             prompt = await pending.tokenize_by(self._tokenizing.run)
-            return await self._done(light, partial(self._preparer.tokens, incoming, prompt))
+            return await self._done(light, partial(self._preparer.tokens, context, prompt))
 
     async def _done(self, light: bool, work: Callable[[], _Made]) -> _Made:
         """Return the result of `work`, which runs in a thread unless the body is `light`."""

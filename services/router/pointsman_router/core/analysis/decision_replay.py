@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 from pointsman_router.core.admission_rule import AdmissionRecord, decide_admission
 from pointsman_router.core.policy.base import Policy, decide
 from pointsman_router.core.policy.decision_rng import rng_of
-from pointsman_router.core.policy.registry import make_policy
+from pointsman_router.core.policy.registry import POLICIES, Policies, make_policy
 from pointsman_router.core.types import Decision
 
 # The fields that a decision consists of, besides its inputs.
@@ -42,13 +42,14 @@ def inputs_digest(decision: Decision) -> int:
     return xxh3_64_intdigest(msgspec.msgpack.encode(inputs))
 
 
-def redecide(decision: Decision, policy: Policy | None = None) -> Decision:
-    """Make `decision` again on its recorded request and view, under `policy` (None: the recorded one), and return the result.
+def redecide(decision: Decision, policy: Policy | None = None, policies: Policies = POLICIES) -> Decision:
+    """Make `decision` again on its recorded request and view, under `policy` (None: the recorded one, of `policies`), and return
+    the result.
 
-    Raises SettingError if the recorded policy does not exist in this version, or one of its settings is out of range.
+    Raises SettingError if the recorded policy is not one of `policies`, or one of its settings is out of range.
     """
     if policy is None:
-        policy = make_policy(decision.policy.name, decision.policy.settings)
+        policy = make_policy(decision.policy.name, decision.policy.settings, policies)
     again = decide(
         policy,
         decision.request,

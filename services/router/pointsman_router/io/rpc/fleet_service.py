@@ -27,7 +27,7 @@ from pointsman_router.core.instances.instance_orders import (
 from pointsman_router.core.instances.instance_registry import InstanceRecord
 from pointsman_router.core.policy.base import Policy, SettingError
 from pointsman_router.core.policy.reasons import REASONS, ROUTE_CLASSES
-from pointsman_router.core.policy.registry import POLICIES, make_policy
+from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.io.convert import gateway_messages, operator_messages
 from pointsman_router.io.convert.times import duration, timestamp
 from pointsman_router.io.rpc.errors import (
@@ -294,7 +294,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.ListPoliciesResponse:
         """Return all policies with their settings, and the meanings of reasons and route classes."""
         return fleet_pb2.ListPoliciesResponse(
-            policies=map(operator_messages.policy_description, POLICIES.values()),
+            policies=map(operator_messages.policy_description, self._router.policies.values()),
             reasons=REASONS,
             route_classes=ROUTE_CLASSES,
         )
@@ -335,7 +335,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
 
     async def _policy(self, wire: fleet_pb2.Policy, context: Any) -> Policy:
         try:
-            return make_policy(wire.name, operator_messages.policy_settings(wire.settings))
+            return make_policy(wire.name, operator_messages.policy_settings(wire.settings), self._router.policies)
         except SettingError as error:
             await abort(context, setting_status(error))
 

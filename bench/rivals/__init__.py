@@ -1,0 +1,1 @@
+"""Other routers' own programs: their environments, and how each is started in front of engines."""

@@ -1,0 +1,258 @@
+"""The routers of the scoreboard: each one's own program, as its manual starts it, with its defaults."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from bench.rivals.engines import EngineAddress
+from bench.rivals.environments import NotRunnable, environment, locked_version
+from pointsman_lab.report.bundle import git_commit
+from pointsman_router.core.policy.registry import POLICIES
+from tests.support.processes.pointsman import flag_words, pointsman_command
+
+POINTSMAN, DYNAMO = "pointsman", "dynamo"
+# Pointsman's policies on the board. One that this version does not have is named with that reason.
+OWN_POLICIES = ("auto", "unified", "foresight")
+# What is not on the board, and why.
+ABSENT: Mapping[str, str] = {
+    "production-stack": "it has no package: the name of its router, vllm-router, is on PyPI that of the Rust router above. It is "
+    "installed from a checkout of its repository, or runs as an image",
+}
+
+
+@dataclass(frozen=True)
+class LaunchContext:
+    """What a router is started with. `ports` are free ones; the first is the port that clients send to."""
+
+    engines: Sequence[EngineAddress]
+    ports: Sequence[object]
+    folder: Path
+    model: str
+    tokenizer: Path
+    block_size: int
+    kv_blocks: int
+    context: int
+
+    @property
+    def urls(self) -> list[str]:
+        """The engines' base URLs."""
+        return [engine.url for engine in self.engines]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One program of a router. `counted`: whether its CPU time is the router's."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    counted: bool = True
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A router on the board. `parts` returns its programs, with the files that they need written. `check` raises NotRunnable if
+    they cannot run here."""
+
+    name: str
+    version: str
+    check: Callable[[], object]
+    parts: Callable[[LaunchContext], Sequence[Part]]
+
+    @property
+    def is_pointsman(self) -> bool:
+        """Whether it is this project's."""
+        return self.name.startswith(POINTSMAN)
+
+
+def part_label(part: Part, argv: Sequence[str]) -> str:
+    """Return the name under which a process of `part` is counted: of `pointsman up` each service by its own name."""
+    after = [second for first, second in pairwise(argv) if first == "pointsman_cli.main"]
+    return after[0] if after else part.name
+
+
+def contenders() -> list[Contender]:
+    """Return all routers of the board, Pointsman's policies first."""
+    own = [
+        Contender(f"{POINTSMAN} {policy}", git_commit()[:12], lambda policy=policy: _known(policy), _pointsman(policy))  # type: ignore[misc]
+        for policy in OWN_POLICIES
+    ]
+    vllm_router = locked_version("vllm-router")
+    return [
+        *own,
+        *(
+            Contender(f"vllm-router {policy}", vllm_router, lambda: environment("vllm-router"), _vllm_router(policy))
+            for policy in ("cache_aware", "kv_aware", "consistent_hash")
+        ),
+        Contender("smg cache_aware", locked_version("smg"), lambda: environment("smg"), _smg),
+        Contender(
+            "sglang-router cache_aware", locked_version("sglang-router"), lambda: environment("sglang-router"), _sglang
+        ),
+        Contender("dynamo kv", locked_version(DYNAMO, "ai-dynamo"), lambda: environment(DYNAMO), _dynamo),
+        Contender("nginx least_conn", _nginx_version(), _nginx_program, _nginx),
+    ]
+
+
+def _known(policy: str) -> None:
+    if policy not in POLICIES:
+        raise NotRunnable("this version has no such policy")
+
+
+def _pointsman(policy: str) -> Callable[[LaunchContext], Sequence[Part]]:
+    def parts(launch: LaunchContext) -> Sequence[Part]:
+        flags = {
+            "engine": launch.urls,
+            "listen": f"127.0.0.1:{launch.ports[0]}",
+            "router-listen": f"127.0.0.1:{launch.ports[1]}",
+            "router-metrics": "",
+            "agent-metrics": "",
+            "console": "",
+            "policy": policy,
+            "state-dir": launch.folder / "agent",
+        }
+        return [Part("up", pointsman_command("up", *flag_words(flags)))]
+
+    return parts
+
+
+def _vllm_router(policy: str) -> Callable[[LaunchContext], Sequence[Part]]:
+    def parts(launch: LaunchContext) -> Sequence[Part]:
+        argv = [str(environment("vllm-router") / "vllm-router"), "--host", "127.0.0.1", "--port", str(launch.ports[0])]
+        argv += ["--worker-urls", *launch.urls, "--policy", policy]
+        if policy == "kv_aware":
+            for engine in launch.engines:
+                argv += ["--kv-event-source", f"{engine.url}={engine.events}"]
+                argv += ["--kv-event-replay-source", f"{engine.url}={engine.replay}"]
+            argv += ["--kv-event-block-size", str(launch.block_size), "--kv-event-model", launch.model]
+        return [Part("router", [*argv, "--log-level", "warning", "--prometheus-port", str(launch.ports[1])])]
+
+    return parts
+
+
+def _smg(launch: LaunchContext) -> Sequence[Part]:
+    argv = [str(environment("smg") / "smg"), "launch", "--host", "127.0.0.1", "--port", str(launch.ports[0])]
+    argv += ["--worker-urls", *launch.urls, "--policy", "cache_aware", "--disable-tokenizer-autoload"]
+    return [Part("router", [*argv, "--log-level", "warn", "--prometheus-port", str(launch.ports[1])])]
+
+
+def _sglang(launch: LaunchContext) -> Sequence[Part]:
+    argv = [str(environment("sglang-router") / "python"), "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
+    argv += ["--port", str(launch.ports[0]), "--worker-urls", *launch.urls, "--policy", "cache_aware"]
+    return [Part("router", [*argv, "--log-level", "warn", "--prometheus-port", str(launch.ports[1])])]
+
+
+def _dynamo(launch: LaunchContext) -> Sequence[Part]:
+    """Dynamo's front end with its KV router. Its workers pass requests on to the engines; their CPU time is not the router's."""
+    python = str(environment(DYNAMO) / "python")
+    env = {
+        "DYN_FILE_KV": str(launch.folder / "dynamo"), "DYN_DISCOVERY_BACKEND": "file", "DYN_EVENT_PLANE": "zmq",
+        "DYN_LOG": "warn", "DYN_TCP_RPC_HOST": "127.0.0.1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": "",
+    }  # fmt: skip
+    model = dynamo_model(launch)
+    worker = str(Path(__file__).with_name("dynamo_worker.py"))
+    workers = [
+        Part(
+            "adapters",
+            [python, worker, "--engine", engine.url, "--events", engine.events, "--model", str(model), "--served", launch.model,
+             "--block-size", str(launch.block_size), "--kv-blocks", str(launch.kv_blocks), "--context", str(launch.context)],
+            env,
+            counted=False,
+        )
+        for engine in launch.engines
+    ]  # fmt: skip
+    argv = [python, "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(launch.ports[0])]
+    argv += ["--router-mode", "kv", "--kv-cache-block-size", str(launch.block_size)]
+    argv += ["--router-min-initial-workers", str(len(launch.engines))]
+    return [*workers, Part("front end", argv, env)]
+
+
+def dynamo_model(launch: LaunchContext) -> Path:
+    """Return a folder with the engines' tokenizer and a config.json, which Dynamo reads too."""
+    folder = launch.folder / "dynamo-model"
+    if launch.folder.exists() and not folder.exists():
+        folder.mkdir()
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(launch.tokenizer / name, folder / name)
+        end = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+        ids = {token["content"]: token["id"] for token in end}
+        config = {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "max_position_embeddings": launch.context,
+        }
+        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": ids["<|im_end|>"]}))
+    return folder
+
+
+_NGINX = """
+daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/nginx-error.log;
+events {{ worker_connections 8192; }}
+http {{
+  access_log off; client_body_temp_path {folder}; proxy_temp_path {folder}; fastcgi_temp_path {folder};
+  uwsgi_temp_path {folder}; scgi_temp_path {folder}; client_max_body_size 64m; client_body_buffer_size 2m;
+  upstream engines {{ least_conn; {servers} keepalive 2048; }}
+  server {{
+    listen 127.0.0.1:{port} backlog=8192;
+    location / {{
+      proxy_pass http://engines; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off;
+      proxy_read_timeout 1h;
+    }}
+  }}
+}}
+"""
+
+
+def _nginx(launch: LaunchContext) -> Sequence[Part]:
+    config = launch.folder / "nginx.conf"
+    servers = "".join(f"server {url.removeprefix('http://')};" for url in launch.urls)
+    if launch.folder.exists():
+        config.write_text(_NGINX.format(folder=launch.folder, servers=servers, port=launch.ports[0]))
+        # nginx's worker runs as another user.
+        launch.folder.chmod(0o755)
+    return [Part("nginx", [_nginx_program(), "-c", str(config), "-e", str(launch.folder / "nginx-error.log")])]
+
+
+def _nginx_program() -> str:
+    found = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+    if found is None:
+        raise NotRunnable("Debian's nginx is not installed")
+    return found
+
+
+def _nginx_version() -> str:
+    try:
+        told = subprocess.run([_nginx_program(), "-v"], capture_output=True, text=True, check=False).stderr
+    except NotRunnable:
+        return ""
+    return "".join(re.findall(r"nginx/(\S+)", told)[:1])
+
+
+def shown_command(contender: Contender) -> str:
+    """Return the command lines of a contender for the page, with placeholders for addresses and folders."""
+    launch = LaunchContext(
+        [EngineAddress("URL", "EVENTS", "REPLAY")],
+        ["PORT", "PORT"],
+        Path("FOLDER"),
+        "MODEL",
+        Path("TOKENIZER"),
+        16,
+        0,
+        0,
+    )
+    lines = dict.fromkeys(" ".join(_shown(word) for word in part.argv) for part in contender.parts(launch))
+    return "\n".join(lines)
+
+
+def _shown(word: str) -> str:
+    """Return a word of a command line without the folders of this machine."""
+    if word == sys.executable or word.startswith(("/", ".")):
+        return Path(word).name
+    return word or '""'

@@ -1,0 +1,48 @@
+"""Running engines that a router is started in front of, and what they count themselves."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """One engine: its base URL and the ZMQ endpoints of its KV events and of their replay."""
+
+    url: str
+    events: str
+    replay: str
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Running engines. `tokenizer`: folder of their tokenizer. `words`: texts of one token each. `pids`: their processes."""
+
+    engines: Sequence[EngineAddress]
+    model: str
+    tokenizer: Path
+    words: Sequence[str]
+    block_size: int
+    kv_blocks: int
+    context: int
+    pids: Sequence[int]
+
+    def cached_and_asked(self) -> tuple[float, float]:
+        """Return the prompt tokens that the engines found cached and those that they looked up, by their own counters."""
+        texts = [get_text(f"{engine.url}/metrics") for engine in self.engines]
+
+        def counted(name: str) -> float:
+            sample = re.compile(rf"^vllm:prefix_cache_{name}_total(?:{{.*}})? (\S+)$", re.MULTILINE)
+            return sum(float(value) for text in texts for value in sample.findall(text))
+
+        return counted("hits"), counted("queries")
+
+
+def get_text(url: str) -> str:
+    """Return the text that a URL answers. Raises OSError."""
+    with urllib.request.urlopen(url, timeout=30) as response:
+        return str(response.read().decode())

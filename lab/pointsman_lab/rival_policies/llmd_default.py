@@ -1,0 +1,57 @@
+"""`llmd_default`: the score of llm-d's default scorers, computed on Pointsman's view. Pure."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pointsman_lab.rival_policies.scores import lowest_at_random, negated_hit_ratios, reported
+from pointsman_router.core.policy.base import Policy, offload, serve, setting
+from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResult
+
+
+@dataclass(frozen=True)
+class LlmdDefault(Policy):
+    """Peer: llm-d's default scorers.
+
+    Score, without a unit; the greatest sum wins, so decisions record it negated:
+        queue_weight * queue + kv_weight * (1 - kv_usage) + prefix_weight * cached / prompt
+        queue = (max - q) / (max - min), q: the reported waiting requests; 1 if all are equal
+        kv_usage: the reported share, 0 to 1; a stale report counts as the greatest of the fresh ones
+    Rule: ties at random. With pd_threshold_tokens > 0 a request with at least this many uncached tokens prefills on the best of
+    the other instances.
+
+    Reasons: `weighted_score`, `pd_threshold`.
+    Source: llm-d-router's default scorer weights. A reading of what is published: not compared with the program.
+    """
+
+    name: ClassVar[str] = "llmd_default"
+
+    queue_weight: float = setting(2.0, 0.0, 1e6, "weight of a short queue")
+    kv_weight: float = setting(2.0, 0.0, 1e6, "weight of the free share of the KV cache")
+    prefix_weight: float = setting(3.0, 0.0, 1e6, "weight of the cached share of the prompt")
+    pd_threshold_tokens: float = setting(
+        0.0, 0.0, 1e9, "uncached tokens from which another instance prefills; 0: never"
+    )
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        available = view.available()
+        missed = negated_hit_ratios(available, request)
+        waiting = reported(available, lambda one: one.waiting)
+        kv_usage = reported(available, lambda one: one.kv_usage)
+        low, high = min(waiting.values()), max(waiting.values())
+        scores = {
+            one.instance_id: self.prefix_weight * missed[one.instance_id]
+            - self.kv_weight * (1.0 - kv_usage[one.instance_id])
+            - self.queue_weight * ((high - waiting[one.instance_id]) / (high - low) if high > low else 1.0)
+            for one in available
+        }
+        eligible = view.eligible()
+        chosen = lowest_at_random(eligible, scores, rng)
+        others = view.sources_of(chosen)
+        told = {one.instance_id: scores[one.instance_id] for one in eligible}
+        if others and 0 < self.pd_threshold_tokens <= chosen.new_tokens:
+            prefill = lowest_at_random(others, scores, rng)
+            return offload(request, prefill, chosen, "offload", "pd_threshold", scores=told)
+        return serve(chosen, "weighted_score", told)

@@ -1,0 +1,118 @@
+"""Runs the trials of `python -m studies.admission`, each once, and keeps them in a file: one line of JSON per cell and seed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from pointsman_lab.experiments.trials import drawn, run_trial
+from pointsman_lab.report.bundle import git_commit
+from studies.admission.cells import PlannedCell
+from studies.admission.measures import SessionMeasures, StartBin, bins_by_start, measure_sessions, outcomes
+from studies.stored_trials import append_trial, read_trials
+
+
+class AdmissionTrial(msgspec.Struct, frozen=True):
+    """A trial: a cell under a seed. `key` is PlannedCell.key, `run_s` the CPU time that the run took."""
+
+    scenario: str
+    policy: str
+    admission: str
+    seed: int
+    key: str
+    commit: str
+    run_s: float
+    measures: SessionMeasures
+    by_start: list[StartBin]
+
+
+def run_missing(
+    cells: Sequence[PlannedCell], seeds: Sequence[int], file: Path, on_trial: Callable[[AdmissionTrial], None]
+) -> None:
+    """Run the trials that are not in `file`, tier by tier and in each seed by seed: what is there is paired if time runs out.
+
+    Several processes may run at once on one file: a trial that another process has begun is left to it. The claims are in a
+    folder beside the file.
+    """
+    claims = file.with_suffix(".claims")
+    claims.mkdir(parents=True, exist_ok=True)
+    # That of the code that this process has loaded, whatever is committed while it runs.
+    commit = git_commit()
+    for tier in sorted({one.tier for one in cells}):
+        for seed in seeds:
+            for one in (one for one in cells if one.tier == tier):
+                with _claimed(claims / f"{hashlib.sha256(one.key.encode()).hexdigest()[:16]}-{seed}") as mine:
+                    # Read with the claim: another process may just have stored it.
+                    if mine and (one.key, seed) not in _stored(file):
+                        on_trial(_run(one, seed, file, commit))
+
+
+def planned_trials(cells: Sequence[PlannedCell], seeds: Sequence[int], file: Path) -> list[AdmissionTrial]:
+    """Return the trials of `cells` that are in `file`, in the order of the cells."""
+    stored = _stored(file)
+    wanted = ((one.key, seed) for one in cells for seed in seeds)
+    return [stored[name] for name in wanted if name in stored]
+
+
+def _stored(file: Path) -> Mapping[tuple[str, int], AdmissionTrial]:
+    """Return the trials in the file by key and seed."""
+    return {(one.key, one.seed): one for one in read_trials(file, AdmissionTrial)}
+
+
+def _run(one: PlannedCell, seed: int, file: Path, commit: str) -> AdmissionTrial:
+    began = time.process_time()
+    records, _ = run_trial(one.cell, seed)
+    sessions = drawn(one.cell.workload, seed)
+    measures = measure_sessions(sessions, records, one.cell.workload.arrivals)
+    trial = AdmissionTrial(
+        one.scenario,
+        one.policy,
+        one.admission,
+        seed,
+        one.key,
+        commit,
+        round(time.process_time() - began, 1),
+        measures,
+        bins_by_start(outcomes(sessions, records)),
+    )
+    append_trial(file, trial)
+    return trial
+
+
+@contextmanager
+def _claimed(claim: Path) -> Iterator[bool]:
+    """Yield whether this process has the trial within the block. The claim of a process that has ended is void."""
+    if claim.exists() and not _alive(claim.read_text()):
+        claim.unlink(missing_ok=True)
+    try:
+        with claim.open("x") as claimed:
+            claimed.write(str(os.getpid()))
+    except FileExistsError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        claim.unlink(missing_ok=True)
+
+
+def _alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    return True
+
+
+def by_cell(trials: Sequence[AdmissionTrial]) -> Mapping[tuple[str, str, str], Mapping[int, AdmissionTrial]]:
+    """Return the trials by (scenario, policy, admission) and seed."""
+    found: dict[tuple[str, str, str], dict[int, AdmissionTrial]] = {}
+    for one in trials:
+        found.setdefault((one.scenario, one.policy, one.admission), {})[one.seed] = one
+    return found

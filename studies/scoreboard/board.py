@@ -1,0 +1,147 @@
+"""The board's cells, and the trials that are stored: one line of JSON each, so that an interrupted run goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+
+from bench.figures import Figure
+from bench.rivals.contenders import Contender
+from studies.scoreboard.measures import Measures, geometric_mean
+from studies.scoreboard.traffic import Load
+
+EMULATED, VLLM = "emulated", "vllm"
+OWN_CLIENT, AIPERF = "pointsman", "aiperf"
+# The policies of Pointsman that the short cells compare with BEST_RIVALS other products.
+SHORT_OWN = ("pointsman auto", "pointsman unified")
+BEST_RIVALS = 2
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One comparison. `engines`: EMULATED or VLLM, `count` of them, emulated ones `speedup` times as fast as the modelled engine.
+    `client`: who sends. `everyone`: all routers, or SHORT_OWN and the best rivals of the cells before."""
+
+    name: str
+    title: str
+    load: Load
+    engines: str = EMULATED
+    count: int = 4
+    speedup: float = 5.0
+    client: str = OWN_CLIENT
+    everyone: bool = True
+
+    @property
+    def time_scale(self) -> float:
+        """The factor on the traffic's times."""
+        return 1 / self.speedup
+
+
+CELLS = (
+    Cell("agentic", "coding agents", Load("agentic", 80.0, 18)),
+    Cell("agentic-high", "coding agents, high load", Load("agentic", 80.0, 40)),
+    Cell("agentic-burst", "coding agents and a burst", Load("agentic", 80.0, 14, burst=16)),
+    Cell("chat", "chat", Load("chat", 150.0, share=0.5)),
+    Cell("vllm", "real vLLM on CPU", Load("tiny", 20.0, 16), VLLM, count=2, speedup=1.0, everyone=False),
+    Cell("aiperf", "coding agents, sent by aiperf", Load("agentic", 80.0, 18), client=AIPERF, everyone=False),
+)
+# The cells whose TTFT decides who are the best rivals.
+RANKING = ("agentic", "agentic-high", "agentic-burst")
+
+
+class StoredTrial(msgspec.Struct, kw_only=True):
+    """One trial in the file, or that a router could not run: `problem` is then why, and there are no measures."""
+
+    cell: str
+    contender: str
+    version: str
+    round: int
+    source: str = ""
+    command: str = ""
+    measures: Measures | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class SavedFigures:
+    """Figures of `python -m bench side_by_side`, with the commit and the date of the run."""
+
+    commit: str
+    date: str
+    figures: Sequence[Figure]
+
+
+class Results:
+    """The trials of one board, in a file that grows by a line for each."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.trials: list[StoredTrial] = []
+        if file.exists():
+            self.trials = [
+                msgspec.json.decode(line, type=StoredTrial) for line in file.read_bytes().splitlines() if line
+            ]
+
+    def add(self, trial: StoredTrial) -> None:
+        """Store a trial."""
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with self._file.open("ab") as file:
+            file.write(msgspec.json.encode(trial) + b"\n")
+        self.trials.append(trial)
+
+    def forget_problems(self) -> None:
+        """Let the routers that could not run be tried again."""
+        self.trials = [one for one in self.trials if not one.problem]
+
+    def has(self, cell: Cell, contender: Contender, number: int) -> bool:
+        """Whether a trial was run, or its router cannot run in the cell."""
+        return any(
+            (one.cell, one.contender) == (cell.name, contender.name) and (one.round == number or one.problem)
+            for one in self.trials
+        )
+
+    def save_plan(self, cells: Sequence[Cell], facts: dict[str, object]) -> None:
+        """Write beside the trials what the page says of them: the cells and `facts`."""
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.with_suffix(".plan.json").write_text(json.dumps({"cells": [asdict(one) for one in cells], **facts}))
+
+    def save_figures(self, figures: Sequence[Figure], commit: str, date: str) -> None:
+        """Write beside the trials what `python -m bench side_by_side` has measured, and at which commit."""
+        rows = [one.row() for one in figures]
+        self._file.with_suffix(".figures.json").write_text(
+            json.dumps({"commit": commit, "date": date, "figures": rows})
+        )
+
+    def figures(self) -> SavedFigures | None:
+        """Return the saved figures; None if there are none."""
+        file = self._file.with_suffix(".figures.json")
+        if not file.exists():
+            return None
+        told = json.loads(file.read_text())
+        names = ("metric", "value", "unit", "baseline", "note")
+        return SavedFigures(told["commit"], told["date"], [Figure(*map(row.get, names)) for row in told["figures"]])
+
+    def plan(self) -> tuple[list[Cell], dict[str, object]]:
+        """Return the saved cells and facts."""
+        told = json.loads(self._file.with_suffix(".plan.json").read_text())
+        return [msgspec.convert(one, Cell) for one in told.pop("cells")], told
+
+
+def best_rivals(trials: Iterable[StoredTrial], own_prefix: str) -> list[str]:
+    """Return the best policies of the BEST_RIVALS best other products, by the geometric mean of TTFT p90 over the RANKING cells'
+    trials. Products without all the trials that the fullest one has are left out."""
+    found: dict[str, list[float]] = {}
+    for one in trials:
+        rival = not one.contender.startswith(own_prefix)
+        if rival and one.cell in RANKING and one.measures and one.measures.ttft_s and not one.measures.failed:
+            found.setdefault(one.contender, []).append(one.measures.ttft_s["p90"])
+    fullest = max(map(len, found.values()), default=0)
+    order = sorted((geometric_mean(values), name) for name, values in found.items() if len(values) == fullest)
+    products: dict[str, str] = {}
+    for _, name in order:
+        products.setdefault(name.split()[0], name)
+    return list(products.values())[:BEST_RIVALS]

@@ -1,0 +1,284 @@
+"""docs/scoreboard.md, written from stored trials: what was run, who wins, and every figure with its ratio to Pointsman's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from bench.rivals.contenders import ABSENT, POINTSMAN
+from bench.side_by_side import GOALS
+from studies.scoreboard.board import EMULATED, OWN_CLIENT, Cell, Results, SavedFigures, StoredTrial
+from studies.scoreboard.comparison import (
+    CPU,
+    E2E,
+    HEADLINES,
+    HITS,
+    SESSION,
+    TPOT,
+    TTFT,
+    Column,
+    Comparison,
+    Entry,
+    Verdict,
+)
+from studies.scoreboard.plots import cpu_plot, ttft_plot
+
+_OPENING = """# Scoreboard
+
+Pointsman and other routers' own programs in front of the same engines, with the same requests. `make scoreboard` runs all of it
+again and writes this page. A ratio is to {reference} in the same rounds; in brackets is its 95 % interval over {rounds} paired
+rounds (Student's, on the logarithm). An interval that contains 1 is no difference beyond chance. All programs run with their
+defaults.
+
+Run on {date} at commit `{commit}`, on {machine}. {note}
+
+![TTFT p90 of each router](scoreboard_ttft.svg)
+
+![CPU time of each router per request](scoreboard_cpu.svg)
+"""
+
+
+def write_page(results: Results, out: Path) -> None:
+    """Write the page to `out`, and its plots beside it."""
+    cells, facts = results.plan()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(render(cells, results.trials, facts, results.figures()))
+    comparisons = _comparisons(cells, results.trials)
+    out.with_name("scoreboard_ttft.svg").write_text(ttft_plot(comparisons))
+    out.with_name("scoreboard_cpu.svg").write_text(cpu_plot(comparisons))
+
+
+def render(
+    cells: Sequence[Cell],
+    trials: Sequence[StoredTrial],
+    facts: dict[str, object],
+    figures: SavedFigures | None = None,
+) -> str:
+    """Return the page. `facts`: commit, machine, rounds and date of the run, and a note about it. `figures`: those of
+    side_by_side."""
+    comparisons = _comparisons(cells, trials)
+    references = dict.fromkeys(one.reference for one in comparisons if one.reference)
+    told = {"commit": "", "machine": "", "rounds": 0, "date": "", "note": ""} | facts
+    parts = [
+        _OPENING.format(**{**told, "reference": " or ".join(references) or "nothing"}),
+        "## Who wins\n",
+        _winners(comparisons),
+        "## What was run\n",
+        _traffic(comparisons, trials),
+        _missing(cells, trials, int(str(told["rounds"]))),
+        _programs(trials),
+        *(_cell(one) for one in comparisons),
+        *([_side_by_side(figures)] if figures is not None else []),
+    ]
+    return "\n".join(parts)
+
+
+def _comparisons(cells: Sequence[Cell], trials: Iterable[StoredTrial]) -> list[Comparison]:
+    kept = list(trials)
+    return [Comparison(cell, kept) for cell in cells if any(one.cell == cell.name for one in kept)]
+
+
+def _winners(comparisons: Sequence[Comparison]) -> str:
+    """Return the first table: for each cell and measure the winner, and what the best of the others has in Pointsman's terms."""
+    lines = [
+        "For each measure Pointsman's best policy and the best other router, with the other's figure divided by Pointsman's.",
+        "**behind**: the other router is better; ahead: Pointsman is; even: no difference beyond chance. A router that failed",
+        "more than 1 % of its requests is left out here.",
+        "",
+        f"| traffic | {' | '.join(column.name for column in HEADLINES)} |",
+        f"|---|{'---|' * len(HEADLINES)}",
+    ]
+    for one in comparisons:
+        fields = [_winner(one.verdict(column), column) for column in HEADLINES]
+        lines.append(f"| {one.cell.title} | {' | '.join(fields)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _winner(verdict: Verdict | None, column: Column) -> str:
+    if verdict is None:
+        return "-"
+    ratio = verdict.entry.ratio
+    word = "ahead" if verdict.winner == verdict.own else "**behind**"
+    word = word if verdict.entry.sure else "even"
+    told = "" if ratio is None else f" x{ratio:.2f}"
+    return f"{word}: {verdict.own.removeprefix(POINTSMAN).strip()}, {verdict.rival}{told}"
+
+
+def _traffic(comparisons: Sequence[Comparison], trials: Iterable[StoredTrial]) -> str:
+    sources = {one.cell: one.source for one in trials if one.source}
+    lines = [
+        "| traffic | requests of sessions | source | engines | sent by | rounds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in comparisons:
+        cell = one.cell
+        first = next((measures for of in one.trials.values() for measures in of.values()), None)
+        if cell.engines == EMULATED:
+            engines = f"{cell.count} emulated, {cell.speedup:g} times as fast as the modelled one"
+        else:
+            engines = f"{cell.count} vLLM servers on CPU, a small random model"
+        client = "the replay client" if cell.client == OWN_CLIENT else cell.client
+        count = f"{first.requests} of {first.sessions}" if first else "-"
+        lines.append(
+            f"| {cell.title} | {count} | {sources.get(cell.name, '-')} | {engines} | {client} | {one.rounds} |"
+        )
+    return "\n".join(lines) + "\n\n" + _NOTES
+
+
+_NOTES = """\
+Latencies are those that the client saw, in seconds of the clock, also where engines are faster than the modelled one:
+a router's own time then weighs more than it would in front of the modelled engine. A session is timed from its first
+request to its last answer, pauses included. The hit ratio is the engines' own count of cached prompt tokens. A
+router's CPU time is that of all its processes while the requests ran; Dynamo's workers only connect its front end to
+the engines here, and are counted apart. The emulated engines answer `/render`, which vllm-router asks for each
+prompt; vLLM does with `--enable-scale-out`. Clients send `X-Session-ID`. One request of a word goes first to each
+router, and the caches of the engines are empty otherwise.
+"""
+
+
+def _missing(cells: Sequence[Cell], trials: Sequence[StoredTrial], rounds: int) -> str:
+    """Return a sentence that names what has fewer rounds than asked for, or is not there at all; empty if nothing is missing."""
+    found: dict[tuple[str, str], int] = {}
+    for one in trials:
+        found[one.cell, one.contender] = found.get((one.cell, one.contender), 0) + (rounds if one.problem else 1)
+    everyone = {one.contender for one in trials}
+    short = []
+    for cell in cells:
+        there = {name: count for (at, name), count in found.items() if at == cell.name}
+        names = sorted(name for name in (everyone if cell.everyone else there) if there.get(name, 0) < rounds)
+        if not there:
+            short.append(f"{cell.title}: all")
+        elif names:
+            short.append(f"{cell.title}: {', '.join(f'{name} has {there.get(name, 0)}' for name in names)}")
+    return f"Missing of {rounds} rounds: {'; '.join(short)}.\n" if short else ""
+
+
+# How trials name the command line of Pointsman: its module, which has had two names.
+_OWN_MODULE = re.compile(r"^python -m pointsman(?:\.|_)cli\.main\b", re.MULTILINE)
+
+
+def _programs(trials: Iterable[StoredTrial]) -> str:
+    kept = list(trials)
+    versions = {one.contender: one.version for one in kept}
+    problems = {one.contender: one.problem for one in kept if one.problem}
+    measured = {one.contender for one in kept if one.measures is not None}
+    lines = ["| router | version | runs |", "|---|---|---|"]
+    for name in sorted(versions, key=lambda name: (not name.startswith(POINTSMAN), name)):
+        ran = "yes" if name in measured else "no"
+        note = f"{ran}: {problems[name]}" if name in problems else ran
+        lines.append(f"| {name} | {versions[name] or '-'} | {_plain(note)} |")
+    lines += [f"| {name} | - | no: {_plain(why)} |" for name, why in ABSENT.items()]
+    commands = {one.contender: one.command for one in kept if one.command}
+    shown = [f"{name}:\n{_OWN_MODULE.sub('pointsman', command)}\n" for name, command in sorted(commands.items())]
+    return "\n".join([*lines, "", "Their commands:", "", "```text", "\n".join(shown).rstrip(), "```", ""])
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.replace("|", "/").split())
+
+
+def _cell(one: Comparison) -> str:
+    parts = [f"## {one.cell.title[:1].upper()}{one.cell.title[1:]}\n"]
+    if one.reference:
+        parts.append(f"Ratios are to {one.reference}.\n")
+    parts += [_table(one, TTFT), _table(one, [*TPOT, *E2E]), _rest(one)]
+    idle = [measures.idle for of in one.trials.values() for measures in of.values()]
+    if idle:
+        parts.append(f"The machine's cores were idle {min(idle):.0%} to {max(idle):.0%} of the time.\n")
+    return "\n".join(parts)
+
+
+# Metric of side_by_side, without the prefix of the proxy -> what is measured.
+_MEASURED = {
+    "new_1k_us": "a new prompt of 1 KB",
+    "new_1k_of_dynamo_us": "a new prompt of 1 KB",
+    "turn_32k_us": "a follow-up turn of 32 KB",
+    "turn_400k_us": "a follow-up turn of 400 KB",
+    "chunk_us": "a chunk of a stream",
+    "answer_300_us": "a whole answer of 300 chunks",
+    "added_ttft_ms": "added TTFT",
+    "rss_mb_1000_streams": "memory at 1,000 open streams",
+}
+
+
+def _side_by_side(saved: SavedFigures) -> str:
+    """Return the section of CPU time: each figure with its ratio to another program's in the same run, and the goal of it."""
+    lines = [
+        "## CPU time side by side\n",
+        "What a request, a chunk or a stream costs, in front of engines that answer at once; medians of rounds in which each",
+        "program is measured in turn. `serve` is router and gateway in one process. vllm-router and SMG run cache_aware, which",
+        "does not tokenise; nginx knows nothing of a request. Of Dynamo its front end counts, not the adapters behind it.",
+        f"Measured on {saved.date} at commit `{saved.commit}`. [Where the time is](../bench/README.md#where-the-cpu-time-is)",
+        "tells what was tried, and why goals are missed.",
+        "",
+        "| measured | Pointsman is | figure | compared with | ratio | goal of the ratio | all programs |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in saved.figures:
+        serve = one.metric.startswith("side_serve_")
+        what = one.metric.removeprefix("side_serve_" if serve else "side_")
+        _, against, goal = GOALS[f"side_{what}"]
+        ratio = "-" if one.ratio is None else f"{one.ratio:.2f}"
+        reached = "-" if not goal else f"{goal:g}, {'reached' if (one.ratio or 0.0) <= goal else '**missed**'}"
+        others = re.sub(r"[\d.]+e\+\d+", lambda found: _short(float(found[0])), one.note.partition("; baseline")[0])
+        form = "`serve`" if serve else "two processes"
+        lines.append(
+            f"| {_MEASURED[what]} | {form} | {_short(one.value)} {one.unit} | {against} | {ratio} | {reached} | {others} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _table(one: Comparison, columns: Sequence[Column]) -> str:
+    lines = [
+        f"| router | {' | '.join(f'{column.name}, {column.unit}' for column in columns)} |",
+        f"|---|{'---|' * len(columns)}",
+    ]
+    for name in one.ranked():
+        fields = [field(one.entry(name, column, one.reference), column, name == one.reference) for column in columns]
+        lines.append(f"| {name} | {' | '.join(fields)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _rest(one: Comparison) -> str:
+    columns = (SESSION, HITS, CPU)
+    names = " | ".join(f"{column.name}, {column.unit}" for column in columns)
+    lines = [f"| router | {names} | CPU by process, ms | memory, MB | failed |", f"|---|{'---|' * 6}"]
+    for name in one.ranked():
+        fields = [field(one.entry(name, column, one.reference), column, name == one.reference) for column in columns]
+        rounds = list(one.trials[name].values())
+        parts = dict.fromkeys(part for measures in rounds for part in measures.cpu_ms)
+        cpu = [f"{part} {sum(one.cpu_ms.get(part, 0.0) for one in rounds) / len(rounds):.2f}" for part in parts]
+        if beside := sum(measures.beside_cpu_ms for measures in rounds) / len(rounds):
+            cpu.append(f"(adapters {beside:.2f})")
+        memory = max(measures.rss_mb for measures in rounds)
+        lines.append(f"| {name} | {' | '.join(fields)} | {', '.join(cpu)} | {memory:.0f} | {_failed(rounds)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _failed(rounds: Sequence[object]) -> str:
+    failed = sum(getattr(measures, "failed", 0) for measures in rounds)
+    asked = sum(getattr(measures, "requests", 0) for measures in rounds)
+    kinds: dict[str, int] = {}
+    for measures in rounds:
+        for kind, count in getattr(measures, "errors", {}).items():
+            kinds[kind] = kinds.get(kind, 0) + count
+    return f"{failed} of {asked}" + (
+        f" ({', '.join(f'{kind} {count}' for kind, count in kinds.items())})" if kinds else ""
+    )
+
+
+def field(entry: Entry, column: Column, is_reference: bool) -> str:
+    """Return a table's field: the figure, and its ratio with the interval."""
+    if entry.mean is None:
+        return "-"
+    text = f"{entry.mean:,.{column.digits}f}"
+    if is_reference or entry.ratio is None:
+        return text
+    if entry.high == float("inf"):
+        return f"{text} (x{entry.ratio:.2f})"
+    return f"{text} (x{entry.ratio:.2f}, {entry.low:.2f} to {entry.high:.2f})"

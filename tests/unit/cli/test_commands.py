@@ -1,0 +1,116 @@
+"""What `pointsman` imports and says before it knows a command's module."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import metadata
+
+import pytest
+import typer
+
+from pointsman_cli import extras, installed_policies, main
+from pointsman_lab.rival_policies.registry import POLICIES as WITH_RIVALS
+from pointsman_router.core.policy.base import SettingError
+from pointsman_router.core.policy.registry import LAB_POLICIES, POLICIES, make_policy
+from tests.support.processes.pointsman import pointsman_command
+
+# Runs a command line, and then prints the imported packages and modules of the project, except the command line's.
+IMPORTED = """
+import contextlib, sys
+from pointsman_cli.main import main
+with contextlib.suppress(SystemExit):
+    main()
+print(*(name for name in sys.modules if name.startswith("pointsman") and not name.startswith("pointsman_cli")))
+"""
+
+
+def said(*words: str) -> str:
+    return subprocess.run(pointsman_command(*words), check=True, capture_output=True, text=True).stdout
+
+
+def imported(*words: str) -> set[str]:
+    ended = subprocess.run([sys.executable, "-c", IMPORTED, *words], check=True, capture_output=True, text=True)
+    return set(ended.stdout.splitlines()[-1].split())
+
+
+def test_the_help_shows_what_an_operator_does_and_imports_no_part() -> None:
+    told = said("--help")
+    panels = re.findall(r"^╭─ ([\w ]+?) ─", told, re.MULTILINE)
+    assert panels == ["Options", main.RUN, main.ASK, main.CHANGE, main.MEASURE]
+    shown = set(re.findall(r"^│ ([a-z][a-z-]*) ", told, re.MULTILINE))
+    assert shown == {name for name, one in main.COMMANDS.items() if one.panel}
+    assert not {one for one in shown if "stud" in one or "finding" in one}
+    assert imported("--help") == imported() == imported("no-such-command") == set()
+
+
+def test_the_version_is_the_distributions() -> None:
+    assert said("--version") == f"pointsman {metadata.version('pointsman')}\n"
+    assert imported("--version") == set()
+
+
+def test_only_the_asked_commands_module_is_imported() -> None:
+    found = imported("emulate", "--help")
+    assert "pointsman_lab.emulator.emulated_engine" in found
+    assert not {one for one in found if one.startswith(("pointsman_lab.live", "pointsman_router", "pointsman_agent"))}
+
+
+@pytest.fixture
+def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
+    monkeypatch.setattr(main, "app", typer.Typer())
+    return main.app
+
+
+@pytest.mark.parametrize("name", ["pointsman_router.io.moved", "pointsman.router.v1.moved", "pointsman_lab"])
+def test_a_missing_module_of_the_project_is_no_missing_extra(
+    name: str, app: typer.Typer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def register() -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setitem(main.COMMANDS, "router", replace(main.COMMANDS["router"], register=register))
+    with pytest.raises(ModuleNotFoundError):
+        main._register("router")
+    assert app.registered_commands == []
+
+
+def test_a_missing_package_of_others_names_the_extra(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def register() -> None:
+        raise ModuleNotFoundError("No module named 'redis.asyncio'", name="redis.asyncio")
+
+    monkeypatch.setitem(main.COMMANDS, "router", replace(main.COMMANDS["router"], register=register))
+    main._register("router")
+    with pytest.raises(typer.Exit):
+        app.registered_commands[0].callback()  # type: ignore[misc]
+    assert capsys.readouterr().err == "pointsman router: redis is not installed; install pointsman[router]\n"
+
+
+def test_rivals_policies_are_there_where_the_lab_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(WITH_RIVALS) - set(POLICIES) == set(LAB_POLICIES)
+    assert installed_policies.installed_policies() is WITH_RIVALS
+    monkeypatch.setattr(installed_policies, "is_installed", lambda extra: extra != "lab")
+    assert installed_policies.installed_policies() is POLICIES
+    for name in LAB_POLICIES:
+        with pytest.raises(
+            SettingError, match=r"belongs to the lab, which is not installed: pointsman\[lab\]"
+        ) as error:
+            make_policy(name)
+        assert error.value.field == "name"
+
+
+def test_an_extra_is_installed_if_all_its_packages_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = metadata.distribution
+
+    def find(name: str) -> metadata.Distribution:
+        if name == "scipy":
+            raise metadata.PackageNotFoundError(name)
+        return own(name)
+
+    monkeypatch.setattr(metadata, "distribution", find)
+    installed = extras.is_installed.__wrapped__
+    assert not installed("lab")
+    assert installed("router")
