@@ -53,9 +53,9 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @asynccontextmanager
-async def router(tokens: Tokens = TOKENS, **settings: object) -> AsyncIterator[str]:
+async def router(tokens: Tokens = TOKENS, **settings: Any) -> AsyncIterator[str]:
     """A router with tokens on a free port: its address."""
-    told = RouterSettings(listen="127.0.0.1:0", metrics_listen="", **settings)  # type: ignore[arg-type]
+    told = RouterSettings(listen="127.0.0.1:0", metrics_listen="", **settings)
     server = RouterServer(told, tokens)
     await server.start()
     try:

@@ -55,7 +55,8 @@ async def console(**changes: Any) -> AsyncIterator[tuple[RouterServer, Client, B
 
 
 def tokens() -> Tokens:
-    return Tokens(**{f"{role}_token": token for role, token in TOKENS.items()}, token_dir=None)  # type: ignore[arg-type]
+    given: dict[str, Any] = {f"{role}_token": token for role, token in TOKENS.items()}
+    return Tokens(**given, token_dir=None)
 
 
 @pytest.mark.parametrize(

@@ -142,9 +142,9 @@ async def test_an_agents_loop_ends_and_finds_its_prefix(place: Place) -> None:
     # Cached are the previous turn's prompt and answer, except the answer's end and the last partial block.
     assert cached[0] == 0
     assert all(now > before - 18 for now, before in zip(cached[1:], prompts, strict=False))
-    if place.router is not None:
-        await place.router.until(lambda: len(place.router.finished) == 3)  # type: ignore[union-attr]
-        assert [one.cached_tokens for one in place.router.finished] == cached
+    if (router := place.router) is not None:
+        await router.until(lambda: len(router.finished) == 3)
+        assert [one.cached_tokens for one in router.finished] == cached
 
 
 async def test_messages_call_tools_whole_and_streamed(place: Place) -> None:

@@ -13,7 +13,6 @@ import grpc.aio
 import pytest
 import redis.asyncio
 from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 from prometheus_client import generate_latest
 
 from pointsman.router.v1 import fleet_pb2, placement_pb2
@@ -26,7 +25,7 @@ from pointsman_router.core.types import InstanceInfo, PlacementRequest
 from pointsman_router.io.runtime import VERSION
 from pointsman_router.io.store import redis_scripts
 from tests.support.processes.redis import redis_server
-from tests.support.router import Client, Report, Session, running
+from tests.support.router import Client, Report, Session, details_of, running
 from tests.support.waiting import eventually
 
 
@@ -38,8 +37,8 @@ def ends(group: fleet_pb2.SummarizeDecisionsResponse.Group) -> dict[str, int]:
     return {word(fleet_pb2.DecisionOutcome, one.outcome): one.decided for one in group.outcomes}
 
 
-async def sessions_of(client: Client, **wanted: object) -> list[tuple[str, str, str]]:
-    answer = await client.fleet.ListSessions(fleet_pb2.ListSessionsRequest(**wanted))  # type: ignore[arg-type]
+async def sessions_of(client: Client, **wanted: Any) -> list[tuple[str, str, str]]:
+    answer = await client.fleet.ListSessions(fleet_pb2.ListSessionsRequest(**wanted))
     return [(one.tenant, one.session_id, one.instance_id) for one in answer.sessions]
 
 
@@ -101,8 +100,8 @@ async def test_decisions_are_summed_up_by_how_they_ended() -> None:
         await gateway.finish("r0", cached_tokens=32, timings=timings)
         await gateway.finish("r1", outcome=placement_pb2.OUTCOME_FAILED)
 
-        async def summed(**wanted: object) -> fleet_pb2.SummarizeDecisionsResponse:
-            return await client.fleet.SummarizeDecisions(fleet_pb2.SummarizeDecisionsRequest(**wanted))  # type: ignore[arg-type]
+        async def summed(**wanted: Any) -> fleet_pb2.SummarizeDecisionsResponse:
+            return await client.fleet.SummarizeDecisions(fleet_pb2.SummarizeDecisionsRequest(**wanted))
 
         async def both_ended() -> bool:
             return ends((await summed()).groups[0]) == {"OK": 1, "FAILED": 1, "OPEN": 1}
@@ -264,9 +263,9 @@ async def heartbeat(url: str, router_id: str, lease_ms: int = 500) -> list[bytes
 
 def reason_of(error: grpc.aio.AioRpcError) -> str:
     """Return the reason in the ErrorInfo of a failed call."""
-    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    details = details_of(error)
     info = error_details_pb2.ErrorInfo()
-    assert status.details[0].Unpack(info)
+    assert details[0].Unpack(info)
     assert info.domain == "pointsman"
     return str(info.reason)
 

@@ -50,7 +50,8 @@ async def test_without_its_router_it_places_by_itself_and_tells_the_router_that_
                 assert told["i0"].request.input_tokens > 0
                 assert list(told["i0"].request.keys) == []
                 for engine in up.engines:
-                    engine.hold.set()  # type: ignore[union-attr]
+                    assert engine.hold is not None
+                    engine.hold.set()
                 for answer in (open_before, degraded):
                     assert (await answer.read()).endswith(b"[DONE]\n\n")
                 await back.until(lambda: len(back.finished) == 2)
@@ -197,7 +198,7 @@ async def test_only_known_keys_may_call_and_name_the_tenant(tmp_path: Path) -> N
     async with stack(tmp_path, api_keys_file=keys) as up:
         for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret-1"}):
             status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT, headers=header)
-            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")  # type: ignore[index]
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
         for key in ("secret-1", "secret-2"):
             header = {"Authorization": f"Bearer {key}", "X-Session-ID": "same"}
             assert (await post(up, "/v1/chat/completions", json=CHAT, headers=header))[0] == 200

@@ -14,7 +14,6 @@ import aiohttp
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 from msgspec import structs
 
 from pointsman.agent.v1 import agent_pb2
@@ -31,7 +30,7 @@ from pointsman_router.io.main import RouterServer
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine, stack, until_ready
 from tests.support.processes.pointsman import pointsman_process
 from tests.support.processes.process import free_port
-from tests.support.router import Client, Report, Session, running
+from tests.support.router import Client, Report, Session, details_of, running
 from tests.support.tiny_tokenizer import make_tokenizer
 from tests.support.waiting import eventually
 
@@ -126,9 +125,9 @@ async def test_the_unary_form_waits_within_its_deadline() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await client.placement.Place(placement_pb2.PlaceRequest(request=asked("late")), timeout=2.0)
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        status = rpc_status.from_call(error.value)  # type: ignore[arg-type]
+        details = details_of(error.value)
         retry = error_details_pb2.RetryInfo()
-        assert status.details[1].Unpack(retry)
+        assert details[1].Unpack(retry)
         assert retry.retry_delay.seconds == 1
 
         left = client.placement.Place(placement_pb2.PlaceRequest(request=asked("left")), timeout=30.0)

@@ -15,7 +15,6 @@ import grpc.aio
 import pytest
 from google.protobuf import json_format, struct_pb2
 from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 from redis import Redis
 
 from pointsman.agent.v1 import agent_pb2
@@ -31,7 +30,7 @@ from pointsman_router.io.rpc import paged_lists
 from pointsman_router.io.runtime import ReplicaInfo
 from tests.support.processes.pointsman import pointsman_command
 from tests.support.processes.redis import redis_server
-from tests.support.router import Client, Report, Session, running
+from tests.support.router import Client, Report, Session, details_of, running
 from tests.support.waiting import eventually
 
 KV = agent_pb2.KvTransfer(protocol=agent_pb2.KV_PROTOCOL_NIXL)
@@ -157,7 +156,7 @@ async def test_what_cannot_be_set_names_the_field_and_changes_nothing(
                 await call
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             bad = error_details_pb2.BadRequest()
-            assert rpc_status.from_call(error.value).details[1].Unpack(bad)  # type: ignore[arg-type]
+            assert details_of(error.value)[1].Unpack(bad)
             assert [one.field for one in bad.field_violations] == [field]
             assert said in bad.field_violations[0].description
         assert (await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy == before
@@ -266,7 +265,7 @@ async def refused_as(call: Any) -> tuple[str, str]:
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call
     info = error_details_pb2.ErrorInfo()
-    assert rpc_status.from_call(error.value).details[0].Unpack(info)  # type: ignore[arg-type]
+    assert details_of(error.value)[0].Unpack(info)
     return error.value.code().name, info.reason
 
 

@@ -39,8 +39,8 @@ BODIES: dict[Endpoint, dict[str, Any]] = {
 }
 
 
-async def post(up: Stack, path: str, **kwargs: object) -> tuple[int, dict[str, object], dict[str, str]]:
-    async with aiohttp.ClientSession() as http, http.post(up.url + path, **kwargs) as answer:  # type: ignore[arg-type]
+async def post(up: Stack, path: str, **kwargs: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
+    async with aiohttp.ClientSession() as http, http.post(up.url + path, **kwargs) as answer:
         raw = await answer.read()
         return answer.status, json.loads(raw), dict(answer.headers)
 

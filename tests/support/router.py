@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
+from google.protobuf import any_pb2
+from grpc_status import rpc_status
 
 from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
@@ -23,6 +25,15 @@ from pointsman_router.io.main import RouterServer
 from pointsman_router.io.settings import RouterSettings
 from tests.support.instances import IN_STEP
 from tests.support.waiting import WITHIN_S, eventually
+
+
+def details_of(error: grpc.aio.AioRpcError) -> Sequence[any_pb2.Any]:
+    """Return the details in the status of a failed call."""
+    call: Any = error
+    status = rpc_status.from_call(call)
+    assert status is not None
+    details: Sequence[any_pb2.Any] = status.details
+    return details
 
 
 class Client:

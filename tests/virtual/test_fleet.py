@@ -399,6 +399,10 @@ async def two_routers() -> tuple[RouterClient, ScriptedRouter, ScriptedRouter]:
         network.listen(
             f"{one.router_id}:1", Node(one.router_id), {"/pointsman.router.v1.PlacementService/Session": method}
         )
+
+    def dial(address: str) -> Any:
+        return Channel(network, address)
+
     client = RouterClient(
         ["r0:1", "r1:1"],
         "g",
@@ -406,7 +410,7 @@ async def two_routers() -> tuple[RouterClient, ScriptedRouter, ScriptedRouter]:
         5.0,
         lambda pools: None,
         lambda connected: None,
-        lambda address: Channel(network, address),  # type: ignore[arg-type,return-value]
+        dial,
     )
     await client.start()
     await asyncio.sleep(1.0)

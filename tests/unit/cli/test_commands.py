@@ -84,8 +84,10 @@ def test_a_missing_package_of_others_names_the_extra(
 
     monkeypatch.setitem(main.COMMANDS, "router", replace(main.COMMANDS["router"], register=register))
     main._register("router")
+    run = app.registered_commands[0].callback
+    assert run is not None
     with pytest.raises(typer.Exit):
-        app.registered_commands[0].callback()  # type: ignore[misc]
+        run()
     assert capsys.readouterr().err == "pointsman router: redis is not installed; install pointsman[router]\n"
 
 

@@ -155,8 +155,8 @@ def test_cordons_of_long_ago_and_orders_for_nobody_are_told_of() -> None:
     day = 86_400.0
 
     def order(name: str, set_at: float, **ordered: object) -> fleet_pb2.InstanceOrder:
-        values = {"weight": 1.0, "instance_known": True, "cordon_time": timestamp(set_at), **ordered}
-        return fleet_pb2.InstanceOrder(instance_id=name, **values)  # type: ignore[arg-type]
+        values: dict[str, Any] = {"weight": 1.0, "instance_known": True, "cordon_time": timestamp(set_at), **ordered}
+        return fleet_pb2.InstanceOrder(instance_id=name, **values)
 
     orders = [
         order("new", 2 * day, cordoned=True),
@@ -193,11 +193,11 @@ def test_a_router_that_was_lost_is_told_of() -> None:
     assert list(redundancy(told)) == []
 
 
-def status(state: str, besides: str = "READY", **values: object) -> fleet_pb2.InstanceStatus:
+def status(state: str, besides: str = "READY", **values: Any) -> fleet_pb2.InstanceStatus:
     return fleet_pb2.InstanceStatus(
         state=fleet_pb2.InstanceState.Value(f"INSTANCE_STATE_{state}"),
         underlying_state=fleet_pb2.InstanceState.Value(f"INSTANCE_STATE_{besides}"),
-        **values,  # type: ignore[arg-type]
+        **values,
     )
 
 

@@ -22,7 +22,7 @@ def taking(parameters: Sequence[str]) -> Any:
     def method(self: object) -> None: ...
 
     kinds = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *parameters)]
-    method.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
+    vars(method)["__signature__"] = inspect.Signature(kinds)
     return method
 
 

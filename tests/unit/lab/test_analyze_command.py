@@ -35,7 +35,13 @@ APP.command()(analyze)
 
 
 def answer(session: str, turn: int, ttft: float, **more: Any) -> RequestRecord:
-    fields = {"instance": "i1", "status": 200, "route_class": "LIGHT", "rule": "session_affinity", "mode": "COLOCATED"}
+    fields: dict[str, Any] = {
+        "instance": "i1",
+        "status": 200,
+        "route_class": "LIGHT",
+        "rule": "session_affinity",
+        "mode": "COLOCATED",
+    }
     fields |= {
         "t_send": 10.0 * turn,
         "e2e_s": ttft + 2.0,
@@ -43,7 +49,7 @@ def answer(session: str, turn: int, ttft: float, **more: Any) -> RequestRecord:
         "cached_tokens": 40,
         "output_tokens": 5,
     }
-    return RequestRecord(session=session, turn=turn, ttft_s=ttft, **(fields | more))  # type: ignore[arg-type]
+    return RequestRecord(session=session, turn=turn, ttft_s=ttft, **(fields | more))
 
 
 RECORDS = [

@@ -13,8 +13,15 @@ from pointsman_lab.workload.traces import TraceRequest
 
 
 def requests(count: int) -> list[TraceRequest]:
-    values = {"timestamp_ms": 0, "turn": 1, "input_length": 10, "output_length": 1, "hash_ids": (), "block_size": 16}
-    return [TraceRequest(session_id=number, **values) for number in range(count)]  # type: ignore[arg-type]
+    values: dict[str, Any] = {
+        "timestamp_ms": 0,
+        "turn": 1,
+        "input_length": 10,
+        "output_length": 1,
+        "hash_ids": (),
+        "block_size": 16,
+    }
+    return [TraceRequest(session_id=number, **values) for number in range(count)]
 
 
 def test_what_is_about_to_be_sent_is_told_at_once_then_each_tenth_and_each_failure() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -41,8 +42,8 @@ def fleet(policy: str = "unified", names: list[str] = NAMES) -> RouterState:
     return router
 
 
-def decision_of(router: RouterState, name: str = "asked", **asked: object) -> Decision:
-    answer = place(router, request(name, **asked))  # type: ignore[arg-type]
+def decision_of(router: RouterState, name: str = "asked", **asked: Any) -> Decision:
+    answer = place(router, request(name, **asked))
     assert isinstance(answer, ev.Placed)
     return answer.decision
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -335,9 +336,9 @@ def test_a_trial_that_is_due_when_nothing_waits_any_more_is_due_once() -> None:
 
 async def test_the_process_tries_again_by_a_timer_and_not_with_the_next_tick() -> None:
     """Its ticks are never begun here."""
-    router = Router(RouterSettings(router_id="t", max_requests_per_instance=1, startup_wait_s=0.0))
+    router: Any = Router(RouterSettings(router_id="t", max_requests_per_instance=1, startup_wait_s=0.0))
     tried = asyncio.Event()
-    submit = router.submit
+    submit: Callable[[ev.Event], list[ev.Effect]] = router.submit
 
     def told(event: ev.Event) -> list[ev.Effect]:
         effects = submit(event)
@@ -345,7 +346,7 @@ async def test_the_process_tries_again_by_a_timer_and_not_with_the_next_tick() -
             tried.set()
         return effects
 
-    router.submit = told  # type: ignore[method-assign]
+    router.submit = told
     for number in range(TRIALS_AT_ONCE + 1):
         name = f"i{number}"
         router.submit(ev.AgentHello(number, info(name, exact_prefix=False), KEY_SCHEME, 1, 0))

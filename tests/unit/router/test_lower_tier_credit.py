@@ -28,13 +28,11 @@ KEYS = prompt_keys(PROMPT, "m")
 DEVICE, HOST = 1, 2
 
 
-def report(router: RouterState, *messages: object, name: str = "a", now: float = 0.0) -> list[ev.Effect]:
+def report(router: RouterState, *messages: Any, name: str = "a", now: float = 0.0) -> list[ev.Effect]:
     record = router.instances.get(name)
     assert record is not None
     effects = [
-        effect
-        for one in messages
-        for effect in router.handle(ev.KeysReported(record.stream_id, name, one), now)  # type: ignore[arg-type]
+        effect for one in messages for effect in router.handle(ev.KeysReported(record.stream_id, name, one), now)
     ]
     router.check_invariants()
     return effects

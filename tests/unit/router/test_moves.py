@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -112,10 +113,10 @@ def test_a_request_that_waits_for_its_first_token_is_the_cheapest() -> None:
     ],
     ids=["resumed", "only drained", "restarted"],
 )
-def test_moves_end_with_the_drain(end: object) -> None:
+def test_moves_end_with_the_drain(end: Callable[[RouterState], object]) -> None:
     router = fleet("b", streams=2)
     assert moved(router.handle(DRAIN, 1.0)) == ["r0"]
-    end(router)  # type: ignore[operator]
+    end(router)
     assert moved(router.handle(ev.Tick(), 9.0)) == []
 
 

@@ -119,10 +119,10 @@ NAMES = st.sampled_from(["i0", "i1", "i2", "x"])
     st.sampled_from([{}, {"placement_s": 0.5, "api_s": 0.5}, {"report_delay_s": 0.7, "report_loss": 0.2}]),
 )
 def test_every_request_is_answered_once_whoever_comes_and_goes(
-    changes: list[tuple[float, str, str]], seed: int, policy: str, ways: dict[str, float]
+    changes: list[tuple[float, str, str]], seed: int, policy: str, ways: dict[str, Any]
 ) -> None:
     requests = generate(12, 60.0, seed)
-    settled = SimulationConfig(instances=2, policy=policy, seed=seed, **ways)  # type: ignore[arg-type]
+    settled = SimulationConfig(instances=2, policy=policy, seed=seed, **ways)
     simulator = Resized(requests, settled, changes)
     records = simulator.run()
     assert sorted((one.session, one.turn) for one in records) == sorted((one.session, one.turn) for one in requests)
@@ -218,7 +218,8 @@ def test_signals_are_the_routers_and_the_engines_figures() -> None:
     assert second > third > fourth
     assert 29.6 < second < 2 * 29.6
     averaged = AverageOverTime(scripted(None, 4.0, 2.0, None, 0.0), 2)
-    assert [averaged(None, "", (), 0.0) for _ in range(5)] == [None, 4.0, 3.0, 3.0, 1.0]  # type: ignore[arg-type]
+    nobody: Any = None
+    assert [averaged(nobody, "", (), 0.0) for _ in range(5)] == [None, 4.0, 3.0, 3.0, 1.0]
 
 
 # A ramp that is too steep for two instances from its middle on; a new one takes a minute to start.
