@@ -293,7 +293,7 @@ async def opened(session: Session) -> str:
         await session.hello()
         return "OK"
     except (grpc.aio.AioRpcError, AssertionError):
-        return (await session.call.code()).name
+        return str((await session.call.code()).name)
 
 
 async def test_a_gateways_id_is_its_own_and_so_are_its_streams() -> None:

@@ -69,7 +69,8 @@ async def test_errors_have_the_same_status_and_details(way: str) -> None:
         info = error_details_pb2.ErrorInfo()
         assert any(one.Unpack(info) for one in details)
         assert info.reason == "INVALID_FIELD"
-        call = gateway.placement.Session(None)
+        session: Any = gateway.placement.Session
+        call = session()
         await call.write(placement_pb2.SessionRequest(hello=placement_pb2.GatewayHello()))
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await call.read()
