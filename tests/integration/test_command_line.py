@@ -213,7 +213,7 @@ def test_the_pages_commands_work_as_written(
 ) -> None:
     text = "\n".join(block.commands)
     for written, here in filled_in.items():
-        text = re.sub(written, lambda _, here=here: here, text)
+        text = re.sub(written, here.replace("\\", r"\\"), text)
     monkeypatch.setenv("POINTSMAN_ROUTER", fleet.router)
     monkeypatch.setenv("POINTSMAN_GATEWAY", fleet.gateway)
     monkeypatch.chdir(tmp_path)
@@ -319,7 +319,8 @@ def test_the_doctor_names_an_engine_that_the_agent_beside_it_cannot_reach(
     try:
         for part in parts:
             part.start()
-        up_, told = parts[1], []
+        up_ = parts[1]
+        told: list[Finding] = []
 
         def named() -> bool:
             told[:] = [

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from playwright.async_api import Locator, expect
+from playwright.async_api import Locator, Route, expect
 
 from tests.support.console_page import EVIL, Shown, browser
 from tests.support.router_past import give_past
@@ -129,11 +129,11 @@ async def test_a_pool_is_chosen_and_one_that_another_router_owns_says_so() -> No
         await expect(page).to_have_url(re.compile("pool=m"))
         await expect(page.locator(".head")).to_contain_text("its start.")
 
-        async def of_another(route: object) -> None:
-            answer = await route.fetch()  # type: ignore[attr-defined]
+        async def of_another(route: Route) -> None:
+            answer = await route.fetch()
             told = await answer.json()
             del told["pools"][0]["ownedSince"]
-            await route.fulfill(json=told)  # type: ignore[attr-defined]
+            await route.fulfill(json=told)
 
         await page.route("**/api/ListPoolHistories", of_another)
         await expect(page.locator(".head")).to_contain_text(

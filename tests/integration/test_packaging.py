@@ -12,6 +12,7 @@ import urllib.request
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ def test_each_service_runs_with_its_own_packages_alone(
         processes.append(Process(extra, argv, tmp_path / f"{extra}.log", env=OUTSIDE, cwd=tmp_path))
         processes[-1].start()
     for process, address in zip(processes[2:], (agent, gateway), strict=True):
-        process.wait_ready(lambda address=address: answers(f"http://{address}/health"), within_s=READY_WITHIN_S)
+        process.wait_ready(partial(answers, f"http://{address}/health"), within_s=READY_WITHIN_S)
     body = {"model": "pointsman-emulated", "prompt": "Which way?", "max_tokens": 2}
     assert post(f"http://{gateway}/v1/completions", body)["usage"]["completion_tokens"] == 2
     assert "READY" in run(installed.bin("router") / "pointsman", "instances", "--router", router)

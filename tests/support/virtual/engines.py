@@ -287,10 +287,11 @@ class _Watched:
                 protocol=pb.KV_PROTOCOL_MOONCAKE, bootstrap_url=engine.url, layerwise=engine.layerwise
             ),
         )
+        channels: dict[str, Any] = {router: Channel(network, router) for router in routers}
         reporters = [
             Reporter(
                 router,
-                Channel(network, router),  # type: ignore[arg-type]
+                channels[router],
                 tuple,
                 self.cached_blocks,
                 instance,

@@ -12,7 +12,8 @@ from pathlib import Path
 import grpc.aio
 import pytest
 from aiohttp import web
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import _async as async_health
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -44,7 +45,8 @@ def test_missing_tool_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def packages_of(extra: str) -> set[str]:
     """Return the names of all packages that `pip install pointsman[extra]` brings."""
-    wanted, seen, found = [Requirement(f"pointsman[{extra}]")], set(), set()
+    wanted, seen = [Requirement(f"pointsman[{extra}]")], set()
+    found: set[str] = set()
     while wanted:
         one = wanted.pop()
         found.add(canonicalize_name(one.name))
@@ -81,7 +83,7 @@ async def probe(*arguments: str) -> tuple[int | None, str]:
 
 async def test_grpc_probe() -> None:
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    servicer = health.aio.HealthServicer()
+    servicer = async_health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()

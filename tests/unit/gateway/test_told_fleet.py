@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pointsman.router.v1 import placement_pb2
@@ -19,8 +21,8 @@ def fleet(*instances: str, owner: str = "r") -> placement_pb2.Fleet:
     return placement_pb2.Fleet(pools=[pool])
 
 
-def update(*pools: placement_pb2.PoolUpdate, **values: object) -> placement_pb2.FleetUpdate:
-    return placement_pb2.FleetUpdate(pools=pools, **values)  # type: ignore[arg-type]
+def update(*pools: placement_pb2.PoolUpdate, **values: Any) -> placement_pb2.FleetUpdate:
+    return placement_pb2.FleetUpdate(pools=pools, **values)
 
 
 def test_instances_come_change_and_go_in_order_and_the_rest_stays() -> None:

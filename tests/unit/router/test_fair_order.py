@@ -252,6 +252,14 @@ def test_a_walk_over_many_lines_costs_no_pass_over_them_for_each_request() -> No
         assert ran[400] <= 15 * ran[40]
 
 
+def _first_of_walk(order: PoolOrder) -> list[str]:
+    return list(islice(order.walk(), 64))
+
+
+def _last_of_class(order: PoolOrder) -> object:
+    return next(order.last(BATCH, None))
+
+
 def test_what_one_retry_costs_does_not_grow_with_the_queue() -> None:
     """With one tenant, and with one for each request: the first 64 of the walk, the last request of a class, serving one, adding
     one."""
@@ -263,8 +271,8 @@ def test_what_one_retry_costs_does_not_grow_with_the_queue() -> None:
             number = int(first[1:])
             served = entry(first, f"t{number % tenants}", rank=number, level=number % 3)
             ran[size, tenants > 1] = [
-                lines_run(lambda of=order: list(islice(of.walk(), 64))),
-                lines_run(lambda of=order: next(of.last(BATCH, None))),
+                lines_run(partial(_first_of_walk, order)),
+                lines_run(partial(_last_of_class, order)),
                 lines_run(partial(order.serve, served, 1_000.0)),
                 lines_run(partial(order.add, entry("new", "tn", rank=5.5))),
             ]

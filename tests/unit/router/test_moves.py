@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -18,7 +20,7 @@ from tests.support.router_values import finish, hello, join, place, request, set
 DRAIN = ev.DrainsChanged({"a": "1"}, frozenset("a"))
 
 
-def fleet(others: str = "bc", *, streams: int = 3, waits: int = 0, **settings: object) -> RouterState:
+def fleet(others: str = "bc", *, streams: int = 3, waits: int = 0, **settings: Any) -> RouterState:
     """A router with an instance `a` that gives so many answers: r0, r1, ... with longer and longer prompts, and has not begun one
     to a prompt of `waits` tokens."""
     router = state(**settings)
@@ -111,10 +113,10 @@ def test_a_request_that_waits_for_its_first_token_is_the_cheapest() -> None:
     ],
     ids=["resumed", "only drained", "restarted"],
 )
-def test_moves_end_with_the_drain(end: object) -> None:
+def test_moves_end_with_the_drain(end: Callable[[RouterState], object]) -> None:
     router = fleet("b", streams=2)
     assert moved(router.handle(DRAIN, 1.0)) == ["r0"]
-    end(router)  # type: ignore[operator]
+    end(router)
     assert moved(router.handle(ev.Tick(), 9.0)) == []
 
 

@@ -139,7 +139,7 @@ def registry(*infos: InstanceInfo) -> InstanceRegistry:
 
 def told_of(known: InstanceRegistry) -> SentFleet:
     told = SentFleet(5.0)
-    assert told.update(known.pools(), {}.get, starting=True) is not None
+    assert told.update(known.pools(), lambda _: None, starting=True) is not None
     return told
 
 
@@ -147,13 +147,13 @@ def test_only_what_changed_is_told() -> None:
     known = registry(info("a"), info("b"), info("x", model="n"))
     told = told_of(known)
     known.add(replace(info("a"), incarnation="2", kv_transfer=KvTransfer("NIXL")), 2, 0.0)
-    update = told.update(known.pools(), {}.get, starting=True)
+    update = told.update(known.pools(), lambda _: None, starting=True)
     assert update is not None
     [pool] = update.pools
-    assert (pool.model, pool.HasField("description"), pool.removed_instance_ids) == ("m", False, [])
+    assert (pool.model, pool.HasField("description"), list(pool.removed_instance_ids)) == ("m", False, [])
     assert [(one.instance_id, one.incarnation) for one in pool.instances] == [("a", "2")]
     known.remove("x")
-    assert told.update(known.pools(), {}.get, starting=True) == placement_pb2.FleetUpdate(
+    assert told.update(known.pools(), lambda _: None, starting=True) == placement_pb2.FleetUpdate(
         starting=True, removed_models=["n"]
     )
     update = told.update(known.pools(), {"m": Owner("r", "r:1", 1)}.get, starting=True)
@@ -165,7 +165,7 @@ def test_an_agent_that_comes_back_and_tells_the_same_is_no_news() -> None:
     known = registry(info("a"), info("b"))
     told = told_of(known)
     known.add(replace(info("a"), kv_capacity_tokens=99), 2, 1.0)
-    assert told.update(known.pools(), {}.get, starting=True) is None
+    assert told.update(known.pools(), lambda _: None, starting=True) is None
 
 
 def test_a_pool_is_the_same_object_until_gateways_are_to_know_something_else_of_it() -> None:

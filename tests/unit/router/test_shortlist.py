@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from pointsman_router.core.policy.linear import Additive
 from pointsman_router.core.policy.unified import Unified
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import Candidate, Decision, FleetView, PlacementRequest
+from pointsman_router.core.types import Candidate, Decision, FleetView, PlacementRequest, Unseen
 from tests.support.interpreter_steps import Steps
 from tests.support.router_values import candidate, join, place, request, state
 
@@ -41,8 +42,8 @@ def fleet(policy: str = "unified", names: list[str] = NAMES) -> RouterState:
     return router
 
 
-def decision_of(router: RouterState, name: str = "asked", **asked: object) -> Decision:
-    answer = place(router, request(name, **asked))  # type: ignore[arg-type]
+def decision_of(router: RouterState, name: str = "asked", **asked: Any) -> Decision:
+    answer = place(router, request(name, **asked))
     assert isinstance(answer, ev.Placed)
     return answer.decision
 
@@ -218,14 +219,14 @@ def test_policies_weigh_the_unseen_with_the_seen() -> None:
     every = (*seen, *(candidate(name, num_requests=2) for name in "cdefgh"))
     unified = Unified(ceiling_min=1.0)
     assert unified.below_ceiling(seen) == seen
-    unseen = shortlist.Unseen(instances=6, num_requests=12)
+    unseen = Unseen(instances=6, num_requests=12)
     assert unified.below_ceiling(seen, unseen) == tuple(one for one in unified.below_ceiling(every) if one in seen)
 
 
 def test_a_session_leaves_an_owner_with_more_tokens_than_the_mean_of_all() -> None:
     busy = tuple(candidate(name, ongoing_tokens=tokens) for name, tokens in (("a", 9_000), ("b", 1_000)))
     for unseen_tokens, reason in ((100, "least_cost"), (100_000, "session_affinity")):
-        unseen = shortlist.Unseen(instances=8, ongoing_tokens=unseen_tokens)
+        unseen = Unseen(instances=8, ongoing_tokens=unseen_tokens)
         view = FleetView(busy, session_owner="a", unseen=unseen)
         assert Additive().choose(request(), view, random.Random(0)).reason == reason
 
@@ -339,8 +340,8 @@ def test_no_more_is_kept_than_is_bounded_and_what_was_not_asked_for_long_goes_fi
         patch.setattr(shortlist, "MAX_PLACES", 50)
         made: list[object] = []
         patch.setattr(shortlist.PoolLoads, "__init__", counted(made, shortlist.PoolLoads.__init__))
-        for name, expected in zip([0, 1, 2, 0, 1, 2, 3, 1, 2, 0], [1, 2, 3, 3, 3, 3, 4, 4, 4, 5], strict=True):
-            decision_of(router, f"r{len(made)}-{name}", tokens=5, model=names[name])
+        for which, expected in zip([0, 1, 2, 0, 1, 2, 3, 1, 2, 0], [1, 2, 3, 3, 3, 3, 4, 4, 4, 5], strict=True):
+            decision_of(router, f"r{len(made)}-{which}", tokens=5, model=names[which])
             assert len(made) == expected
             router.check_invariants()
 
