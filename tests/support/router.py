@@ -19,7 +19,7 @@ from pointsman_common.core.block_keys import KEY_SCHEME, digest_of
 from pointsman_common.io.auth import bearer
 from pointsman_common.io.channel import open_channel
 from pointsman_common.io.settings import Tokens
-from pointsman_gateway.core.told_fleet import ToldFleet
+from pointsman_gateway.core.known_fleet import KnownFleet
 from pointsman_router.core.policy.registry import POLICIES, Policies
 from pointsman_router.io.main import RouterServer
 from pointsman_router.io.settings import RouterSettings
@@ -127,7 +127,7 @@ class Session:
         session: Any = client.placement.Session
         self.call = session(metadata=client.metadata)
         self._unread: deque[placement_pb2.SessionResponse] = deque()
-        self._told = ToldFleet(placement_pb2.Fleet())
+        self._told = KnownFleet(placement_pb2.Fleet())
 
     async def hello(self, *open_streams: placement_pb2.OpenStream) -> placement_pb2.GatewayWelcome:
         hello = placement_pb2.GatewayHello(gateway_id=self.gateway_id, secret=self.secret, open_streams=open_streams)
@@ -149,11 +149,11 @@ class Session:
             assert isinstance(read, placement_pb2.SessionResponse), "the stream ended"
             self._unread.extend(read.batch.responses if read.HasField("batch") else (read,))
 
-    async def fleet(self) -> ToldFleet:
+    async def fleet(self) -> KnownFleet:
         """Return the fleet as of the next message that describes or updates it."""
         message = await self.read("fleet", "fleet_update")
         if message.HasField("fleet"):
-            self._told = ToldFleet(message.fleet)
+            self._told = KnownFleet(message.fleet)
         else:
             self._told.apply(message.fleet_update)
         return self._told

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pointsman_gateway.core.api.continuable import TOLD_FIELD
+from pointsman_gateway.core.api.continuable import RECORD_FIELD
 
 _RECORD = re.compile(r"[:\d,.]*")
 _IDS = re.compile(r"\d+")
@@ -25,7 +25,7 @@ class BegunAnswer(NamedTuple):
 def begun_answer(body: Mapping[str, Any]) -> BegunAnswer | None:
     """Return the answer that a request continues; None if it does not even ask for ids. Raises ValueError for another text."""
     fields = body.get("vllm_xargs")
-    record = fields.get(TOLD_FIELD) if isinstance(fields, dict) else None
+    record = fields.get(RECORD_FIELD) if isinstance(fields, dict) else None
     if not isinstance(record, str):
         return None
     if not _RECORD.fullmatch(record):

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from msgspec.structs import replace
 
 from pointsman.router.v1 import placement_pb2
-from pointsman_gateway.core.told_fleet import ToldFleet as GatewaysFleet
+from pointsman_gateway.core.known_fleet import KnownFleet as GatewaysFleet
 from pointsman_router.core.instances.circuit_breaker import Circuit
 from pointsman_router.core.instances.instance_orders import InstanceOrder
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
