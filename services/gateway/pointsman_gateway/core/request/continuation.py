@@ -1,8 +1,8 @@
 """Continues an answer whose instance is gone at another instance.
 
 An engine with the connector package tells before each event of a stream the token ids that the event stands for, in an SSE
-comment (connector/pointsman_connector/answer_record.py). A request that has the answer record is answered with what follows, by an
-engine with the package. Pure.
+comment (connector/pointsman_connector/answer_record.py). A request that has the answer record is answered with what follows, by
+an engine with the package. Pure.
 """
 
 from __future__ import annotations
