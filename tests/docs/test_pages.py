@@ -44,6 +44,16 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in local if not (page.parent / link).exists()] == []
 
 
+def test_a_cell_of_a_table_is_a_phrase() -> None:
+    # Two or three tests' names fit; what needs more is text below the table.
+    long = []
+    for page in (name for name in TRACKED if name.endswith(".md")):
+        rows = re.findall(r"^\|.*\|$", (REPOSITORY / page).read_text(), re.MULTILINE)
+        cells = [cell.strip() for row in rows for cell in re.split(r"(?<!\\)\|", row)]
+        long += [(page, cell) for cell in cells if len(cell) > 240]
+    assert long == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_the_tests_that_are_named_exist(page: Path) -> None:
     named = set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ from pointsman_gateway.io.settings import GatewaySettings
 from pointsman_router.io.settings import RouterSettings
 from pointsman_shadow.io.settings import ReadSettings, ServeSettings
 
+# What of a longer description follows a colon stands under the table, characters.
+CELL = 240
 INTRODUCTION = """\
 # Settings
 
@@ -78,11 +81,17 @@ def _section(title: str, where: str, kind: type[BaseSettings], *, flags: bool) -
     prefix = kind.model_config["env_prefix"]
     head = ["name", *(["flag"] if flags else []), "variable", "default", "allowed", "what it is"]
     lines = [f"## {title}\n", f"{where}\n", _row(head), _row(["---"] * len(head))]
+    below: list[str] = []
     for name, field in kind.model_fields.items():
         flag = [f"`{_flag(name, field)}`"] if flags else []
-        told = [f"`{prefix}{name.upper()}`", _default(field), _allowed(field), _escaped(field.description or "")]
+        text = field.description or ""
+        if len(text) > CELL:
+            text, _, rest = text.partition(": ")
+            text += " (more below)"
+            below += ["", textwrap.fill(f"`{name}`: {rest}.", 150, break_on_hyphens=False)]
+        told = [f"`{prefix}{name.upper()}`", _default(field), _allowed(field), _escaped(text)]
         lines.append(_row([f"`{name}`", *flag, *told]))
-    return [*lines, ""]
+    return [*lines, *below, ""]
 
 
 def _operators() -> Iterator[str]:
