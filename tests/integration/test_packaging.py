@@ -95,9 +95,11 @@ def run(*command: str | Path, status: int = 0) -> str:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     dist, folder = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("environments")
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(dist)]
-    subprocess.run(build, check=True, capture_output=True, cwd=ROOT, timeout=60)
-    (wheel,) = dist.glob("*.whl")
+    # As `make dist`: the wheel is built from the sdist.
+    for project, out in ((".", dist), ("connector", dist / "connector")):
+        build = ["build", "--no-build-isolation", "--python", sys.executable, "--out-dir", str(out), project]
+        subprocess.run([str(BIN / "uv"), *build], check=True, capture_output=True, cwd=ROOT, timeout=100)
+    (wheel,) = dist.glob("pointsman-*.whl")
     return Installed(wheel, folder)
 
 
@@ -110,6 +112,20 @@ def test_the_wheel_has_one_package_and_the_license(installed: Installed) -> None
     assert {name.split("/")[1] for name in names if name.startswith("pointsman/")} == {"agent", "gateway", "router"}
     assert f"{info}/licenses/LICENSE" in names
     assert (ROOT / "connector/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+def test_what_is_built_can_be_uploaded(installed: Installed) -> None:
+    built = sorted(installed.wheel.parent.rglob("pointsman*"))
+    assert [path.suffix for path in built] == [".whl", ".gz", ".whl", ".gz"]
+    run(BIN / "twine", "check", "--strict", *built)
+    assert sum(path.stat().st_size for path in built) < 4 << 20
+
+
+def test_all_extras_together_have_every_command(installed: Installed) -> None:
+    pointsman = installed.bin("all") / "pointsman"
+    assert "Not installed" not in run(pointsman, "--help")
+    for part in ("up", "router", "agent", "gateway", "serve", "emulate", "demo", "doctor"):
+        assert "Usage" in run(pointsman, part, "--help")
 
 
 @pytest.mark.parametrize("extra", sorted(NOT_ITS_OWN))
