@@ -63,8 +63,10 @@ def _part(said: str) -> dict[str, Any]:
     return {"type": "input_text", "text": said}
 
 
-_CALLS = [{"type": "function_call", "call_id": one, "name": "turn", "arguments": '{"a": 1}'} for one in ("c1", "c2")]
-_OUTPUTS = [{"type": "function_call_output", "call_id": one, "output": "done"} for one in ("c1", "c2")]
+_CALLS = [
+    {"type": "function_call", "call_id": call_id, "name": "turn", "arguments": '{"a": 1}'} for call_id in ("c1", "c2")
+]
+_OUTPUTS = [{"type": "function_call_output", "call_id": call_id, "output": "done"} for call_id in ("c1", "c2")]
 RESPONSES: dict[str, dict[str, Any]] = {
     "plain": {"input": "hi"},
     "instructions": {"instructions": "Be", "input": [user("hi"), assistant("yo"), {"type": "message", **user("a")}]},
@@ -139,9 +141,9 @@ def claude(plane: ControlPlane) -> Iterator[anthropic.Anthropic]:
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        (kind, one)
+        (kind, fields)
         for kind, every in ((Endpoint.MESSAGES, MESSAGES), (Endpoint.RESPONSES, RESPONSES))
-        for one in every.values()
+        for fields in every.values()
     ],
     ids=[f"{api} {name}" for api, every in (("messages", MESSAGES), ("responses", RESPONSES)) for name in every],
 )

@@ -79,11 +79,11 @@ def test_two_engines_are_measured_replayed_and_simulated(
     for records in runs:
         assert len(records) == 6
         assert all(record.ok for record in records)
-    live, simulated = ({(one.session, one.turn): one for one in records} for records in runs)
+    live, simulated = ({(record.session, record.turn): record for record in records} for records in runs)
     assert live.keys() == simulated.keys()
     for name, record in live.items():
         assert record.prompt_tokens == simulated[name].prompt_tokens
         assert record.output_tokens == simulated[name].output_tokens
     # Turns may be placed differently, but most of them must find the blocks of their session.
     for records in runs:
-        assert sum((one.cached_tokens or 0) >= 64 for one in records if one.turn > 1) >= 2
+        assert sum((record.cached_tokens or 0) >= 64 for record in records if record.turn > 1) >= 2

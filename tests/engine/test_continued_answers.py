@@ -83,7 +83,7 @@ def stream(
     with plane.client() as client:
         create: Any = (client.chat.completions if chat else client.completions).with_raw_response.create
         raw = create(model=SERVED_NAME, stream=True, stream_options={"include_usage": True}, **body)
-        engine = next(one for one in plane.engines if one.instance_id == raw.headers["x-pointsman-instance"])
+        engine = next(engine for engine in plane.engines if engine.instance_id == raw.headers["x-pointsman-instance"])
         for number, chunk in enumerate(raw.parse()):
             if number == after:
                 disturb(plane, engine)
@@ -116,7 +116,9 @@ def whole_again(plane: ControlPlane) -> None:
 
     def there() -> bool:
         known = plane.instances()
-        return all(one.instance_id in known and known[one.instance_id].state in IN_STEP for one in plane.engines)
+        return all(
+            engine.instance_id in known and known[engine.instance_id].state in IN_STEP for engine in plane.engines
+        )
 
     for engine in plane.engines:
         engine.wait_ready()
@@ -145,7 +147,7 @@ def test_a_message_goes_on_for_anthropics_client(fleet: ControlPlane) -> None:
             client.messages.stream(**asked) as streamed,
         ):
             name = streamed.response.headers["x-pointsman-instance"]
-            engine = next(one for one in fleet.engines if one.instance_id == name)
+            engine = next(engine for engine in fleet.engines if engine.instance_id == name)
             for number, _ in enumerate(streamed):
                 if number == kill_after:
                     killed(fleet, engine)
@@ -172,7 +174,9 @@ def test_a_response_goes_on_under_one_id(fleet: ControlPlane) -> None:
             raw = client.responses.with_raw_response.create(
                 model=SERVED_NAME, input="nine ten", stream=True, max_output_tokens=TOKENS, temperature=0
             )
-            engine = next(one for one in fleet.engines if one.instance_id == raw.headers["x-pointsman-instance"])
+            engine = next(
+                engine for engine in fleet.engines if engine.instance_id == raw.headers["x-pointsman-instance"]
+            )
             for number, event in enumerate(raw.parse()):
                 assert event.sequence_number == number
                 if number == kill_after:
@@ -304,7 +308,7 @@ def test_what_parsers_make_of_an_answer_does_not_depend_on_where_it_is_cut(
     elif api == "responses":
         kinds = [kind for kind, *_ in whole["items"].values()]
         assert ("function_call" in kinds, "reasoning" in kinds) == told_apart
-        assert [one[4]["id"] for one in whole["items"].values()] == [one["id"] for one in whole["output"]]
+        assert [item[4]["id"] for item in whole["items"].values()] == [item["id"] for item in whole["output"]]
     else:
         if told_apart[0]:
             assert json.loads(whole["calls"]["0"][1])["days"] == [1, 2]
@@ -345,10 +349,10 @@ def test_a_call_has_one_id_also_if_its_parser_draws_it(vllm: Vllm, parser: str, 
     }
     answer = vllm.ask(_CUT, asked | {"sizes": [1], "intervals": (1, 1)})
     for joined in answer["joined"]:
-        calls = [one for one in joined["items"].values() if one[0] == "function_call"]
+        calls = [item for item in joined["items"].values() if item[0] == "function_call"]
         assert calls
         for _, _, call_id, _, done in calls:
             assert done["call_id"] == call_id
-        assert [one[2] for one in calls] == [
-            one["call_id"] for one in joined["output"] if one["type"] == "function_call"
+        assert [call[2] for call in calls] == [
+            item["call_id"] for item in joined["output"] if item["type"] == "function_call"
         ]

@@ -118,8 +118,8 @@ def test_a_tool_that_is_named_is_called(client: openai.OpenAI, stream: bool) -> 
         "max_tokens": 400,
     }
     if stream:
-        chunks = [one.choices[0] for one in client.chat.completions.create(**asked, stream=True) if one.choices]
-        parts = [call.function for one in chunks for call in one.delta.tool_calls or [] if call.function]
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True) if chunk.choices]
+        parts = [call.function for chunk in chunks for call in chunk.delta.tool_calls or [] if call.function]
         names, arguments = [part.name for part in parts if part.name], "".join(part.arguments or "" for part in parts)
         ended = chunks[-1].finish_reason
     else:
@@ -192,9 +192,9 @@ async def test_a_rollout_of_the_gateway_loses_nothing(cluster: Cluster) -> None:
             requests.append(short())
             await eventually(lambda: _open_requests(new) == 2, "both later requests at the new gateway")
             assert not deleted.done()
-        text += "".join([one.choices[0].delta.content or "" async for one in stream if one.choices])
+        text += "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
         assert await deleted == {"gateway": 0}
-        assert [(await one).choices[0].finish_reason for one in requests] == ["length"] * 3
+        assert [(await request).choices[0].finish_reason for request in requests] == ["length"] * 3
         again = await client.chat.completions.create(**long)
     assert text == again.choices[0].message.content
     assert again.usage is not None
@@ -214,7 +214,7 @@ def test_an_engine_that_is_told_to_end_ends_its_answers(cluster: Cluster, client
             pod.containers["agent"].stop()
             os.kill(engine.pid, signal.SIGTERM)
             until(lambda: "stopping engine client" in pod.log("vllm"), within_s=60, what="the engine told to end")
-        text += "".join(one.choices[0].delta.content or "" for one in stream if one.choices)
+        text += "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
     assert text == whole
     until(lambda: not engine.alive, within_s=60, what="the engine's end")
 

@@ -176,7 +176,7 @@ REQUESTS = st.lists(
 @st.composite
 def scripts(draw: st.DrawFn) -> dict[str, Any]:
     """Arrivals, steps, waits and aborts, and in the end steps enough for most."""
-    requests = {f"r{number}": one for number, one in enumerate(draw(REQUESTS))}
+    requests = {f"r{number}": request for number, request in enumerate(draw(REQUESTS))}
     actions: list[list[Any]] = []
     submitted: list[str] = []
     for name in requests:

@@ -253,7 +253,7 @@ def test_the_doctor_compares_answers_from_transferred_kv(trio: list[Engine]) -> 
             )
             for engine in (chunks, whole)
         ]
-        return [(one.check, one.level) for one in doctor_kv.answers(pool, EngineAccess())]
+        return [(finding.check, finding.level) for finding in doctor_kv.answers(pool, EngineAccess())]
 
     assert levels() == [("chunks -> whole KV", Finding.OK), ("whole -> chunks KV", Finding.OK)]
     # One region alone can leave an answer as it is.
@@ -429,10 +429,10 @@ def test_p_stands_still_for_too_long(trio: list[Engine]) -> None:
         with stopped(p):
             answers = [(prompt, await asyncio.wait_for(text, WITHIN_S))]
             since = [fresh_words(3_000) for _ in range(3)]
-            answers += [await plain(http, one) for one in since]
+            answers += [await plain(http, prompt) for prompt in since]
         await asyncio.wait_for(prefill, WITHIN_S)
         await asyncio.to_thread(nothing_left, p)
-        return answers + [await plain(http, one) for one in reversed(since)]
+        return answers + [await plain(http, prompt) for prompt in reversed(since)]
 
     before = told(p)["pushes"]
     with faulty(p, slow_s=0.5, expires_s=EXPIRES_S), faulty(d, expires_s=EXPIRES_S):

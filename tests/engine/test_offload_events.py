@@ -63,14 +63,14 @@ def test_offloaded_chunks_are_known_as_they_are(
             assert not done["batches"], "the event comes with the next step"
             continue
         run.append(action)
-        for one, blocks in zip(run, done["blocks"], strict=True):
-            keys = prompt_keys(one["prompt"], "m", cache_salt=one["salt"] or "")
+        for request, blocks in zip(run, done["blocks"], strict=True):
+            keys = prompt_keys(request["prompt"], "m", cache_salt=request["salt"] or "")
             for tier, place in ((Tier.DEVICE, 0), (Tier.HOST, 1)):
                 known = [
                     set(keys[at * PER_BLOCK : (at + 1) * PER_BLOCK]) <= cached_blocks.keys(tier)
                     for at in range(len(blocks))
                 ]
-                assert known == [block[place] for block in blocks], (tier.name, one)
+                assert known == [block[place] for block in blocks], (tier.name, request)
                 hosted += sum(known) if tier is Tier.HOST else 0
     assert hosted > 20
     assert cached_blocks.counts.orphans == 0

@@ -173,13 +173,13 @@ def test_the_text_before_a_picture_goes_in_slices(plane: ControlPlane, client: o
     with plane.policy("foresight", **settings):
         answer = see(client, seen)
         plan = plane.plan(answer.decision_id)
-    assert [(one.reason, one.steps[0].prefix_tokens) for one in plan] == [
+    assert [(decision.reason, decision.steps[0].prefix_tokens) for decision in plan] == [
         ("slice", part),
         ("slice", 2 * part),
         ("slice", 3 * part),
         ("last_part", 0),
     ]
-    assert {one.outcome for one in plan} == {fleet_pb2.DECISION_OUTCOME_OK}
+    assert {decision.outcome for decision in plan} == {fleet_pb2.DECISION_OUTCOME_OK}
     assert answer.cached_tokens == 3 * part
     assert see(client, seen).text == answer.text
 
@@ -281,9 +281,9 @@ def _figures(told: Any) -> list[float]:
     """All numbers that an answer has for its texts, in their order."""
     if isinstance(told, dict):
         kept = [told[name] for name in ("results", "data", "relevance_score", "score", "index") if name in told]
-        return [figure for one in kept for figure in _figures(one)]
+        return [figure for value in kept for figure in _figures(value)]
     if isinstance(told, list):
-        return [figure for one in told for figure in _figures(one)]
+        return [figure for value in told for figure in _figures(value)]
     return [float(told)]
 
 

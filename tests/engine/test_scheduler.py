@@ -66,7 +66,7 @@ def play(script: dict[str, Any]) -> list[dict[str, Any]]:
                     "scheduled": [[*pair] for pair in result.scheduled.items()],
                     "preempted": [event.request_id for event in result.events if isinstance(event, Preempted)],
                     "events": _blocks(result.events, model.config.block_size, names),
-                    "awaited": sorted(one.request_id for one in result.awaited),
+                    "awaited": sorted(request.request_id for request in result.awaited),
                     "prefills": {event.request_id: [event.cached_tokens, event.remote_tokens] for event in firsts},
                     "running": model.num_running,
                     "waiting": model.num_waiting,
@@ -133,7 +133,7 @@ REQUESTS = st.lists(
 @st.composite
 def scripts(draw: st.DrawFn) -> dict[str, Any]:
     """Arrivals, steps, aborts, transfers that end, and in the end steps enough for all."""
-    requests = {f"r{number}": one for number, one in enumerate(draw(REQUESTS))}
+    requests = {f"r{number}": request for number, request in enumerate(draw(REQUESTS))}
     actions: list[list[Any]] = []
     submitted: list[str] = []
     for name in requests:

@@ -42,7 +42,10 @@ def test_a_service_reads_the_clock_that_jumps(tmp_path: Path, clocks: Path | Non
     env = {"LD_PRELOAD": str(clocks), "TEST_CLOCK": str(tmp_path / "clock")}
     asking = "import time; print(time.time(), time.monotonic())"
     told = [
-        [float(one) for one in subprocess.check_output([sys.executable, "-c", asking], text=True, env=it).split()]
+        [
+            float(reading)
+            for reading in subprocess.check_output([sys.executable, "-c", asking], text=True, env=it).split()
+        ]
         for it in (env, {})
     ]
     assert 0.0 < told[1][0] - told[0][0] - HOUR_S < 60.0

@@ -76,7 +76,10 @@ async def test_engine_ids_are_those_of_the_running_process(tmp_path: Path, proce
     engine.announced = LAYERWISE | {"bootstrap_port": str(engine.port)}
 
     def told() -> dict[str, str]:
-        return {one.hello.instance.instance_id[-2:]: one.hello.instance.kv_transfer.engine_id for one in router.streams}
+        return {
+            stream.hello.instance.instance_id[-2:]: stream.hello.instance.kv_transfer.engine_id
+            for stream in router.streams
+        }
 
     async with running(engine.url, [router.address], tmp_path, engine_api_key="secret"):
         await eventually(lambda: set(told().values()) == {""}, "both ranks")

@@ -69,19 +69,22 @@ async def test_the_model_is_true_to_itself(tmp_path: Path, monkeypatch: pytest.M
         assert figures["cached tokens"]["live"] > 500
         assert figures["TTFT p50"].keys() == {"live", "simulated", "error"}
     # A replay before the loads warms up; each load is simulated with the costs measured around it.
-    assert {one.parent.name for one in out.glob("*/trace.jsonl")} == {"warm-up", "load-1", "load-2"}
+    assert {path.parent.name for path in out.glob("*/trace.jsonl")} == {"warm-up", "load-1", "load-2"}
     assert not (out / "warm-up" / "live").exists()
     for number in (1, 2):
         around = read_profile(out / f"load-{number}" / "profile.json")
         # On a busy machine, costs as small as these may be measured as 0.
         assert (around.engine, around.costs.prefill_token_s >= 0) == (known, True)
         live, simulated = (
-            {(one.session, one.turn): one for one in read_bundle(out / f"load-{number}" / name).records}
+            {(record.session, record.turn): record for record in read_bundle(out / f"load-{number}" / name).records}
             for name in ("live", "simulated")
         )
         assert len(live) == 6
-        assert {name: (one.prompt_tokens, one.output_tokens, one.cached_tokens) for name, one in live.items()} == {
-            name: (one.prompt_tokens, one.output_tokens, one.cached_tokens) for name, one in simulated.items()
+        assert {
+            name: (record.prompt_tokens, record.output_tokens, record.cached_tokens) for name, record in live.items()
+        } == {
+            name: (record.prompt_tokens, record.output_tokens, record.cached_tokens)
+            for name, record in simulated.items()
         }
 
 

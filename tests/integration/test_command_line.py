@@ -103,8 +103,8 @@ def test_up_serves_and_its_decisions_can_be_questioned(fleet: Fleet) -> None:
         )
     decision, instance = answer.headers["X-Pointsman-Decision"], answer.headers["X-Pointsman-Instance"]
     listed = json.loads(fleet.ask("instances", "--router", fleet.router, "--json"))
-    assert {one["instance"]["url"] for one in listed["instances"]} == set(fleet.engines)
-    assert all(one["state"] == "INSTANCE_STATE_READY" for one in listed["instances"])
+    assert {instance["instance"]["url"] for instance in listed["instances"]} == set(fleet.engines)
+    assert all(instance["state"] == "INSTANCE_STATE_READY" for instance in listed["instances"])
     assert instance in fleet.ask("instances", "--router", fleet.router)
     assert decision in fleet.ask("decisions", "--router", fleet.router, "--session", "asked")
     explained = fleet.ask("explain", decision, "--router", fleet.router)
@@ -219,14 +219,14 @@ def test_the_pages_commands_work_as_written(
     monkeypatch.chdir(tmp_path)
     commands = text.splitlines()
     try:
-        if all(re.fullmatch(r"pointsman [^|<>$;&]*", one) for one in commands):
-            for one in commands:
+        if all(re.fullmatch(r"pointsman [^|<>$;&]*", command) for command in commands):
+            for command in commands:
                 # In this process: a separate one would need a second for its imports.
                 status = 0
                 with contextlib.suppress(SystemExit):
-                    status = command_line().main(shlex.split(one)[1:], prog_name="pointsman", standalone_mode=False)
-                assert not status, f"{one}: {capsys.readouterr()}"
-                assert capsys.readouterr().out.strip(), f"{one}: no output"
+                    status = command_line().main(shlex.split(command)[1:], prog_name="pointsman", standalone_mode=False)
+                assert not status, f"{command}: {capsys.readouterr()}"
+                assert capsys.readouterr().out.strip(), f"{command}: no output"
             return
         for name, body in SHIMS.items():
             shim = tmp_path / name
@@ -324,7 +324,9 @@ def test_the_doctor_names_an_engine_that_the_agent_beside_it_cannot_reach(
 
         def named() -> bool:
             told[:] = [
-                one for one in doctor.examine(router, f"http://{dead}", "") if one.check.startswith("agent http")
+                finding
+                for finding in doctor.examine(router, f"http://{dead}", "")
+                if finding.check.startswith("agent http")
             ]
             return bool(told)
 

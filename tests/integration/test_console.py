@@ -153,8 +153,8 @@ async def test_the_answers_are_the_messages_of_fleet_service() -> None:
             assert await browser.call(method, json_format.MessageToDict(request)) == (200, over_grpc), method
         status, answer = await browser.call("ListInstances")
         assert status == 200
-        assert [one["instance"]["instanceId"] for one in answer["instances"]] == ["a", "b"]
-        assert [one["keys"] for one in answer["instances"]] == ["3", "3"]
+        assert [instance["instance"]["instanceId"] for instance in answer["instances"]] == ["a", "b"]
+        assert [instance["keys"] for instance in answer["instances"]] == ["3", "3"]
 
 
 async def test_decisions_are_streamed_as_they_are_made_and_as_they_end() -> None:
@@ -165,7 +165,7 @@ async def test_decisions_are_streamed_as_they_are_made_and_as_they_end() -> None
         async with browser.http.get(f"{browser.address}/api/decisions") as stream:
             assert stream.content_type == "text/event-stream"
             await session.place("r", session_id="s")
-            assert [(one["requestId"], one["outcome"]) for one in await told(stream)] == [
+            assert [(decision["requestId"], decision["outcome"]) for decision in await told(stream)] == [
                 ("r", "DECISION_OUTCOME_OPEN")
             ]
             await session.finish("r")

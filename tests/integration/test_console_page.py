@@ -62,12 +62,12 @@ GROUP = {
 async def as_if_busy(route: Route) -> None:
     """Answer with the fleet, but with large figures and every optional field of its instances."""
     answer = await (await route.fetch()).json()
-    for number, one in enumerate(answer["instances"]):
-        one |= dict.fromkeys(("pendingPrefillTokens", "ongoingDecodeTokens", "keys"), str(MANY))
-        one |= {"numRequests": 8_888, "sessions": 8_888, "stale": True, "weight": 0.25}
-        one |= {"state": "INSTANCE_STATE_CORDONED", "underlyingState": "INSTANCE_STATE_UNHEALTHY"}
-        one["instance"] |= {"model": f"organisation/Model-480B-A35B-Instruct-FP8-{number}"}
-        one["load"] |= {"running": 8_888, "waiting": 8_888, "kvUsage": 1}
+    for number, instance in enumerate(answer["instances"]):
+        instance |= dict.fromkeys(("pendingPrefillTokens", "ongoingDecodeTokens", "keys"), str(MANY))
+        instance |= {"numRequests": 8_888, "sessions": 8_888, "stale": True, "weight": 0.25}
+        instance |= {"state": "INSTANCE_STATE_CORDONED", "underlyingState": "INSTANCE_STATE_UNHEALTHY"}
+        instance["instance"] |= {"model": f"organisation/Model-480B-A35B-Instruct-FP8-{number}"}
+        instance["load"] |= {"running": 8_888, "waiting": 8_888, "kvUsage": 1}
     await route.fulfill(json=answer)
 
 

@@ -56,7 +56,7 @@ def directives(annotations: dict[str, str]) -> str:
 async def nginx(folder: Path, gateway: str) -> AsyncIterator[aiohttp.ClientSession]:
     """A client of an nginx in front of the gateway, configured as the rendered Ingress says."""
     objects = check_deploy.render(check_deploy.DEPLOY / "k8s/overlays/gpu", "ingress")
-    [ingress] = [one for one in objects if one["kind"] == "Ingress"]
+    [ingress] = [resource for resource in objects if resource["kind"] == "Ingress"]
     told = directives(ingress["metadata"]["annotations"])
     paths = [path["path"] for rule in ingress["spec"]["rules"] for path in rule["http"]["paths"]]
     authority = Authority(folder / "authority")

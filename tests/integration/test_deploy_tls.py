@@ -55,7 +55,7 @@ async def test_everybody_talks_by_tls(stack: Stack) -> None:
             await asyncio.sleep(0.5)
             try:
                 async with client.get(f"{prometheus}/api/v1/query", params={"query": "up == 1"}) as told:
-                    up = [one["metric"]["job"] for one in (await told.json())["data"]["result"]]
+                    up = [sample["metric"]["job"] for sample in (await told.json())["data"]["result"]]
             except aiohttp.ClientError:
                 continue
         assert sorted(up) == ["pointsman-agent", "pointsman-gateway", "pointsman-router"]

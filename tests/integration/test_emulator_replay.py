@@ -63,7 +63,7 @@ async def test_a_replay_records_what_every_request_got(engine: EmulatedEngine, t
             assert after.t_send >= before.t_send + before.e2e_s
     assert all(record.ttft_s is not None and 0 < record.ttft_s <= record.e2e_s for record in records)
     again = (await replay(settings(trace, engine.url, timing="think", max_sessions=1))).records
-    assert [(one.session, one.turn) for one in again] == [
+    assert [(record.session, record.turn) for record in again] == [
         (session, number + 1) for session in turns_in_order(trace) for number in range(len(turns[session]))
     ]
 

@@ -72,9 +72,9 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
             process.start()
         yield fleet
     finally:
-        for one in (fleet.agent, *reversed(processes)):
-            if one is not None and one.alive:
-                one.stop()
+        for process in (fleet.agent, *reversed(processes)):
+            if process is not None and process.alive:
+                process.stop()
 
 
 def test_engines_behind_tls_with_a_key_are_reached(fleet: Fleet) -> None:

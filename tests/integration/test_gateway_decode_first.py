@@ -143,7 +143,7 @@ async def test_when_d_is_gone_the_prefill_is_ended_and_another_answers(up: Stack
     assert await answered(up, STREAM) == ("i0", "The points are set.")
     ((_, error),) = told(up)
     assert error.startswith("the other instance: no answer")
-    assert [list(one.exclude) for one in up.router.places] == [[], ["i1"]]
+    assert [list(place.exclude) for place in up.router.places] == [[], ["i1"]]
     await eventually(lambda: p.open == 0)
 
 

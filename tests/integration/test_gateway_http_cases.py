@@ -28,7 +28,7 @@ async def test_the_gateway_does_what_every_case_wants(tmp_path: Path) -> None:
                 wrong = fault(case, seen)
                 return wrong and f"{case.id} ({case.want}): {wrong}: {seen}"
 
-            assert [one for one in await asyncio.gather(*map(judged, load(MODEL))) if one] == []
+            assert [problem for problem in await asyncio.gather(*map(judged, load(MODEL))) if problem] == []
         assert not [line for line in log if b"Traceback" in line or b'"error"' in line]
 
 

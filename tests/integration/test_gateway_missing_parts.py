@@ -43,7 +43,7 @@ async def test_without_its_router_it_places_by_itself_and_tells_the_router_that_
             await back.start(port)
             try:
                 await back.until(lambda: len(back.hellos) == 1)
-                told = {one.instance_id: one for one in back.hellos[0].open_streams}
+                told = {stream.instance_id: stream for stream in back.hellos[0].open_streams}
                 assert set(told) == {"i0", "i1"}
                 assert told["i0"].phase == placement_pb2.PHASE_DECODE
                 assert told["i0"].generated_tokens == 1
@@ -55,7 +55,9 @@ async def test_without_its_router_it_places_by_itself_and_tells_the_router_that_
                 for answer in (open_before, degraded):
                     assert (await answer.read()).endswith(b"[DONE]\n\n")
                 await back.until(lambda: len(back.finished) == 2)
-                assert {one.request_id for one in back.finished} == {one.request.request_id for one in told.values()}
+                assert {finish.request_id for finish in back.finished} == {
+                    stream.request.request_id for stream in told.values()
+                }
                 status, _, headers = await post(up, "/v1/chat/completions", json=CHAT)
                 assert status == 200
                 assert "X-Pointsman-Degraded" not in headers
@@ -202,10 +204,10 @@ async def test_only_known_keys_may_call_and_name_the_tenant(tmp_path: Path) -> N
         for key in ("secret-1", "secret-2"):
             header = {"Authorization": f"Bearer {key}", "X-Session-ID": "same"}
             assert (await post(up, "/v1/chat/completions", json=CHAT, headers=header))[0] == 200
-        assert [(one.tenant, one.session_id) for one in up.router.places] == [("red", "same"), ("blue", "same")]
+        assert [(place.tenant, place.session_id) for place in up.router.places] == [("red", "same"), ("blue", "same")]
         sent = [headers for _, _, headers in up.engines[0].requests]
-        assert [one["X-Session-ID"] for one in sent] == ["red/same", "blue/same"]
-        assert all("Authorization" not in one for one in sent)
+        assert [headers["X-Session-ID"] for headers in sent] == ["red/same", "blue/same"]
+        assert all("Authorization" not in headers for headers in sent)
 
 
 async def test_the_routers_token_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +262,7 @@ async def test_a_stream_that_outlives_the_drain_is_cancelled_and_told(tmp_path: 
             await eventually(lambda: up.engines[0].open == 2)
             router = up.router
             engine = up.engines[0]
-        assert [one.outcome for one in router.finished] == [placement_pb2.OUTCOME_CANCELLED] * 2
+        assert [finish.outcome for finish in router.finished] == [placement_pb2.OUTCOME_CANCELLED] * 2
         assert engine.open == 0
         # Complete for HTTP, with an error event at its end: a stream that only breaks off looks like the end of some answers.
         error = json.loads((await stream.read()).split(b"data: ")[-1])

@@ -165,7 +165,7 @@ async def test_when_p_fails_d_answers_alone(up: Stack, body: dict[str, Any], fau
     assert told(up) == [(0, error)]
     assert [done.instance_failed for done in up.router.step_dones] == [error == "deadline"]
     # D answered the request, so P's refusal was not the request's fault.
-    told_first = [name for one in up.router.first_tokens for name in one.refused_by]
+    told_first = [name for first_token in up.router.first_tokens for name in first_token.refused_by]
     assert told_first == (["i0"] if error == "status 500" else [])
     assert (d.halves, len(d.requests)) == ([], 1)
     assert len(up.router.finished) == 1
@@ -217,7 +217,7 @@ async def test_when_d_is_gone_another_answers(up: Stack) -> None:
     d.url = "http://127.0.0.1:1"
     offloading(up)
     assert await answered(up, STREAM) == ("i0", "The points are set.")
-    assert [list(one.exclude) for one in up.router.places] == [[], ["i1"]]
+    assert [list(place.exclude) for place in up.router.places] == [[], ["i1"]]
     assert len(up.router.finished) == 2
 
 

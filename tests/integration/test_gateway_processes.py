@@ -25,8 +25,8 @@ async def figures(url: str) -> dict[str, float]:
 
 def children(pid: int) -> list[int]:
     """The process ids of the gateways among a parent's children. Another child tracks the resources that they share."""
-    pids = [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [one for one in pids if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    pids = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def gone(pids: list[int]) -> bool:

@@ -77,7 +77,7 @@ async def test_only_an_engine_that_does_not_listen_any_more_loses_its_answers(tm
                 takes_long.hold.set()
                 assert (await patient.read()).endswith(b"data: [DONE]\n\n")
             await up.router.until(lambda: len(up.router.finished) == 7)
-            failed = [one.error for one in up.router.finished if one.outcome == placement_pb2.OUTCOME_FAILED]
+            failed = [finish.error for finish in up.router.finished if finish.outcome == placement_pb2.OUTCOME_FAILED]
             assert sorted(failed) == [f"no answer: {GONE}"] * 2 + [GONE] * 2
             # The connections are closed, too.
             await eventually(lambda: leaves.open == 0)

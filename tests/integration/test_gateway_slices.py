@@ -127,7 +127,7 @@ async def test_a_router_that_does_not_know_the_plan_is_asked_for_another_one(up:
     assert path == "/v1/chat/completions"
     first, second = up.router.places
     assert (second.request_id, list(second.keys)) == (f"{first.request_id}.1", list(first.keys))
-    assert [(one.request_id, one.outcome) for one in up.router.finished] == [
+    assert [(finish.request_id, finish.outcome) for finish in up.router.finished] == [
         (first.request_id, placement_pb2.OUTCOME_CANCELLED),
         (second.request_id, placement_pb2.OUTCOME_OK),
     ]

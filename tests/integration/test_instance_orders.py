@@ -39,11 +39,14 @@ async def order(client: Client, name: str, **changes: Any) -> fleet_pb2.SetInsta
 
 async def orders(client: Client) -> dict[str, tuple[bool, float, str, bool]]:
     answer = await client.fleet.ListInstanceOrders(fleet_pb2.ListInstanceOrdersRequest())
-    return {one.instance_id: (one.cordoned, one.weight, _reasons(one), one.instance_known) for one in answer.orders}
+    return {
+        order.instance_id: (order.cordoned, order.weight, _reasons(order), order.instance_known)
+        for order in answer.orders
+    }
 
 
-def _reasons(one: fleet_pb2.InstanceOrder) -> str:
-    return ", ".join(filter(None, (one.cordon_reason, one.weight_reason)))
+def _reasons(order: fleet_pb2.InstanceOrder) -> str:
+    return ", ".join(filter(None, (order.cordon_reason, order.weight_reason)))
 
 
 def told(client: Client, **wanted: tuple[bool, float, str, bool]) -> Any:
@@ -219,7 +222,7 @@ async def test_a_cordon_is_seen_in_decisions_and_by_gateways() -> None:
         await session.hello()
 
         async def placeable() -> set[str]:
-            return {one.instance_id for one in (await session.fleet()).pools["m"].instances}
+            return {instance.instance_id for instance in (await session.fleet()).pools["m"].instances}
 
         assert await placeable() == {"a", "b"}
         await order(client, "a", cordoned=True)
@@ -227,7 +230,7 @@ async def test_a_cordon_is_seen_in_decisions_and_by_gateways() -> None:
         for number in range(4):
             assert (await session.place(f"r{number}", 160)).step.instance.instance_id == "b"
         made = (await client.fleet.GetDecision(fleet_pb2.GetDecisionRequest(decision_id="r0"))).decision
-        assert {one.instance_id: (one.state, one.excluded) for one in made.candidates} == {
+        assert {candidate.instance_id: (candidate.state, candidate.excluded) for candidate in made.candidates} == {
             "a": (CORDONED, "cordoned"),
             "b": (READY, ""),
         }
@@ -236,7 +239,7 @@ async def test_a_cordon_is_seen_in_decisions_and_by_gateways() -> None:
         await order(client, "b", weight=0.0)
         asked = placement_pb2.PlacementRequest(request_id="x", model="m", input_tokens=160, session_id="s")
         would = (await client.fleet.Explain(fleet_pb2.ExplainRequest(request=asked))).decision
-        assert {one.instance_id: one.excluded for one in would.candidates} == {"a": "", "b": "canary"}
+        assert {candidate.instance_id: candidate.excluded for candidate in would.candidates} == {"a": "", "b": "canary"}
 
 
 async def test_orders_are_listed_in_pages_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +252,7 @@ async def test_orders_are_listed_in_pages_and_bounded(monkeypatch: pytest.Monkey
         seen = []
         while True:
             answer = await client.fleet.ListInstanceOrders(request)
-            seen.append([one.instance_id for one in answer.orders])
+            seen.append([order.instance_id for order in answer.orders])
             if not answer.next_page_token:
                 break
             request.page_token = answer.next_page_token

@@ -77,7 +77,7 @@ class Installed:
         """Name -> version of all that is installed with `extra`."""
         self.bin(extra)
         listed: list[dict[str, Any]] = json.loads(self.uv(extra, "list", "--format", "json"))
-        return {one["name"]: one["version"] for one in listed}
+        return {package["name"]: package["version"] for package in listed}
 
     def uv(self, extra: str, verb: str, *arguments: str | Path) -> str:
         return run(BIN / "uv", "pip", verb, "--python", self.folder / extra / "bin/python", *arguments)

@@ -122,8 +122,8 @@ async def test_a_killed_picker_breaks_its_own_streams_and_its_reservations_end(t
         await up.pickers[0].wait()
         go.set()
         ends = await asyncio.gather(*asking, return_exceptions=True)
-        assert any(isinstance(one, str) for one in ends), "the other picker's streams go on"
-        assert any(isinstance(one, BaseException) for one in ends), "nobody takes a broken stream for a whole one"
+        assert any(isinstance(end, str) for end in ends), "the other picker's streams go on"
+        assert any(isinstance(end, BaseException) for end in ends), "nobody takes a broken stream for a whole one"
         # Requests whose picker is dead are counted until its lease has ended.
         await up.idle()
         await eventually(lambda: up.stream("after"), "the other picker places alone")

@@ -76,7 +76,7 @@ async def test_pools_move_to_the_replica_that_joins_and_nothing_is_lost(tmp_path
                 async def counted() -> bool:
                     # A gateway may learn of a pool's new owner from the old one before the new owner has read the open requests.
                     instances = await client.instances()
-                    return {model for model, one in instances.items() if one.num_requests} == THEIRS
+                    return {model for model, instance in instances.items() if instance.num_requests} == THEIRS
 
                 await eventually(counted, "what is open counts at the pools' new owner")
             gateway.finish("held")

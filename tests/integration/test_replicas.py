@@ -48,8 +48,8 @@ async def test_the_naive_order_fails_the_same_storm() -> None:
 
     async def place(at: int, name: str) -> str:
         view = views[at % len(views)]
-        for one in log:
-            view.reservations.put(one)
+        for reservation in log:
+            view.reservations.put(reservation)
         decision = view.explain(request(name, tokens=BIG), 0.0)
         await asyncio.sleep(0)  # the write is on its way
         assert isinstance(decision, Decision)
@@ -149,7 +149,7 @@ async def test_open_streams_and_sessions_outlive_their_owner(tmp_path: Path) -> 
         async with fleet.client(other) as client:
             at = first.step.instance.instance_id
             assert at != lost
-            counts = {name: one.num_requests for name, one in (await client.instances()).items()}
+            counts = {name: instance.num_requests for name, instance in (await client.instances()).items()}
             assert (counts[at], counts[lost]) == (1, 1)
             # A request that a gateway repeats because the answer did not reach it goes to the same instance.
             again = Session(client, "h")
@@ -211,7 +211,7 @@ async def _three_more(gateways: list[Gateway]) -> list[str]:
     placed = await asyncio.gather(*(gateway.place(name) for gateway, name in pairs))
     for gateway, name in pairs:
         gateway.finish(name)
-    return [one.step.instance.instance_id for one in placed]
+    return [placement.step.instance.instance_id for placement in placed]
 
 
 async def test_an_empty_redis_replaces_the_one_that_died(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ async def test_an_idle_client_of_each_replica_sees_only_what_it_owns(tmp_path: P
         for name in fleet.routers:
             async with fleet.client(name) as client:
                 assert isinstance(client, Client)
-                total = sum(one.num_requests for one in (await client.instances()).values())
+                total = sum(instance.num_requests for instance in (await client.instances()).values())
                 assert total == (1 if name == owner else 0)
         fleet.gateways[0].finish("r")
         await fleet.idle()

@@ -16,8 +16,12 @@ async def until(client: Client, what: str, **wanted: object) -> fleet_pb2.Instan
     """Wait until the fields of instance `a` have these values."""
 
     async def check() -> fleet_pb2.InstanceStatus | None:
-        one = (await client.instances()).get("a")
-        return one if one is not None and all(getattr(one, name) == value for name, value in wanted.items()) else None
+        instance = (await client.instances()).get("a")
+        return (
+            instance
+            if instance is not None and all(getattr(instance, name) == value for name, value in wanted.items())
+            else None
+        )
 
     status = await eventually(check, what)
     assert isinstance(status, fleet_pb2.InstanceStatus)

@@ -172,14 +172,16 @@ async def test_what_another_version_has_written_is_taken_as_far_as_it_can_be_rea
     kept = {"older": older, "newer": {**older, "request_id": "newer", "colour": "red"}, "other": {"request_id": 7}}
     with redis_server(tmp_path) as (url, _):
         with redis.Redis.from_url(url) as client:
-            client.hset("pointsman:{default:m}:open", mapping={name: json.dumps(one) for name, one in kept.items()})
+            client.hset(
+                "pointsman:{default:m}:open", mapping={name: json.dumps(stored) for name, stored in kept.items()}
+            )
             client.hset("pointsman:{default:m}:mean_work", mapping={"work": json.dumps({"work": 7}), "idle": "[]"})
         async with running(redis_url=url, owner_lease_s=0.5) as (server, agent):
             await Report(agent).join("a")
 
             async def taken() -> bool:
                 found = server.router.state.reservations.of_pool("m")
-                return {one.request_id for one in found} == {"older", "newer"}
+                return {reservation.request_id for reservation in found} == {"older", "newer"}
 
             await eventually(taken, "what can be read is open")
 

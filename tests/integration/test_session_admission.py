@@ -119,5 +119,5 @@ async def test_work_under_way_is_not_parked(tmp_path: Path, monkeypatch: pytest.
             assert answer.status == 200
         async with http.post(f"{url}/v1/completions", json=asked("first")) as answer:
             assert answer.status == 200
-        reasons = [one.decision.request.admitted for one in server.router.decisions.newest(lambda _: True)]
-        assert [one and one.verdict.reason for one in reasons] == ["session", "parent", "tool_result", None]
+        reasons = [logged.decision.request.admitted for logged in server.router.decisions.newest(lambda _: True)]
+        assert [reason and reason.verdict.reason for reason in reasons] == ["session", "parent", "tool_result", None]

@@ -81,7 +81,9 @@ async def test_every_registered_policy_can_be_set_and_decides_under_its_name() -
                 request=placement_pb2.PlacementRequest(request_id="x", model="m", input_tokens=160, keys=KEYS)
             )
             would = (await client.fleet.Explain(asked)).decision
-            scores = {one.instance_id: one.score for one in would.candidates if one.HasField("score")}
+            scores = {
+                candidate.instance_id: candidate.score for candidate in would.candidates if candidate.HasField("score")
+            }
             chosen = would.steps[-1].instance.instance_id
             if would.HasField("margin"):
                 assert would.runner_up != chosen
@@ -89,7 +91,7 @@ async def test_every_registered_policy_can_be_set_and_decides_under_its_name() -
             await session.finish(f"r-{name}")
 
             async def free() -> bool:
-                return not any(one.num_requests for one in (await client.instances()).values())
+                return not any(instance.num_requests for instance in (await client.instances()).values())
 
             await eventually(free, "released")
         server.router.state.check_invariants()
@@ -109,7 +111,7 @@ async def test_numbers_words_and_switches_are_set_and_what_is_known_stays() -> N
         await session.place("next", 160, keys=KEYS, session_id="s")
         made = await decision(client, "next")
         assert (made.policy, made.session_owner) == (told, "b")
-        assert next(one for one in made.candidates if one.instance_id == "b").num_requests == 1
+        assert next(candidate for candidate in made.candidates if candidate.instance_id == "b").num_requests == 1
         assert (await decision(client, "open")).policy.name == DEFAULT_POLICY, (
             "a decision keeps the policy that made it"
         )
@@ -117,7 +119,7 @@ async def test_numbers_words_and_switches_are_set_and_what_is_known_stays() -> N
             await session.finish(name)
 
         async def free() -> bool:
-            return not any(one.num_requests for one in (await client.instances()).values())
+            return not any(instance.num_requests for instance in (await client.instances()).values())
 
         await eventually(free, "released")
         server.router.state.check_invariants()
@@ -157,7 +159,7 @@ async def test_what_cannot_be_set_names_the_field_and_changes_nothing(
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             bad = error_details_pb2.BadRequest()
             assert details_of(error.value)[1].Unpack(bad)
-            assert [one.field for one in bad.field_violations] == [field]
+            assert [violation.field for violation in bad.field_violations] == [field]
             assert said in bad.field_violations[0].description
         assert (await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy == before
 
@@ -169,17 +171,19 @@ async def test_what_if_counts_other_plans_and_sums_them_up() -> None:
         again = fleet_pb2.WhatIfRequest(last=10, policy=policy("adaptive_offload"))
         answer = await client.fleet.WhatIf(again)
         was = (await decision(client, "heavy")).steps[-1].instance.instance_id
-        [change] = [one for one in answer.changes if one.decision_id == (await decision(client, "heavy")).decision_id]
+        [change] = [
+            change for change in answer.changes if change.decision_id == (await decision(client, "heavy")).decision_id
+        ]
         assert (change.from_instance_id, change.to_instance_id) == (was, was), "the answer comes from the same instance"
         assert (change.from_mode, change.to_mode) == (
             fleet_pb2.PLACEMENT_MODE_COLOCATED,
             fleet_pb2.PLACEMENT_MODE_OFFLOAD,
         )
         assert change.to_prefill_instance_id not in ("", was)
-        assert answer.decided == 2 == sum(one.decided for one in answer.groups)
-        assert answer.changed == len(answer.changes) == sum(one.changed for one in answer.groups)
-        assert answer.cached_tokens_change == sum(one.cached_tokens_change for one in answer.groups)
-        heavy = next(one for one in answer.groups if one.route_class == fleet_pb2.ROUTE_CLASS_HEAVY)
+        assert answer.decided == 2 == sum(group.decided for group in answer.groups)
+        assert answer.changed == len(answer.changes) == sum(group.changed for group in answer.groups)
+        assert answer.cached_tokens_change == sum(group.cached_tokens_change for group in answer.groups)
+        heavy = next(group for group in answer.groups if group.route_class == fleet_pb2.ROUTE_CLASS_HEAVY)
         assert (heavy.decided, heavy.changed, heavy.reason) == (1, 1, change.reason)
         same = await client.fleet.WhatIf(fleet_pb2.WhatIfRequest(last=10, policy=policy("unified")))
         assert (same.decided, same.changed, len(same.changes)) == (2, 0, 0)
@@ -303,8 +307,8 @@ async def test_of_two_replicas_changes_on_one_policy_one_is_taken(tmp_path: Path
                 for each, name in ((one, "lmetric"), (two, "sticky"))
             ]
             answers = await asyncio.gather(*calls, return_exceptions=True)
-            refused = [one for one in answers if isinstance(one, grpc.aio.AioRpcError)]
-            assert [one.code() for one in refused] == [grpc.StatusCode.ABORTED]
+            refused = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
+            assert [error.code() for error in refused] == [grpc.StatusCode.ABORTED]
 
 
 async def test_replicas_share_a_policy_and_keep_it_over_restarts(tmp_path: Path) -> None:
@@ -369,7 +373,7 @@ async def test_a_policy_that_a_replica_does_not_know_changes_nothing(tmp_path: P
 
 async def test_a_drain_is_an_order_to_all_replicas_until_the_engine_restarts(tmp_path: Path) -> None:
     async def states(client: Client) -> dict[str, int]:
-        return {name: one.state for name, one in (await client.instances()).items()}
+        return {name: instance.state for name, instance in (await client.instances()).items()}
 
     def told(client: Client, **wanted: int) -> Any:
         async def check() -> bool:
@@ -392,7 +396,7 @@ async def test_a_drain_is_an_order_to_all_replicas_until_the_engine_restarts(tmp
                 await eventually(told(client, a=ready, b=ready), "both instances")
             # Two instances are drained at once, one at each replica: neither order undoes the other.
             answers = await asyncio.gather(drain(one, "a"), drain(two, "b"))
-            assert [(one.instance.state, one.this_replica_only) for one in answers] == [(draining, False)] * 2
+            assert [(answer.instance.state, answer.this_replica_only) for answer in answers] == [(draining, False)] * 2
             for client in (one, two):
                 await eventually(told(client, a=draining, b=draining), "both drain at both")
             assert (await drain(two, "b", resume=True)).instance.state == ready

@@ -78,8 +78,8 @@ async def converse(url: str, sessions: int = SESSIONS, turns: int = TURNS, salt:
 async def engines() -> AsyncIterator[list[EmulatedEngine]]:
     running = [await start(EmulateSettings(port=0, kv_blocks=KV_TOKENS // 16, max_model_len=32_000)) for _ in range(3)]
     yield running
-    for one in running:
-        await one.stop()
+    for process in running:
+        await process.stop()
 
 
 class Docs:
@@ -91,7 +91,7 @@ class Docs:
             "127.0.0.1:8080": self.front,
             "127.0.0.1:8090": self.shadow,
             "127.0.0.1:50051": self.router,
-            **{f"127.0.0.1:800{n}": one.url.removeprefix("http://") for n, one in enumerate(engines)},
+            **{f"127.0.0.1:800{n}": engine.url.removeprefix("http://") for n, engine in enumerate(engines)},
             "lab/pointsman_lab/data": str(Path("lab/pointsman_lab/data").absolute()),
         }
         self._folder = folder
@@ -108,7 +108,7 @@ class Docs:
         """The words of every `pointsman` command that begins with `beginning`."""
         lines = "\n".join(self.blocks("sh shadow")).replace("\\\n", " ").splitlines()
         words = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("pointsman ")]
-        return [one for one in words if tuple(one[: len(beginning)]) == beginning]
+        return [command for command in words if tuple(command[: len(beginning)]) == beginning]
 
     def process(self, name: str, words: list[str], *more: str) -> Process:
         """A command's process."""
@@ -168,13 +168,13 @@ async def test_it_says_what_really_comes(engines: list[EmulatedEngine], tmp_path
     pointsman = docs.process("gateway", ["gateway", "--listen", gateway_address, "--routers", docs.router])
     report_url, front, gateway = f"http://{docs.shadow}/report", f"http://{docs.front}", f"http://{gateway_address}"
     try:
-        for one in (shadow, *others):
-            one.start()
+        for process in (shadow, *others):
+            process.start()
         await answered(report_url, lambda told: len(told.get("models", {}).get(MODEL, {}).get("engines", ())) == 3)
         as_it_is = await converse(front)
         assert as_it_is.answers == SESSIONS * TURNS
         # Nothing but the clients' requests has reached an engine's model.
-        assert sum(one.model.counters.prefix_cache_queries for one in engines) == as_it_is.prompt_tokens
+        assert sum(engine.model.counters.prefix_cache_queries for engine in engines) == as_it_is.prompt_tokens
         now = (await answered(report_url, lambda told: bool(told) and told["now"]["placed"] == as_it_is.answers))["now"]
         # The cached tokens computed from the engines' KV events equal those that the engines reported in their answers, but for
         # the requests about which a busy machine's shadow asks when their own prompts are already cached.
@@ -236,8 +236,12 @@ async def test_it_says_what_really_comes(engines: list[EmulatedEngine], tmp_path
         assert model["counterfactual"]["cached_tokens"] == pytest.approx(really.cached_tokens, abs=gain / 2)
         assert model["saved_tokens"] > gain / 2
     compared = [json.loads(line) for line in (tmp_path / "compared.jsonl").read_text().splitlines()]
-    assert sum(one["recorded"]["cached_tokens"] for one in compared) == found[1]["recorded"]["cached_tokens"]
-    assert {one["recorded"]["instance"] for one in compared} == {one.url.removeprefix("http://") for one in engines}
+    assert (
+        sum(comparison["recorded"]["cached_tokens"] for comparison in compared) == found[1]["recorded"]["cached_tokens"]
+    )
+    assert {comparison["recorded"]["instance"] for comparison in compared} == {
+        engine.url.removeprefix("http://") for engine in engines
+    }
     # The recorded files contain no text of a request.
     assert all(
         "brief" not in (tmp_path / name).read_text()

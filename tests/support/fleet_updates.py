@@ -16,11 +16,11 @@ def fleet_update(before: placement_pb2.Fleet, after: placement_pb2.Fleet) -> pla
 
 
 def _pool_update(before: placement_pb2.Pool | None, after: placement_pb2.Pool) -> placement_pb2.PoolUpdate:
-    known = {one.instance_id: one for one in before.instances} if before is not None else {}
+    known = {instance.instance_id: instance for instance in before.instances} if before is not None else {}
     update = placement_pb2.PoolUpdate(
         model=after.model,
-        instances=[one for one in after.instances if known.get(one.instance_id) != one],
-        removed_instance_ids=sorted(known.keys() - {one.instance_id for one in after.instances}),
+        instances=[instance for instance in after.instances if known.get(instance.instance_id) != instance],
+        removed_instance_ids=sorted(known.keys() - {instance.instance_id for instance in after.instances}),
     )
     if before is None or _description(before) != _description(after):
         update.description.CopyFrom(_description(after))

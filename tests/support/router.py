@@ -47,7 +47,7 @@ class Client:
 
     async def instances(self) -> dict[str, fleet_pb2.InstanceStatus]:
         answer = await self.fleet.ListInstances(fleet_pb2.ListInstancesRequest(), metadata=self.metadata)
-        return {one.instance.instance_id: one for one in answer.instances}
+        return {instance.instance.instance_id: instance for instance in answer.instances}
 
 
 class Report:

@@ -84,11 +84,11 @@ class CheckedLoad:
 
     def counts(self) -> Counter[str]:
         """Return how often each outcome has occurred."""
-        return Counter(one.outcome for one in self.asked if one.ended_at)
+        return Counter(request.outcome for request in self.asked if request.ended_at)
 
     def failures(self) -> list[ClientRequest]:
         """Return the requests without a whole answer."""
-        return [one for one in self.asked if one.outcome != "whole"]
+        return [request for request in self.asked if request.outcome != "whole"]
 
     async def _client(self) -> None:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as http:
@@ -112,12 +112,12 @@ class CheckedLoad:
             "stream_options": {"include_usage": True},
         }
         for again in itertools.count():
-            one = ClientRequest(f"q{number}.{again}", time.monotonic())
-            self.asked.append(one)
-            headers = {"X-Request-ID": one.request_id, "X-Session-ID": turn.session}
-            await self._ask(http, one, body if body["stream"] else _whole(body), headers, wanted)
-            one.ended_at = time.monotonic()
-            if one.outcome != "reset":
+            request = ClientRequest(f"q{number}.{again}", time.monotonic())
+            self.asked.append(request)
+            headers = {"X-Request-ID": request.request_id, "X-Session-ID": turn.session}
+            await self._ask(http, request, body if body["stream"] else _whole(body), headers, wanted)
+            request.ended_at = time.monotonic()
+            if request.outcome != "reset":
                 break
             await asyncio.sleep(0.1)
 
@@ -130,7 +130,7 @@ class CheckedLoad:
     async def _ask(
         self,
         http: aiohttp.ClientSession,
-        one: ClientRequest,
+        request: ClientRequest,
         body: dict[str, Any],
         headers: dict[str, str],
         wanted: str | None,
@@ -143,15 +143,15 @@ class CheckedLoad:
         except TimeoutError:
             return
         except (aiohttp.ClientError, OSError) as error:
-            one.outcome, one.detail = "broken" if status else "reset", repr(error)
+            request.outcome, request.detail = "broken" if status else "reset", repr(error)
             return
         if status in PROPER_ERRORS:
-            one.outcome, one.detail = str(status), json.loads(text)["error"]["message"]
+            request.outcome, request.detail = str(status), json.loads(text)["error"]["message"]
         elif status != 200:
-            one.outcome, one.detail = "wrong", f"{status}: {text}"
+            request.outcome, request.detail = "wrong", f"{status}: {text}"
         else:
             told = json.loads(text) if not body["stream"] else text
-            one.outcome, one.detail = _read(told, body["max_tokens"], wanted)
+            request.outcome, request.detail = _read(told, body["max_tokens"], wanted)
 
 
 def _whole(body: dict[str, Any]) -> dict[str, Any]:

@@ -329,5 +329,5 @@ def test_a_reply_of_redis_takes_as_long_as_its_size_asks_for() -> None:
 
 def test_some_seeds_stand_for_large_fleets() -> None:
     drawn = [draw(random.Random(seed)) for seed in range(200)]
-    assert 20 < sum(one.large for one in drawn) < 60
-    assert max(one.sessions for one in drawn) == LARGEST.sessions
+    assert 20 < sum(declared.large for declared in drawn) < 60
+    assert max(declared.sessions for declared in drawn) == LARGEST.sessions

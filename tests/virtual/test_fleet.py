@@ -60,12 +60,12 @@ def test_nothing_is_lost_left_or_hung_whatever_happens() -> None:
         for first, end in ranges
     ]
     try:
-        told = [one.communicate()[0] for one in runs]
+        told = [run.communicate()[0] for run in runs]
     finally:
-        for one in runs:
-            with one:
-                one.kill()
-    assert [one.returncode for one in runs] == [0, 0], "\n".join(told)
+        for run in runs:
+            with run:
+                run.kill()
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(told)
 
 
 @pytest.mark.timeout(1_300)
@@ -200,7 +200,7 @@ def test_a_clock_of_redis_that_is_set_back_keeps_no_dead_router_alive() -> None:
         taken = other.owner("m")
         assert taken is not None
         assert taken.router_id != owner.router_id
-        assert [one.router_id for one in other.replicas()] == [taken.router_id]
+        assert [replica.router_id for replica in other.replicas()] == [taken.router_id]
 
     virtually(work())
 
@@ -240,7 +240,7 @@ def test_no_order_is_lost_however_redis_fails(seed: int) -> None:
             if rng.random() < 0.1:
                 redis.wipe()
             # Orders of one instance are sent one after the other, orders of several instances concurrently to any replicas.
-            told = {f"i{rng.randrange(4)}": (number * 3 + one + 1) / 100 for one in range(3)}
+            told = {f"i{rng.randrange(4)}": (number * 3 + index + 1) / 100 for index in range(3)}
             await asyncio.gather(*(tell(rng.choice(sorted(stores)), *each) for each in told.items()))
             wanted |= told
             await asyncio.sleep(rng.choice([0.01, 0.1, 2.0]))
@@ -383,21 +383,25 @@ class ScriptedRouter:
 
     def finished(self) -> list[tuple[str, int]]:
         """Return the received ends of requests."""
-        return [(one.finished.request_id, one.finished.outcome) for one in self.heard if one.HasField("finished")]
+        return [
+            (message.finished.request_id, message.finished.outcome)
+            for message in self.heard
+            if message.HasField("finished")
+        ]
 
     def asked(self) -> list[str]:
         """Return the ids of the received placement requests."""
-        return [one.place.request_id for one in self.heard if one.HasField("place")]
+        return [message.place.request_id for message in self.heard if message.HasField("place")]
 
 
 async def two_routers() -> tuple[RouterClient, ScriptedRouter, ScriptedRouter]:
     """Return a gateway's client that is connected to two routers, and the routers. The first owns the pool."""
     network = Network(random.Random(1))
     routers = ScriptedRouter("r0", network), ScriptedRouter("r1", network)
-    for one in routers:
-        method = Method(one.session, pb.SessionRequest.FromString)
+    for router in routers:
+        method = Method(router.session, pb.SessionRequest.FromString)
         network.listen(
-            f"{one.router_id}:1", Node(one.router_id), {"/pointsman.router.v1.PlacementService/Session": method}
+            f"{router.router_id}:1", Node(router.router_id), {"/pointsman.router.v1.PlacementService/Session": method}
         )
 
     def dial(address: str) -> Any:
@@ -491,6 +495,6 @@ def test_an_owner_that_took_its_pool_again_is_told_anew_what_is_open() -> None:
         await first.owner("r0", 3)
         await asyncio.sleep(0.5)
         # At the stream's beginning, when the router was first named as owner, and now.
-        assert [one.HasField("hello") for one in first.heard] == [True, True, True]
+        assert [message.HasField("hello") for message in first.heard] == [True, True, True]
 
     virtually(work())

@@ -143,7 +143,7 @@ def pair(model_folder: str, layers: int, make: Callable[..., Worker] = Worker, *
         mock.patch.multiple(upstream, **stand_ins),
         mock.patch.object(torch.accelerator, "current_device_index", return_value=0),
     ):
-        made = [make(one, config, name, cache_config) for one, name in ((stream, "P"), (None, "D"))]
+        made = [make(stream, config, name, cache_config) for stream, name in ((stream, "P"), (None, "D"))]
         caches = []
         for worker in made:
             # K and V of a head side by side, as the CPU backend has them.
@@ -269,7 +269,9 @@ class Pair:
         computed = transfer.computed
         assert computed is not None
         self._until(
-            lambda: self._in_sender(lambda: all(one.delivery.done(computed) for one in transfer.receivers.values()))
+            lambda: self._in_sender(
+                lambda: all(receiver.delivery.done(computed) for receiver in transfer.receivers.values())
+            )
         )
         self.end(transfer_id, blocks)
         self._until(transfer.scheduler_confirmed.is_set)
@@ -332,7 +334,7 @@ class Pair:
         deadline = time.monotonic() + WITHIN_S
         while not condition():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"threads: {[one.name for one in threading.enumerate()]}")
+                raise TimeoutError(f"threads: {[thread.name for thread in threading.enumerate()]}")
             time.sleep(0.002)
 
 
@@ -381,10 +383,10 @@ def checksum_ms(model_folder: str, layers: int, rounds: int) -> dict[str, float]
             began = time.thread_time()
             sums.of(range(number % 10, number % 10 + blocks)).tolist()
             taken.append(time.thread_time() - began)
-        one = next(iter(both.target.values()))
+        layer = next(iter(both.target.values()))
         return {
             "ms": statistics.median(taken) * 1e3,
-            "mib": blocks * layers * one[0].nbytes / 2**20,
+            "mib": blocks * layers * layer[0].nbytes / 2**20,
         }
 
 

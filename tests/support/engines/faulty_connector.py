@@ -94,7 +94,7 @@ class FaultyWorker(LayerwiseWorker):
             envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT = faults().get("expires_s", timeout)
             state = {
                 "transfers": len(self._transfers),
-                "receivers": sum(len(one.receivers) for one in self._transfers.values()),
+                "receivers": sum(len(transfer.receivers) for transfer in self._transfers.values()),
                 "transfer_of": len(self._transfer_of),
                 "done_sending": len(self._done_sending),
                 "may_free": len(self._may_free),

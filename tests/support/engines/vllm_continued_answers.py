@@ -36,10 +36,10 @@ PROMPT = "a prompt"
 def tokenizer() -> Any:
     """A token for each byte, and one for each special text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={one: at for at, one in enumerate(alphabet)}, merges=[]))
+    inner = Tokenizer(models.BPE(vocab={character: at for at, character in enumerate(alphabet)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    inner.add_tokens([AddedToken(one, normalized=False) for one in SPECIAL])
+    inner.add_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
     return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
@@ -123,13 +123,13 @@ class Server:
         assert total
         metadata = RequestResponseMetadata(request_id="r")
         if self._api == "responses":
-            return [one async for one in self._response_events(request, params, outputs(), metadata)]
+            return [event async for event in self._response_events(request, params, outputs(), metadata)]
         events = self.serving.chat_completion_stream_generator(
             request, outputs(), "r", "m", [], self.tokenizer, metadata, {}
         )
         if self._api == "messages":
             events = self.serving.message_stream_converter(events)
-        return [one async for one in events]
+        return [event async for event in events]
 
     def _request(self, told: str, stop: list[str]) -> Any:
         asked: dict[str, Any] = {"model": "m", "stream": True, "stop": stop, "vllm_xargs": {"pointsman_answer": told}}
@@ -222,9 +222,9 @@ def gist_of_responses(events: list[str]) -> dict[str, Any]:
                 assert response["id"] == found["id"]
                 found["usage"], found["output"] = response["usage"], response["output"]
             case kind if kind.endswith(".delta"):
-                one = found["items"][str(event["output_index"])]
-                assert one[1] == event["item_id"], "a part of an item with another id"
-                one[3] += event["delta"]
+                output_item = found["items"][str(event["output_index"])]
+                assert output_item[1] == event["item_id"], "a part of an item with another id"
+                output_item[3] += event["delta"]
     found["order"] = [kind for kind, _ in itertools.groupby(found["order"])]
     return found
 
@@ -280,5 +280,5 @@ def cut_everywhere(asked: dict[str, Any]) -> dict[str, Any]:
 def untold(asked: dict[str, Any]) -> list[str]:
     """The events of an answer that no other engine could continue, because of the engine's own defaults."""
     server = Server(asked["api"], None, None)
-    script = [[one] for one in server.tokenizer.encode("one two<|im_end|>")]
+    script = [[token] for token in server.tokenizer.encode("one two<|im_end|>")]
     return asyncio.run(server.stream(script, "", [], presence_penalty=0.5))

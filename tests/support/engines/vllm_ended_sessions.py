@@ -48,15 +48,15 @@ class Chunks:
 
     def kept(self, words: list[str]) -> list[str]:
         """Return those of the chunks that are there."""
-        return [one for one in words if self.manager._policy.get(make_offload_key(one.encode(), 0)) is not None]
+        return [word for word in words if self.manager._policy.get(make_offload_key(word.encode(), 0)) is not None]
 
 
 def hits(policy: str, chunks: int, requests: list[dict[str, Any]]) -> list[int]:
     """Return the number of loaded chunks of each request, one after another."""
     store = Chunks(policy, chunks)
     found = []
-    for number, one in enumerate(requests):
-        found.append(store.begin(str(number), one["words"], one["last"]))
+    for number, request in enumerate(requests):
+        found.append(store.begin(str(number), request["words"], request["last"]))
         store.end(str(number))
     return found
 

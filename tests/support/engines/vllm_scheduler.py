@@ -141,11 +141,13 @@ class Runner:
     def step(self, requests: dict[str, Any]) -> dict[str, Any]:
         scheduler = self.scheduler
         self.preempted.clear()
-        before = {name: one.status for name, one in scheduler.requests.items()}
+        before = {name: request.status for name, request in scheduler.requests.items()}
         output = scheduler.schedule()
         loading = RequestStatus.WAITING_FOR_REMOTE_KVS
         awaited = [
-            name for name, one in scheduler.requests.items() if one.status == loading and before[name] != loading
+            name
+            for name, request in scheduler.requests.items()
+            if request.status == loading and before[name] != loading
         ]
         events = self.events()
         sampled, ids = [], list(output.num_scheduled_tokens)

@@ -173,7 +173,9 @@ class FakeEngine:
         assert "Authorization" not in request.headers, "the engine's API key is not for the bootstrap server"
         if not self.engine_ids:
             raise web.HTTPServiceUnavailable
-        return web.json_response({str(rank): {"engine_id": one} for rank, one in enumerate(self.engine_ids)})
+        return web.json_response(
+            {str(rank): {"engine_id": engine_id} for rank, engine_id in enumerate(self.engine_ids)}
+        )
 
     async def _sources(self, request: web.Request) -> web.Response:
         # Only rank 0 has sockets here. That suffices to test where the agent looks for the other ranks' events.

@@ -114,10 +114,10 @@ class FakeKubernetes:
         if request.query.get("watch") == "True":
             return await self._watch(request)
         items = [
-            one
-            for one in self.slices.values()
+            endpoint_slice
+            for endpoint_slice in self.slices.values()
             if request.query["labelSelector"]
-            == f"kubernetes.io/service-name={one['metadata']['labels']['kubernetes.io/service-name']}"
+            == f"kubernetes.io/service-name={endpoint_slice['metadata']['labels']['kubernetes.io/service-name']}"
         ]
         return web.json_response(
             {

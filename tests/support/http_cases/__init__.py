@@ -59,16 +59,16 @@ def load(model: str) -> list[HttpCase]:
     macros |= {"JSON": body, "N": str(len(body)), "X": f"{len(body):X}", "LENGTH": str(len(macros["SMUGGLED"]))}
     return [
         HttpCase(
-            one["id"],
+            case["id"],
             group,
-            one["want"],
-            one["rfc"],
-            one["from"],
-            _expanded(one["send"], macros).encode("latin-1"),
-            one.get("answers", 1),
+            case["want"],
+            case["rfc"],
+            case["from"],
+            _expanded(case["send"], macros).encode("latin-1"),
+            case.get("answers", 1),
         )
         for group, cases in told.items()
-        for one in cases["cases"]
+        for case in cases["cases"]
     ]
 
 
@@ -88,7 +88,7 @@ def answers_in(data: bytes, *, head: bool, ended: bool) -> list[int]:
     while (end := data.find(b"\r\n\r\n")) >= 0:
         fields = data[:end].decode("latin-1").lower().split("\r\n")
         status, data = int(fields[0].split(" ")[1]), data[end + 4 :]
-        length = next((int(one[15:]) for one in fields if one.startswith("content-length:")), None)
+        length = next((int(field[15:]) for field in fields if field.startswith("content-length:")), None)
         if status < 200:
             continue
         if (head and not statuses) or status in (204, 304):

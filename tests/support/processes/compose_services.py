@@ -51,7 +51,7 @@ class Stack:
 
     def local(self, name: str, text: str) -> str:
         """Return `text` of service `name` with this machine's paths, addresses and ports."""
-        for mount, here in sorted(self._mounts(name).items(), key=lambda one: -len(one[0])):
+        for mount, here in sorted(self._mounts(name).items(), key=lambda item: -len(item[0])):
             text = re.sub(rf"(?<![\w./-]){re.escape(mount)}(?![\w-])", str(here), text)
         for (service, port), own in self.ports.items():
             text = re.sub(rf"(?<![\w.-]){service}:{port}\b", f"127.0.0.1:{own}", text)
@@ -196,7 +196,7 @@ async def compose_stack(
         inside |= {str(v) for k, v in service.get("environment", {}).items() if k.endswith("_PORT")}
         for port in sorted(inside):
             here = free_port()
-            stack.ports |= {(one, port): here for one in compose.names(name, service)}
+            stack.ports |= {(alias, port): here for alias in compose.names(name, service)}
     (folder / "bin").mkdir()
     for program in ("redis-server", "redis-cli"):
         # Debian's program is preferred: the one of the Python environment has no TLS.

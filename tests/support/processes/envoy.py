@@ -176,7 +176,7 @@ def _engines(settings: EnvoySettings) -> Mapping[str, Any]:
         "type": "STATIC",
         "connect_timeout": "1s",
         "load_balancing_policy": {"policies": [{"typed_extension_config": override}]},
-        "load_assignment": _assignment("engines", [one.rpartition(":")[::2] for one in settings.endpoints]),
+        "load_assignment": _assignment("engines", [endpoint.rpartition(":")[::2] for endpoint in settings.endpoints]),
         "circuit_breakers": {"thresholds": [{"max_requests": settings.most_requests}]},
     }
 

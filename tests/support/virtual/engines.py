@@ -174,7 +174,9 @@ class Engine:
 
     def _engine_of(self, transfer: dict[str, Any]) -> Engine | None:
         """Return the engine that keeps the KV of a transfer, or None if it does not run."""
-        return next((one for one in self.peers if one.up and one.incarnation == transfer.get("remote_engine_id")), None)
+        return next(
+            (peer for peer in self.peers if peer.up and peer.incarnation == transfer.get("remote_engine_id")), None
+        )
 
     def _store(self, tokens: list[int], names: list[int]) -> None:
         first = next((at for at, name in enumerate(names) if name not in self.cache), len(names))
