@@ -78,7 +78,7 @@ def stream(
     disturb: Callable[[ControlPlane, Engine], None] = killed,
 ) -> Streamed:
     """Stream an answer; after so many chunks disturb the engine that gives it."""
-    told = Streamed()
+    streamed = Streamed()
     chat = "messages" in body
     with plane.client() as client:
         create: Any = (client.chat.completions if chat else client.completions).with_raw_response.create
@@ -87,24 +87,24 @@ def stream(
         for number, chunk in enumerate(raw.parse()):
             if number == after:
                 disturb(plane, engine)
-            told.ids.add(chunk.id)
+            streamed.ids.add(chunk.id)
             if chunk.usage:
-                told.usage = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+                streamed.usage = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
             for choice in chunk.choices:
-                _add(told, choice, chat=chat)
-    return told
+                _add(streamed, choice, chat=chat)
+    return streamed
 
 
-def _add(told: Streamed, choice: Any, *, chat: bool) -> None:
-    told.finish_reason = choice.finish_reason or told.finish_reason
+def _add(streamed: Streamed, choice: Any, *, chat: bool) -> None:
+    streamed.finish_reason = choice.finish_reason or streamed.finish_reason
     if not chat:
-        told.text += choice.text
+        streamed.text += choice.text
         return
-    told.roles += bool(choice.delta.role)
-    told.text += choice.delta.content or ""
+    streamed.roles += bool(choice.delta.role)
+    streamed.text += choice.delta.content or ""
     for call in choice.delta.tool_calls or ():
-        name, arguments = told.calls.setdefault(call.index, ["", ""])
-        told.calls[call.index] = [name + (call.function.name or ""), arguments + (call.function.arguments or "")]
+        name, arguments = streamed.calls.setdefault(call.index, ["", ""])
+        streamed.calls[call.index] = [name + (call.function.name or ""), arguments + (call.function.arguments or "")]
 
 
 def whole_again(plane: ControlPlane) -> None:
@@ -151,10 +151,10 @@ def test_a_message_goes_on_for_anthropics_client(fleet: ControlPlane) -> None:
             for number, _ in enumerate(streamed):
                 if number == kill_after:
                     killed(fleet, engine)
-            told = streamed.get_final_message()
-        [block] = told.content
+            final = streamed.get_final_message()
+        [block] = final.content
         assert block.type == "text"
-        return block.text, told.stop_reason, told.usage.input_tokens, told.usage.output_tokens
+        return block.text, final.stop_reason, final.usage.input_tokens, final.usage.output_tokens
 
     undisturbed = message()
     assert undisturbed[3] == TOKENS

@@ -63,9 +63,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("gpu")
     model = make_model(folder / "model", maker="coder_model.py")
     settings = "k8s/components/settings/engine.env"
-    told, changed = re.subn("(?m)^MAX_MODEL_LEN=.*", f"MAX_MODEL_LEN={CONTEXT}", (DEPLOY / settings).read_text())
+    settings_text, changed = re.subn(
+        "(?m)^MAX_MODEL_LEN=.*", f"MAX_MODEL_LEN={CONTEXT}", (DEPLOY / settings).read_text()
+    )
     assert changed == 1
-    cluster_objects = check_deploy.render(DEPLOY / "k8s/overlays/gpu", files={settings: told})
+    cluster_objects = check_deploy.render(DEPLOY / "k8s/overlays/gpu", files={settings: settings_text})
     port = free_port()
     cluster = Cluster(cluster_objects, folder, f"http://127.0.0.1:{port}")
     name = (cluster.data("ConfigMap", "engine") or {})["MODEL"]
@@ -93,13 +95,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture
 def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
     """A client as somebody creates it who was given an address and a key."""
-    told = _told(cluster, _gateway(cluster).url("http"))
+    arguments = _client_arguments(cluster, _gateway(cluster).url("http"))
     # Without this machine's proxies.
-    with openai.DefaultHttpxClient(trust_env=False) as http, openai.OpenAI(**told, http_client=http) as client:
+    with openai.DefaultHttpxClient(trust_env=False) as http, openai.OpenAI(**arguments, http_client=http) as client:
         yield client
 
 
-def _told(cluster: Cluster, url: str) -> dict[str, Any]:
+def _client_arguments(cluster: Cluster, url: str) -> dict[str, Any]:
     return {"base_url": f"{url}/v1", "api_key": cluster.secret("api-keys", "api-keys").strip().partition(":")[2]}
 
 
@@ -264,7 +266,7 @@ async def _service(cluster: Cluster, pod: Pod) -> AsyncIterator[tuple[Link, open
     try:
         async with (
             openai.DefaultAsyncHttpxClient(trust_env=False) as http,
-            openai.AsyncOpenAI(**_told(cluster, f"http://{service.address}"), http_client=http) as client,
+            openai.AsyncOpenAI(**_client_arguments(cluster, f"http://{service.address}"), http_client=http) as client,
         ):
             yield service, client
     finally:

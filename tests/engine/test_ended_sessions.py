@@ -88,8 +88,8 @@ def test_any_order_of_requests_is_carried_out(vllm: Vllm, seed: int) -> None:
             under_way.append(str(number))
             actions.append(["begin", str(number), chain(draw.choice(words)), draw.random() < 0.3])
     for policy in ("ended_first", "lru"):
-        told = vllm.ask(STORY, {"policy": policy, "chunks": chunks, "actions": actions, "words": words})
-        for state in told:
+        states = vllm.ask(STORY, {"policy": policy, "chunks": chunks, "actions": actions, "words": words})
+        for state in states:
             assert set(state["in_use"]) <= set(state["kept"])
             assert max(len(state["kept"]), state["own"]) <= chunks
             assert all(key not in state["kept"] for removed, keys in state["events"][-1:] if removed for key in keys)
@@ -128,8 +128,10 @@ def test_vllms_scheduler_passes_the_mark_of_a_last_request_to_the_policy(vllm: V
         ("lru", {}),
         ("ended", {"eviction_policy": "EndedFirst", "cache_policy_module_path": "pointsman_connector.ended_first"}),
     ):
-        told = vllm.ask(PLAY, {"model": str(model_folder), "asked": asked | {"settings": settings}, "actions": actions})
-        kept[policy] = ["".join("+" if host else "-" for _, host in prompt) for prompt in told[-1]["blocks"]]
+        steps = vllm.ask(
+            PLAY, {"model": str(model_folder), "asked": asked | {"settings": settings}, "actions": actions}
+        )
+        kept[policy] = ["".join("+" if host else "-" for _, host in prompt) for prompt in steps[-1]["blocks"]]
     assert kept["ended"][0] == "+++", "the session that goes on"
     assert kept["ended"][2] == "+++--", "the tail of the ended one made room"
     assert kept["lru"][0] != "+++"

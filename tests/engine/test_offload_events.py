@@ -51,11 +51,11 @@ def test_offloaded_chunks_are_known_as_they_are(
         "kv_blocks": 12,
         "cpu_chunks": 12,
     }
-    told = vllm.ask(PLAY, {"model": str(model_folder), "asked": asked, "actions": actions})
+    steps = vllm.ask(PLAY, {"model": str(model_folder), "asked": asked, "actions": actions})
     cached_blocks = CachedBlocks("m", capacity_blocks=12)
     run: list[dict[str, Any]] = []
     hosted = 0
-    for action, done in zip(actions, told, strict=True):
+    for action, done in zip(actions, steps, strict=True):
         for payload in done["batches"]:
             cached_blocks.apply(decode_batch(bytes.fromhex(payload)).events)
             cached_blocks.check()

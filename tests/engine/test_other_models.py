@@ -270,21 +270,21 @@ def test_texts_are_ranked_scored_and_pooled(plane: ControlPlane, pair: list[Engi
     for path, body in bodies.items():
         ours, theirs = (ask(url + path, {"model": VECTORS, **body}) for url in (plane.gateway_url, pair[1].url))
         assert ours.status == theirs.status == 200, ours.text
-        ours_told, theirs_told = ours.json(), theirs.json()
-        assert ours_told["usage"] == theirs_told["usage"]
-        assert _figures(ours_told) == pytest.approx(_figures(theirs_told), abs=1e-4)
+        our_answer, their_answer = ours.json(), theirs.json()
+        assert our_answer["usage"] == their_answer["usage"]
+        assert _figures(our_answer) == pytest.approx(_figures(their_answer), abs=1e-4)
         if "rerank" in path:
-            assert ours_told["results"][0]["document"]["text"] == one
+            assert our_answer["results"][0]["document"]["text"] == one
 
 
-def _figures(told: Any) -> list[float]:
+def _figures(answer: Any) -> list[float]:
     """All numbers that an answer has for its texts, in their order."""
-    if isinstance(told, dict):
-        kept = [told[name] for name in ("results", "data", "relevance_score", "score", "index") if name in told]
+    if isinstance(answer, dict):
+        kept = [answer[name] for name in ("results", "data", "relevance_score", "score", "index") if name in answer]
         return [figure for value in kept for figure in _figures(value)]
-    if isinstance(told, list):
-        return [figure for value in told for figure in _figures(value)]
-    return [float(told)]
+    if isinstance(answer, list):
+        return [figure for value in answer for figure in _figures(value)]
+    return [float(answer)]
 
 
 def test_each_model_has_its_own_apis(plane: ControlPlane, client: openai.OpenAI) -> None:

@@ -39,13 +39,13 @@ async def test_a_log_of_requests_that_another_router_dealt(
             messages = [*messages, assistant(answer["choices"][0]["message"]["content"]), user(fresh_words(60))]
             talks[talks.index(body["messages"])] = messages
     (tmp_path / "log").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    told = ReadSettings(
+    settings = ReadSettings(
         log=tmp_path / "log",
         tokenizers=[f"{SERVED_NAME}={model_folder}"],
         kv_capacity_tokens=8_192,
         compared=tmp_path / "compared",
     )
-    reader = LogReader(told)
+    reader = LogReader(settings)
     await reader.run()
 
     found = reader.comparison.summaries()[SERVED_NAME]

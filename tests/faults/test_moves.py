@@ -59,9 +59,9 @@ async def drain(fleet: Fleet, instance: str, *flags: str) -> str:
     router = f"127.0.0.1:{fleet.ports['r0']}"
     argv = pointsman_command("drain", instance, "--router", router, *flags)
     process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
-    told, _ = await process.communicate()
-    assert process.returncode == 0, told
-    return told.decode()
+    output, _ = await process.communicate()
+    assert process.returncode == 0, output
+    return output.decode()
 
 
 async def test_answers_go_on_while_their_engine_is_emptied(fleet: Fleet) -> None:
@@ -80,10 +80,10 @@ async def test_answers_go_on_while_their_engine_is_emptied(fleet: Fleet) -> None
             async with fleet.router("r0") as router:
                 stub: Any = router
                 await stub.Drain(fleet_pb2.DrainRequest(instance_id=source, move=True))
-            told = await drain(fleet, source, "--move", "--wait", f"{WAIT_S}")
+            output = await drain(fleet, source, "--move", "--wait", f"{WAIT_S}")
         finally:
             await drain(fleet, source, "--resume")
-        assert f"{source} is DRAINING, 0 requests open" in told.splitlines()[-1]
+        assert f"{source} is DRAINING, 0 requests open" in output.splitlines()[-1]
     assert await continued(fleet) > before
     async with asyncio.TaskGroup() as asking:
         for number, streamed in enumerate(again):

@@ -407,9 +407,9 @@ async def test_a_restart_makes_every_rank_a_new_incarnation(
             engine.process_start = 2000.0
             await engine.start()
             await eventually(lambda: len(router.streams) == 4, "hellos of the next process")
-        told = [(stream.hello.instance.instance_id, stream.hello.instance.incarnation) for stream in router.streams]
+        lives = [(stream.hello.instance.instance_id, stream.hello.instance.incarnation) for stream in router.streams]
         names = [f"{name_of(engine)}/{rank}" for rank in (0, 1)]
-        assert set(told) == {(name, incarnation) for name in names for incarnation in ("1000.000", "2000.000")}
+        assert set(lives) == {(name, incarnation) for name in names for incarnation in ("1000.000", "2000.000")}
     finally:
         await engine.stop()
 

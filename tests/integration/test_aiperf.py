@@ -66,16 +66,16 @@ def test_sessions_played_by_aiperf_are_kept_and_counted_alike(tmp_path: Path) ->
     asked: dict[str, list[Any]] = {}
     for record in sorted(played, key=lambda record: int(record["metadata"]["turn_index"])):
         asked.setdefault(record["metadata"]["x_correlation_id"], []).append(record["metrics"])
-    told = {
+    decided = {
         session: list(of)
         for session, of in groupby(
             sorted(placed, key=lambda decision: decision.session_id), lambda decision: decision.session_id
         )
     }
-    assert asked.keys() == told.keys()
-    assert len(told) == SESSIONS
+    assert asked.keys() == decided.keys()
+    assert len(decided) == SESSIONS
     wanted = {session: list(of) for session, of in groupby(lines, lambda line: line["session_id"])}
-    for session, turns in told.items():
+    for session, turns in decided.items():
         for metrics, decision in zip(asked[session], turns, strict=True):
             done = decision.finished
             counted = {

@@ -59,11 +59,11 @@ async def test_the_model_is_true_to_itself(tmp_path: Path, monkeypatch: pytest.M
         await asyncio.to_thread(run, settings)
     finally:
         await engine.stop()
-    told = json.loads((out / "calibration.json").read_text())
+    calibration = json.loads((out / "calibration.json").read_text())
     known = {"block_size": 16, "kv_blocks": 1_000, "max_model_len": 4_096, "max_num_batched_tokens": 8_192}
-    assert told["engine"] == known
-    assert len(told["loads"]) == 2
-    for figures in told["loads"].values():
+    assert calibration["engine"] == known
+    assert len(calibration["loads"]) == 2
+    for figures in calibration["loads"].values():
         # The second load finds no blocks of the first one, and what is cached does not depend on time.
         assert figures["cached tokens"]["error"] == 0
         assert figures["cached tokens"]["live"] > 500

@@ -118,9 +118,9 @@ def test_a_prompt_in_a_file_is_explained_and_not_sent(fleet: Fleet, tmp_path: Pa
     file = tmp_path / "prompt"
     file.write_text("where would this go " * 30)
     before = fleet.ask("decisions", "--router", fleet.router, "--json")
-    told = json.loads(fleet.ask("explain", "--prompt", str(file), "--gateway", fleet.gateway, "--json"))
-    assert told["outcome"] == "DECISION_OUTCOME_DRY_RUN"
-    assert len(told["candidates"]) == 2
+    explained = json.loads(fleet.ask("explain", "--prompt", str(file), "--gateway", fleet.gateway, "--json"))
+    assert explained["outcome"] == "DECISION_OUTCOME_DRY_RUN"
+    assert len(explained["candidates"]) == 2
     assert fleet.ask("decisions", "--router", fleet.router, "--json") == before
 
 
@@ -320,18 +320,18 @@ def test_the_doctor_names_an_engine_that_the_agent_beside_it_cannot_reach(
         for part in parts:
             part.start()
         up_ = parts[1]
-        told: list[Finding] = []
+        findings: list[Finding] = []
 
         def named() -> bool:
-            told[:] = [
+            findings[:] = [
                 finding
                 for finding in doctor.examine(router, f"http://{dead}", "")
                 if finding.check.startswith("agent http")
             ]
-            return bool(told)
+            return bool(findings)
 
         up_.wait_ready(named, within_s=READY_WITHIN_S)
-        [finding] = told
+        [finding] = findings
         assert (finding.level, finding.check) == (Finding.FAIL, f"agent http://{agent}: http://{dead}")
         assert "Cannot connect" in finding.found
     finally:

@@ -116,9 +116,9 @@ async def test_what_an_operator_asks_first_is_there_and_reasons_in_plain_words()
         await shown.open("replicas")
         pools = page.get_by_role("table", name="Pools")
         await expect(pools.get_by_role("row").nth(1)).to_contain_text("3 of 3")
-        told = await page.get_by_role("table", name="Routers").locator("tbody tr > *:visible").all_inner_texts()
-        assert told[1:6] == ["serves this page", "m", "1", "0", "1"]
-        assert {"", "–", "unknown", "not shared"}.isdisjoint(told)
+        shown_cells = await page.get_by_role("table", name="Routers").locator("tbody tr > *:visible").all_inner_texts()
+        assert shown_cells[1:6] == ["serves this page", "m", "1", "0", "1"]
+        assert {"", "–", "unknown", "not shared"}.isdisjoint(shown_cells)
         await shown.open("decisions")
         row = page.get_by_role("row").filter(has_text="s1")
         reason = row.get_by_role("cell", name="least_load_x_work")

@@ -57,11 +57,11 @@ async def nginx(folder: Path, gateway: str) -> AsyncIterator[aiohttp.ClientSessi
     """A client of an nginx in front of the gateway, configured as the rendered Ingress says."""
     objects = check_deploy.render(check_deploy.DEPLOY / "k8s/overlays/gpu", "ingress")
     [ingress] = [resource for resource in objects if resource["kind"] == "Ingress"]
-    told = directives(ingress["metadata"]["annotations"])
+    annotated = directives(ingress["metadata"]["annotations"])
     paths = [path["path"] for rule in ingress["spec"]["rules"] for path in rule["http"]["paths"]]
     authority = Authority(folder / "authority")
     certificate, port = authority.sign("gateway"), free_port()
-    locations = "\n    ".join(f"location {path} {{ proxy_pass {gateway}; {told} }}" for path in paths)
+    locations = "\n    ".join(f"location {path} {{ proxy_pass {gateway}; {annotated} }}" for path in paths)
     file = folder / "nginx.conf"
     names: dict[str, Any] = {"folder": folder, "port": port, "cert": certificate.cert, "key": certificate.key}
     file.write_text(CONFIGURATION.format(locations=locations, **names))

@@ -60,9 +60,9 @@ class Prometheus:
 
     async def _get(self, path: str, **query: str) -> Any:
         async with self._client.get(f"{self._url}/api/v1/{path}", params=query) as answer:
-            told = await answer.json()
-        assert told["status"] == "success", told
-        return told["data"]
+            message = await answer.json()
+        assert message["status"] == "success", message
+        return message["data"]
 
     async def series(self, expression: str) -> list[dict[str, str]]:
         """The labels of what an expression finds now."""
@@ -70,8 +70,8 @@ class Prometheus:
 
     async def firing(self) -> dict[str, dict[str, Any]]:
         """The alerts that fire, by name."""
-        told = (await self._get("alerts"))["alerts"]
-        return {alert["labels"]["alertname"]: alert for alert in told if alert["state"] == "firing"}
+        alerts_shown = (await self._get("alerts"))["alerts"]
+        return {alert["labels"]["alertname"]: alert for alert in alerts_shown if alert["state"] == "firing"}
 
     async def rule_errors(self) -> list[str]:
         """The errors that Prometheus reports for its rules."""

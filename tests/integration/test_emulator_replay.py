@@ -46,9 +46,9 @@ def settings(trace: Path, url: str, **more: Any) -> ReplaySettings:
 
 
 async def test_a_replay_records_what_every_request_got(engine: EmulatedEngine, trace: Path) -> None:
-    told: list[RequestRecord] = []
-    records = (await replay(settings(trace, engine.url), told.append)).records
-    assert told == records
+    reported: list[RequestRecord] = []
+    records = (await replay(settings(trace, engine.url), reported.append)).records
+    assert reported == records
     assert all(record.ok for record in records)
     turns: dict[str, list[RequestRecord]] = {}
     for record in records:

@@ -72,9 +72,9 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
             process.start()
         yield fleet
     finally:
-        for process in (fleet.agent, *reversed(processes)):
-            if process is not None and process.alive:
-                process.stop()
+        for started in (fleet.agent, *reversed(processes)):
+            if started is not None and started.alive:
+                started.stop()
 
 
 def test_engines_behind_tls_with_a_key_are_reached(fleet: Fleet) -> None:

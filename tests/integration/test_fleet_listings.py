@@ -218,9 +218,9 @@ async def test_a_replica_that_fell_silent_is_lost_until_another_one_takes_its_pl
 
             def lost(*names: str) -> Callable[[], Awaitable[bool]]:
                 async def check() -> bool:
-                    told = [replica.router_id for replica in (await replicas_of(client)).lost_replicas]
+                    lost = [replica.router_id for replica in (await replicas_of(client)).lost_replicas]
                     metrics = generate_latest(server.router.telemetry.registry).decode()
-                    return told == list(names) and f"pointsman_router_lost_replicas {len(names)}.0" in metrics
+                    return lost == list(names) and f"pointsman_router_lost_replicas {len(names)}.0" in metrics
 
                 return check
 
@@ -261,10 +261,10 @@ async def heartbeat(url: str, router_id: str, lease_ms: int = 500) -> list[bytes
     """Send a heartbeat of a router that does not run; return the routers that are lost then."""
     names = ("replicas", "addresses", "replica_info", "config", "lost", "joined")
     async with redis.asyncio.Redis.from_url(url) as store:
-        told = await store.register_script(redis_scripts.HEARTBEAT)(
+        reply = await store.register_script(redis_scripts.HEARTBEAT)(
             keys=[f"pointsman:{{default}}:{name}" for name in names], args=[router_id, "there:1", lease_ms, "", 0, ""]
         )
-    return [name for name, _ in told[4]]
+    return [name for name, _ in reply[4]]
 
 
 def reason_of(error: grpc.aio.AioRpcError) -> str:

@@ -296,8 +296,8 @@ async def test_bad_input_is_refused_with_nothing_placed(tmp_path: Path) -> None:
             assert (got, answer["error"]["code"]) == (status, code), name
             assert answer["error"]["type"] == "invalid_request_error"
         zipped = JSON | {"Content-Encoding": "gzip"}
-        got, answer, told = await post(up, "/v1/chat/completions", data=b"no gzip", headers=zipped)
-        assert (got, told["Accept-Encoding"]) == (415, "identity"), answer
+        got, answer, answer_headers = await post(up, "/v1/chat/completions", data=b"no gzip", headers=zipped)
+        assert (got, answer_headers["Accept-Encoding"]) == (415, "identity"), answer
         assert (await post(up, "/collective_rpc", json={}))[0] == 404
         async with aiohttp.ClientSession() as http, http.get(f"{up.url}/v1/chat/completions") as refused:
             assert (refused.status, refused.headers["Allow"]) == (405, "POST")

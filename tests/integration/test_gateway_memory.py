@@ -15,7 +15,7 @@ from aiohttp import web
 from pointsman.router.v1 import placement_pb2
 from tests.support.fakes.engine_answers import Script
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine, Stack, stack
-from tests.support.processes.gateway import gateway_running, ready, told_url
+from tests.support.processes.gateway import gateway_running, logged_url, ready
 from tests.support.waiting import eventually
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "set the points"}], "stream": True}
@@ -95,7 +95,7 @@ async def test_a_client_that_does_not_read_costs_little_and_nobody_else(tmp_path
         (engine,) = up.engines
         assert isinstance(engine, Torrent)
         async with gateway_running({"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address}) as (process, log):
-            url = f"{await told_url(log)}/v1/chat/completions"
+            url = f"{await logged_url(log)}/v1/chat/completions"
             await ready(url.partition("/v1")[0])
             async with aiohttp.ClientSession() as http, aiohttp.ClientSession() as others:
                 for _ in range(5):

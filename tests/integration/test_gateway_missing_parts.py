@@ -19,7 +19,7 @@ from pointsman_gateway.io.main import serving
 from pointsman_gateway.io.settings import GatewaySettings
 from tests.support.fakes.gateway_peers import MODEL, fake_router, stack
 from tests.support.gateway_requests import CHAT, post
-from tests.support.processes.gateway import gateway_process, gateway_running, ready, told_url
+from tests.support.processes.gateway import gateway_process, gateway_running, logged_url, ready
 from tests.support.tiny_tokenizer import make_tokenizer
 from tests.support.waiting import eventually
 
@@ -43,12 +43,12 @@ async def test_without_its_router_it_places_by_itself_and_tells_the_router_that_
             await back.start(port)
             try:
                 await back.until(lambda: len(back.hellos) == 1)
-                told = {stream.instance_id: stream for stream in back.hellos[0].open_streams}
-                assert set(told) == {"i0", "i1"}
-                assert told["i0"].phase == placement_pb2.PHASE_DECODE
-                assert told["i0"].generated_tokens == 1
-                assert told["i0"].request.input_tokens > 0
-                assert list(told["i0"].request.keys) == []
+                streams = {stream.instance_id: stream for stream in back.hellos[0].open_streams}
+                assert set(streams) == {"i0", "i1"}
+                assert streams["i0"].phase == placement_pb2.PHASE_DECODE
+                assert streams["i0"].generated_tokens == 1
+                assert streams["i0"].request.input_tokens > 0
+                assert list(streams["i0"].request.keys) == []
                 for engine in up.engines:
                     assert engine.hold is not None
                     engine.hold.set()
@@ -56,7 +56,7 @@ async def test_without_its_router_it_places_by_itself_and_tells_the_router_that_
                     assert (await answer.read()).endswith(b"[DONE]\n\n")
                 await back.until(lambda: len(back.finished) == 2)
                 assert {finish.request_id for finish in back.finished} == {
-                    stream.request.request_id for stream in told.values()
+                    stream.request.request_id for stream in streams.values()
                 }
                 status, _, headers = await post(up, "/v1/chat/completions", json=CHAT)
                 assert status == 200
@@ -221,7 +221,7 @@ async def test_sigterm_lets_an_open_stream_end(tmp_path: Path) -> None:
         up.engines[0].hold = asyncio.Event()
         environment = {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, "DRAIN_TIMEOUT_S": "20"}
         async with gateway_running(environment) as (process, log), aiohttp.ClientSession() as http:
-            url = await told_url(log)
+            url = await logged_url(log)
             await ready(url)
             stream = await http.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": True})
             await stream.content.readline()
@@ -239,7 +239,7 @@ async def test_a_second_sigterm_ends_the_drain(tmp_path: Path) -> None:
         up.engines[0].hold = asyncio.Event()
         environment = {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address}
         async with gateway_running(environment) as (process, log), aiohttp.ClientSession() as http:
-            url = await told_url(log)
+            url = await logged_url(log)
             await ready(url)
             stream = await http.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": True})
             await stream.content.readline()

@@ -116,12 +116,12 @@ async def test_answers_tell_what_is_left_of_their_keys_limits(tmp_path: Path) ->
     async with stack(tmp_path, api_keys_file=file) as up:
         prompt = len(up.engines[0].tokenizer.chat(CHAT))
         async with gpt(up, "k1") as client:
-            told = (await client.chat.completions.with_raw_response.create(**CHAT)).headers
-            assert (told["x-ratelimit-limit-requests"], told["x-ratelimit-remaining-requests"]) == ("3", "2")
-            assert told["x-ratelimit-reset-requests"] == "20s"
-            assert told["x-ratelimit-limit-tokens"] == "6000"
+            headers = (await client.chat.completions.with_raw_response.create(**CHAT)).headers
+            assert (headers["x-ratelimit-limit-requests"], headers["x-ratelimit-remaining-requests"]) == ("3", "2")
+            assert headers["x-ratelimit-reset-requests"] == "20s"
+            assert headers["x-ratelimit-limit-tokens"] == "6000"
             # The prompt's tokens are charged when the answer begins; a few may have been refilled.
-            assert 6_000 - prompt <= int(told["x-ratelimit-remaining-tokens"]) <= 6_000
+            assert 6_000 - prompt <= int(headers["x-ratelimit-remaining-tokens"]) <= 6_000
             async with client.chat.completions.with_streaming_response.create(**CHAT, stream=True) as streamed:
                 assert streamed.headers["x-ratelimit-remaining-requests"] in "12"
             await client.responses.create(**RESPONSES)

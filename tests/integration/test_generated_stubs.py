@@ -48,18 +48,18 @@ async def test_a_request_goes_its_whole_way_by_generated_stubs(channel: grpc.aio
     watch = fleet.WatchDecisions(fleet_pb2.WatchDecisionsRequest())
     await watch.initial_metadata()
     session: Any = placement_pb2_grpc.PlacementServiceStub(channel).Session(None)
-    told = messages(session)
+    received = messages(session)
     hello = placement_pb2.GatewayHello(gateway_id="by-hand", secret=os.urandom(16))
     await session.write(placement_pb2.SessionRequest(hello=hello))
-    welcome = (await anext(told)).welcome
+    welcome = (await anext(received)).welcome
     assert welcome.key_scheme == "xxh3-64/16/1"
-    async for message in told:
+    async for message in received:
         if any(pool.model == "m" and pool.instances for pool in message.fleet.pools):
             break
 
     request = placement_pb2.PlacementRequest(request_id="r-1", model="m", input_tokens=100)
     await session.write(placement_pb2.SessionRequest(place=request))
-    async for message in told:
+    async for message in received:
         if message.HasField("placement"):
             break
         assert not message.HasField("refusal"), message.refusal.message
@@ -95,6 +95,6 @@ async def test_a_request_goes_its_whole_way_by_generated_stubs(channel: grpc.aio
     assert [instance.num_requests for instance in listed.instances] == [0]
     watch.cancel()
     await session.done_writing()
-    async for _ in told:  # until the router has ended it, too
+    async for _ in received:  # until the router has ended it, too
         pass
     report.cancel()

@@ -259,12 +259,12 @@ class HoldsTheRest(Policy):
         return hold("later", queue_penalty_s=1.0) if best.cached_tokens else slice_of(best, 16, "slice")
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("deadline_known", [True, False])
 async def test_a_hold_between_two_steps_that_outlasts_its_gateway_gives_one_answer_at_one_price(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadline_known: bool
 ) -> None:
-    """With `told`, the router knows how long the gateway waits, so both give up at once; without, the gateway is an older one."""
-    if not told:
+    """With `deadline_known`, the router knows how long the gateway waits: both give up at once; without, the gateway is older."""
+    if not deadline_known:
         step_done = gateway_messages.step_done
 
         def older(wire: placement_pb2.StepDone) -> ev.StepDone:

@@ -61,10 +61,10 @@ async def test_pools_have_series_of_equal_length_and_a_total() -> None:
     assert abs(answer.observed_since.ToSeconds() - begun) <= 6
     assert 0 <= time.time() - ended < WITHIN_S
     for pool in (*answer.pools, answer.total):
-        told = {series.measure: series.values for series in pool.series}
-        assert list(told) == sorted(fleet_pb2.PoolMeasure.values())[1:]
-        assert all(0.1 / 1.08 <= value <= 1.08 for value in known(told[TTFT]))
-        assert known(told[fleet_pb2.POOL_MEASURE_HELD_REQUESTS])[0] >= 0.0
+        values = {series.measure: series.values for series in pool.series}
+        assert list(values) == sorted(fleet_pb2.PoolMeasure.values())[1:]
+        assert all(0.1 / 1.08 <= value <= 1.08 for value in known(values[TTFT]))
+        assert known(values[fleet_pb2.POOL_MEASURE_HELD_REQUESTS])[0] >= 0.0
         assert pool.owned_since.ToSeconds() - begun <= 6
 
 
@@ -153,9 +153,9 @@ async def test_the_console_tells_gaps_as_nan_and_asks_for_a_right() -> None:
                     assert answer.status == status, (token, method)
         server.router.history = past_of_nobody()
         async with http.post(url + "ListPoolHistories", json={}, headers={"Authorization": "Bearer g-token"}) as answer:
-            told = await answer.json()
+            history = await answer.json()
         [series] = [
-            series for series in told["pools"][0]["series"] if series["measure"] == "POOL_MEASURE_HELD_REQUESTS"
+            series for series in history["pools"][0]["series"] if series["measure"] == "POOL_MEASURE_HELD_REQUESTS"
         ]
         assert series["values"][:3] == [1.0, "NaN", 3.0]
 

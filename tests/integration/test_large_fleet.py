@@ -28,7 +28,7 @@ class Gateway:
     """A gateway's end of its stream, which reads only when read() is called."""
 
     def __init__(self, router: Router, gateway_id: str) -> None:
-        self.told: ToldFleet | None = None
+        self.known_fleet: ToldFleet | None = None
         self.kinds: list[str] = []  # kinds of the messages that the last read() returned
         self._stream = GatewayStream()
         assert router.gateway_claims.opened(gateway_id, b"secret", time.monotonic())
@@ -46,18 +46,18 @@ class Gateway:
                 self.kinds.append(str(message.WhichOneof("kind")))
                 size += message.ByteSize()
                 if message.HasField("fleet"):
-                    self.told = ToldFleet(message.fleet)
+                    self.known_fleet = ToldFleet(message.fleet)
                 elif message.HasField("fleet_update"):
-                    assert self.told is not None
-                    self.told.apply(message.fleet_update)
+                    assert self.known_fleet is not None
+                    self.known_fleet.apply(message.fleet_update)
         return size
 
     def incarnations(self) -> dict[str, str]:
         """The incarnations of the instances that the gateway knows."""
-        assert self.told is not None
+        assert self.known_fleet is not None
         return {
             instance.instance_id: instance.incarnation
-            for pool in self.told.pools.values()
+            for pool in self.known_fleet.pools.values()
             for instance in pool.instances
         }
 

@@ -75,8 +75,8 @@ async def pair(folder: Path, advertise: str = "") -> AsyncIterator[Pair]:
         await Report(second).join("a")
 
         async def known() -> bool:
-            told = other.router.store.owner("m")
-            return told is not None and told.router_id == "r1" and len(other.router.store.replicas()) == 2
+            owner = other.router.store.owner("m")
+            return owner is not None and owner.router_id == "r1" and len(other.router.store.replicas()) == 2
 
         await eventually(known, "r2 knows that m is r1's")
         yield Pair(owner, other, client)

@@ -28,9 +28,9 @@ from tests.support.fakes.gateway_peers import (
     stack,
     until_ready,
 )
-from tests.support.fakes.offloading_peers import KvEngine, halves, offloading, slicing, told
+from tests.support.fakes.offloading_peers import KvEngine, halves, offloading, reported_steps, slicing
 from tests.support.processes.envoy import EnvoySettings, envoy_beside
-from tests.support.processes.gateway import gateway_running, ready, told_url
+from tests.support.processes.gateway import gateway_running, logged_url, ready
 from tests.support.processes.process import free_port
 from tests.support.waiting import eventually
 
@@ -399,7 +399,7 @@ async def test_a_prefill_elsewhere_is_done_before_the_proxy_is_answered(
         answer = await ask(up, "/v1/chat/completions", BODY | {"stream": stream})
         assert (answer.status, answer.headers["x-pointsman-instance"]) == (200, "i1")
         assert (halves(up.stack, 0), halves(up.stack, 1)) == (["send"], ["fetch"])
-        assert told(up.stack) == [(0, "")]
+        assert reported_steps(up.stack) == [(0, "")]
         assert not up.stack.engines[0].requests
         [(_, body, headers)] = up.stack.engines[1].requests
         assert "kv_transfer_params" not in body
@@ -414,7 +414,7 @@ async def test_after_a_failed_transfer_the_instance_computes_the_prompt(tmp_path
         setattr(up.stack.engines[failing == "fetches"], failing, "500")
         answer = await ask(up, "/v1/chat/completions", BODY | {"stream": True})
         assert (answer.status, answer.headers["x-pointsman-instance"]) == (200, "i1")
-        assert told(up.stack)[-1][1]
+        assert reported_steps(up.stack)[-1][1]
         assert [finish.outcome for finish in up.stack.router.finished] == [placement_pb2.OUTCOME_OK]
 
 
@@ -426,7 +426,7 @@ async def test_slices_are_computed_before_the_proxy_is_answered(tmp_path: Path) 
         paths = [path for path, _, _ in up.stack.engines[0].requests]
         assert paths[-1] == "/v1/chat/completions"
         assert len(paths) == 3
-        assert told(up.stack) == [(0, ""), (1, "")]
+        assert reported_steps(up.stack) == [(0, ""), (1, "")]
 
 
 @pytest.mark.parametrize("when", ["before the answer", "in the stream"])
@@ -508,7 +508,7 @@ async def test_several_processes_of_a_gateway_are_one_picker(tmp_path: Path) -> 
             "PROCESSES": "2",
         }
         async with gateway_running(settings) as (_, log):
-            await ready(await told_url(log))
+            await ready(await logged_url(log))
             endpoints = [engine.url.removeprefix("http://") for engine in up.engines]
             async with (
                 envoy_beside(EnvoySettings(endpoints, [port]), tmp_path) as url,

@@ -179,8 +179,8 @@ async def test_a_proxy_that_does_not_tell_how_long_an_engine_took(up: Stack, sta
         quiet: dict[str, Any] = {"x-envoy-upstream-service-time": ""}
         await proxy.send(answer_head(status, **quiet), answer_body(WORD + DONE, end=True))
         began, *_ = await proxy.read_all()
-        told = set_fields(began.response_headers.response.header_mutation)
-        assert told.get(":status", "200") == ("200" if status == 200 else "502")
+        fields = set_fields(began.response_headers.response.header_mutation)
+        assert fields.get(":status", "200") == ("200" if status == 200 else "502")
     assert await outcomes(up) == [outcome]
 
 
@@ -442,8 +442,8 @@ print(json.dumps({
 def test_the_messages_are_envoys() -> None:
     """Every field has the number and the kind of Envoy's own."""
     python = REPOSITORY / ".venv-envoy" / "bin" / "python"
-    told = subprocess.run([python, "-c", _FIELDS_OF_ENVOY], capture_output=True, text=True, check=True).stdout
-    theirs = json.loads(told)
+    output = subprocess.run([python, "-c", _FIELDS_OF_ENVOY], capture_output=True, text=True, check=True).stdout
+    theirs = json.loads(output)
     for name, message in pb.DESCRIPTOR.message_types_by_name.items():
         for field in message.fields:
             kind = field.message_type.name if field.message_type else ""

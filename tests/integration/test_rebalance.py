@@ -88,8 +88,8 @@ async def test_pools_move_to_the_replica_that_joins_and_nothing_is_lost(tmp_path
 
 async def owner(gateway: Gateway, model: str, wanted: set[str]) -> str:
     async def known() -> str:
-        told = gateway.client._owners.owner(model)
-        return told.router_id if told is not None and told.router_id in wanted else ""
+        owner = gateway.client._owners.owner(model)
+        return owner.router_id if owner is not None and owner.router_id in wanted else ""
 
     return str(await eventually(known, f"{model} is owned by {wanted}", LONG_S))
 

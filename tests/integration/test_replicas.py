@@ -93,12 +93,12 @@ async def test_a_replica_that_does_not_own_the_pool_names_the_one_that_does(tmp_
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await client.placement.Place(placement_pb2.PlaceRequest(request=wanted))
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-            told, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+            info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
             details = details_of(error.value)
-            assert details[0].Unpack(told)
+            assert details[0].Unpack(info)
             assert details[1].Unpack(retry)
-            assert (told.reason, told.domain) == ("NOT_OWNER", "pointsman")
-            assert dict(told.metadata) == {"router_id": owner, "address": fleet.routers[owner].address}
+            assert (info.reason, info.domain) == ("NOT_OWNER", "pointsman")
+            assert dict(info.metadata) == {"router_id": owner, "address": fleet.routers[owner].address}
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await client.fleet.Explain(fleet_pb2.ExplainRequest(request=wanted))
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -184,11 +184,11 @@ async def test_an_owner_that_slept_past_its_lease_writes_nothing_and_loses_its_g
             refusal = (await session.read("refusal")).refusal
             assert refusal.not_serving
 
-            async def told() -> bool:
+            async def knows_owner() -> bool:
                 await session.send(place=placement_pb2.PlacementRequest(request_id="late", model="m", input_tokens=BIG))
                 return (await session.read("refusal")).refusal.owner.router_id == other
 
-            await eventually(told, "the sleeper knows the new owner")
+            await eventually(knows_owner, "the sleeper knows the new owner")
             assert await store.hgetall(OPEN) == kept
             assert await store.hget(LEASE, "id") == other
             session.call.cancel()

@@ -54,7 +54,7 @@ async def test_a_report_makes_an_instance_ready_and_a_gap_costs_a_snapshot() -> 
 async def test_the_series_of_an_instance_that_left_end() -> None:
     async with running() as (server, client):
 
-        def told() -> float | None:
+        def placements() -> float | None:
             return server.router.telemetry.registry.get_sample_value(
                 "pointsman_router_placements_total", {"instance": "a"}
             )
@@ -64,9 +64,9 @@ async def test_the_series_of_an_instance_that_left_end() -> None:
         session = Session(client)
         await session.hello()
         await session.place("r")
-        assert told() == 1
+        assert placements() == 1
         await report.send(goodbye=agent_pb2.Goodbye(reason="stopped"))
-        await eventually(lambda: told() is None, "no series of it")
+        await eventually(lambda: placements() is None, "no series of it")
 
 
 async def _empty(client: Client) -> bool:

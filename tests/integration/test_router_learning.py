@@ -157,11 +157,11 @@ async def test_an_instance_that_fails_for_one_gateway_is_left_alone_by_all() -> 
             assert placement.step.instance.instance_id == "a"
             await one.finish(f"f{number}", outcome=placement_pb2.OUTCOME_FAILED, error="status 500")
 
-        async def told() -> bool:
+        async def excluded() -> bool:
             fleet = await other.fleet()
             return [ref.instance_id for pool in fleet.pools.values() for ref in pool.instances] == ["b"]
 
-        await eventually(told, "the other gateway is told")
+        await eventually(excluded, "the other gateway is told")
         assert (await client.instances())["a"].circuit_open
         for number in range(3):
             assert (await other.place(f"r{number}")).step.instance.instance_id == "b"

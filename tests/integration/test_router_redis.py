@@ -317,12 +317,12 @@ async def test_a_redis_that_takes_no_writes_is_done_without_until_it_does(tmp_pa
             session = Session(client)
             await session.hello()
             assert not (await session.place("before")).degraded
-            told: list[bool] = []
+            degraded: list[bool] = []
             handle = server.router.submit
 
             def noted(event: ev.Event) -> list[ev.Effect]:
                 if isinstance(event, ev.StoreState):
-                    told.append(event.degraded)
+                    degraded.append(event.degraded)
                 return handle(event)
 
             store: Any = server.router.store
@@ -346,7 +346,7 @@ async def test_a_redis_that_takes_no_writes_is_done_without_until_it_does(tmp_pa
                 beats = store.answered_at
                 assert beats is not None
                 await eventually(lambda: (store.answered_at or 0.0) > beats + 1.0, "heartbeats")
-                assert told == [True], "the state does not alternate"
+                assert degraded == [True], "the state does not alternate"
                 assert store.may_place("m")
                 await execute("ACL", "SETUSER", "default", "allkeys")
 
@@ -355,7 +355,7 @@ async def test_a_redis_that_takes_no_writes_is_done_without_until_it_does(tmp_pa
 
                 await eventually(written, "written")
             assert not (await session.place("after")).degraded
-            assert told == [True, False]
+            assert degraded == [True, False]
 
 
 async def test_a_pool_without_instances_is_left_and_what_redis_has_of_it_ends(

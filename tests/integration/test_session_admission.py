@@ -72,8 +72,8 @@ async def test_a_client_whose_session_does_not_fit_gets_429_with_its_place(
         headers = refused.value.response.headers
         assert int(headers["Retry-After"]) >= 1
         assert headers["X-Pointsman-Queue-Place"] == "1"
-        told = (await client.fleet.ListReplicas(fleet_pb2.ListReplicasRequest())).pools[0].admission
-        assert (told.armed, told.sessions, told.capacity) == (True, 1, CAPACITY)
+        admission = (await client.fleet.ListReplicas(fleet_pb2.ListReplicasRequest())).pools[0].admission
+        assert (admission.armed, admission.sessions, admission.capacity) == (True, 1, CAPACITY)
         server.router.state.check_invariants()
 
 

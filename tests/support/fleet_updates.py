@@ -7,11 +7,11 @@ from pointsman.router.v1 import placement_pb2
 
 def fleet_update(before: placement_pb2.Fleet, after: placement_pb2.Fleet) -> placement_pb2.FleetUpdate:
     """Return the update that turns `before` into `after`."""
-    told, now = ({pool.model: pool for pool in fleet.pools} for fleet in (before, after))
+    known, now = ({pool.model: pool for pool in fleet.pools} for fleet in (before, after))
     return placement_pb2.FleetUpdate(
         starting=after.starting,
-        pools=[_pool_update(told.get(model), pool) for model, pool in now.items() if told.get(model) != pool],
-        removed_models=sorted(told.keys() - now.keys()),
+        pools=[_pool_update(known.get(model), pool) for model, pool in now.items() if known.get(model) != pool],
+        removed_models=sorted(known.keys() - now.keys()),
     )
 
 

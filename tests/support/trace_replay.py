@@ -150,21 +150,21 @@ class CheckedLoad:
         elif status != 200:
             request.outcome, request.detail = "wrong", f"{status}: {text}"
         else:
-            told = json.loads(text) if not body["stream"] else text
-            request.outcome, request.detail = _read(told, body["max_tokens"], wanted)
+            received = json.loads(text) if not body["stream"] else text
+            request.outcome, request.detail = _read(received, body["max_tokens"], wanted)
 
 
 def _whole(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name != "stream_options"}
 
 
-def _read(told: Any, length: int, wanted: str | None) -> tuple[str, str]:
+def _read(answer: Any, length: int, wanted: str | None) -> tuple[str, str]:
     """Return outcome and detail of an answer that ended. An error event reports a stream's failure, with or without [DONE]."""
-    if not isinstance(told, str):
-        choice = told["choices"][0]
-        said, reasons, usages, ends = choice["message"]["content"], [choice["finish_reason"]], [told["usage"]], True
+    if not isinstance(answer, str):
+        choice = answer["choices"][0]
+        said, reasons, usages, ends = choice["message"]["content"], [choice["finish_reason"]], [answer["usage"]], True
     else:
-        events = [event.removeprefix("data: ") for event in told.split("\n\n") if event]
+        events = [event.removeprefix("data: ") for event in answer.split("\n\n") if event]
         chunks = [json.loads(event) for event in events if event != "[DONE]"]
         if errors := [chunk["error"]["message"] for chunk in chunks if "error" in chunk]:
             return "broken", errors[0]

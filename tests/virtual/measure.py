@@ -139,13 +139,13 @@ def _reports() -> Iterator[tuple[str, float]]:
         ]
 
     yield "SENT_KEY_S", _each(send, len(keys))
-    told = send()
+    reports = send()
     receiver = state()
     incarnations = iter(range(100))
 
     def receive() -> None:
         receiver.handle(ev.KeysReported(1, "a", SnapshotBegin(0)), 0.0)
-        for report in told:
+        for report in reports:
             wire = agent_pb2.ReportRequest.FromString(report)
             for piece in range(agent_messages.pieces(wire)):
                 message = agent_messages.key_message(wire, piece)
@@ -228,9 +228,9 @@ def _reservations() -> Iterator[tuple[str, float]]:
 
 def _fleet() -> Iterator[tuple[str, float]]:
     fleet = _fleet_of(INSTANCES)
-    told = SentFleet(1.0)
-    told.update(fleet.instances.pools(), lambda pool: None, starting=False)
-    yield "FLEET_INSTANCE_S", _each(lambda: told.whole().SerializeToString(), INSTANCES)
+    sent = SentFleet(1.0)
+    sent.update(fleet.instances.pools(), lambda pool: None, starting=False)
+    yield "FLEET_INSTANCE_S", _each(lambda: sent.whole().SerializeToString(), INSTANCES)
 
 
 def _redis() -> Iterator[tuple[str, float]]:
@@ -241,8 +241,8 @@ def _redis() -> Iterator[tuple[str, float]]:
             client.hset("h", mapping=dict(list(names.items())[at : at + 1_000]))
 
         def redis_s() -> float:
-            told = client.info("cpu")
-            return float(told["used_cpu_user"]) + float(told["used_cpu_sys"])
+            info = client.info("cpu")
+            return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
         def served(work: Callable[[], object], count: int) -> float:
             began = redis_s()

@@ -60,24 +60,24 @@ def test_nothing_is_lost_left_or_hung_whatever_happens() -> None:
         for first, end in ranges
     ]
     try:
-        told = [run.communicate()[0] for run in runs]
+        outputs = [run.communicate()[0] for run in runs]
     finally:
         for run in runs:
             with run:
                 run.kill()
-    assert [run.returncode for run in runs] == [0, 0], "\n".join(told)
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(outputs)
 
 
 @pytest.mark.timeout(1_300)
 def test_a_seed_stands_for_one_story() -> None:
-    told = [
+    stories = [
         subprocess.run(
             [sys.executable, "-m", "tests.virtual", "3"], capture_output=True, text=True, check=True, timeout=600
         ).stdout
         for _ in range(2)
     ]
-    assert told[0] == told[1]
-    assert "the last answer" in told[0]
+    assert stories[0] == stories[1]
+    assert "the last answer" in stories[0]
 
 
 def test_a_run_that_leaves_something_behind_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,9 +240,9 @@ def test_no_order_is_lost_however_redis_fails(seed: int) -> None:
             if rng.random() < 0.1:
                 redis.wipe()
             # Orders of one instance are sent one after the other, orders of several instances concurrently to any replicas.
-            told = {f"i{rng.randrange(4)}": (number * 3 + index + 1) / 100 for index in range(3)}
-            await asyncio.gather(*(tell(rng.choice(sorted(stores)), *each) for each in told.items()))
-            wanted |= told
+            weights = {f"i{rng.randrange(4)}": (number * 3 + index + 1) / 100 for index in range(3)}
+            await asyncio.gather(*(tell(rng.choice(sorted(stores)), *each) for each in weights.items()))
+            wanted |= weights
             await asyncio.sleep(rng.choice([0.01, 0.1, 2.0]))
         redis.flaky = redis.down = False
         await asyncio.sleep(8.0)
@@ -353,7 +353,7 @@ class ScriptedRouter:
         self.network = network
         self.heard: list[pb.SessionRequest] = []
         self.context: Any = None
-        self.told = pb.Fleet()
+        self.sent_fleet = pb.Fleet()
         self.sessions = 0
 
     async def session(self, _: object, context: Any) -> None:
@@ -363,7 +363,7 @@ class ScriptedRouter:
         await context.write(
             pb.SessionResponse(welcome=pb.GatewayWelcome(router_id=self.router_id, key_scheme=KEY_SCHEME))
         )
-        await context.write(pb.SessionResponse(fleet=self.told))
+        await context.write(pb.SessionResponse(fleet=self.sent_fleet))
         while message := await context.read():
             self.heard += message.batch.requests if message.HasField("batch") else [message]
 
@@ -371,8 +371,8 @@ class ScriptedRouter:
         """Send the pool's owner. Empty id: the pool does not exist."""
         owner = pb.Owner(router_id=router_id, address=f"{router_id}:1", epoch=epoch)
         pools = [pb.Pool(model="m", served_names=["m"], owner=owner)] if router_id else []
-        before, self.told = self.told, pb.Fleet(pools=pools)
-        await self.context.write(pb.SessionResponse(fleet_update=fleet_update(before, self.told)))
+        before, self.sent_fleet = self.sent_fleet, pb.Fleet(pools=pools)
+        await self.context.write(pb.SessionResponse(fleet_update=fleet_update(before, self.sent_fleet)))
 
     async def place(self, request_id: str) -> None:
         """Send a placement."""

@@ -357,19 +357,19 @@ def layer_by_layer(
         launched = time.perf_counter() - launched
         usable = [both.arrived(f"t{number}") for number in range(prompts)]
         equal = [both.equal(sent[number], received[number]) for number in range(prompts)]
-        told = {
+        result = {
             "usable": usable,
             "equal": equal,
             "writes": len(both.engine.writes),
             "checked": len(both.receiver.xfer_stats.data["num_checked_requests"]),
         }
         if ended := both.stream.ended_at:
-            told |= {
+            result |= {
                 "launch_s": launched,
                 "computed_s": ended[-1] - ended[0],
                 "last_write_after_s": both.engine.writes[-1][1] - ended[-1],
             }
-        return told
+        return result
 
 
 def checksum_ms(model_folder: str, layers: int, rounds: int) -> dict[str, float]:
@@ -419,12 +419,12 @@ def wrong_kv(model_folder: str, fault: str, rank: int = 0) -> dict[str, Any]:
         if fault == "reused":
             both.overwrite(sent)
             both.stream.launch(0.0, overwritten.set)
-        told = both.arrived("t")
+        used = both.arrived("t")
         refused = "P" in both.receiver._refused
         same = both.equal(sent, received)
         counted = dict(both.receiver.xfer_stats.data)
         return {
-            "used": told,
+            "used": used,
             "same": same,
             "refused": refused,
             "checked": len(counted["num_checked_requests"]),
@@ -465,9 +465,9 @@ def preempted(model_folder: str, sums_s: float) -> dict[str, Any]:
         both.step("t", again, layer_s=0.005, restarted=True)
         both.end_when_written("t", again)
         may_sum.set()
-        told = both.arrived("t")
+        used = both.arrived("t")
         checked = len(both.receiver.xfer_stats.data["num_checked_requests"])
-        return {"early": early, "used": told, "same": both.equal(again, received), "checked": checked}
+        return {"early": early, "used": used, "same": both.equal(again, received), "checked": checked}
 
 
 def preempted_after_its_end(model_folder: str) -> dict[str, Any]:

@@ -75,8 +75,8 @@ class FaultyWorker(LayerwiseWorker):
             super().save_layer(layer)
 
     async def _pointers(self, transfer: Any, computed: Any, receiver: Any, batch: Batch) -> Any:
-        told = tuple(span for span in batch.spans if span.region not in faults().get("withhold", ()))
-        return await super()._pointers(transfer, computed, receiver, Batch(told, batch.epoch))
+        spans = tuple(span for span in batch.spans if span.region not in faults().get("withhold", ()))
+        return await super()._pointers(transfer, computed, receiver, Batch(spans, batch.epoch))
 
     def _differs(self, pull: Any, sums: Any) -> bool:
         return not faults().get("unchecked") and super()._differs(pull, sums)

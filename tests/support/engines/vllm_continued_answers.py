@@ -84,11 +84,11 @@ class Server:
         type(self.serving).system_fingerprint = None
 
     async def stream(
-        self, script: list[list[int]], told: str, stop: list[str], interval: int = 1, **defaults: Any
+        self, script: list[list[int]], begun: str, stop: list[str], interval: int = 1, **defaults: Any
     ) -> list[str]:
         """The events of an answer whose engine core puts out `script` after what is told. `interval`: the server's
         --stream-interval. `defaults`: sampling parameters that the engine itself sets."""
-        request = self._request(told, stop)
+        request = self._request(begun, stop)
         processor = OutputProcessor(self.tokenizer, log_stats=False, stream_interval=interval)
         queue = RequestOutputCollector(RequestOutputKind.DELTA, "r")
         total = sum(map(len, script))
@@ -131,8 +131,8 @@ class Server:
             events = self.serving.message_stream_converter(events)
         return [event async for event in events]
 
-    def _request(self, told: str, stop: list[str]) -> Any:
-        asked: dict[str, Any] = {"model": "m", "stream": True, "stop": stop, "vllm_xargs": {"pointsman_answer": told}}
+    def _request(self, begun: str, stop: list[str]) -> Any:
+        asked: dict[str, Any] = {"model": "m", "stream": True, "stop": stop, "vllm_xargs": {"pointsman_answer": begun}}
         function = {"name": "get", "parameters": {"type": "object"}}
         if self._api == "responses":
             tools = [{"type": "function", **function}]
@@ -159,22 +159,22 @@ class Server:
         return api_router._convert_stream_to_sse_events(generator)
 
 
-def told_and_events(events: list[str]) -> tuple[str, list[dict[str, Any]]]:
+def ids_and_events(events: list[str]) -> tuple[str, list[dict[str, Any]]]:
     """What comments tell, and the events' data."""
     lines = "".join(events).split("\n")
-    told = "".join(line.partition("x")[0] for line in lines if line.startswith(":"))
-    return told, [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    ids = "".join(line.partition("x")[0] for line in lines if line.startswith(":"))
+    return ids, [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
 def gist_of_messages(events: list[str]) -> dict[str, Any]:
     """What a client of Messages has of these events, and what is told."""
-    told, parsed = told_and_events(events)
+    ids, parsed = ids_and_events(events)
     found: dict[str, Any] = {
         "blocks": {},
         "roles": 0,
         "finish": "",
         "usage": None,
-        "told": told,
+        "told": ids,
         "open": [],
         "order": [],
     }
@@ -203,8 +203,8 @@ def gist_of_messages(events: list[str]) -> dict[str, Any]:
 
 def gist_of_responses(events: list[str]) -> dict[str, Any]:
     """What a client of Responses has of these events, and what is told."""
-    told, parsed = told_and_events(events)
-    found: dict[str, Any] = {"roles": 0, "items": {}, "usage": None, "told": told, "order": []}
+    ids, parsed = ids_and_events(events)
+    found: dict[str, Any] = {"roles": 0, "items": {}, "usage": None, "told": ids, "order": []}
     assert [event["sequence_number"] for event in parsed] == list(range(len(parsed)))
     for event in parsed:
         found["order"].append(event["type"].removesuffix(".delta"))
@@ -231,7 +231,7 @@ def gist_of_responses(events: list[str]) -> dict[str, Any]:
 
 def gist(events: list[str]) -> dict[str, Any]:
     """What a client has of these events, and what is told."""
-    told, parsed = told_and_events(events)
+    ids, parsed = ids_and_events(events)
     found: dict[str, Any] = {
         "content": "",
         "reasoning": "",
@@ -239,7 +239,7 @@ def gist(events: list[str]) -> dict[str, Any]:
         "roles": 0,
         "finish": "",
         "usage": None,
-        "told": told,
+        "told": ids,
     }
     for chunk in parsed:
         assert "error" not in chunk, chunk
@@ -271,8 +271,8 @@ def cut_everywhere(asked: dict[str, Any]) -> dict[str, Any]:
     whole = asyncio.run(server.stream(script, "", stop, first))
     joined = []
     for events in range(1, len(whole)):
-        told = of(whole[:events])["told"]
-        rest = asyncio.run(server.stream(script, told, stop, second))
+        begun = of(whole[:events])["told"]
+        rest = asyncio.run(server.stream(script, begun, stop, second))
         joined.append(of(whole[:events] + rest))
     return {"whole": of(whole), "joined": joined}
 

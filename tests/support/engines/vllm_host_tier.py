@@ -184,7 +184,7 @@ class Runner:
         connector.request_finished, connector.build_connector_meta = ended, built
 
     def play(self, actions: list[list[Any]]) -> list[dict[str, Any]]:
-        told = []
+        steps = []
         for number, (action, name) in enumerate(actions):
             if action == "submit":
                 asked = self.requests[name]
@@ -204,8 +204,8 @@ class Runner:
             elif action == "wait":
                 self.now += name
             else:
-                told.append(self.step())
-        return told
+                steps.append(self.step())
+        return steps
 
     def step(self) -> dict[str, Any]:
         scheduler, now = self.scheduler, self.now
@@ -291,19 +291,19 @@ class Runner:
         own: list[list[str]] = []
         host: list[list[str]] = []
         for event in [event for batch in self.batches for event in batch.events]:
-            told, medium = (own, []) if event.medium == "GPU" else (host, [event.medium])
+            events, medium = (own, []) if event.medium == "GPU" else (host, [event.medium])
             if type(event).__name__ == "BlockStored":
                 size, text = event.block_size, self.names.get(event.parent_block_hash, "")
                 for index, value in enumerate(event.block_hashes):
                     if not size:
                         # A block that came from storage is told without its tokens if it was not looked up again yet.
-                        told.append(["stored", self.names[value], *medium])
+                        events.append(["stored", self.names[value], *medium])
                         continue
                     text += "".join(f"{token} " for token in event.token_ids[index * size : (index + 1) * size])
                     self.names[value] = text
-                    told.append(["stored", text, *medium])
+                    events.append(["stored", text, *medium])
             else:
-                told += [["removed", self.names[value], *medium] for value in event.block_hashes]
+                events += [["removed", self.names[value], *medium] for value in event.block_hashes]
         return own, sorted(host)
 
     def _host(self) -> list[list[Any]]:

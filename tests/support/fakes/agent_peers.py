@@ -132,13 +132,13 @@ class FakeEngine:
         if self.metrics_broken:
             raise web.HTTPServiceUnavailable
         lines = [] if self.process_start is None else [f"process_start_time_seconds {self.process_start}"]
-        for series, told in (
+        for series, facts in (
             ("kv_transfer", self.announced),
             ("tokenizer", self.tokenizer),
             ("engine", self.engine),
         ):
-            if told:
-                labels = ",".join(f'{name}="{value}"' for name, value in told.items())
+            if facts:
+                labels = ",".join(f'{name}="{value}"' for name, value in facts.items())
                 lines.append(f"pointsman_{series}_info{{{labels}}} 1.0")
         for rank in self.ranks:
             lines += [

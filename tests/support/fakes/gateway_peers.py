@@ -233,9 +233,9 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
     async def tell_fleet(self) -> None:
         """Send all gateways the changes of `pools`."""
         fleet = placement_pb2.Fleet(pools=self.pools)
-        for session, told in self._sessions.items():
+        for session, sent in self._sessions.items():
             self._sessions[session] = fleet
-            await session.put(placement_pb2.SessionResponse(fleet_update=fleet_update(told, fleet)))
+            await session.put(placement_pb2.SessionResponse(fleet_update=fleet_update(sent, fleet)))
 
     async def move(self, request_id: str, reason: placement_pb2.MoveReason.ValueType) -> None:
         """Ask for a request to leave i0, which takes no more if it drains."""

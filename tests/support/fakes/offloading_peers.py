@@ -158,7 +158,7 @@ def halves(up: Stack, engine: int) -> list[str]:
     return [half for half, _, _ in server.halves]
 
 
-def told(up: Stack) -> list[tuple[int, str]]:
+def reported_steps(up: Stack) -> list[tuple[int, str]]:
     return [(done.step_index, done.error) for done in up.router.step_dones]
 
 

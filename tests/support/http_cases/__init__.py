@@ -41,20 +41,20 @@ class Outcome:
     silent: bool = False
 
     def __str__(self) -> str:
-        told = [str(status) for status in self.statuses]
+        words = [str(status) for status in self.statuses]
         if self.silent:
-            told.append("silence")
+            words.append("silence")
         elif not self.next:
-            told.append("closed")
+            words.append("closed")
         elif not 200 <= self.next < 300:
-            told.append(f"then {self.next}")
-        return ", ".join(told)
+            words.append(f"then {self.next}")
+        return ", ".join(words)
 
 
 def load(model: str) -> list[HttpCase]:
     """Return all cases; their chat requests name `model`."""
-    told = tomllib.loads(FILE.read_text(encoding="utf-8"))
-    macros: dict[str, str] = told.pop("macros")
+    content = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    macros: dict[str, str] = content.pop("macros")
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "set the points"}], "max_tokens": 1})
     macros |= {"JSON": body, "N": str(len(body)), "X": f"{len(body):X}", "LENGTH": str(len(macros["SMUGGLED"]))}
     return [
@@ -67,7 +67,7 @@ def load(model: str) -> list[HttpCase]:
             _expanded(case["send"], macros).encode("latin-1"),
             case.get("answers", 1),
         )
-        for group, cases in told.items()
+        for group, cases in content.items()
         for case in cases["cases"]
     ]
 

@@ -92,8 +92,8 @@ def is_ready(settings: EnvoySettings, admin: str) -> bool:
         return False
     if not settings.pickers_up:
         return True
-    told = ask(admin + "/clusters").text
-    return all(f"picker::127.0.0.1:{port}::health_flags::healthy" in told for port in settings.pickers)
+    clusters = ask(admin + "/clusters").text
+    return all(f"picker::127.0.0.1:{port}::health_flags::healthy" in clusters for port in settings.pickers)
 
 
 def configuration(settings: EnvoySettings, port: int, admin: int) -> Mapping[str, Any]:

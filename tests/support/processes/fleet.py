@@ -294,10 +294,10 @@ class Fleet:
             assert part.alive, f"{part.name} ended\n{part.tail()}"
         owners = set()
         for name in ROUTERS:
-            told = await self.replicas(name)
-            if told.this_replica.degraded or not told.this_replica.ready or len(told.replicas) != len(ROUTERS):
-                return f"{name}: {told.this_replica}, {len(told.replicas)} replicas"
-            owners.add(self._owner_of(told.pools[0]) if told.pools else "")
+            listed = await self.replicas(name)
+            if listed.this_replica.degraded or not listed.this_replica.ready or len(listed.replicas) != len(ROUTERS):
+                return f"{name}: {listed.this_replica}, {len(listed.replicas)} replicas"
+            owners.add(self._owner_of(listed.pools[0]) if listed.pools else "")
             known = await self.instances(name)
             states = {engine: status.state for engine, status in known.items()}
             if states != dict.fromkeys(ENGINES, fleet_pb2.INSTANCE_STATE_READY):
@@ -314,9 +314,9 @@ class Fleet:
         if page["pointsman_gateway_open_requests"]:
             return f"gateway: {page['pointsman_gateway_open_requests']:.0f} open"
         for name in ROUTERS:
-            told = (await self.replicas(name)).this_replica
-            if told.open_requests or told.held_requests:
-                return f"{name}: {told.open_requests} open, {told.held_requests} held"
+            replica = (await self.replicas(name)).this_replica
+            if replica.open_requests or replica.held_requests:
+                return f"{name}: {replica.open_requests} open, {replica.held_requests} held"
             for engine, instance in (await self.instances(name)).items():
                 if any(busy := counters(instance).values()):
                     return f"{name}: {engine} {list(busy)}"
@@ -346,9 +346,9 @@ class Fleet:
             truth[engine] = await asyncio.to_thread(held_pieces, endpoint)
         for name in ROUTERS:
             for engine, status in (await self.instances(name)).items():
-                told = (status.keys, status.provisional_keys, status.prefix_source, status.prediction_audit_failures)
-                if told != (len(truth[engine]), 0, fleet_pb2.PREFIX_SOURCE_EVENTS, 0):
-                    return f"{name}: {engine} has {len(truth[engine])} keys, not {told}"
+                cache = (status.keys, status.provisional_keys, status.prefix_source, status.prediction_audit_failures)
+                if cache != (len(truth[engine]), 0, fleet_pb2.PREFIX_SOURCE_EVENTS, 0):
+                    return f"{name}: {engine} has {len(truth[engine])} keys, not {cache}"
         owner = await self.owner()
         for prompt in list(self.replay.prompts.values())[-20:]:
             assumed = await self._cached(owner, prompt)

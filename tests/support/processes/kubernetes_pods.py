@@ -318,9 +318,9 @@ class Pod:
         """Return the container's environment as it is in the cluster."""
         env = dict(_image(container["image"])[1])
         for source in container.get("envFrom", []):
-            [(kind, told)] = source.items()
-            found = self.cluster.data({"configMapRef": "ConfigMap", "secretRef": "Secret"}[kind], told["name"])
-            assert found is not None, f"{self.name}: no {told['name']}"
+            [(kind, reference)] = source.items()
+            found = self.cluster.data({"configMapRef": "ConfigMap", "secretRef": "Secret"}[kind], reference["name"])
+            assert found is not None, f"{self.name}: no {reference['name']}"
             env |= found
         for entry in container.get("env", []):
             value = entry["value"] if "value" in entry else self._value_from(entry["valueFrom"])
@@ -329,15 +329,15 @@ class Pod:
         return env
 
     def _value_from(self, source: Object) -> str | None:
-        [(kind, told)] = source.items()
+        [(kind, reference)] = source.items()
         if kind == "fieldRef":
             fields = {"metadata.name": self.name, "metadata.namespace": self.namespace, "status.hostIP": "127.0.0.1"}
-            return str(fields[told["fieldPath"]])
-        found = self.cluster.data({"configMapKeyRef": "ConfigMap", "secretKeyRef": "Secret"}[kind], told["name"])
-        if found is None or told["key"] not in found:
-            assert told.get("optional"), f"{self.name}: no {told['key']} in {told['name']}"
+            return str(fields[reference["fieldPath"]])
+        found = self.cluster.data({"configMapKeyRef": "ConfigMap", "secretKeyRef": "Secret"}[kind], reference["name"])
+        if found is None or reference["key"] not in found:
+            assert reference.get("optional"), f"{self.name}: no {reference['key']} in {reference['name']}"
             return None
-        return found[told["key"]]
+        return found[reference["key"]]
 
     def _volume(self, name: str) -> Path:
         return self.cluster.folder / self.name / name

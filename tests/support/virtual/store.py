@@ -272,8 +272,8 @@ class Client:
         if self._charges is None:
             await asyncio.sleep(self._delay_s())
             return answer
-        told = answer[1] if isinstance(answer, tuple) else answer
-        fields = self._charges.fields(told) if isinstance(told, dict) else 0.0
+        reply = answer[1] if isinstance(answer, tuple) else answer
+        fields = self._charges.fields(reply) if isinstance(reply, dict) else 0.0
         serves_s = costs.REDIS_COMMAND_S + fields * costs.REDIS_FIELD_S + changes * costs.REDIS_CHANGE_S
         self._store.busy_until = loop.time() + serves_s
         if max(wait_s, 0.0) + serves_s > self._timeout_s:
