@@ -77,7 +77,7 @@ class Installed:
         """Name -> version of all that is installed with `extra`."""
         self.bin(extra)
         listed: list[dict[str, Any]] = json.loads(self.uv(extra, "list", "--format", "json"))
-        return {one["name"]: one["version"] for one in listed}
+        return {package["name"]: package["version"] for package in listed}
 
     def uv(self, extra: str, verb: str, *arguments: str | Path) -> str:
         return run(BIN / "uv", "pip", verb, "--python", self.folder / extra / "bin/python", *arguments)
@@ -140,9 +140,9 @@ def test_an_extra_brings_what_its_part_imports_and_no_more(installed: Installed,
 
 def test_the_command_line_names_the_extra_that_is_missing(installed: Installed) -> None:
     pointsman = installed.bin("agent") / "pointsman"
-    told = run(pointsman, "--help")
-    assert "Run a node's agent, " in told
-    assert "Not installed: pointsman[lab]." in told
+    output = run(pointsman, "--help")
+    assert "Run a node's agent, " in output
+    assert "Not installed: pointsman[lab]." in output
     for words, extra in (("replay --trace t", "lab"), ("decisions verify f", "cli")):
         said = run(pointsman, *words.split(), status=1)
         assert said.startswith(f"pointsman {words.split()[0]}: ")
@@ -154,8 +154,10 @@ def test_rivals_policies_come_with_the_lab_alone(installed: Installed) -> None:
     said = run(installed.bin("router") / "pointsman", "policies", "dynamo_kv", status=1)
     assert said.endswith("policy 'dynamo_kv' belongs to the lab, which is not installed: pointsman[lab]\n")
     assert said.count("\n") == 1
-    told = "from pointsman_cli.installed_policies import installed_policies; print(*installed_policies())"
-    assert {extra: "dynamo_kv" in run(installed.bin(extra) / "python", "-c", told) for extra in ("router", "lab")} == {
+    program = "from pointsman_cli.installed_policies import installed_policies; print(*installed_policies())"
+    assert {
+        extra: "dynamo_kv" in run(installed.bin(extra) / "python", "-c", program) for extra in ("router", "lab")
+    } == {
         "router": False,
         "lab": True,
     }

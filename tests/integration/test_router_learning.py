@@ -16,8 +16,12 @@ async def until(client: Client, what: str, **wanted: object) -> fleet_pb2.Instan
     """Wait until the fields of instance `a` have these values."""
 
     async def check() -> fleet_pb2.InstanceStatus | None:
-        one = (await client.instances()).get("a")
-        return one if one is not None and all(getattr(one, name) == value for name, value in wanted.items()) else None
+        instance = (await client.instances()).get("a")
+        return (
+            instance
+            if instance is not None and all(getattr(instance, name) == value for name, value in wanted.items())
+            else None
+        )
 
     status = await eventually(check, what)
     assert isinstance(status, fleet_pb2.InstanceStatus)
@@ -153,11 +157,11 @@ async def test_an_instance_that_fails_for_one_gateway_is_left_alone_by_all() -> 
             assert placement.step.instance.instance_id == "a"
             await one.finish(f"f{number}", outcome=placement_pb2.OUTCOME_FAILED, error="status 500")
 
-        async def told() -> bool:
+        async def excluded() -> bool:
             fleet = await other.fleet()
             return [ref.instance_id for pool in fleet.pools.values() for ref in pool.instances] == ["b"]
 
-        await eventually(told, "the other gateway is told")
+        await eventually(excluded, "the other gateway is told")
         assert (await client.instances())["a"].circuit_open
         for number in range(3):
             assert (await other.place(f"r{number}")).step.instance.instance_id == "b"
