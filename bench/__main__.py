@@ -2,7 +2,7 @@
 
 A short benchmark takes a minute or less, except `growth`: 260,000 requests, three to four minutes.
 
-The following benchmarks run only if they are named. `large_fleet` and `first_choice` take an hour each, `soak` half an hour,
+The following benchmarks run only if they are named. `large_fleet` and `shortlist` take an hour each, `soak` half an hour,
 `outlive` one minute, `hostile` and `side_by_side` some minutes.
 `elastic`, `layerwise`, `layerwise_cpu`, `layerwise_cpu_long`, `layerwise_trace` and `report_age` take minutes each, most of them
 to start real engines.
@@ -25,7 +25,6 @@ from bench.decide import decide, foresight, index
 from bench.elastic import elastic
 from bench.engine_steps import engine_steps
 from bench.figures import Figure, figure_table
-from bench.first_choice import first_choice
 from bench.gateway import chunks, leaks, requests
 from bench.h2load import h2load
 from bench.hostile import hostile
@@ -42,6 +41,7 @@ from bench.outlive import outlive
 from bench.picker import picker
 from bench.place import place
 from bench.report_age import report_age
+from bench.shortlist import shortlist
 from bench.side_by_side import side_by_side
 from bench.simulate import simulate
 from bench.soak import soak
@@ -52,8 +52,8 @@ from pointsman_common.io.logs import configure_logs
 
 RESULTS = Path(__file__).parent / "results.jsonl"
 BENCHMARKS: dict[str, Callable[[], object]] = {
-    one.__name__: one
-    for one in (
+    benchmark.__name__: benchmark
+    for benchmark in (
         decide,
         foresight,
         index,
@@ -75,10 +75,10 @@ BENCHMARKS: dict[str, Callable[[], object]] = {
 }
 # Benchmarks that run only if they are named.
 LONG: dict[str, Callable[[], object]] = {
-    one.__name__: one
-    for one in (
+    benchmark.__name__: benchmark
+    for benchmark in (
         large_fleet,
-        first_choice,
+        shortlist,
         elastic,
         engine_steps,
         layer_events,

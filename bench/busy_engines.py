@@ -29,7 +29,7 @@ from tests.support.router import Client
 
 # Steps of an engine per second that change its keys, and the keys that one adds; as many leave, once there are CACHED.
 STEPS_PER_S, ADDED, CACHED = 30, 8, 4_000
-# Time after the start in which all engines are told their pace, s.
+# Time after the start in which all engines receive their pace, s.
 SETTLE_S = 3.0
 
 
@@ -72,10 +72,10 @@ class ChangingKeys:
 
 
 class BusyEngine:
-    """One engine and its agent's stream. `told`: number of messages about keys."""
+    """One engine and its agent's stream. `sent`: number of messages about keys."""
 
     def __init__(self, client: Client, number: int, paced: bool) -> None:
-        self.told = 0
+        self.sent = 0
         self.keys = ChangingKeys(number)
         described = info(number)
         instance = agent_pb2.Instance(
@@ -107,7 +107,7 @@ class BusyEngine:
     async def tell(self) -> None:
         """Send what is to be sent now."""
         while (message := self._protocol.next_message(time.monotonic())) is not None:
-            self.told += not message.HasField("load")
+            self.sent += not message.HasField("load")
             await self._call.write(message)
 
     def load(self) -> None:
@@ -133,10 +133,10 @@ async def _run(nodes: list[Client], instances: int, paced: bool, reader: asyncio
     tasks = [asyncio.create_task(engine.read()) for engine in engines]
     work = asyncio.create_task(_steps(engines))
     await asyncio.sleep(SETTLE_S)
-    before = sum(engine.told for engine in engines)
+    before = sum(engine.sent for engine in engines)
     print("ready", flush=True)
     await reader.read()
-    print(sum(engine.told for engine in engines) - before, flush=True)
+    print(sum(engine.sent for engine in engines) - before, flush=True)
     for task in (work, *tasks):
         task.cancel()
 

@@ -71,7 +71,7 @@ def _share(decisions: list[fleet_pb2.Decision], clients: int) -> Figure:
     failed = sum(decision.outcome != fleet_pb2.DECISION_OUTCOME_OK for decision in heavy)
     broken = sum(bool(decision.notes) for decision in heavy)
     share = sum(decision.mode == fleet_pb2.PLACEMENT_MODE_OFFLOAD for decision in heavy) / len(heavy)
-    reasons = ", ".join(f"{reason} {n}" for reason, n in Counter(one.reason for one in heavy).most_common())
+    reasons = ", ".join(f"{reason} {n}" for reason, n in Counter(decision.reason for decision in heavy).most_common())
     note = f"of {len(heavy)} HEAVY on two real vLLM: {reasons}; {broken} fell back, {failed} failed"
     return Figure(f"elastic_offloaded_{clients}", share, "share", note=note)
 
@@ -91,12 +91,12 @@ def _plane(folder: Path) -> Iterator[ControlPlane]:
 def _decided(plane: ControlPlane, client: openai.OpenAI, clients: int, each: int) -> list[fleet_pb2.Decision]:
     """Send `each` HEAVY prompts and as many short ones from each of `clients` concurrent clients; return the decisions."""
 
-    def one(_: int) -> list[str]:
+    def ask(_: int) -> list[str]:
         sizes = [HEAVY_TOKENS, SHORT_TOKENS] * each
         return [_complete(client, words(size, next(_seeds))) for size in sizes]
 
     with ThreadPoolExecutor(clients) as threads:
-        made = [decision_id for ids in threads.map(one, range(clients)) for decision_id in ids]
+        made = [decision_id for ids in threads.map(ask, range(clients)) for decision_id in ids]
     return [plane.finished_decision(decision_id) for decision_id in made]
 
 
@@ -133,5 +133,5 @@ def _long_answers(client: openai.OpenAI, streams: int) -> Iterator[None]:
             yield
         finally:
             over.set()
-        for one in running:
-            one.result()
+        for answer in running:
+            answer.result()

@@ -30,7 +30,7 @@ def engine_steps() -> list[Figure]:
                 (0, "thread", "its own thread; baseline is the goal"),
                 (1, "cpu", "with ZMQ's thread"),
             ):
-                cost = median(one[at] for one in rounds)
+                cost = median(figures[at] for figures in rounds)
                 baseline = GOAL_US if at == 0 else None
                 figures.append(
                     Figure(f"engine_step_{what}_{decoding}_{prompts}", cost, "us", baseline, f"{batch}: {note}")

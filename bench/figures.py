@@ -10,12 +10,12 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured figure. `baseline`: a value measured in the same run, or the goal if the note says so."""
+    """One measured figure."""
 
     metric: str
     value: float
     unit: str
-    baseline: float | None = None
+    baseline: float | None = None  # a value measured in the same run, or the goal if the note says so
     note: str = ""
 
     @property

@@ -39,9 +39,9 @@ def filled(instances: int, keys: Sequence[int], count: int = KEYS_PER_INSTANCE) 
     """Return a router's state with `instances` that have `count` keys each."""
     state = RouterState(make_policy("unified"), StateSettings())
     for number in range(instances):
-        one = info(number)
+        instance = info(number)
         held = cached_keys(keys, number, count)
-        state.handle(ev.AgentHello(number, one, KEY_SCHEME, 1, 0), 0.0)
+        state.handle(ev.AgentHello(number, instance, KEY_SCHEME, 1, 0), 0.0)
         for message in (SnapshotBegin(0), SnapshotChunk(1, held), SnapshotEnd(0, len(held), digest_of(1, held))):
-            state.handle(ev.KeysReported(number, one.instance_id, message), 0.0)
+            state.handle(ev.KeysReported(number, instance.instance_id, message), 0.0)
     return state

@@ -40,11 +40,11 @@ async def chunks() -> list[Figure]:
         gateway, _ = await running.enter_async_context(stack.pointsman(engines, model))
         served = {"gateway": gateway, "nginx": await running.enter_async_context(stack.nginx(engines))}
         served["vllm_router"] = await running.enter_async_context(stack.vllm_router(engines))
-        for one in served.values():
-            await stack.load(one.port, connections=STREAMS, requests=STREAMS, chunks=SHORT)
+        for server in served.values():
+            await stack.load(server.port, connections=STREAMS, requests=STREAMS, chunks=SHORT)
         for _ in range(ROUNDS):
-            for name, one in served.items():
-                spent.setdefault(name, []).append(await chunk_us(one))
+            for name, server in served.items():
+                spent.setdefault(name, []).append(await chunk_us(server))
     us = {name: percentile(values, 0.5) for name, values in spent.items()}
     note = f"CPU per chunk, {STREAMS} streams out of step, a chunk of 230 bytes each {INTERVAL_MS:.0f} ms; median of {ROUNDS}"
     return [
@@ -72,10 +72,12 @@ async def requests() -> list[Figure]:
         for number, served in enumerate((gateway, both)):
             await stack.load(served.port, connections=16, requests=200, seed=10 + number)
         processes = (gateway, router, both)
-        before = [stack.cpu_s(*one.pids) for one in processes]
+        before = [stack.cpu_s(*process.pids) for process in processes]
         for number, served in enumerate((gateway, both) * 2):
             await stack.load(served.port, connections=16, requests=PROMPTS // 2, seed=20 + number)
-        us = [(stack.cpu_s(*one.pids) - was) / PROMPTS * 1e6 for one, was in zip(processes, before, strict=True)]
+        us = [
+            (stack.cpu_s(*process.pids) - was) / PROMPTS * 1e6 for process, was in zip(processes, before, strict=True)
+        ]
         share = f"gateway {us[0]:.0f}, router {us[1]:.0f}"
         direct = await stack.load(engines[0].port, connections=1, requests=200, chunks=1, seed=3)
         through = await stack.load(gateway.port, connections=1, requests=200, chunks=1, seed=4)
@@ -119,9 +121,9 @@ async def chunk_us(served: ServerProcess) -> float:
     spent = []
     for count in (SHORT, LONG):
         before = stack.cpu_s(*served.pids)
-        told = await stack.load(served.port, connections=STREAMS, requests=STREAMS, chunks=count, **SPREAD)
-        if told["chunks"] != STREAMS * count:
-            raise RuntimeError(f"{told['chunks']} chunks came of {STREAMS * count}")
+        counts = await stack.load(served.port, connections=STREAMS, requests=STREAMS, chunks=count, **SPREAD)
+        if counts["chunks"] != STREAMS * count:
+            raise RuntimeError(f"{counts['chunks']} chunks came of {STREAMS * count}")
         spent.append(stack.cpu_s(*served.pids) - before)
     return (spent[1] - spent[0]) / (STREAMS * (LONG - SHORT)) * 1e6
 

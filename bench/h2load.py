@@ -36,7 +36,7 @@ async def h2load() -> list[Figure]:
         figures = []
         for name, path in CASES.items():
             sent = ["-d", str(body), "-H", "content-type: application/json"] if name == "chat" else []
-            ours, theirs = [await _run(executable, one.port, path, sent) for one in (gateway, nginx)]
+            ours, theirs = [await _run(executable, server.port, path, sent) for server in (gateway, nginx)]
             note = f"{REQUESTS:,} requests by {CLIENTS} clients, all answered with 2xx; {ours[1]}; nginx: {theirs[1]}"
             figures.append(Figure(f"h2load_{name}_per_s", ours[0], "1/s", theirs[0], note))
     return figures
@@ -46,10 +46,10 @@ async def _run(executable: str, port: int, path: str, sent: list[str]) -> tuple[
     """Run h2load; return requests per second and a note of request times."""
     flags = ["--h1", "-n", str(REQUESTS), "-c", str(CLIENTS), *sent, f"http://127.0.0.1:{port}{path}"]
     child = await asyncio.create_subprocess_exec(executable, *flags, stdout=asyncio.subprocess.PIPE)
-    told = (await child.communicate())[0].decode()
-    statuses = re.search(r"status codes: (\d+) 2xx", told)
-    rate = re.search(r"finished in .*?, ([0-9.]+) req/s", told)
-    times = re.search(r"time for request: *(\S+) *(\S+) *(\S+)", told)
+    output = (await child.communicate())[0].decode()
+    statuses = re.search(r"status codes: (\d+) 2xx", output)
+    rate = re.search(r"finished in .*?, ([0-9.]+) req/s", output)
+    times = re.search(r"time for request: *(\S+) *(\S+) *(\S+)", output)
     if statuses is None or rate is None or times is None or int(statuses[1]) != REQUESTS:
-        raise RuntimeError(f"requests failed: {told}")
+        raise RuntimeError(f"requests failed: {output}")
     return float(rate[1]), f"a request took {times[1]} to {times[2]}, {times[3]} on average"

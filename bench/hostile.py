@@ -77,8 +77,8 @@ async def _ordinary(port: int, seconds: float) -> dict[str, Any]:
         stdout=asyncio.subprocess.PIPE,
     )
     out, _ = await child.communicate()
-    told: dict[str, Any] = json.loads(out)
-    return told
+    result: dict[str, Any] = json.loads(out)
+    return result
 
 
 def _peak_mb(pid: int) -> float:

@@ -74,7 +74,7 @@ async def run() -> tuple[list[HttpCase], list[Outcome], list[Outcome]]:
 
 def page(cases: list[HttpCase], ours: list[Outcome], theirs: list[Outcome], nginx: str) -> str:
     """Return the page's text."""
-    wrong = [sum(bool(fault(*one)) for one in zip(cases, seen, strict=True)) for seen in (ours, theirs)]
+    wrong = [sum(bool(fault(*pair)) for pair in zip(cases, seen, strict=True)) for seen in (ours, theirs)]
     parts = [
         INTRO.format(
             count=len(cases),
@@ -92,8 +92,8 @@ def page(cases: list[HttpCase], ours: list[Outcome], theirs: list[Outcome], ngin
             f"\n## {group.replace('-', ' ').capitalize()}\n\n{_row(*COLUMNS)}{_row(*('---' for _ in COLUMNS))}"
         )
         for case, our, their in rows:
-            told = (_told(case, seen) for seen in (our, their))
-            parts.append(_row(case.id, WANTS[case.want], *told, case.rfc, case.source))
+            cells = (_cell(case, seen) for seen in (our, their))
+            parts.append(_row(case.id, WANTS[case.want], *cells, case.rfc, case.source))
     return "".join(parts)
 
 
@@ -101,7 +101,7 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def _told(case: HttpCase, seen: Outcome) -> str:
+def _cell(case: HttpCase, seen: Outcome) -> str:
     return f"**{seen}** ({wrong})" if (wrong := fault(case, seen)) else str(seen)
 
 

@@ -57,7 +57,12 @@ async def answer(port: int, name: str) -> bytes:
     """Send the request `name` of ASKED; return the bytes of the answer."""
     method, path, fields, body = ASKED[name]
     raw = b"" if body is None else json.dumps(body).encode()
-    lines = [f"{method} {path} HTTP/1.1", "Host: h", "Connection: close", *(f"{one}: {fields[one]}" for one in fields)]
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        "Host: h",
+        "Connection: close",
+        *(f"{field}: {fields[field]}" for field in fields),
+    ]
     lines += ["Content-Type: application/json", f"Content-Length: {len(raw)}"] if body is not None else []
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + raw)
@@ -67,9 +72,9 @@ async def answer(port: int, name: str) -> bytes:
         writer.close()
 
 
-def notes(httplint: Path, name: str, told: bytes) -> list[str]:
+def notes(httplint: Path, name: str, answered: bytes) -> list[str]:
     """Return httplint's BAD and WARN notes on an answer."""
-    head = told.partition(b"\r\n\r\n")[0] + b"\r\n\r\n" if ASKED[name][0] == "HEAD" else told
+    head = answered.partition(b"\r\n\r\n")[0] + b"\r\n\r\n" if ASKED[name][0] == "HEAD" else answered
     out = subprocess.run([str(httplint), "-n"], input=head, capture_output=True, check=True).stdout.decode()
     said = (line.strip("* ") for line in out.splitlines())
     # httplint does not see the request, so it does not accept a preflight's fields in the answer to a preflight.
@@ -89,8 +94,8 @@ async def http_lint() -> list[Figure]:
             async with stack.pointsman(engines, model, *flags) as (gateway, _):
                 await answer(gateway.port, "too many")
                 for name in ASKED:
-                    told = await answer(gateway.port, name)
-                    for note in await asyncio.to_thread(notes, httplint, name, told):
+                    answered = await answer(gateway.port, name)
+                    for note in await asyncio.to_thread(notes, httplint, name, answered):
                         found.setdefault(note, []).append(name)
     told_of = {
         level: [f"{note} ({', '.join(of)})" for note, of in found.items() if level in note] for level in ("BAD", "WARN")

@@ -44,9 +44,9 @@ async def _measured(address: str, served: ServerProcess, mode: str) -> tuple[flo
         await asyncio.sleep(MEASURED_S)
         spent, cpu_s = time.perf_counter() - began, stack.cpu_s(*served.pids) - before
         child.stdin.close()
-        told = int(await child.stdout.readline())
+        messages = int(await child.stdout.readline())
     finally:
         if child.returncode is None:
             child.terminate()
         await child.wait()
-    return cpu_s / spent, told / spent
+    return cpu_s / spent, messages / spent

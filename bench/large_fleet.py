@@ -76,7 +76,7 @@ def _window(number: int) -> Iterator[Session]:
                 turn,
                 session_id=f"{number}:{turn.session}",
                 timestamp_ms=turn.timestamp_ms + number * WINDOW_S * 1e3,
-                hash_ids=tuple([one if one < SYSTEMS else one + shift for one in turn.hash_ids]),
+                hash_ids=tuple([hash_id if hash_id < SYSTEMS else hash_id + shift for hash_id in turn.hash_ids]),
             )
             for turn in turns
         ]

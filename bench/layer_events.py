@@ -35,8 +35,8 @@ def layer_events() -> list[Figure]:
         with asking_vllm(Path(folder) / "log") as vllm:
             rounds = [vllm.ask(ASK, asked) for _ in range(ROUNDS)]
             checks = vllm.ask(CHECKS, {"model_folder": str(model), "layers": LAYERS, "rounds": 100})
-    writes = median(one["writes"] for one in rounds)
-    last = median(one["last_write_after_s"] for one in rounds) / (LAYER_MS / 1e3)
+    writes = median(figures["writes"] for figures in rounds)
+    last = median(figures["last_write_after_s"] for figures in rounds) / (LAYER_MS / 1e3)
     note = f"{LAYERS} layers of {LAYER_MS:g} ms, launched in {LAUNCH_MS:g} ms each; baseline is the goal"
     return [
         Figure("layer_events_writes", writes, "writes", WRITES, note),

@@ -67,7 +67,7 @@ def layerwise_trace() -> list[Figure]:
         after = _run(folder / "after", model, trace, MOONCAKE, site)
         push = _run(folder / "push", model, trace, LAYERWISE, site)
     both = sorted(after.moved.keys() & push.moved.keys())
-    failed = sum(not one.ok for run in (after, push) for one in run.records.values())
+    failed = sum(not record.ok for run in (after, push) for record in run.records.values())
     seen = f"{len(push.records)} requests, moved {len(push.moved)} and {len(after.moved)}, {failed} failed"
     faster = sum(one < other for one, other in zip(push.ttfts(both), after.ttfts(both), strict=True))
 
@@ -88,13 +88,13 @@ def _run(folder: Path, model: Path, trace: Path, kv_transfer: Mapping[str, Any],
     folder.mkdir()
     specs = [
         EngineSpec(
-            one,
+            name,
             kv_transfer=kv_transfer,
             max_model_len=8_192,
             extra_args=("--max-num-batched-tokens", "1024"),
             env={"PYTHONPATH": str(site)},
         )
-        for one in ("one", "two")
+        for name in ("one", "two")
     ]
     log = folder / "moments.jsonl"
     with running_engines(specs, model, folder) as engines:
@@ -125,7 +125,7 @@ def _run(folder: Path, model: Path, trace: Path, kv_transfer: Mapping[str, Any],
     assert replayed.breakdown is not None
     rows = {(row["session"], row["turn"]): row for row in replayed.breakdown["requests"]}
     return ComparedRun(
-        {(one.session, one.turn): one for one in replayed.records},
+        {(record.session, record.turn): record for record in replayed.records},
         {key: row for key, row in rows.items() if row["rule"] == "migrate" and not row["notes"]},
     )
 

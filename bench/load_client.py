@@ -48,22 +48,22 @@ WORDS = [
 class LoadRun:
     """Parameters and results of a run, shared by its connections."""
 
-    url: tuple[str, int]
-    requests: int
-    stream: bool
-    chunks: int
-    prompt: int
+    url: tuple[str, int]  # host and port
+    requests: int  # to be answered in all
+    stream: bool  # whether answers are event streams
+    chunks: int  # max_tokens of each request
+    prompt: int  # its length, bytes, about
     rng: random.Random
-    hold: bool
-    mix: bool = False
-    prompts: int = 0
+    hold: bool  # keep the answers open once all have begun
+    mix: bool = False  # requests of all kinds (MIX)
+    prompts: int = 0  # number of different prompts; 0: each is new
     asked: int = 0
     answered: int = 0
     failed: int = 0
     failures: Counter[str] = field(default_factory=Counter)  # by the head's first line, or "" without one
-    received: int = 0
-    reads: int = 0
-    first_s: list[float] = field(default_factory=list)
+    received: int = 0  # chunks
+    reads: int = 0  # from the sockets
+    first_s: list[float] = field(default_factory=list)  # times to first byte
     done: asyncio.Event = field(default_factory=asyncio.Event)
     reconnecting: set[asyncio.Task[None]] = field(default_factory=set)
     repeated: int = 0  # requests that met a connection closed as idle
@@ -201,7 +201,7 @@ async def go(run: LoadRun, connections: int, group: int, spread_s: float) -> dic
         print("held", flush=True)
         await asyncio.Event().wait()
     await run.done.wait()
-    first = sorted(one * 1e3 for one in run.first_s)
+    first = sorted(seconds * 1e3 for seconds in run.first_s)
     return {
         "answered": run.answered,
         "failed": run.failed,

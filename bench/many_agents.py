@@ -48,9 +48,11 @@ async def main(address: str) -> None:
             turns = asyncio.Semaphore(AT_ONCE)
             before = list(reports.values())
             reports.clear()
-            await asyncio.gather(*(_join(turns, one, name, keys, str(incarnation)) for name, one in fresh.items()))
-            for one in before:
-                one.call.cancel()
+            await asyncio.gather(
+                *(_join(turns, engine, name, keys, str(incarnation)) for name, engine in fresh.items())
+            )
+            for report in before:
+                report.call.cancel()
             reports.update(fresh)
             while not await _known(nodes[0], instances, keys):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_INTERVAL_S)
@@ -68,7 +70,7 @@ async def _join(turns: asyncio.Semaphore, report: Report, name: str, count: int,
 
 async def _known(client: Client, instances: int, keys: int) -> bool:
     known = (await client.instances()).values()
-    return sum(one.state in IN_STEP and one.keys >= keys for one in known) == instances
+    return sum(status.state in IN_STEP and status.keys >= keys for status in known) == instances
 
 
 async def _tell_loads(reports: dict[str, Report]) -> None:

@@ -35,7 +35,7 @@ async def memory() -> list[Figure]:
         # Without the token cache, which is bounded and not part of a stream's memory.
         async with stack.pointsman(engines, model, "--token-cache-mb", "0") as (gateway, _):
             async with stack.open_streams(gateway.port, 1, LONG_BYTES):
-                one = stack.rss_mb(gateway.pids[0])
+                with_one_stream = stack.rss_mb(gateway.pids[0])
             async with stack.open_streams(gateway.port, LONG_STREAMS, LONG_BYTES, group=1):
                 long = stack.rss_mb(gateway.pids[0])
     async with (
@@ -43,7 +43,7 @@ async def memory() -> list[Figure]:
         stack.pointsman(engines, model, "--continue-mb", "1024") as (gateway, _),
         stack.open_streams(gateway.port, TOLD, group=1_000),
     ):
-        told = stack.rss_mb(gateway.pids[0])
+        continuable = stack.rss_mb(gateway.pids[0])
 
     def note(rss: float, streams: int) -> str:
         return (
@@ -55,17 +55,17 @@ async def memory() -> list[Figure]:
         Figure("rss_mb_5000_streams", many, "MB", None, note(many, MANY)),
         Figure(
             "kb_per_long_stream",
-            (long - one) / (LONG_STREAMS - 1) * 1e3,
+            (long - with_one_stream) / (LONG_STREAMS - 1) * 1e3,
             "KB",
             None,
             f"{LONG_STREAMS} streams open on prompts of {LONG_BYTES // 1000} KB, the token cache left out",
         ),
         Figure(
             "rss_mb_9000_told_streams",
-            told,
+            continuable,
             "MB",
             None,
-            f"{note(told, TOLD)}; their bodies and token ids are kept, so that other engines can go on with them",
+            f"{note(continuable, TOLD)}; their bodies and token ids are kept, so that other engines can go on with them",
         ),
     ]
 

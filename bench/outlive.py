@@ -29,13 +29,13 @@ BETWEEN_S, AWAY_S = 6.0, 1.0
 
 @dataclass
 class _Stream:
-    """One stream. Times in s: when a chunk came last, and the gap after its engine was killed (0: it was not)."""
+    """One stream. Times in s."""
 
     instance: str = ""
     text: str = ""
-    last_at: float = 0.0
-    killed_at: float = 0.0
-    gaps: list[float] = field(default_factory=list)
+    last_at: float = 0.0  # when a chunk came last
+    killed_at: float = 0.0  # when its engine was killed; 0: it was not
+    gaps: list[float] = field(default_factory=list)  # from its last chunk before the kill to the first one after
     broken: str = ""
 
 
@@ -52,17 +52,21 @@ async def outlive() -> list[Figure]:
             emptied_s, moved = await _emptied(fleet)
         finally:
             await fleet.stop()
-    gaps = [gap for one in streams for gap in one.gaps]
-    hit = sum(bool(one.killed_at) for one in streams)
+    gaps = [gap for stream in streams for gap in stream.gaps]
+    hit = sum(bool(stream.killed_at) for stream in streams)
     note = f"{STREAMS} streams of {TOKENS} tokens, {OPEN_AT_ONCE} at a time; {kills} kills of engines hit {hit} streams"
-    broken = [one.broken for one in streams if one.broken]
+    broken = [stream.broken for stream in streams if stream.broken]
     return [
         Figure("outlive_broken", len(broken), "", 0, f"{note}{'; first: ' + broken[0] if broken else ''}"),
         Figure("outlive_wrong_text", wrong, "", 0, "compared with the same prompts, undisturbed"),
         Figure("outlive_gap_p50_s", percentile(gaps, 0.5), "s", None, "from the last byte before to the first after"),
         Figure("outlive_gap_p99_s", percentile(gaps, 0.99), "s", None, "the same"),
         Figure(
-            "outlive_moved_broken", sum(bool(one.broken) for one in moved), "", 0, "streams of which some were moved"
+            "outlive_moved_broken",
+            sum(bool(stream.broken) for stream in moved),
+            "",
+            0,
+            "streams of which some were moved",
         ),
         Figure(
             "outlive_emptied_s",
@@ -83,9 +87,9 @@ async def _emptied(fleet: Fleet) -> tuple[float, list[_Stream]]:
         asyncio.TaskGroup() as load,
     ):
         stub: Any = router
-        for number, one in enumerate(streams):
-            load.create_task(_ask(fleet, http, one, number, LONG_TOKENS))
-        await eventually(lambda: all(one.last_at for one in streams), "all streams have begun")
+        for number, stream in enumerate(streams):
+            load.create_task(_ask(fleet, http, stream, number, LONG_TOKENS))
+        await eventually(lambda: all(stream.last_at for stream in streams), "all streams have begun")
         name = fleet.address("gateway", "e0")
         began = time.perf_counter()
         await stub.Drain(fleet_pb2.DrainRequest(instance_id=name, move=True))
@@ -114,9 +118,9 @@ async def _under_kills(fleet: Fleet) -> tuple[list[_Stream], int]:
                 fleet.kill(name)
                 kills += 1
                 now = time.perf_counter()
-                for one in streams:
-                    if one.instance == f"127.0.0.1:{fleet.ports[name]}" and one.last_at:
-                        one.killed_at = now
+                for stream in streams:
+                    if stream.instance == f"127.0.0.1:{fleet.ports[name]}" and stream.last_at:
+                        stream.killed_at = now
                 await asyncio.sleep(AWAY_S)
                 fleet.parts[name].start()
             await asyncio.gather(*load)
@@ -131,7 +135,7 @@ async def _client(fleet: Fleet, http: aiohttp.ClientSession, streams: list[_Stre
         await _ask(fleet, http, streams[number], number)
 
 
-async def _ask(fleet: Fleet, http: aiohttp.ClientSession, one: _Stream, number: int, tokens: int = TOKENS) -> None:
+async def _ask(fleet: Fleet, http: aiohttp.ClientSession, stream: _Stream, number: int, tokens: int = TOKENS) -> None:
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": f"Task {number}. " + "Look at the points. " * 20}],
@@ -141,35 +145,35 @@ async def _ask(fleet: Fleet, http: aiohttp.ClientSession, one: _Stream, number: 
     }
     async with http.post(f"{fleet.gateway_url}/v1/chat/completions", json=body) as answer:
         if answer.status != 200:
-            one.broken = f"status {answer.status}"
+            stream.broken = f"status {answer.status}"
             return
-        one.instance = answer.headers["X-Pointsman-Instance"]
+        stream.instance = answer.headers["X-Pointsman-Instance"]
         ended = False
         async for line in answer.content:
             if not line.startswith(b"data: "):
                 continue
             now = time.perf_counter()
-            if one.killed_at > one.last_at > 0:
-                one.gaps.append(now - one.last_at)
-            one.last_at = now
+            if stream.killed_at > stream.last_at > 0:
+                stream.gaps.append(now - stream.last_at)
+            stream.last_at = now
             if line.startswith(b"data: [DONE]"):
                 ended = True
                 break
             chunk = json.loads(line[6:])
             if "error" in chunk:
-                one.broken = chunk["error"]["message"]
+                stream.broken = chunk["error"]["message"]
                 break
             for choice in chunk["choices"]:
-                one.text += choice["delta"].get("content") or ""
+                stream.text += choice["delta"].get("content") or ""
         # What follows is not measured: the engine may be killed again.
-        one.instance, one.last_at = "", 0.0
-        if not ended and not one.broken:
-            one.broken = "no end"
+        stream.instance, stream.last_at = "", 0.0
+        if not ended and not stream.broken:
+            stream.broken = "no end"
 
 
 async def _wrong_texts(fleet: Fleet, streams: list[_Stream]) -> int:
     """Return how many of the streams that were hit have another text than their prompts get now."""
-    hit = [number for number, one in enumerate(streams) if one.gaps and not one.broken]
+    hit = [number for number, stream in enumerate(streams) if stream.gaps and not stream.broken]
     again = {number: _Stream() for number in hit}
     gate = asyncio.Semaphore(OPEN_AT_ONCE)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:

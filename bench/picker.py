@@ -88,13 +88,16 @@ async def _answers_s(port: int, parts: Parts, chunks: int, number: int) -> dict[
 
 
 async def _first_ms(port: int, number: int) -> float:
-    told = await stack.load(port, connections=1, requests=100, chunks=1, seed=50 + number)
-    return percentile(told["first_ms"], 0.5)
+    measured = await stack.load(port, connections=1, requests=100, chunks=1, seed=50 + number)
+    return percentile(measured["first_ms"], 0.5)
 
 
 def _figure(metric: str, found: Mapping[str, list[dict[str, float]]], what: str) -> Figure:
     """Return the sum of the parts of Envoy and picker; the baseline is the gateway's."""
-    middle = {name: {part: median(one[part] for one in rounds) for part in rounds[0]} for name, rounds in found.items()}
+    middle = {
+        name: {part: median(figures[part] for figures in rounds) for part in rounds[0]}
+        for name, rounds in found.items()
+    }
     shown = ", ".join(f"{part} {us:,.3g}" for part, us in middle[PICKED].items())
     note = f"{what}: {shown}; Envoy alone {middle[BARE]['Envoy']:,.3g}; baseline is the gateway with its router"
     return Figure(metric, sum(middle[PICKED].values()), "us", sum(middle[OWN].values()), note)

@@ -135,15 +135,15 @@ async def _restart(session: Session, channel: grpc.aio.Channel, agents: list[Rep
     """Restart one engine; return the bytes that the router sends to a gateway up to the update about the restart."""
     agents[0].call.cancel()
     name = info(0).instance_id
-    told = 0
+    sent_bytes = 0
 
     async def read() -> None:
-        nonlocal told
+        nonlocal sent_bytes
         while True:
             message = await session.read()
-            told += message.ByteSize()
-            for one in message.batch.responses if message.HasField("batch") else (message,):
-                for pool in one.fleet_update.pools:
+            sent_bytes += message.ByteSize()
+            for response in message.batch.responses if message.HasField("batch") else (message,):
+                for pool in response.fleet_update.pools:
                     if any((i.instance_id, i.incarnation) == (name, "2") for i in pool.instances):
                         return
 
@@ -151,7 +151,7 @@ async def _restart(session: Session, channel: grpc.aio.Channel, agents: list[Rep
     await asyncio.gather(read(), again.join(name, incarnation="2"))
     again.call.cancel()
     note = f"an engine of {MANY_INSTANCES:,} restarts: bytes that each gateway is sent; baseline is the goal"
-    return Figure(f"restart_kb_{MANY_INSTANCES}", told / 1e3, "kB", 10.0, note)
+    return Figure(f"restart_kb_{MANY_INSTANCES}", sent_bytes / 1e3, "kB", 10.0, note)
 
 
 async def _played(
@@ -228,10 +228,10 @@ async def _placements(session: Session) -> list[placement_pb2.Placement]:
     found: list[placement_pb2.Placement] = []
     while not found:
         message = await session.read()
-        for one in message.batch.responses if message.HasField("batch") else (message,):
-            if one.HasField("refusal"):
-                raise RuntimeError(one.refusal.message)
-            found += [one.placement] if one.HasField("placement") else []
+        for response in message.batch.responses if message.HasField("batch") else (message,):
+            if response.HasField("refusal"):
+                raise RuntimeError(response.refusal.message)
+            found += [response.placement] if response.HasField("placement") else []
     return found
 
 
@@ -250,7 +250,7 @@ async def _fill(
     await asyncio.gather(*(report(agent, number) for number, agent in enumerate(agents)))
     while True:
         known = await client.instances()
-        if sum(one.state == fleet_pb2.INSTANCE_STATE_READY for one in known.values()) == instances:
+        if sum(status.state == fleet_pb2.INSTANCE_STATE_READY for status in known.values()) == instances:
             return agents
         await asyncio.sleep(0.02)
 

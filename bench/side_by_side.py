@@ -125,8 +125,8 @@ async def _turns(found: Found, name: str, proxy: ServerProcess, text: str, numbe
 
 async def _added_ttft(found: Found, engine: ServerProcess, proxies: Mapping[str, ServerProcess], number: int) -> None:
     async def first_ms(port: int) -> float:
-        told = await stack.load(port, connections=1, requests=100, chunks=1, seed=50 + number)
-        return percentile(told["first_ms"], 0.5)
+        measured = await stack.load(port, connections=1, requests=100, chunks=1, seed=50 + number)
+        return percentile(measured["first_ms"], 0.5)
 
     direct = await first_ms(engine.port)
     for name, proxy in proxies.items():

@@ -57,9 +57,9 @@ async def run(requests: int, by: int) -> list[Figure]:
             owners: Counter[str] = Counter()
             repeated = 0
             for number in range(requests // by):
-                told = await stack.load(fleet.ports["gateway"], True, requests=by, seed=number, **LOAD)
-                failures.update(told["failures"])
-                repeated += told["repeated"]
+                counts = await stack.load(fleet.ports["gateway"], True, requests=by, seed=number, **LOAD)
+                failures.update(counts["failures"])
+                repeated += counts["repeated"]
                 owners[await fleet.owner()] += 1
                 for name, pid in pids.items():
                     mb[name].append(stack.rss_mb(pid))

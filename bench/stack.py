@@ -108,10 +108,10 @@ async def load(port: int, may_fail: bool = False, /, **flags: object) -> dict[st
         sys.executable, "-m", "bench.load_client", "--port", str(port), *given, stdout=subprocess.PIPE
     )
     out, _ = await child.communicate()
-    told: dict[str, Any] = json.loads(out)
-    if told["failed"] and not may_fail:
-        raise RuntimeError(f"{told['failed']} requests failed: {told['failures']}")
-    return told
+    counts: dict[str, Any] = json.loads(out)
+    if counts["failed"] and not may_fail:
+        raise RuntimeError(f"{counts['failed']} requests failed: {counts['failures']}")
+    return counts
 
 
 def allow_files(count: int) -> None:
@@ -219,9 +219,9 @@ async def _reported(
         await _answers(channel)
         client = Client(channel)
         reports = [Report(client) for _ in engines]
-        for one, report in zip(engines, reports, strict=True):
-            url = f"http://127.0.0.1:{one.port}"
-            await report.join(f"i{one.port}", url=url, model_root=model, max_model_len=max_model_len)
+        for engine, report in zip(engines, reports, strict=True):
+            url = f"http://127.0.0.1:{engine.port}"
+            await report.join(f"i{engine.port}", url=url, model_root=model, max_model_len=max_model_len)
         reporting = asyncio.create_task(_keep_reporting(reports))
         try:
             yield
@@ -256,7 +256,7 @@ async def nginx(engines: list[ServerProcess]) -> AsyncIterator[ServerProcess]:
     if executable is None:
         raise FileNotFoundError("the benchmark needs nginx: apt-get install nginx")
     port = free_port()
-    servers = "".join(f"server 127.0.0.1:{one.port};" for one in engines)
+    servers = "".join(f"server 127.0.0.1:{engine.port};" for engine in engines)
     with tempfile.TemporaryDirectory() as folder:
         config = _written(Path(folder) / "nginx.conf", _NGINX.format(folder=folder, servers=servers, port=port))
         with process([executable, "-c", config, "-e", f"{folder}/error.log"]) as child:
@@ -268,7 +268,7 @@ async def nginx(engines: list[ServerProcess]) -> AsyncIterator[ServerProcess]:
 async def envoy(engines: list[ServerProcess], *pickers: int) -> AsyncIterator[ServerProcess]:
     """Run an Envoy with one worker, which asks the pickers at these ports. `make env-envoy` installs it."""
     port, admin = free_port(), free_port()
-    settings = EnvoySettings([f"127.0.0.1:{one.port}" for one in engines], pickers)
+    settings = EnvoySettings([f"127.0.0.1:{engine.port}" for engine in engines], pickers)
     with tempfile.TemporaryDirectory() as folder:
         config = Path(_written(Path(folder) / "envoy.json", json.dumps(configuration(settings, port, admin))))
         with process(command(config), stderr=subprocess.DEVNULL) as child:
@@ -299,8 +299,8 @@ async def dynamo(engines: list[ServerProcess], model: str) -> AsyncIterator[Serv
     """Run Dynamo's front end with its KV router, and an adapter for each engine; yield the front end. It is installed on first
     use. Raises NotRunnable if it cannot be."""
     addresses = [
-        EngineAddress(f"http://127.0.0.1:{one.port}", *(f"tcp://127.0.0.1:{free_port()}" for _ in range(2)))
-        for one in engines
+        EngineAddress(f"http://127.0.0.1:{engine.port}", *(f"tcp://127.0.0.1:{free_port()}" for _ in range(2)))
+        for engine in engines
     ]
     fleet = Fleet(addresses, MODEL, Path(model), (), DYNAMO_BLOCK_SIZE, 0, DYNAMO_CONTEXT, ())
     [contender] = [one for one in contenders() if one.name.startswith(DYNAMO)]
@@ -327,7 +327,7 @@ async def _rust_router(
     command: list[str], engines: list[ServerProcess], policy: str, log_level: str
 ) -> AsyncIterator[ServerProcess]:
     port = free_port()
-    urls = [f"http://127.0.0.1:{one.port}" for one in engines]
+    urls = [f"http://127.0.0.1:{engine.port}" for engine in engines]
     flags = ["--host", "127.0.0.1", "--port", str(port), "--policy", policy, "--log-level", log_level]
     metrics = ["--prometheus-port", str(free_port())]
     with process([*command, "--worker-urls", *urls, *flags, *metrics], stdout=subprocess.DEVNULL) as child:

@@ -63,30 +63,30 @@ async def stalls() -> list[Figure]:
 async def _restarts() -> list[Figure]:
     async with TimedRouter.running() as router:
         await router.join(64, 62_500, 1)
-        async with router.measured("restart_64", "64 engines with 62,500 keys each restart at once") as told:
+        async with router.measured("restart_64", "64 engines with 62,500 keys each restart at once") as measured:
             await router.join(64, 62_500, 2)
-        return told
+        return measured
 
 
 async def _thousand() -> list[Figure]:
     figures: list[Figure] = []
     async with TimedRouter.running("--max-keys", "16000000") as router:
         await router.join(1_000, 4_500, 1)
-        async with router.measured("resync_1000", "1,000 instances with 4,500 keys each restart at once") as told:
+        async with router.measured("resync_1000", "1,000 instances with 4,500 keys each restart at once") as measured:
             await router.join(1_000, 4_500, 2)
-        figures += told
+        figures += measured
         async with router.probed(0.0) as placed:
             await eventually(lambda: len(placed) > DECISIONS, "there are decisions", WITHIN_S)
         note = f"WhatIf over the newest {DECISIONS:,} decisions on 1,000 instances, {WHAT_IFS} times"
-        async with router.measured("what_if", note) as told:
+        async with router.measured("what_if", note) as measured:
             asked = fleet_pb2.WhatIfRequest(last=DECISIONS, policy=fleet_pb2.Policy(name="foresight"))
             for _ in range(WHAT_IFS):
                 answer = await router.client.fleet.WhatIf(asked, timeout=WITHIN_S)
                 assert answer.decided == DECISIONS
-        figures += told
-        async with router.measured("console", "three consoles on 1,000 instances for 10 s") as told:
+        figures += measured
+        async with router.measured("console", "three consoles on 1,000 instances for 10 s") as measured:
             await asyncio.gather(*(_console(router.console_url) for _ in range(3)))
-        figures += told
+        figures += measured
     return figures
 
 
@@ -120,7 +120,7 @@ async def _shared_store() -> list[Figure]:
                 begun = time.perf_counter()
                 async with router.measured(
                     "takeover", "a million sessions, 10,000 open requests", probed=False
-                ) as told:
+                ) as measured:
                     await router.join(64, 1_000, 1)
                     # The takeover is timed to the first placement. It includes the agents' hellos and small snapshots.
                     await session.place("first")
@@ -129,13 +129,13 @@ async def _shared_store() -> list[Figure]:
                         while await _sessions_read(router.client) < SESSIONS - SOME:  # noqa: ASYNC110
                             await asyncio.sleep(1.0)
                 figures += [
-                    *told,
+                    *measured,
                     Figure(
                         "stall_takeover_place_p99_ms", percentile(placed, 0.99) * 1e3, "ms", GOAL_PLACE_MS, "as above"
                     ),
                     Figure("stall_takeover_s", taken_s, "s", GOAL_TAKEOVER_S, "from the first hello to a placement"),
                 ]
-                async with router.measured("refill", "an emptied Redis is filled again with all of this") as told:
+                async with router.measured("refill", "an emptied Redis is filled again with all of this") as measured:
                     await store.flushall()
 
                     async def whole() -> bool:
@@ -143,7 +143,7 @@ async def _shared_store() -> list[Figure]:
                         return kept >= SESSIONS - SOME and not await store.hexists(POOL + "mean_work", "incomplete")
 
                     await eventually(whole, "all of it is there again", WITHIN_S)
-                figures += told
+                figures += measured
     return figures
 
 
@@ -169,9 +169,9 @@ async def _fill(store: redis.asyncio.Redis) -> None:
 class TimedRouter:
     """A router process that times the turns of its event loop, with the process of its agents."""
 
-    def __init__(self, pid: int, told: Path, channel: grpc.aio.Channel, console_url: str) -> None:
+    def __init__(self, pid: int, turns_file: Path, channel: grpc.aio.Channel, console_url: str) -> None:
         self._pid = pid
-        self._told = told
+        self._turns_file = turns_file
         self._numbers = itertools.count()
         self._agents: asyncio.subprocess.Process | None = None
         self.client = Client(channel)
@@ -183,13 +183,13 @@ class TimedRouter:
         """Run a router and its agents; yield the router when it answers."""
         address, console = (f"127.0.0.1:{free_port()}" for _ in range(2))
         with tempfile.TemporaryDirectory() as folder:
-            told = Path(folder) / "turns"
-            told.touch()
-            command = [sys.executable, "-m", "bench.timed_router", str(told), "--listen", address]
+            turns_file = Path(folder) / "turns"
+            turns_file.touch()
+            command = [sys.executable, "-m", "bench.timed_router", str(turns_file), "--listen", address]
             command += ["--metrics-listen", "", "--console-listen", console, "--log-level", "error", *flags]
             with stack.process(command) as child:
                 async with open_channel(address) as channel:
-                    router = cls(child.pid, told, channel, f"http://{console}")
+                    router = cls(child.pid, turns_file, channel, f"http://{console}")
                     await eventually(lambda: asyncio.to_thread(serves, router.console_url, "/"), "the router answers")
                     agents = router._agents = await asyncio.create_subprocess_exec(
                         *(sys.executable, "-m", "bench.many_agents", address),
@@ -220,9 +220,9 @@ class TimedRouter:
         async with contextlib.AsyncExitStack() as probing:
             waits = await probing.enter_async_context(self.probed()) if probed else []
             yield figures
-        told = await self._tell()
-        note = f"{note}; {told['clock_ms']:.0f} ms by the clock, {told['rss_mb']:.0f} MB; baseline is the goal"
-        figures.append(Figure(f"stall_{name}_ms", told["cpu_ms"], "ms", GOAL_TURN_MS, note))
+        turn = await self._tell()
+        note = f"{note}; {turn['clock_ms']:.0f} ms by the clock, {turn['rss_mb']:.0f} MB; baseline is the goal"
+        figures.append(Figure(f"stall_{name}_ms", turn["cpu_ms"], "ms", GOAL_TURN_MS, note))
         if waits:
             p99 = percentile(waits, 0.99) * 1e3
             note = f"{len(waits)} placements of 1k tokens meanwhile, the longest {max(waits) * 1e3:.0f} ms"
@@ -244,11 +244,11 @@ class TimedRouter:
             session.call.cancel()
 
     async def _tell(self) -> dict[str, float]:
-        before = self._told.read_text()
+        before = self._turns_file.read_text()
         os.kill(self._pid, signal.SIGUSR1)
-        await eventually(lambda: len(self._told.read_text()) > len(before), "the router tells its turns")
-        told: dict[str, float] = json.loads(self._told.read_text().splitlines()[-1])
-        return told
+        await eventually(lambda: len(self._turns_file.read_text()) > len(before), "the router tells its turns")
+        turn: dict[str, float] = json.loads(self._turns_file.read_text().splitlines()[-1])
+        return turn
 
 
 async def _probe(session: Session, waits: list[float], pause_s: float) -> None:

@@ -46,10 +46,10 @@ class TurnTimer:
 
     def _tell(self) -> None:
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
-        told = {"cpu_ms": self._longest_cpu_s * 1e3, "clock_ms": self._longest_s * 1e3, "rss_mb": resident}
+        turn = {"cpu_ms": self._longest_cpu_s * 1e3, "clock_ms": self._longest_s * 1e3, "rss_mb": resident}
         self._longest_cpu_s = self._longest_s = 0.0
         with self._file.open("a") as file:
-            file.write(json.dumps(told) + "\n")
+            file.write(json.dumps(turn) + "\n")
 
 
 if __name__ == "__main__":

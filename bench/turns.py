@@ -50,9 +50,9 @@ async def turns() -> list[Figure]:
             for name, (_, _, conversations, goal) in SIZES.items():
                 talks = [Conversation(name, text, at) for at in range(conversations)]
                 await run_turns(gateway.port, talks, 1)
-                before = [stack.cpu_s(*one.pids) for one in (gateway, router)]
+                before = [stack.cpu_s(*process.pids) for process in (gateway, router)]
                 await run_turns(gateway.port, talks, TURNS)
-                now = [stack.cpu_s(*one.pids) for one in (gateway, router)]
+                now = [stack.cpu_s(*process.pids) for process in (gateway, router)]
                 each = [(end - start) * 1e3 / (TURNS * conversations) for start, end in zip(before, now, strict=True)]
                 note = f"CPU of gateway ({each[0]:.2f}) and router ({each[1]:.2f}), C={conversations}, "
                 note += f"a turn of {ADDED} new characters; baseline is the goal"
@@ -94,9 +94,9 @@ def _run_one(port: int, talk: Conversation, turns: int) -> None:
     for _ in range(turns):
         connection.request("POST", Endpoint.CHAT.value, talk.body(), {"Content-Type": "application/json"})
         answer = connection.getresponse()
-        told = answer.read()
+        body = answer.read()
         if answer.status != 200:
-            raise RuntimeError(told.decode())
+            raise RuntimeError(body.decode())
         talk.next()
     connection.close()
 

@@ -37,12 +37,12 @@ def cache(arguments: argparse.Namespace) -> torch.Tensor:
 
 def engine(arguments: argparse.Namespace, tensor: torch.Tensor) -> tuple[TransferEngine, str]:
     """A transfer engine that may touch `tensor`, and its address."""
-    one = TransferEngine()
-    if one.initialize(arguments.host, "P2PHANDSHAKE", arguments.protocol, arguments.nic) != 0:
+    transfer_engine = TransferEngine()
+    if transfer_engine.initialize(arguments.host, "P2PHANDSHAKE", arguments.protocol, arguments.nic) != 0:
         raise RuntimeError("the transfer engine does not start")
-    if one.register_memory(tensor.data_ptr(), tensor.nbytes) != 0:
+    if transfer_engine.register_memory(tensor.data_ptr(), tensor.nbytes) != 0:
         raise RuntimeError("the transfer engine cannot use this memory")
-    return one, f"{arguments.host}:{one.get_rpc_port()}"
+    return transfer_engine, f"{arguments.host}:{transfer_engine.get_rpc_port()}"
 
 
 def lend(arguments: argparse.Namespace, pipe: Connection) -> None:
@@ -109,18 +109,18 @@ class Layers:
             self._events.after_launched(partial(saved.put, layer))
 
 
-def send(one: TransferEngine, tensor: torch.Tensor, remote: tuple[str, int], layers: list[int], pieces: int) -> None:
+def send(engine: TransferEngine, tensor: torch.Tensor, remote: tuple[str, int], layers: list[int], pieces: int) -> None:
     """Write whole layers to the same places of the other tensor, each in so many pieces."""
     size = tensor.shape[1] // pieces
     offsets = [layer * tensor.shape[1] + piece * size for layer in layers for piece in range(pieces)]
     sources = [tensor.data_ptr() + offset for offset in offsets]
     targets = [remote[1] + offset for offset in offsets]
-    if one.batch_transfer_sync_write(remote[0], sources, targets, [size] * len(offsets)) != 0:
+    if engine.batch_transfer_sync_write(remote[0], sources, targets, [size] * len(offsets)) != 0:
         raise RuntimeError("the transfer failed")
 
 
 def tail(
-    one: TransferEngine,
+    engine: TransferEngine,
     tensor: torch.Tensor,
     remote: tuple[str, int],
     layers: Layers,
@@ -144,7 +144,7 @@ def tail(
             ready += [layer for layer in found if layer is not None]
             over = found[-1] is None
             if ready and (each or over):
-                send(one, tensor, remote, ready, pieces)
+                send(engine, tensor, remote, ready, pieces)
                 ready = []
         ended.append(time.perf_counter())
 
@@ -176,13 +176,13 @@ def main() -> None:
     other.start()
     remote = pipe.recv()
     tensor = cache(arguments)
-    one, _ = engine(arguments, tensor)
+    transfer_engine, _ = engine(arguments, tensor)
     layers = Layers(arguments, tensor)
     found: dict[bool, list[float]] = {False: [], True: []}
     for number in range(arguments.rounds):
         for each in found:
             value = (2 * number + each) % 250 + 1
-            found[each].append(tail(one, tensor, remote, layers, value, arguments.pieces, each=each))
+            found[each].append(tail(transfer_engine, tensor, remote, layers, value, arguments.pieces, each=each))
             pipe.send("sums")
             if pipe.recv() != [(value, value)] * arguments.layers:
                 raise SystemExit("the receiver has other bytes")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,6 @@ PARTS = ("router", "agent", "gateway", "lab")
 ENGINE = "pointsman-engine"
 # Images that Kubernetes deploys: all but the lab's, since emulated engines are for Compose only.
 DEPLOYED = (*(f"pointsman-{part}" for part in PARTS if part != "lab"), ENGINE)
-MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
 
 
 class BuildError(Exception):
@@ -60,15 +58,17 @@ def tag_of(root: Path) -> str:
     return f"{version}-g{_git(root, 'rev-parse', '--short=12', 'HEAD')}"
 
 
-def build(root: Path, registry: str, tag: str, platforms: Sequence[str], *, push: bool) -> dict[str, str]:
-    """Build every image; return name -> digest in the registry, empty without `push`. Raises BuildError."""
-    if len(platforms) > 1 and not push:
+def build(root: Path, registry: str, tag: str, platforms: str, *, push: bool) -> dict[str, str]:
+    """Build every image for `platforms` (separated by commas; empty: this machine's); return name -> digest in the registry,
+    empty without `push`. Raises BuildError."""
+    if "," in platforms and not push:
         raise BuildError("an image of several platforms must be pushed to a registry: add --push (PUSH=1)")
     digests = {}
     with tempfile.TemporaryDirectory() as folder:
         for image in images():
             told = Path(folder, f"{image.name}.json")
-            words = ["docker", "buildx", "build", "--platform", ",".join(platforms), "--file", image.dockerfile]
+            words = ["docker", "buildx", "build", "--file", image.dockerfile]
+            words += ["--platform", platforms] if platforms else []
             words += [word for argument in image.arguments for word in ("--build-arg", argument)]
             words += ["--label", f"org.opencontainers.image.version={tag}", "--tag", f"{registry}/{image.name}:{tag}"]
             words += ["--metadata-file", str(told), "--push" if push else "--load", "."]
@@ -97,16 +97,15 @@ def write_overlay_images(root: Path, registry: str, tag: str, digests: dict[str,
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Build, and print the settings for Compose; return the exit status."""
-    here = f"linux/{MACHINES.get(platform.machine(), platform.machine())}"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("registry", help="prefix of the image names, such as registry.example.com/llm")
     parser.add_argument("--push", action="store_true", help="push the images, and write their digests")
-    parser.add_argument("--platforms", default=here, help=f"platforms, separated by commas; default: {here}")
+    parser.add_argument("--platforms", default="", help="platforms, separated by commas; default: this machine's")
     given = parser.parse_args(arguments)
     registry = given.registry.rstrip("/")
     try:
         tag = tag_of(root)
-        digests = build(root, registry, tag, given.platforms.split(","), push=given.push)
+        digests = build(root, registry, tag, given.platforms, push=given.push)
     except BuildError as error:
         print(f"images: {error}", file=sys.stderr)
         return 1

@@ -158,14 +158,11 @@ def check_compose(file: Path, *above: Path) -> list[str]:
 
 def check_telemetry(folder: Path, compose_file: Path) -> list[str]:
     """Return the problems of Prometheus' configuration and rules, and of the files that tools.generate_telemetry writes."""
-    problems = []
-    for words in (
-        ("check", "config", "--syntax-only", *sorted(folder.glob("prometheus.*yaml"))),
-        ("check", "rules", *folder.glob("rules/*.yaml")),
-    ):
-        checked = run("promtool", *words)
-        if checked.returncode:
-            problems.append(" ".join((checked.stderr or checked.stdout).split()))
+    checked = (
+        run("promtool", "check", "config", "--syntax-only", *sorted(folder.glob("prometheus.*yaml"))),
+        run("promtool", "check", "rules", *folder.glob("rules/*.yaml")),
+    )
+    problems = [" ".join((one.stderr or one.stdout).split()) for one in checked if one.returncode]
     for path, content in derived.written(folder).items():
         if not (folder / path).exists() or (folder / path).read_text() != content:
             problems.append(f"{path} is not what `python -m tools.generate_telemetry` writes")

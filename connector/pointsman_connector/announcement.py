@@ -49,8 +49,8 @@ def announce(vllm_config: VllmConfig) -> None:
     ):
         series.clear()
         try:
-            if told := read(vllm_config):
-                series.labels(**told).set(1)
+            if labels := read(vllm_config):
+                series.labels(**labels).set(1)
         except Exception as error:
             warn_without(part, error)
 
@@ -77,8 +77,8 @@ def announcement(vllm_config: VllmConfig) -> dict[str, str]:
     is empty if the engine runs its own bootstrap server: an engine does not know the address at which others reach it.
     """
     for kind, config in _connectors(vllm_config):
-        if told := _announcement_of(kind, config):
-            return told
+        if labels := _announcement_of(kind, config):
+            return labels
     return {}
 
 
@@ -103,9 +103,9 @@ def _is(kind: type, name: str) -> bool:
 
 def _announcement_of(kind: type, vllm_config: VllmConfig) -> dict[str, str]:
     config = vllm_config.kv_transfer_config
-    told = {"connector": config.kv_connector, "role": str(config.kv_role), "layerwise": "False"}
+    labels = {"connector": config.kv_connector, "role": str(config.kv_role), "layerwise": "False"}
     if config.kv_connector == "NixlConnector":
-        return told | {"protocol": "nixl", "bootstrap_host": "", "bootstrap_port": ""}
+        return labels | {"protocol": "nixl", "bootstrap_host": "", "bootstrap_port": ""}
     if not _is(kind, "MooncakeConnector"):
         return {}
     from vllm import envs
@@ -122,7 +122,7 @@ def _announcement_of(kind: type, vllm_config: VllmConfig) -> dict[str, str]:
         and full_attention_only(vllm_config)
         and envs.VLLM_KV_CACHE_LAYOUT not in LAYOUTS_OF_SHARED_ROWS
     )
-    return told | {
+    return labels | {
         "protocol": "mooncake",
         "layerwise": str(layerwise),
         "bootstrap_host": host,

@@ -1,9 +1,9 @@
 """Continues an answer that another engine has begun, as if this engine had generated it from its beginning.
 
-A request with `vllm_xargs: {"pointsman_answer": TOLD}` has the told answer (told_answer.py) of an engine that is gone. The engine
-core gets it as a part of the prompt, and computes what follows. The API server passes its ids through the detokenizer and through
-vLLM's own parsers (reasoning, tool calls) in the same pieces as the first engine did, and sends nothing of that: the client has
-it. So the stream goes on with the next token, and the usage at its end is that of the whole answer.
+A request with `vllm_xargs: {"pointsman_answer": RECORD}` has the answer record (answer_record.py) of an engine that is gone. The
+engine core gets it as a part of the prompt, and computes what follows. The API server passes its ids through the detokenizer and
+through vLLM's own parsers (reasoning, tool calls) in the same pieces as the first engine did, and sends nothing of that: the
+client has it. So the stream goes on with the next token, and the usage at its end is that of the whole answer.
 
 What the engine core computes from the output so far begins anew: random numbers of a seed, presence and frequency penalties,
 grammars, limits of thinking. The gateway does not continue such answers.
@@ -19,10 +19,10 @@ import functools
 from collections import deque
 from typing import Any
 
-from pointsman_connector.told_answer import FIELD, asked, read
-from pointsman_connector.told_streams import (
+from pointsman_connector.answer_record import FIELD, asked, read
+from pointsman_connector.recorded_streams import (
     REPLAYED,
-    UNTOLD,
+    UNRECORDED,
     ItemIds,
     naming_calls,
     telling,
@@ -32,7 +32,7 @@ from pointsman_connector.told_streams import (
 )
 
 # Attributes of a RequestOutputCollector.
-_REPLAY, _READY, _UNTOLD = "pointsman_replay", "pointsman_ready", "pointsman_untold"
+_REPLAY, _READY, _UNRECORDED = "pointsman_replay", "pointsman_ready", "pointsman_unrecorded"
 
 
 def register() -> None:
@@ -75,7 +75,7 @@ def register() -> None:
 
 
 def _continuing(add_request: Any) -> Any:
-    """Return OutputProcessor.add_request such that a told answer is replayed, and the engine core gets it in the prompt."""
+    """Return OutputProcessor.add_request such that an answer record is replayed, and the engine core gets it in the prompt."""
 
     from vllm.v1.engine import FinishReason
 
@@ -84,18 +84,18 @@ def _continuing(add_request: Any) -> Any:
         self: Any, request: Any, prompt: Any, parent_req: Any = None, request_index: int = 0, queue: Any = None
     ) -> Any:
         params = request.sampling_params
-        told = asked(params.extra_args) if params is not None else None
-        if told is None:
+        record = asked(params.extra_args) if params is not None else None
+        if record is None:
             return add_request(self, request, prompt, parent_req, request_index, queue)
-        pieces, complete = read(told)
-        ids = [one for piece in pieces for one in piece]
+        pieces, complete = read(record)
+        ids = [token_id for piece in pieces for token_id in piece]
         rest = {name: value for name, value in params.extra_args.items() if name != FIELD}
         request.sampling_params = params = params.clone()
         params.extra_args = rest or None
         cannot = parent_req is not None or queue is None or _begins_anew(request, params)
-        if not told.strip(":"):
+        if not record.strip(":"):
             if cannot and queue is not None:
-                setattr(queue, _UNTOLD, True)
+                setattr(queue, _UNRECORDED, True)
             return add_request(self, request, prompt, parent_req, request_index, queue)
         left = (params.max_tokens or 0) - len(ids)
         if cannot or (left <= 0 and not complete):
@@ -157,16 +157,16 @@ def _begins_anew(request: Any, params: Any) -> bool:
 def _ready(collector: Any, output: Any) -> Any:
     """Return the first output to take: that of the replay, which waits for the first output of the engine and takes over how much
     of the prompt that one found in the cache."""
-    if _UNTOLD in collector.__dict__:
-        setattr(output, UNTOLD, True)
+    if _UNRECORDED in collector.__dict__:
+        setattr(output, UNRECORDED, True)
     replay = collector.__dict__.pop(_REPLAY, None)
     if not replay:
         return output
     cached = getattr(output, "num_cached_tokens", None)
     if cached is not None:
         cached = output.num_cached_tokens = min(cached, len(output.prompt_token_ids))
-    for one in replay:
-        one.num_cached_tokens = cached
+    for replayed in replay:
+        replayed.num_cached_tokens = cached
     ready = deque([*replay, output])
     first = ready.popleft()
     setattr(collector, _READY, ready)

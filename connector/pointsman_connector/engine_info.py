@@ -41,18 +41,18 @@ def announce_engine(vllm_config: VllmConfig) -> None:
 def engine_info(vllm_config: VllmConfig) -> dict[str, str]:
     """Return the labels of pointsman_engine_info. `run` is the id that the engine's step loads have, too. The limits are those of
     one data-parallel rank. `kv_token_bytes`: size of the KV of one token on each device."""
-    told = {"run": engine_run(), "device": "", "kv_token_bytes": ""}
+    labels = {"run": engine_run(), "device": "", "kv_token_bytes": ""}
     for config, names in ((vllm_config.parallel_config, _PARALLEL), (vllm_config.scheduler_config, _SCHEDULER)):
-        told |= {name: str(getattr(config, name, "")) for name in names}
+        labels |= {name: str(getattr(config, name, "")) for name in names}
     try:
-        told["device"] = _device()
+        labels["device"] = _device()
     except Exception as error:
         warn_without("the announcement of its device", error)
     try:
-        told["kv_token_bytes"] = _kv_token_bytes(vllm_config)
+        labels["kv_token_bytes"] = _kv_token_bytes(vllm_config)
     except Exception as error:
         warn_without("the announcement of its KV's size", error)
-    return told
+    return labels
 
 
 def _kv_token_bytes(vllm_config: VllmConfig) -> str:

@@ -128,7 +128,7 @@ class _Pusher:
         began = time.monotonic()
         output = self._schedule(*args, **more)
         try:
-            # A step with a prompt may be long, so the agent is told at its begin, too.
+            # A step with a prompt may be long, so the agent hears of its begin, too.
             if self._observer.scheduled(self._scheduler, output, began) and (
                 began - self._sent_at >= BEGIN_PUSH_INTERVAL_S
                 or self._scheduler.get_request_counts() != self._sent_counts

@@ -6,29 +6,25 @@ import msgspec
 
 
 class StepTotals(msgspec.Struct):
-    """Sums over all steps since the engine's start, so that a lost message loses nothing.
-
-    `seconds` is the time of all steps without the pauses between them, `prefill_seconds` that of the steps with prefill tokens.
-    `prefill_pairs` counts, for each prefill token, the tokens that it attends to, each twice: n * (2c + n) for n tokens after c.
-    `prefills` is the number of prompts whose last token was computed."""
+    """Sums over all steps since the engine's start, so that a lost message loses nothing."""
 
     steps: int = 0
-    seconds: float = 0.0
-    decode_tokens: int = 0
-    prefill_tokens: int = 0
+    seconds: float = 0.0  # time of all steps, without the pauses between them
+    decode_tokens: int = 0  # tokens of requests whose prompts are complete
+    prefill_tokens: int = 0  # prompt tokens that were computed
+    # For each prefill token, the tokens that it attends to, each twice: n * (2c + n) for n tokens after c.
     prefill_pairs: int = 0
-    prefills: int = 0
-    prefill_seconds: float = 0.0
+    prefills: int = 0  # number of prompts whose last token was computed
+    prefill_seconds: float = 0.0  # time of the steps with prefill tokens
 
 
 class StepLoad(msgspec.Struct):
-    """Load of one data-parallel rank of an engine. `run` is the engine's id as in its pointsman_engine_info, `kv_usage` is the
-    used share of its KV blocks, 0 to 1, `prefill_tokens_left` the tokens still to schedule of the prompts in its batch."""
+    """Load of one data-parallel rank of an engine."""
 
-    run: str
-    rank: int
-    running: int
-    waiting: int
-    kv_usage: float
-    prefill_tokens_left: int
+    run: str  # the engine's id as in its pointsman_engine_info
+    rank: int  # the data-parallel rank
+    running: int  # requests in its batch
+    waiting: int  # requests in its queue
+    kv_usage: float  # used share of its KV blocks, 0 to 1
+    prefill_tokens_left: int  # tokens still to schedule of the prompts in its batch
     totals: StepTotals

@@ -25,10 +25,10 @@ def missing_parts(scheduler: object) -> list[str]:
 
 @dataclass(slots=True)
 class _Step:
-    """A step from its schedule on. `output` identifies it; `began` is in s."""
+    """A step from its schedule on."""
 
-    output: Any
-    began: float
+    output: Any  # identifies it
+    began: float  # s
     decode_tokens: int
     prefill_tokens: int
     prefill_pairs: int

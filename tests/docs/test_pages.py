@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import random
 import re
 import subprocess
+import sys
+import textwrap
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from google.protobuf import json_format
@@ -13,11 +17,13 @@ from pydantic_settings import BaseSettings
 
 from pointsman.router.v1 import fleet_pb2
 from pointsman_cli import main as command_line
-from pointsman_cli import settings_page
 from pointsman_lab.rival_policies.registry import POLICIES
+from pointsman_router.core.types import FleetView
 from tests.support.docs import command_parsers
 from tests.support.docs.shell_blocks import BLOCKS, MARKS, PAGES, Block
 from tests.support.repository import REPOSITORY
+from tests.support.router_values import candidate, request
+from tools import made_pages
 
 DOCS = REPOSITORY / "docs"
 RULES = REPOSITORY / "deploy/telemetry/rules"
@@ -25,11 +31,13 @@ ids = [str(page.relative_to(REPOSITORY)) for page in PAGES]
 # New files count before they are added to git, too.
 LISTED = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
 TRACKED = subprocess.run(LISTED, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.split()
+# Pages that GitHub and other programs look for.
+DOOR = [REPOSITORY / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "llms.txt")]
 NAMING_FILES = [name for name in TRACKED if Path(name).name == "README.md" or re.fullmatch(r"docs/[^/]+\.md", name)]
 marked = [block for block in BLOCKS if block.marks]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=ids)
+@pytest.mark.parametrize("page", [*PAGES, *DOOR], ids=[*ids, *(page.name for page in DOOR)])
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     local = {link.partition("#")[0] for link in links if "://" not in link} - {""}
@@ -106,14 +114,52 @@ def test_the_names_of_messages_types_and_alerts_exist() -> None:
         assert {one for one in named if not re.search(rf"\b{one}\b", code)} == set(), page
 
 
+def test_the_policy_that_contributors_copy_chooses_what_it_says() -> None:
+    page = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    code = re.search(r"^   ```python\n(.*?)^   ```", page, re.DOTALL | re.MULTILINE)
+    assert code is not None
+    module = ModuleType("fewest_tokens")
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    try:
+        exec(textwrap.dedent(code[1]), module.__dict__)
+    finally:
+        del sys.modules[module.__name__]
+    view = FleetView((candidate("a", ongoing_tokens=2), candidate("b", ongoing_tokens=1)))
+    result = module.FewestTokens().choose(request(), view, random.Random(0))
+    assert [step.instance_id for step in result.steps] == ["b"]
+    assert f"`{result.reason}`" in module.FewestTokens.__doc__
+
+
 def test_every_policy_has_its_row() -> None:
     rules = (DOCS / "policies.md").read_text().partition("\n## Rules\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \|", rules, re.MULTILINE)
     assert sorted(rows) == sorted(POLICIES)
 
 
-def test_the_settings_are_those_of_the_code() -> None:
-    assert (DOCS / "settings.md").read_text() == settings_page.page(), "pointsman settings > docs/settings.md"
+def test_what_is_made_from_the_code_is_that_of_the_code() -> None:
+    for page, content in made_pages.written().items():
+        assert page.read_text() == content, f"{page.name}: python -m tools.made_pages"
+
+
+def test_a_page_loses_nothing_but_what_stands_between_its_marks() -> None:
+    page = "before\n<!-- made: reasons -->\nold\n<!-- end -->\nafter\n<!-- made: rules -->\n<!-- end -->\n"
+    made = made_pages.with_sections(page)
+    assert re.sub(r"^\|.*\n", "", made, flags=re.MULTILINE) == page.replace("old\n", "")
+    assert "| `unified` |" in made.partition("after")[2]
+    assert "| `session_affinity` |" in made.partition("after")[0]
+    assert made_pages.with_sections(made) == made
+    with pytest.raises(KeyError, match="unknown"):
+        made_pages.with_sections("<!-- made: unknown -->\n<!-- end -->\n")
+
+
+def test_every_metric_of_dashboards_and_alerts_has_its_row() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \|", (DOCS / "metrics.md").read_text(), re.MULTILINE)
+    series = {name for name, kind in rows if kind != "histogram"}
+    series |= {f"{name}_{end}" for name, kind in rows if kind == "histogram" for end in ("bucket", "sum", "count")}
+    files = [*RULES.iterdir(), *(RULES.parent / "grafana/dashboards").iterdir()]
+    named = set(re.findall(r"\bpointsman_(?:router|gateway|agent)_\w+", "\n".join(file.read_text() for file in files)))
+    assert len(named) > 50
+    assert named - series == set()
 
 
 def test_the_variables_that_are_named_exist() -> None:

@@ -61,8 +61,8 @@ def engines(model_folder: Path, engine_folder: Path) -> Iterator[list[Engine]]:
     They differ in what may differ between instances of one pool: block size, KV capacity, and how event ports are chosen.
     """
     # Tool calls in all their forms, and a LoRA adapter.
-    more = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-lora", "--max-lora-rank", "8")
-    more += ("--lora-modules", f"{ADAPTER}={model_folder / 'adapter'}")
+    more: tuple[str, ...] = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-lora")
+    more += ("--max-lora-rank", "8", "--lora-modules", f"{ADAPTER}={model_folder / 'adapter'}")
     # A random model ends a forced call only if no blanks are allowed. The scale-out API gives the tests a prompt's tokens.
     more += ("--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}))
     more += ("--enable-scale-out",)

@@ -41,14 +41,14 @@ _USE = {"type": "tool_use", "id": "t1", "name": "turn", "input": {"side": "left"
 _RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": [text("one"), text("two")]}
 MESSAGES: dict[str, dict[str, Any]] = {
     "plain": {"messages": [user("hi there")]},
-    "system": {"system": "S", "messages": [user("hi"), assistant("yo"), user([text("a"), text("b")])]},  # type: ignore[arg-type]
+    "system": {"system": "S", "messages": [user("hi"), assistant("yo"), user([text("a"), text("b")])]},
     "billing": {"system": [text("x-anthropic-billing-header: a"), text("Be"), text("brief")], "messages": [user("hi")]},
     "late system": {"messages": [user("hi"), {"role": "system", "content": [text("late")]}, user("x")]},
     "tools": {
         "messages": [
             user("r"),
             assistant([{"type": "thinking", "thinking": "hm", "signature": "s"}, text("ok"), _USE]),
-            user([_RESULT, text("go")]),  # type: ignore[arg-type]
+            user([_RESULT, text("go")]),
         ],
         "tools": [{**TOOL, "input_schema": {"properties": {}}}],
     },
@@ -254,37 +254,32 @@ def test_a_background_response_is_read_and_cancelled(client: openai.OpenAI, plan
 
 
 def test_tools_are_called_on_every_api(claude: anthropic.Anthropic, client: openai.OpenAI, plane: ControlPlane) -> None:
-    asked: dict[str, Any] = {"model": SERVED_NAME, **GREEDY}
+    asked: dict[str, Any] = {"model": SERVED_NAME, "tools": [TOOL], **GREEDY}
     messages: list[Any] = [user("left or right?")]
-    called = claude.messages.create(
-        **asked, max_tokens=200, messages=messages, tools=[TOOL], tool_choice={"type": "any"}
-    )
+    called = claude.messages.create(**asked, max_tokens=200, messages=messages, tool_choice={"type": "any"})
     assert called.stop_reason == "tool_use"
     (use,) = [block for block in called.content if block.type == "tool_use"]
     assert (use.name, use.input) == ("turn", {"side": "left"})
     result = {"type": "tool_result", "tool_use_id": use.id, "content": "done"}
-    messages += [assistant(called.to_dict()["content"]), user([result])]  # type: ignore[arg-type]
-    raw = claude.messages.with_raw_response.create(**asked, max_tokens=5, messages=messages, tools=[TOOL])
-    decision = plane.finished_decision(raw.headers["X-Pointsman-Decision"])
+    messages += [assistant(called.to_dict()["content"]), user([result])]
+    told = claude.messages.with_raw_response.create(**asked, max_tokens=5, messages=messages).headers
+    decision = plane.finished_decision(told["X-Pointsman-Decision"])
     assert decision.key_count > 0
     assert decision.input_tokens == decision.finished.prompt_tokens
 
-    with claude.messages.stream(
-        **asked, max_tokens=200, messages=messages[:1], tools=[TOOL], tool_choice={"type": "any"}
-    ) as stream:
+    with claude.messages.stream(**asked, max_tokens=200, messages=messages[:1], tool_choice={"type": "any"}) as stream:
         final = stream.get_final_message()
     assert [block.input for block in final.content if block.type == "tool_use"] == [{"side": "left"}]
 
+    asked["tools"] = [FUNCTION]
     items: list[Any] = [user("left or right?")]
-    made = client.responses.create(
-        **asked, max_output_tokens=200, input=items, tools=[FUNCTION], tool_choice="required"
-    )
+    made = client.responses.create(**asked, max_output_tokens=200, input=items, tool_choice="required")
     (call,) = [item for item in made.output if item.type == "function_call"]
     assert (call.name, json.loads(call.arguments)) == ("turn", {"side": "left"})
     items += [item.to_dict() for item in made.output]
     items += [{"type": "function_call_output", "call_id": call.call_id, "output": "done"}]
-    raw = client.responses.with_raw_response.create(**asked, max_output_tokens=5, input=items, tools=[FUNCTION])
-    decision = plane.finished_decision(raw.headers["X-Pointsman-Decision"])
+    told = client.responses.with_raw_response.create(**asked, max_output_tokens=5, input=items).headers
+    decision = plane.finished_decision(told["X-Pointsman-Decision"])
     assert decision.key_count > 0
     assert decision.input_tokens == decision.finished.prompt_tokens
 
@@ -342,7 +337,8 @@ def test_a_chats_tools_are_called_whole_and_in_a_stream(
 
 def test_responses_call_tools_in_a_stream(client: openai.OpenAI, plane: ControlPlane) -> None:
     asked: dict[str, Any] = {"model": SERVED_NAME, "max_output_tokens": 200, "input": "left or right?", **GREEDY}
-    events = list(client.responses.create(**asked, tools=[FUNCTION], tool_choice="required", stream=True))
+    asked["tools"] = [FUNCTION]
+    events = list(client.responses.create(**asked, tool_choice="required", stream=True))
     (told,) = [event for event in events if event.type == "response.function_call_arguments.done"]
     assert json.loads(told.arguments) == {"side": "left"}
     assert [item.type for item in events[-1].response.output] == ["function_call"]
@@ -402,4 +398,5 @@ def test_tokens_go_to_text_and_back(plane: ControlPlane) -> None:
 
 
 def _prompt(usage: Any) -> int:
-    return usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    return int(usage.input_tokens + cached)

@@ -336,7 +336,13 @@ def test_an_answer_that_its_engine_s_own_defaults_keep_from_going_on_is_not_told
     ],
 )
 def test_a_call_has_one_id_also_if_its_parser_draws_it(vllm: Vllm, parser: str, text: str) -> None:
-    asked = {"api": "responses", "stop": [], "tool_parser": parser, "reasoning_parser": None, "text": text}
+    asked: dict[str, Any] = {
+        "api": "responses",
+        "stop": [],
+        "tool_parser": parser,
+        "reasoning_parser": None,
+        "text": text,
+    }
     answer = vllm.ask(_CUT, asked | {"sizes": [1], "intervals": (1, 1)})
     for joined in answer["joined"]:
         calls = [one for one in joined["items"].values() if one[0] == "function_call"]

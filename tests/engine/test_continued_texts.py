@@ -60,4 +60,4 @@ def client_usage(plane: ControlPlane, asked: dict[str, Any]) -> int:
     with plane.client() as client:
         answer = client.chat.completions.create(model=SERVED_NAME, **(asked | {"max_tokens": 1}))
     assert answer.usage is not None
-    return answer.usage.prompt_tokens
+    return int(answer.usage.prompt_tokens)

@@ -15,7 +15,6 @@ from pointsman_lab.engine.cost_profile import Profile
 from pointsman_lab.engine.host_tier import OffloadedRemoved, OffloadedStored
 from pointsman_lab.engine.interface import EngineConfig, EngineRequest, FirstToken, Preempted, TokenGenerated
 from pointsman_lab.engine.model import EngineModel
-from pointsman_lab.engine.offloading import Loaded
 from pointsman_lab.engine.request_queue import EngineSequence
 from tests.support.engines.vllm_questions import Vllm
 
@@ -49,15 +48,14 @@ class Player:
             asked["answer"] = []
         # The requests that the current step begins to load for. Their loads may have ended at its end.
         self.awaited: list[str] = []
-        offloading = self.model.offloading
-        assert offloading is not None
+        offloading: Any = self.model.offloading
         load = offloading.load
 
-        def recorded(sequence: EngineSequence, *args: Any) -> Loaded:
+        def recorded(sequence: EngineSequence, *args: Any) -> Any:
             self.awaited.append(sequence.request.request_id)
             return load(sequence, *args)
 
-        offloading.load = recorded  # type: ignore[method-assign]
+        offloading.load = recorded
 
     def play(self, actions: list[list[Any]]) -> list[dict[str, Any]]:
         told = []
@@ -114,18 +112,24 @@ class Player:
         return told
 
     def events(self, events: list[Any]) -> tuple[list[list[str]], list[list[str]]]:
-        size, own, host = self.model.config.block_size, [], []
+        size = self.model.config.block_size
+        own: list[list[str]] = []
+        host: list[list[str]] = []
         for event in events:
             if isinstance(event, BlocksStored | OffloadedStored):
-                chain = isinstance(event, BlocksStored)
-                text = self.names.get(event.parent, "") if chain and event.parent is not None else ""
+                text = ""
+                if isinstance(event, BlocksStored) and event.parent is not None:
+                    text = self.names.get(event.parent, "")
                 for index, value in enumerate(event.hashes):
-                    if not chain:
+                    if isinstance(event, OffloadedStored):
                         parent = event.parents[index]
                         text = self.names[parent] if parent is not None else ""
                     text += "".join(f"{token} " for token in event.token_ids[index * size : (index + 1) * size])
                     self.names[value] = text
-                    own.append(["stored", text]) if chain else host.append(["stored", text, event.medium])
+                    if isinstance(event, BlocksStored):
+                        own.append(["stored", text])
+                    else:
+                        host.append(["stored", text, event.medium])
             elif isinstance(event, BlocksRemoved):
                 own += [["removed", self.names[value]] for value in event.hashes]
             elif isinstance(event, OffloadedRemoved):
@@ -194,7 +198,7 @@ def scripts(draw: st.DrawFn) -> dict[str, Any]:
 def compare(vllm: Vllm, model: Path, script: dict[str, Any]) -> list[dict[str, Any]]:
     """Assert that the model does in every step what vLLM does; return vLLM's steps."""
     ours = Player(script).play(script["actions"])
-    theirs = vllm.ask(PLAY, {"model": str(model), "script": script})
+    theirs: list[dict[str, Any]] = vllm.ask(PLAY, {"model": str(model), "script": script})
     for number, (expected, got) in enumerate(zip(theirs, ours, strict=True)):
         assert got == expected | {"seconds": pytest.approx(expected["seconds"])}, f"step {number}"
     return theirs

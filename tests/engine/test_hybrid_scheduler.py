@@ -64,7 +64,7 @@ REQUESTS = st.lists(
 @st.composite
 def scripts(draw: st.DrawFn) -> dict[str, Any]:
     """Arrivals, steps, aborts and resets. After each step vLLM is asked for hits of the prompts and of others."""
-    requests = {f"r{number}": one for number, one in enumerate(draw(REQUESTS))}
+    requests: dict[str, dict[str, Any]] = {f"r{number}": one for number, one in enumerate(draw(REQUESTS))}
     groups = draw(models())
     actions: list[list[Any]] = []
     submitted: list[str] = []

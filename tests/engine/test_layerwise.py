@@ -17,7 +17,7 @@ import pytest
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman_cli import doctor_kv
-from pointsman_cli.findings import EngineAccess, Finding
+from pointsman_cli.doctor_findings import EngineAccess, Finding
 from tests.support.engines.chat_client import complete, fresh_words
 from tests.support.engines.direct_offloads import OUTPUT, Offload, Refused, alone, post, session
 from tests.support.engines.fault_switches import FAULTY, WITHIN_S, assert_nothing_left, faulty, stepped, told

@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,17 +249,16 @@ def test_p_dies_is_gone_and_comes_back_as_another(planes: dict[str, ControlPlane
             (note,) = decided(plane, answer.decision_id).notes
             return note
 
+        def has_requests(plane: ControlPlane) -> bool:
+            return plane.instance(p).num_requests > 0
+
         with unnoticed(rotated, at_once):
             # P is paused while it has the requests, so that it dies before a prefill is done.
             os.killpg(p.process.pid, signal.SIGSTOP)
             with ThreadPoolExecutor(2) as threads:
                 notes = [threads.submit(alone, one, plane, 3_500) for one, plane in clients]
                 for plane in planes.values():
-                    until(
-                        lambda plane=plane: plane.instance(p).num_requests,  # type: ignore[misc]
-                        within_s=WITHIN_S,
-                        what="a prefill to interrupt",
-                    )
+                    until(partial(has_requests, plane), within_s=WITHIN_S, what="a prefill to interrupt")
                 # With both requests sent at once, D waits for KV that does not come.
                 until(d.running, within_s=WITHIN_S, what="an instance that waits")
                 p.process.kill()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pointsman_cli.doctor_findings import EngineAccess, Finding
 from pointsman_cli.doctor_kv import answers
-from pointsman_cli.findings import EngineAccess, Finding
 from tests.support.engines.chat_client import complete, fresh_words
 from tests.support.engines.offloading import (
     assert_offloaded,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ async def test_a_log_of_requests_that_another_router_dealt(
             # Two requests in a row for each engine: half of the turns find their previous turn.
             engine = engines[turn // 2 % 2]
             turn += 1
-            body = {"model": SERVED_NAME, "messages": messages, "max_tokens": 24, "temperature": 0}
+            body: dict[str, Any] = {"model": SERVED_NAME, "messages": messages, "max_tokens": 24, "temperature": 0}
             began = time.time()
             answer = engine.ask("/v1/chat/completions", body).json()
             lines.append(

@@ -53,9 +53,9 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @asynccontextmanager
-async def router(tokens: Tokens = TOKENS, **settings: object) -> AsyncIterator[str]:
+async def router(tokens: Tokens = TOKENS, **settings: Any) -> AsyncIterator[str]:
     """A router with tokens on a free port: its address."""
-    told = RouterSettings(listen="127.0.0.1:0", metrics_listen="", **settings)  # type: ignore[arg-type]
+    told = RouterSettings(listen="127.0.0.1:0", metrics_listen="", **settings)
     server = RouterServer(told, tokens)
     await server.start()
     try:
@@ -155,7 +155,7 @@ async def test_a_renewed_certificate_is_taken_without_a_restart(
         with environment(monkeypatch, at_router, ca_at_router):
             address = await stack.enter_async_context(router(console_listen=console))
         stack.enter_context(environment(monkeypatch, at_agent, ca_at_agent))
-        lasting = ReloadingChannel(address)
+        lasting: Any = ReloadingChannel(address)
         stack.push_async_callback(lasting.close)
         agent: Any = SimpleNamespace(agents=agent_pb2_grpc.AgentServiceStub(lasting), metadata=bearer("A"))
         assert await report(agent, "a") == "OK"
@@ -216,7 +216,7 @@ def test_half_of_a_certificate_is_refused(
         RouterServer(RouterSettings(), TOKENS)
 
 
-async def report(client: Client, name: str, **changes: object) -> str:
+async def report(client: Client, name: str, **changes: Any) -> str:
     """The status of an agent's hello: OK where the router welcomes it."""
     told = Report(client)
     try:
@@ -293,7 +293,7 @@ async def opened(session: Session) -> str:
         await session.hello()
         return "OK"
     except (grpc.aio.AioRpcError, AssertionError):
-        return (await session.call.code()).name
+        return str((await session.call.code()).name)
 
 
 async def test_a_gateways_id_is_its_own_and_so_are_its_streams() -> None:
@@ -374,7 +374,7 @@ async def test_a_gateway_shows_its_new_token_when_its_old_one_is_taken_away(
         (folder / "new").write_text(text)
         (folder / "new").replace(folder / "gateway")
 
-    tokens = Tokens(token_dir=here, operator_token="O")  # type: ignore[arg-type]
+    tokens = Tokens(token_dir=here, operator_token="O")
     shown = showing(Tokens(token_dir=there), "gateway")
     server = RouterServer(RouterSettings(listen="127.0.0.1:0", metrics_listen=""), tokens)
     await server.start()
@@ -412,7 +412,7 @@ def test_a_line_without_instances_is_refused_and_its_token_not_shown(line: str, 
 @pytest.mark.parametrize("shut", [False, True])
 async def test_reflection_can_be_shut(shut: bool) -> None:
     async with router(reflection=not shut) as address, grpc.aio.insecure_channel(address) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[no-untyped-call]
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
         if shut:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -531,7 +531,7 @@ async def test_redis_with_users_and_tls(ours: Authority, theirs: Authority, tmp_
             (url("rediss", f"pointsman:{password}@", ours), False),
             (url("rediss", f"pointsman:{password}@", theirs), True),
         ):
-            told = RouterSettings(listen="127.0.0.1:0", metrics_listen="", redis_url=address)  # type: ignore[arg-type]
+            told = RouterSettings(listen="127.0.0.1:0", metrics_listen="", redis_url=address)
             one = RouterServer(told, TOKENS)
             await one.start()
             try:

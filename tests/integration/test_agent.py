@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -50,6 +52,14 @@ async def router() -> AsyncIterator[FakeRouter]:
     assert router.problems == []
 
 
+def knows(router: FakeRouter, name: str, keys: set[int]) -> bool:
+    return router.keys(name) == keys
+
+
+def has_streams(router: FakeRouter, count: int) -> bool:
+    return len(router.streams) == count
+
+
 def name_of(engine: FakeEngine) -> str:
     return f"127.0.0.1:{engine.port}"
 
@@ -86,7 +96,7 @@ async def test_two_routers_are_told_alike(engine: FakeEngine, router: FakeRouter
         async with running(engine.url, [router.address, second.address], tmp_path):
             await engine.publish(store((1, 2)))
             for one in (router, second):
-                await eventually(lambda one=one: one.keys(name_of(engine)) == keys_of((1, 2)), "both know")
+                await eventually(partial(knows, one, name_of(engine), keys_of((1, 2))), "both know")
         assert second.problems == []
     finally:
         await second.stop()
@@ -312,8 +322,12 @@ async def test_a_load_balancer_is_refused(engine: FakeEngine, router: FakeRouter
 async def test_several_groups_are_reported_with_sparse_prefixes(
     engine: FakeEngine, router: FakeRouter, tmp_path: Path
 ) -> None:
-    full = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
-    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": BLOCK}
+    full: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    window: dict[str, Any] = {
+        "group_idx": 1,
+        "kv_cache_spec_kind": "sliding_window",
+        "kv_cache_spec_sliding_window": BLOCK,
+    }
     async with running(engine.url, [router.address], tmp_path):
         await engine.publish(store((1, 2, 3), **full), store((1, 2, 3), **window))
         await eventually(lambda: router.keys(name_of(engine)) == keys_of((1, 2, 3)), "all prefixes")
@@ -406,7 +420,7 @@ async def test_a_restored_file_is_clean_no_more(engine: FakeEngine, router: Fake
     await engine.publish(store((1,)))
     for agent in range(2):
         async with running(engine.url, [router.address], tmp_path, save_interval_s=600):
-            await eventually(lambda agent=agent: len(router.streams) == agent + 1, "hello")
+            await eventually(partial(has_streams, router, agent + 1), "hello")
             await eventually(lambda: router.keys(name) == keys_of((1,)), "the keys")
             state = file.load()
             cleans.append(state and state.clean)
@@ -432,9 +446,9 @@ async def test_a_full_disk_costs_what_is_saved_and_not_the_agent(
             disk.setattr(StateFile, "save", full)
             await engine.publish(store((1, 2, agent), first=2))
             async with running(engine.url, [router.address], tmp_path):
-                await eventually(lambda agent=agent: len(router.streams) == agent, "another agent")
+                await eventually(partial(has_streams, router, agent), "another agent")
                 known = keys_of(*((1, 2, one) for one in range(2, agent + 1)))
-                await eventually(lambda known=known: router.keys(name) == known, "all that the engine has cached")
+                await eventually(partial(knows, router, name, known), "all that the engine has cached")
     await engine.publish(store((1, 2, 4), first=2))
     async with running(engine.url, [router.address], tmp_path):
         known |= keys_of((1, 2, 4))

@@ -46,7 +46,8 @@ async def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[C
         running.callback(context.destroy, linger=0)
         engines = [FakeEngine(context) for _ in range(2)]
         router = FakeRouter()
-        for one in (*engines, router):
+        parts: list[FakeEngine | FakeRouter] = [*engines, router]
+        for one in parts:
             await one.start()
             running.push_async_callback(one.stop)
         api = FakeKubernetes()

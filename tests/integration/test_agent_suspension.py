@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -114,6 +115,9 @@ async def test_an_emulated_engine_sleeps_pauses_and_wakes(router: FakeRouter, tm
                 async with http.post(path) as answer:
                     assert answer.status == 200
 
+            def is_suspended(why: str) -> bool:
+                return why in (suspended(router) or "")
+
             for path, reason, back in (
                 ("/sleep?level=1", "level 1", "/wake_up"),
                 ("/sleep?level=2", "level 2", "/wake_up"),
@@ -122,7 +126,7 @@ async def test_an_emulated_engine_sleeps_pauses_and_wakes(router: FakeRouter, tm
                 await complete()
                 await eventually(lambda: bool(router.keys(name)), "its keys")
                 await tell(path)
-                await eventually(lambda reason=reason: reason in (suspended(router) or ""), f"that it is {reason}")
+                await eventually(partial(is_suspended, reason), f"that it is {reason}")
                 await eventually(lambda: router.keys(name) == set(), "no keys")
                 await tell(back)
                 await eventually(lambda: suspended(router) == "", "that it computes")

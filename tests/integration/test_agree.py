@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def settings(out: Path, **more: Any) -> AgreeSettings:
-    quick = {"emulated": 2, "speedup": 5.0, "rates": [1.0], "rounds": 1, "sessions": 3, "span_s": 1.0}
+    quick: dict[str, Any] = {"emulated": 2, "speedup": 5.0, "rates": [1.0], "rounds": 1, "sessions": 3, "span_s": 1.0}
     quick |= {"time_scale": 0.05, "token_scale": 1 / 16, "profile_repeats": 1, "profile_pause_s": 0.0}
     # Times are not checked, so a run that is disturbed is as good as any.
     quick |= {"max_wake_delay_s": 60.0}

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_sessions_played_by_aiperf_are_kept_and_counted_alike(tmp_path: Path) ->
     assert len(played) == len(placed) == len(lines)
     assert not [one["error"] for one in played if one.get("error")]
 
-    asked = {}
+    asked: dict[str, list[Any]] = {}
     for one in sorted(played, key=lambda one: int(one["metadata"]["turn_index"])):
         asked.setdefault(one["metadata"]["x_correlation_id"], []).append(one["metrics"])
     told = {

@@ -24,7 +24,7 @@ SYSTEM, TASK = "You are a coding agent. Use your tools, then say what you did.",
 COMMANDS = ["echo first >> notes.txt", "echo second >> notes.txt"]
 # The model's answers: a text and a call, reasoning and a call, reasoning and a text. SHELL is the name of Codex's shell tool.
 SHELL = "exec_command"
-SCRIPT = [
+SCRIPT: list[dict[str, Any]] = [
     {"text": "I write the first line.", "tool_calls": [{"name": SHELL, "arguments": {"cmd": COMMANDS[0]}}]},
     {"reasoning": "One is missing.", "tool_calls": [{"name": SHELL, "arguments": {"cmd": COMMANDS[1]}}]},
     {"reasoning": "That is all.", "text": "Both lines are written."},
@@ -69,7 +69,9 @@ def chat(url: str, headers: Headers, stream: bool) -> Said:
             assert choice.finish_reason == ("tool_calls" if calls else "stop")
             texts.append(choice.message.content or "")
             thoughts.append((choice.message.model_extra or {}).get("reasoning") or "")
-            said = [{"id": one.id, "type": "function", "function": one.function.to_dict()} for one in calls]
+            said: list[dict[str, Any]] = [
+                {"id": one.id, "type": "function", "function": one.function.to_dict()} for one in calls
+            ]
             for call in said:
                 call["function"].pop("parsed_arguments", None)
             messages.append({"role": "assistant", "content": choice.message.content, "tool_calls": said})
@@ -157,7 +159,12 @@ def test_codex_does_its_task(fleet: EmulatedFleet, tmp_path: Path) -> None:
     work, home = tmp_path / "work", tmp_path / "home"
     work.mkdir()
     home.mkdir()
-    provider = {"name": "it", "base_url": f"{fleet.gateway_url}/v1", "env_key": "KEY", "wire_api": "responses"}
+    provider: dict[str, Any] = {
+        "name": "it",
+        "base_url": f"{fleet.gateway_url}/v1",
+        "env_key": "KEY",
+        "wire_api": "responses",
+    }
     provider |= {"request_max_retries": 0, "stream_max_retries": 0}
     settings = {f"model_providers.it.{name}": value for name, value in provider.items()} | {"model_provider": "it"}
     flags = [word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}")]

@@ -19,7 +19,7 @@ import pytest
 
 from pointsman_cli import doctor
 from pointsman_cli.doctor import redis_finding
-from pointsman_cli.findings import Finding
+from pointsman_cli.doctor_findings import Finding
 from pointsman_router.core.policy.registry import DEFAULT_POLICY
 from tests.support.docs.command_parsers import command_line
 from tests.support.docs.shell_blocks import BLOCKS, PAGES, Block
@@ -213,7 +213,7 @@ def test_the_pages_commands_work_as_written(
 ) -> None:
     text = "\n".join(block.commands)
     for written, here in filled_in.items():
-        text = re.sub(written, lambda _, here=here: here, text)
+        text = re.sub(written, here.replace("\\", r"\\"), text)
     monkeypatch.setenv("POINTSMAN_ROUTER", fleet.router)
     monkeypatch.setenv("POINTSMAN_GATEWAY", fleet.gateway)
     monkeypatch.chdir(tmp_path)
@@ -319,7 +319,8 @@ def test_the_doctor_names_an_engine_that_the_agent_beside_it_cannot_reach(
     try:
         for part in parts:
             part.start()
-        up_, told = parts[1], []
+        up_ = parts[1]
+        told: list[Finding] = []
 
         def named() -> bool:
             told[:] = [

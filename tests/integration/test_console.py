@@ -56,7 +56,8 @@ async def console(**changes: Any) -> AsyncIterator[tuple[RouterServer, Client, B
 
 
 def tokens() -> Tokens:
-    return Tokens(**{f"{role}_token": token for role, token in TOKENS.items()}, token_dir=None)  # type: ignore[arg-type]
+    given: dict[str, Any] = {f"{role}_token": token for role, token in TOKENS.items()}
+    return Tokens(**given, token_dir=None)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +139,8 @@ async def test_the_answers_are_the_messages_of_fleet_service() -> None:
         await session.finish("r", cached_tokens=16, timings=placement_pb2.Timings(first_token_ms=40.0))
 
         async def ended() -> bool:
-            return (await browser.call("GetDecision", {"decisionId": "r"}))[1]["decision"][
-                "outcome"
-            ] == "DECISION_OUTCOME_OK"
+            _, answer = await browser.call("GetDecision", {"decisionId": "r"})
+            return bool(answer["decision"]["outcome"] == "DECISION_OUTCOME_OK")
 
         await eventually(ended, "the end of the request")
         for method, request in (
@@ -253,7 +253,7 @@ async def test_pages_of_other_sites_get_no_answer() -> None:
 def test_without_tokens_the_console_stays_on_the_loopback_interface() -> None:
     settings = RouterSettings(listen="127.0.0.1:0", metrics_listen="", console_listen="0.0.0.0:0")
     with pytest.raises(ValueError, match=r"refusing to listen on 0\.0\.0\.0:0"):
-        RouterServer(settings, Tokens(agent_token="", gateway_token="", operator_token="", token_dir=None))  # type: ignore[arg-type]
+        RouterServer(settings, Tokens(agent_token="", gateway_token="", operator_token="", token_dir=None))
 
 
 async def is_(value: bool) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from playwright.async_api import Locator, expect
+from playwright.async_api import Locator, Route, expect
 
 from tests.support.console_page import EVIL, Shown, browser
 from tests.support.router_past import give_past
@@ -90,7 +90,7 @@ async def test_the_heat_map_is_read_and_opens_instances_by_keyboard_and_by_mouse
     async with browser() as shown:
         await shown_past(shown)
         page = shown.page
-        cells, told = page.get_by_role("application"), page.locator("output.told")
+        cells, told = page.get_by_role("application"), page.locator("output.readout")
         await expect(cells).to_have_attribute("aria-label", re.compile("time to first token, median. 3 instances"))
         await cells.focus()
         await page.keyboard.press("ArrowDown")
@@ -129,11 +129,11 @@ async def test_a_pool_is_chosen_and_one_that_another_router_owns_says_so() -> No
         await expect(page).to_have_url(re.compile("pool=m"))
         await expect(page.locator(".head")).to_contain_text("its start.")
 
-        async def of_another(route: object) -> None:
-            answer = await route.fetch()  # type: ignore[attr-defined]
+        async def of_another(route: Route) -> None:
+            answer = await route.fetch()
             told = await answer.json()
             del told["pools"][0]["ownedSince"]
-            await route.fulfill(json=told)  # type: ignore[attr-defined]
+            await route.fulfill(json=told)
 
         await page.route("**/api/ListPoolHistories", of_another)
         await expect(page.locator(".head")).to_contain_text(
@@ -160,7 +160,7 @@ async def test_500_instances_are_sorted_filtered_and_drawn_in_their_scheme(schem
         await page.get_by_label("sorted by").select_option("highest value, highest first")
         await page.get_by_role("application").focus()
         await page.keyboard.press("ArrowDown")
-        await expect(page.locator("output.told")).to_contain_text(EVIL)
+        await expect(page.locator("output.readout")).to_contain_text(EVIL)
         await page.get_by_role("searchbox").fill("10.0.3.")
         await expect(page.get_by_text("100 of 500")).to_be_visible()
         await expect(page.get_by_role("application")).to_have_attribute("aria-label", re.compile("100 instances"))

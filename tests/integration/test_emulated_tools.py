@@ -16,7 +16,7 @@ import pytest
 from pointsman.router.v1 import placement_pb2
 from pointsman_lab.emulator.emulated_engine import EmulateSettings, start
 from pointsman_lab.workload.tokenizer import TOKENIZER_DIR, ChatTokenizer
-from tests.support.fakes.gateway_peers import FakeRouter, Peers, gateway_before, until_ready
+from tests.support.fakes.gateway_peers import FakeRouter, Peers, fake_router, gateway_before, until_ready
 
 MODEL = "pointsman-emulated"
 TASK = "Set the points to the left, then report."
@@ -73,7 +73,7 @@ async def place(request: pytest.FixtureRequest) -> AsyncIterator[Place]:
             pool = placement_pb2.Pool(
                 model=MODEL, model_root=str(TOKENIZER_DIR), max_model_len=131_072, instances=[ref]
             )
-            router = FakeRouter([pool])
+            router = fake_router([pool])
             await router.start()
             stack.push_async_callback(router.stop)
             gateway, url = await stack.enter_async_context(gateway_before(Peers(router, [])))
@@ -88,19 +88,17 @@ async def test_chats_call_tools_whole_and_streamed(place: Place) -> None:
     chats = place.openai.chat.completions
     messages: list[Any] = [user(TASK)]
     asked: dict[str, Any] = {"model": MODEL, "messages": messages, "tools": CHAT_TOOLS}
-    named = {"type": "function", "function": {"name": "turn"}}
+    named: Any = {"type": "function", "function": {"name": "turn"}}
     for choice, reason, content in (("required", "tool_calls", ""), (named, "stop", ""), ("auto", "tool_calls", None)):
-        whole = await chats.create(**asked, tool_choice=choice)
-        (call,) = whole.choices[0].message.tool_calls or ()
+        chosen: dict[str, Any] = asked | {"tool_choice": choice}
+        whole = await chats.create(**chosen)
+        (call,) = whole.choices[0].message.tool_calls or []
         assert call.type == "function"
         assert (whole.choices[0].finish_reason, whole.choices[0].message.content) == (reason, content)
         arguments = allowed(call.function.name, call.function.arguments)
         assert choice != named or arguments["side"] in ("left", "right")
-        options = {"include_usage": True}
-        chunks = [
-            chunk
-            async for chunk in await chats.create(**asked, tool_choice=choice, stream=True, stream_options=options)
-        ]
+        chosen |= {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = [chunk async for chunk in await chats.create(**chosen)]
         deltas = [delta for chunk in chunks for one in chunk.choices for delta in one.delta.tool_calls or ()]
         functions = [delta.function for delta in deltas if delta.function is not None]
         assert (deltas[0].index, deltas[0].type, bool(deltas[0].id)) == (0, "function", True)
@@ -144,9 +142,9 @@ async def test_an_agents_loop_ends_and_finds_its_prefix(place: Place) -> None:
     # Cached are the previous turn's prompt and answer, except the answer's end and the last partial block.
     assert cached[0] == 0
     assert all(now > before - 18 for now, before in zip(cached[1:], prompts, strict=False))
-    if place.router is not None:
-        await place.router.until(lambda: len(place.router.finished) == 3)  # type: ignore[union-attr]
-        assert [one.cached_tokens for one in place.router.finished] == cached
+    if (router := place.router) is not None:
+        await router.until(lambda: len(router.finished) == 3)
+        assert [one.cached_tokens for one in router.finished] == cached
 
 
 async def test_messages_call_tools_whole_and_streamed(place: Place) -> None:
@@ -171,6 +169,7 @@ async def test_messages_call_tools_whole_and_streamed(place: Place) -> None:
         for answer in (whole, streamed):
             (use,) = answer.content
             assert use.type == "tool_use"
+            assert isinstance(use, anthropic.types.ToolUseBlock)
             assert answer.stop_reason == "tool_use"
             allowed(use.name, use.input)
             assert use.name == "turn" or choice != choices[1]
@@ -182,6 +181,7 @@ async def test_messages_call_tools_whole_and_streamed(place: Place) -> None:
     never = await place.anthropic.messages.create(**asked, tool_choice={"type": "none"})
     assert ([block.type for block in never.content], never.stop_reason) == (["text"], "end_turn")
     # An agent may append text after a result, as Claude Code does.
+    assert isinstance(use, anthropic.types.ToolUseBlock)
     result = {"type": "tool_result", "tool_use_id": use.id, "content": "done"}
     messages += [
         {"role": "assistant", "content": [use.to_dict()]},
@@ -194,10 +194,11 @@ async def test_messages_call_tools_whole_and_streamed(place: Place) -> None:
 async def test_responses_call_tools_whole_and_streamed(place: Place) -> None:
     items: list[Any] = [user(TASK)]
     asked: dict[str, Any] = {"model": MODEL, "input": items, "tools": RESPONSE_TOOLS, "store": False}
-    named = {"type": "function", "name": "turn"}
+    named: Any = {"type": "function", "name": "turn"}
     for choice in ("required", named, "auto"):
-        whole = await place.openai.responses.create(**asked, tool_choice=choice)
-        async with place.openai.responses.stream(**asked, tool_choice=choice) as events:
+        chosen: dict[str, Any] = asked | {"tool_choice": choice}
+        whole = await place.openai.responses.create(**chosen)
+        async with place.openai.responses.stream(**chosen) as events:
             kinds = [event.type async for event in events]
             streamed = await events.get_final_response()
         assert kinds.count("response.function_call_arguments.done") == 1
@@ -272,7 +273,7 @@ async def test_an_answer_fits_its_tokens(place: Place) -> None:
     """A call costs the tokens that it is written with; another seed gives another call."""
     asked: dict[str, Any] = {"model": MODEL, "messages": [user(TASK)], "tools": CHAT_TOOLS, "tool_choice": TURN}
     answer = await place.openai.chat.completions.create(**asked)
-    (call,) = answer.choices[0].message.tool_calls or ()
+    (call,) = answer.choices[0].message.tool_calls or []
     assert call.type == "function"
     written = f'<tool_call>\n{{"name": "turn", "arguments": {call.function.arguments}}}\n</tool_call>'
     assert answer.usage is not None
@@ -283,7 +284,7 @@ async def test_an_answer_fits_its_tokens(place: Place) -> None:
     other = await start(EmulateSettings(port=0, speedup=50.0, seed=1))
     try:
         async with openai.AsyncOpenAI(base_url=f"{other.url}/v1", api_key="none") as client:
-            (differs,) = (await client.chat.completions.create(**asked)).choices[0].message.tool_calls or ()
+            (differs,) = (await client.chat.completions.create(**asked)).choices[0].message.tool_calls or []
     finally:
         await other.stop()
     assert differs.type == "function"

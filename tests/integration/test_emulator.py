@@ -232,7 +232,7 @@ async def replay(endpoint: str, first: int) -> list[tuple[int, Any]]:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(endpoint)
         await dealer.send_multipart([b"", first.to_bytes(8, "big")])
-        batches = []
+        batches: list[tuple[int, Any]] = []
         while True:
             empty, topic, seq, payload = await dealer.recv_multipart()
             assert (empty, topic) == (b"", b"")

@@ -41,7 +41,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def settings(trace: Path, url: str, **more: Any) -> ReplaySettings:
-    fast = {"time_scale": 0.001, "token_scale": 1 / 32}
+    fast: dict[str, Any] = {"time_scale": 0.001, "token_scale": 1 / 32}
     return ReplaySettings(**(fast | {"trace": trace, "url": url, "out": trace.parent / "run"} | more))
 
 

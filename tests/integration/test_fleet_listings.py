@@ -13,7 +13,6 @@ import grpc.aio
 import pytest
 import redis.asyncio
 from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 from prometheus_client import generate_latest
 
 from pointsman.router.v1 import fleet_pb2, placement_pb2
@@ -26,7 +25,7 @@ from pointsman_router.core.types import InstanceInfo, PlacementRequest
 from pointsman_router.io.runtime import VERSION
 from pointsman_router.io.store import redis_scripts
 from tests.support.processes.redis import redis_server
-from tests.support.router import Client, Report, Session, running
+from tests.support.router import Client, Report, Session, details_of, running
 from tests.support.waiting import eventually
 
 
@@ -38,8 +37,8 @@ def ends(group: fleet_pb2.SummarizeDecisionsResponse.Group) -> dict[str, int]:
     return {word(fleet_pb2.DecisionOutcome, one.outcome): one.decided for one in group.outcomes}
 
 
-async def sessions_of(client: Client, **wanted: object) -> list[tuple[str, str, str]]:
-    answer = await client.fleet.ListSessions(fleet_pb2.ListSessionsRequest(**wanted))  # type: ignore[arg-type]
+async def sessions_of(client: Client, **wanted: Any) -> list[tuple[str, str, str]]:
+    answer = await client.fleet.ListSessions(fleet_pb2.ListSessionsRequest(**wanted))
     return [(one.tenant, one.session_id, one.instance_id) for one in answer.sessions]
 
 
@@ -101,8 +100,8 @@ async def test_decisions_are_summed_up_by_how_they_ended() -> None:
         await gateway.finish("r0", cached_tokens=32, timings=timings)
         await gateway.finish("r1", outcome=placement_pb2.OUTCOME_FAILED)
 
-        async def summed(**wanted: object) -> fleet_pb2.SummarizeDecisionsResponse:
-            return await client.fleet.SummarizeDecisions(fleet_pb2.SummarizeDecisionsRequest(**wanted))  # type: ignore[arg-type]
+        async def summed(**wanted: Any) -> fleet_pb2.SummarizeDecisionsResponse:
+            return await client.fleet.SummarizeDecisions(fleet_pb2.SummarizeDecisionsRequest(**wanted))
 
         async def both_ended() -> bool:
             return ends((await summed()).groups[0]) == {"OK": 1, "FAILED": 1, "OPEN": 1}
@@ -165,7 +164,7 @@ async def test_a_router_by_itself_tells_its_own_health() -> None:
 
 async def test_replicas_that_share_a_redis_see_each_other_come_and_go(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (url, redis):
-        shared = {"redis_url": url, "owner_lease_s": 0.5}
+        shared: dict[str, Any] = {"redis_url": url, "owner_lease_s": 0.5}
         async with running(router_id="one", **shared) as (first, client):
             await Report(client).join("a")
 
@@ -208,7 +207,7 @@ async def test_replicas_that_share_a_redis_see_each_other_come_and_go(tmp_path: 
 
 async def test_a_replica_that_fell_silent_is_lost_until_another_one_takes_its_place(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (url, _):
-        shared = {"redis_url": url, "owner_lease_s": 0.5}
+        shared: dict[str, Any] = {"redis_url": url, "owner_lease_s": 0.5}
         async with running(router_id="one", **shared) as (server, client):
 
             def lost(*names: str) -> Callable[[], Awaitable[bool]]:
@@ -264,11 +263,11 @@ async def heartbeat(url: str, router_id: str, lease_ms: int = 500) -> list[bytes
 
 def reason_of(error: grpc.aio.AioRpcError) -> str:
     """Return the reason in the ErrorInfo of a failed call."""
-    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    details = details_of(error)
     info = error_details_pb2.ErrorInfo()
-    assert status.details[0].Unpack(info)
+    assert details[0].Unpack(info)
     assert info.domain == "pointsman"
-    return info.reason
+    return str(info.reason)
 
 
 async def pages(method: Any, request: Any, entries: str) -> list[list[Any]]:
@@ -360,7 +359,7 @@ async def test_a_page_that_there_is_not_is_an_invalid_argument() -> None:
             server.router.submit(hello_of(number))
         first = await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest(page_size=1))
         token = first.next_page_token
-        for method, request, reason in (
+        wrong: list[tuple[Any, Any, str]] = [
             (client.fleet.ListInstances, fleet_pb2.ListInstancesRequest(page_token="x"), "INVALID_PAGE_TOKEN"),
             (
                 client.fleet.ListInstances,
@@ -370,7 +369,8 @@ async def test_a_page_that_there_is_not_is_an_invalid_argument() -> None:
             (client.fleet.ListDecisions, fleet_pb2.ListDecisionsRequest(page_token=token), "INVALID_PAGE_TOKEN"),
             (client.fleet.ListSessions, fleet_pb2.ListSessionsRequest(page_token=token), "INVALID_PAGE_TOKEN"),
             (client.fleet.ListSessions, fleet_pb2.ListSessionsRequest(page_size=-1), "INVALID_FIELD"),
-        ):
+        ]
+        for method, request, reason in wrong:
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await method(request)
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -169,7 +170,7 @@ async def test_what_two_instances_refuse_alike_is_the_requests_own_fault(up: Sta
         engine.mode = "500"
     up.router.pools[0].instances.add(instance_id="i2", url=up.engines[0].url, incarnation="1")
     status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT | {"user": "me", "stream": stream})
-    assert (status, answer["error"]["message"]) == (500, "boom at <address> for me")  # type: ignore[index]
+    assert (status, answer["error"]["message"]) == (500, "boom at <address> for me")
     await up.router.until(lambda: len(up.router.finished) == 2)
     assert outcomes(up) == [placement_pb2.OUTCOME_FAILED, placement_pb2.OUTCOME_REJECTED]
     assert [(one.refused, list(one.refused_by)) for one in up.router.finished] == [(True, []), (True, [])]
@@ -188,13 +189,13 @@ async def test_what_no_engine_of_the_model_can_do_is_asked_of_one(up: Stack) -> 
     up.engines[0].mode = "501"
     status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT)
     assert (status, len(up.router.places)) == (501, 1)
-    assert "boom" in answer["error"]["message"]  # type: ignore[index]
+    assert "boom" in answer["error"]["message"]
 
 
 async def test_an_answer_that_is_too_long_is_made_once(up: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman_gateway.io.engines.engine_client.MAX_ANSWER_BYTES", 100)
     status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT)
-    assert (status, answer["error"]["code"]) == (502, "too_long")  # type: ignore[index]
+    assert (status, answer["error"]["code"]) == (502, "too_long")
     await up.router.until(lambda: len(up.router.finished) == 1)
     assert outcomes(up) == [placement_pb2.OUTCOME_REJECTED]
     assert len(up.engines[0].requests) == 1
@@ -259,7 +260,7 @@ async def test_a_stream_that_an_instance_gives_up_ends_with_an_error(up: Stack) 
 async def test_the_engines_own_refusal_is_passed_on(up: Stack) -> None:
     up.engines[0].mode = "400"
     status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT)
-    assert (status, answer["error"]["message"]) == (400, "no")  # type: ignore[index]
+    assert (status, answer["error"]["message"]) == (400, "no")
     await up.router.until(lambda: len(up.router.finished) == 1)
     assert outcomes(up) == [placement_pb2.OUTCOME_REJECTED]
 
@@ -292,15 +293,15 @@ async def test_bad_input_is_refused_with_nothing_placed(tmp_path: Path) -> None:
     async with stack(tmp_path, max_body_bytes=100_000) as up:
         for name, body, headers, status, code in BAD:
             got, answer, _ = await post(up, "/v1/chat/completions", data=body, headers=headers)
-            assert (got, answer["error"]["code"]) == (status, code), name  # type: ignore[index]
-            assert answer["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+            assert (got, answer["error"]["code"]) == (status, code), name
+            assert answer["error"]["type"] == "invalid_request_error"
         zipped = JSON | {"Content-Encoding": "gzip"}
         got, answer, told = await post(up, "/v1/chat/completions", data=b"no gzip", headers=zipped)
         assert (got, told["Accept-Encoding"]) == (415, "identity"), answer
         assert (await post(up, "/collective_rpc", json={}))[0] == 404
-        async with aiohttp.ClientSession() as http, http.get(f"{up.url}/v1/chat/completions") as answer:
-            assert (answer.status, answer.headers["Allow"]) == (405, "POST")
-            assert "error" in await answer.json()
+        async with aiohttp.ClientSession() as http, http.get(f"{up.url}/v1/chat/completions") as refused:
+            assert (refused.status, refused.headers["Allow"]) == (405, "POST")
+            assert "error" in await refused.json()
         assert up.router.places == []
         assert all(engine.requests == [] for engine in up.engines)
 
@@ -352,7 +353,7 @@ async def test_every_answer_carries_its_requests_id(up: Stack, given: str) -> No
 
 async def test_refusals_become_http_errors_with_retry_after(up: Stack) -> None:
     for code, wait, status in ((14, 0, 503), (8, 7, 429), (5, 0, 503)):
-        up.router.placer = lambda request, code=code, wait=wait: refusal(request, code, "no", wait)  # type: ignore[misc]
+        up.router.placer = partial(refusal, code=code, message="no", wait_s=wait)
         got, _, headers = await post(up, "/v1/chat/completions", json=CHAT)
         assert got == status
         assert headers.get("Retry-After") == {14: "1", 8: "7", 5: "1"}[code]
@@ -413,7 +414,7 @@ async def test_turns_of_a_chat_continue_its_session(up: Stack) -> None:
 
 async def test_a_dry_run_explains_and_sends_nothing(up: Stack) -> None:
     status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT, headers={"X-Pointsman-Dry-Run": "1"})
-    assert (status, answer["decision"]["decision_id"]) == (200, "d-1")  # type: ignore[index]
+    assert (status, answer["decision"]["decision_id"]) == (200, "d-1")
     assert up.router.explained[0].input_tokens == len(up.engines[0].tokenizer.chat(CHAT))
     assert up.router.places == []
     assert all(engine.requests == [] for engine in up.engines)

@@ -113,12 +113,11 @@ def _is_refused(name: str, value: object, rules: Mapping[str, Rule]) -> bool:
 
 def wrong_type(rng: random.Random) -> Pieces:
     """One known field with a value that it cannot have."""
-    path, rules, good = rng.choice(
-        [
-            ("/v1/chat/completions", openai_chat._CHAT, dict(CHAT)),
-            ("/v1/completions", SAMPLING, {"model": MODEL, "prompt": "set the points"}),
-        ]
-    )
+    requests: list[tuple[str, Mapping[str, Rule], dict[str, Any]]] = [
+        ("/v1/chat/completions", openai_chat._CHAT, dict(CHAT)),
+        ("/v1/completions", SAMPLING, {"model": MODEL, "prompt": "set the points"}),
+    ]
+    path, rules, good = rng.choice(requests)
     name = rng.choice(sorted(rules))
     good[name] = rng.choice([value for value in VALUES if _is_refused(name, value, rules)])
     return [http(json.dumps(good).encode(), path)]

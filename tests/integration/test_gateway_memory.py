@@ -31,9 +31,12 @@ async def up(tmp_path: Path) -> AsyncIterator[Stack]:
 
 def kept_by_the_gateway() -> int:
     """Bytes that the gateway's code allocated and that are still referenced."""
-    files = ("app.py", "http/connection.py", "conduct.py")
-    ours = [tracemalloc.Filter(True, f"*/pointsman_gateway/{file}", all_frames=True) for file in files]
-    return sum(one.size for one in tracemalloc.take_snapshot().filter_traces(ours).statistics("filename"))
+    filters = [
+        tracemalloc.Filter(True, "*/pointsman_gateway/*", all_frames=True),
+        # The engines of these tests read requests with the gateway's code, and keep them.
+        tracemalloc.Filter(False, "*/tests/support/fakes/*", all_frames=True),
+    ]
+    return sum(one.size for one in tracemalloc.take_snapshot().filter_traces(filters).statistics("filename"))
 
 
 async def test_an_open_stream_does_not_keep_its_prompt(up: Stack) -> None:
@@ -45,7 +48,7 @@ async def test_an_open_stream_does_not_keep_its_prompt(up: Stack) -> None:
             answers = [await http.post(f"{up.url}/v1/chat/completions", json=body) for _ in range(3)]
             for answer in answers:
                 assert (await answer.content.readline()).startswith(b"data: ")
-            assert kept_by_the_gateway() < 300_000
+            assert 0 < kept_by_the_gateway() < 300_000
             up.engines[0].hold.set()
             for answer in answers:
                 assert (await answer.read()).endswith(b"data: [DONE]\n\n")
@@ -137,8 +140,8 @@ async def test_bodies_beyond_what_may_be_held_are_refused_and_end_well(tmp_path:
                 one.mode = "ok"
             async with http.post(url, json=CHAT) as small:
                 assert (await small.read()).endswith(b"[DONE]\n\n")
-            for one in waiting:
-                one.cancel()
+            for task in waiting:
+                task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
             await eventually(lambda: not any(one.open for one in up.engines))
             async with http.post(url, json=large) as taken:

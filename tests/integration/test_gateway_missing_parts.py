@@ -17,7 +17,7 @@ from pointsman_gateway.core.api import Endpoint
 from pointsman_gateway.core.pool_state import TokenizerStatus
 from pointsman_gateway.io.main import serving
 from pointsman_gateway.io.settings import GatewaySettings
-from tests.support.fakes.gateway_peers import MODEL, FakeRouter, stack
+from tests.support.fakes.gateway_peers import MODEL, fake_router, stack
 from tests.support.gateway_requests import CHAT, post
 from tests.support.processes.gateway import gateway_process, gateway_running, ready, told_url
 from tests.support.tiny_tokenizer import make_tokenizer
@@ -39,7 +39,7 @@ async def test_without_its_router_it_places_by_itself_and_tells_the_router_that_
             assert degraded.headers["X-Pointsman-Degraded"] == "1"
             assert degraded.headers["X-Pointsman-Instance"] == "i1"
             await degraded.content.readline()
-            back = FakeRouter(up.router.pools)
+            back = fake_router(up.router.pools)
             await back.start(port)
             try:
                 await back.until(lambda: len(back.hellos) == 1)
@@ -50,7 +50,8 @@ async def test_without_its_router_it_places_by_itself_and_tells_the_router_that_
                 assert told["i0"].request.input_tokens > 0
                 assert list(told["i0"].request.keys) == []
                 for engine in up.engines:
-                    engine.hold.set()  # type: ignore[union-attr]
+                    assert engine.hold is not None
+                    engine.hold.set()
                 for answer in (open_before, degraded):
                     assert (await answer.read()).endswith(b"[DONE]\n\n")
                 await back.until(lambda: len(back.finished) == 2)
@@ -69,7 +70,7 @@ async def test_a_request_that_waits_for_its_step_is_asked_again_of_the_router_th
         await up.router.until(lambda: len(up.router.places) == 1)
         port = int(up.router.address.rpartition(":")[2])
         await up.router.stop()
-        back = FakeRouter(up.router.pools)
+        back = fake_router(up.router.pools)
         await back.start(port)
         try:
             status, _, headers = await asked
@@ -82,7 +83,7 @@ async def test_a_request_that_waits_for_its_step_is_asked_again_of_the_router_th
 
 
 async def test_the_next_router_is_tried_when_the_first_is_away(tmp_path: Path) -> None:
-    router = FakeRouter([])
+    router = fake_router([])
     await router.start()
     try:
         settings = GatewaySettings(listen="127.0.0.1:0", routers=["127.0.0.1:1", router.address])
@@ -120,7 +121,7 @@ async def test_other_tokens_than_the_engines_are_not_used(tmp_path: Path) -> Non
         assert status == 200
         place = up.router.places[0]
         assert list(place.keys) == []
-        assert place.input_tokens == pytest.approx(len(CHAT["messages"][0]["content"]) / 4, abs=1)  # type: ignore[index]
+        assert place.input_tokens == pytest.approx(len(CHAT["messages"][0]["content"]) / 4, abs=1)
         async with aiohttp.ClientSession() as http, http.get(f"{up.url}/health") as answer:
             body = await answer.json()
             assert (answer.status, body["status"], body["models"][MODEL]["tokenizer"]) == (200, "degraded", "inexact")
@@ -197,7 +198,7 @@ async def test_only_known_keys_may_call_and_name_the_tenant(tmp_path: Path) -> N
     async with stack(tmp_path, api_keys_file=keys) as up:
         for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret-1"}):
             status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT, headers=header)
-            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")  # type: ignore[index]
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
         for key in ("secret-1", "secret-2"):
             header = {"Authorization": f"Bearer {key}", "X-Session-ID": "same"}
             assert (await post(up, "/v1/chat/completions", json=CHAT, headers=header))[0] == 200

@@ -243,7 +243,9 @@ async def test_kv_that_certainly_nobody_fetches_is_let_go(up: Stack, body: dict[
             request: placement_pb2.PlacementRequest,
         ) -> placement_pb2.Placement | placement_pb2.Refusal | None:
             answer = plan(request)
-            up.router.next_steps[0].step.ClearField("kv_source")
+            [following] = up.router.next_steps
+            assert isinstance(following, placement_pb2.Placement)
+            following.step.ClearField("kv_source")
             return answer
 
         up.router.placer = then_there

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -41,7 +42,7 @@ async def chat(
         yield answer
 
 
-async def whole(url: str, at: str, **fields: object) -> tuple[str, bytes]:
+async def whole(url: str, at: str, **fields: Any) -> tuple[str, bytes]:
     async with chat(url, at, **fields) as answer:
         return answer.headers["X-Pointsman-Instance"], await answer.read()
 

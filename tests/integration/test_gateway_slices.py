@@ -83,14 +83,14 @@ async def test_what_cannot_be_sliced_is_not(up: Stack, path: str, changes: dict[
 async def test_after_counts_that_differ_nothing_is_sliced(up: Stack) -> None:
     """Three times in a row, the engine counts one token fewer than the gateway."""
     slicing(up, 128)
-    tokenizer = up.engines[0].tokenizer
+    tokenizer: Any = up.engines[0].tokenizer
     real = tokenizer.prompt
 
     def one_less(call: ApiCall) -> Prompt:
         prompt = real(call)
         return Prompt(prompt.ids[1:], (prompt.lengths[0] - 1,))
 
-    tokenizer.prompt = one_less  # type: ignore[method-assign]
+    tokenizer.prompt = one_less
     for _ in range(4):
         await ask(up, LONG, "/v1/messages")
     assert [place.sliceable_tokens > 0 for place in up.router.places] == [True, True, True, False]
@@ -113,7 +113,7 @@ async def test_a_router_that_does_not_know_the_plan_is_asked_for_another_one(up:
 
     def known_from_the_second_time_on(
         request: placement_pb2.PlacementRequest,
-    ) -> placement_pb2.Placement | placement_pb2.Refusal:
+    ) -> placement_pb2.Placement | placement_pb2.Refusal | None:
         given = planned(request)
         if len(up.router.places) == 1:
             up.router.next_steps = [placement_pb2.Refusal(code=14, message="another's plan", not_serving=True)]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import aiohttp
 
-from pointsman_gateway.io.main import Gateway
+from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.io.routes import Gateway
 from tests.support.fakes.gateway_peers import Stack, stack
 from tests.support.gateway_requests import CHAT
 from tests.support.waiting import eventually
@@ -33,13 +34,13 @@ async def test_nothing_is_left_after_a_storm(tmp_path: Path) -> None:
     async with stack(tmp_path, engines=4) as up, aiohttp.ClientSession() as http:
         order = list(up.router.pools[0].instances)
 
-        def anywhere(request: object) -> object:
+        def anywhere(request: placement_pb2.PlacementRequest) -> placement_pb2.Placement | placement_pb2.Refusal:
             rng.shuffle(order)
             up.router.pools[0].ClearField("instances")
             up.router.pools[0].instances.extend(order)
-            return up.router.first(request)  # type: ignore[arg-type]
+            return up.router.first(request)
 
-        up.router.placer = anywhere  # type: ignore[assignment]
+        up.router.placer = anywhere
         up.engines[1].mode = "500"
         up.engines[2].mode = "cut"
 

@@ -31,6 +31,13 @@ async def status_of(up: Stack, key: str, body: dict[str, Any] = CHAT, path: str 
         return answer.status
 
 
+def error_of(refused: anthropic.APIStatusError) -> dict[str, str]:
+    """The error in the body of a refusal, in the form of Messages."""
+    body: Any = refused.body
+    error: dict[str, str] = body["error"]
+    return error
+
+
 async def test_both_vendors_clients_show_their_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("red:sk-red\nblue:sk-blue\n")
@@ -42,7 +49,7 @@ async def test_both_vendors_clients_show_their_keys(tmp_path: Path) -> None:
         async with claude(up, "sk-nobody") as nobody:
             with pytest.raises(anthropic.AuthenticationError) as refused:
                 await nobody.messages.create(**MESSAGES)
-        assert refused.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+        assert error_of(refused.value)["type"] == "authentication_error"
         assert [place.tenant for place in up.router.places] == ["red", "blue"]
         sent = [{name.lower() for name in headers} for _, _, headers in up.engines[0].requests]
         assert all(not {"x-api-key", "authorization", "anthropic-version", "user-agent"} & names for names in sent)
@@ -83,7 +90,7 @@ async def test_requests_per_minute_are_limited_by_key(tmp_path: Path) -> None:
         async with claude(up, "k1") as other:
             with pytest.raises(anthropic.RateLimitError) as also:
                 await other.messages.create(**MESSAGES)
-        assert also.value.body["error"]["type"] == "rate_limit_error"  # type: ignore[index]
+        assert error_of(also.value)["type"] == "rate_limit_error"
         assert len(up.router.places) == 3
 
 
@@ -250,4 +257,4 @@ async def test_a_body_over_the_limit_is_refused_in_the_apis_form(tmp_path: Path)
         with pytest.raises(anthropic.APIStatusError) as refused:
             await client.messages.create(**MESSAGES | {"system": "x" * 20_000})
         assert refused.value.status_code == 413
-        assert refused.value.body["error"]["type"] == "request_too_large"  # type: ignore[index]
+        assert error_of(refused.value)["type"] == "request_too_large"

@@ -30,7 +30,7 @@ async def messages(call: Any) -> AsyncIterator[placement_pb2.SessionResponse]:
 async def test_a_request_goes_its_whole_way_by_generated_stubs(channel: grpc.aio.Channel) -> None:
     fleet: Any = fleet_pb2_grpc.FleetServiceStub(channel)
     # An agent reports an instance without KV events.
-    report: Any = agent_pb2_grpc.AgentServiceStub(channel).Report()  # type: ignore[call-arg]
+    report: Any = agent_pb2_grpc.AgentServiceStub(channel).Report(None)
     instance = agent_pb2.Instance(
         instance_id="engine:8000",
         incarnation="1",
@@ -47,7 +47,7 @@ async def test_a_request_goes_its_whole_way_by_generated_stubs(channel: grpc.aio
 
     watch = fleet.WatchDecisions(fleet_pb2.WatchDecisionsRequest())
     await watch.initial_metadata()
-    session: Any = placement_pb2_grpc.PlacementServiceStub(channel).Session()  # type: ignore[call-arg]
+    session: Any = placement_pb2_grpc.PlacementServiceStub(channel).Session(None)
     told = messages(session)
     hello = placement_pb2.GatewayHello(gateway_id="by-hand", secret=os.urandom(16))
     await session.write(placement_pb2.SessionRequest(hello=hello))

@@ -14,11 +14,11 @@ import aiohttp
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 from msgspec import structs
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_common.io.channel import END_OF_STREAM
 from pointsman_gateway.io.main import serving
 from pointsman_gateway.io.settings import GatewaySettings
 from pointsman_gateway.io.tokenizer_files import load_tokenizer
@@ -30,7 +30,7 @@ from pointsman_router.io.main import RouterServer
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine, stack, until_ready
 from tests.support.processes.pointsman import pointsman_process
 from tests.support.processes.process import free_port
-from tests.support.router import Client, Report, Session, running
+from tests.support.router import Client, Report, Session, details_of, running
 from tests.support.tiny_tokenizer import make_tokenizer
 from tests.support.waiting import eventually
 
@@ -109,7 +109,7 @@ async def test_a_newer_stream_of_a_gateway_outlives_the_older() -> None:
             placement_pb2.OpenStream(request=asked("x"), instance_id="a", phase=placement_pb2.PHASE_DECODE)
         )
         assert await session.call.read() is not None
-        while await session.call.read() is not grpc.aio.EOF:
+        while await session.call.read() is not END_OF_STREAM:
             pass
         await newer.send(place=asked("r"))
         await held(client, 1)
@@ -125,9 +125,9 @@ async def test_the_unary_form_waits_within_its_deadline() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await client.placement.Place(placement_pb2.PlaceRequest(request=asked("late")), timeout=2.0)
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        status = rpc_status.from_call(error.value)  # type: ignore[arg-type]
+        details = details_of(error.value)
         retry = error_details_pb2.RetryInfo()
-        assert status.details[1].Unpack(retry)
+        assert details[1].Unpack(retry)
         assert retry.retry_delay.seconds == 1
 
         left = client.placement.Place(placement_pb2.PlaceRequest(request=asked("left")), timeout=30.0)
@@ -274,7 +274,12 @@ async def test_a_hold_between_two_steps_that_outlasts_its_gateway_gives_one_answ
     async with engine.serve(), running(queue_timeout_s=8.0, policy="unified") as (server, client):
         router = server.router
         router.submit(ev.PolicySet(HoldsTheRest()))
-        where = {"model": MODEL, "served_names": [MODEL], "url": engine.url, "model_root": str(tmp_path / "model")}
+        where: dict[str, Any] = {
+            "model": MODEL,
+            "served_names": [MODEL],
+            "url": engine.url,
+            "model_root": str(tmp_path / "model"),
+        }
         await Report(client).join("a", max_model_len=4096, **where)
         prices: list[int] = []
         submit = router.submit

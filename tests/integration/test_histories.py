@@ -136,8 +136,8 @@ async def test_pools_come_in_pages_and_the_total_on_the_first() -> None:
 
 
 async def test_the_console_tells_gaps_as_nan_and_asks_for_a_right() -> None:
-    given = {"agent_token": "a-token", "gateway_token": "g-token", "operator_token": "o-token"}
-    tokens = Tokens(**given, token_dir=None)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"agent_token": "a-token", "gateway_token": "g-token", "operator_token": "o-token"}
+    tokens = Tokens(**given, token_dir=None)
     async with (
         running(tokens, console_listen="127.0.0.1:0") as (server, client),
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(WITHIN_S)) as http,

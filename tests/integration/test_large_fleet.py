@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from pointsman.router.v1.placement_pb2 import InstanceRef
 from pointsman_common.core.block_keys import KEY_SCHEME
 from pointsman_common.io.batch_queue import BatchQueue
-from pointsman_gateway.core.told_fleet import ToldFleet
+from pointsman_gateway.core.known_fleet import KnownFleet
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.types import InstanceInfo, Load
-from pointsman_router.io.convert import told_fleet
+from pointsman_router.io.convert import sent_fleet
 from pointsman_router.io.convert.gateway_messages import instance_ref
 from pointsman_router.io.runtime import GatewayStream, Router
 from pointsman_router.io.settings import RouterSettings
@@ -28,7 +28,7 @@ class Gateway:
     """A gateway's end of its stream, which reads only when read() is called."""
 
     def __init__(self, router: Router, gateway_id: str) -> None:
-        self.told: ToldFleet | None = None
+        self.told: KnownFleet | None = None
         self.kinds: list[str] = []  # kinds of the messages that the last read() returned
         self._stream = GatewayStream()
         assert router.gateway_claims.opened(gateway_id, b"secret", time.monotonic())
@@ -46,7 +46,7 @@ class Gateway:
                 self.kinds.append(str(one.WhichOneof("kind")))
                 size += one.ByteSize()
                 if one.HasField("fleet"):
-                    self.told = ToldFleet(one.fleet)
+                    self.told = KnownFleet(one.fleet)
                 elif one.HasField("fleet_update"):
                     assert self.told is not None
                     self.told.apply(one.fleet_update)
@@ -127,7 +127,7 @@ async def test_a_change_of_health_is_made_of_that_instance_alone(fleet: Fleet, m
         made.append(one.instance_id)
         return instance_ref(one)
 
-    monkeypatch.setattr(told_fleet, "instance_ref", noted)
+    monkeypatch.setattr(sent_fleet, "instance_ref", noted)
     fleet.report(7, 7, healthy=False)
     await asyncio.sleep(0)
     assert made == []

@@ -68,7 +68,7 @@ async def test_offloaded_blocks_are_credited_where_they_can_be_loaded(
     ):
         await one.publish(store(PATH), *(moved(path, "CPU", "LOCAL") for path in prefixes(0, 30)))
         await one.publish(*(moved(path, "FS", "REMOTE") for path in prefixes(0, len(PATH))))
-        gone = [hash_of(path) for path in prefixes(ON_GPU, len(PATH))]
+        gone: list[int | bytes] = [hash_of(path) for path in prefixes(ON_GPU, len(PATH))]
         await one.publish(BlockRemoved(block_hashes=gone, medium="GPU", group_idx=0))
         tiers = server.router.state.lower_tiers
 

@@ -7,7 +7,7 @@ import contextlib
 import json
 import random
 import subprocess
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pointsman.gateway.v1 import ext_proc_pb2 as pb
 from pointsman.router.v1 import placement_pb2
+from pointsman_common.io.channel import END_OF_STREAM
 from pointsman_gateway.io.ext_proc import proxy_stream
 from tests.support.fakes.gateway_peers import MODEL, Stack, gateway_before, peers, stack, until_ready
 from tests.support.repository import REPOSITORY
@@ -49,14 +50,14 @@ class Proxy:
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{up.gateway.ext_proc_port}")
         self._call: Any = self._channel.stream_stream(
             PROCESS, lambda message: message.SerializeToString(), pb.ProcessingResponse.FromString
-        )()
+        )(None)
 
     async def __aenter__(self) -> Proxy:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._call.cancel()
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def send(self, *messages: pb.ProcessingRequest) -> None:
         """Send messages."""
@@ -70,14 +71,13 @@ class Proxy:
     async def read(self) -> pb.ProcessingResponse:
         """Return the next message."""
         message = await self._call.read()
-        assert message is not grpc.aio.EOF, "the picker has ended the stream"  # type: ignore[attr-defined]
-        assert isinstance(message, pb.ProcessingResponse)
+        assert isinstance(message, pb.ProcessingResponse), "the picker has ended the stream"
         return message
 
     async def read_all(self) -> list[pb.ProcessingResponse]:
         """Return all messages up to the end of the stream."""
         found = []
-        while (message := await self._call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+        while (message := await self._call.read()) is not END_OF_STREAM:
             found.append(message)
         return found
 
@@ -88,10 +88,11 @@ def header_map(fields: dict[str, str]) -> pb.HeaderMap:
     )
 
 
-def head(end: bool = False, subset: Sequence[str] | None = None, **fields: str) -> pb.ProcessingRequest:
-    every = {":method": "POST", ":path": "/v1/chat/completions", "content-type": "application/json"} | {
-        name.replace("_", "-"): value for name, value in fields.items()
-    }
+def head(
+    fields: Mapping[str, str] | None = None, *, end: bool = False, subset: Sequence[str] | None = None, **more: str
+) -> pb.ProcessingRequest:
+    every = {":method": "POST", ":path": "/v1/chat/completions", "content-type": "application/json"}
+    every |= {**(fields or {}), **{name.replace("_", "-"): value for name, value in more.items()}}
     message = pb.ProcessingRequest(
         request_headers=pb.HttpHeaders(headers=header_map(every), end_of_stream=end), protocol_config=DUPLEX
     )
@@ -106,7 +107,7 @@ def body(piece: bytes = CHAT, *, end: bool = True) -> pb.ProcessingRequest:
     return pb.ProcessingRequest(request_body=pb.HttpBody(body=piece, end_of_stream=end))
 
 
-def answer_head(status: int = 200, end: bool = False, **fields: str) -> pb.ProcessingRequest:
+def answer_head(status: int | str = 200, end: bool = False, **fields: str) -> pb.ProcessingRequest:
     every = {":status": str(status), "content-type": "text/event-stream", "x-envoy-upstream-service-time": "1"} | fields
     headers = header_map({name: value for name, value in every.items() if value})
     return pb.ProcessingRequest(response_headers=pb.HttpHeaders(headers=headers, end_of_stream=end))
@@ -153,7 +154,8 @@ async def test_a_request_and_its_answer(up: Stack) -> None:
         fields = set_fields(common.header_mutation)
         endpoints = ",".join(engine.url.removeprefix("http://") for engine in up.engines)
         assert fields["x-gateway-destination-endpoint"] == endpoints
-        assert dict(to.dynamic_metadata)["envoy.lb"]["x-gateway-destination-endpoint"] == endpoints
+        metadata: dict[str, Any] = dict(to.dynamic_metadata)
+        assert metadata["envoy.lb"]["x-gateway-destination-endpoint"] == endpoints
         assert fields["x-request-id"] == "mine"
         assert "user-agent" in common.header_mutation.remove_headers
         assert all(one.append_action == 2 for one in common.header_mutation.set_headers)
@@ -174,7 +176,7 @@ async def test_a_proxy_that_does_not_tell_how_long_an_engine_took(up: Stack, sta
     async with Proxy(up) as proxy:
         await proxy.send(head(), body())
         await placed(proxy)
-        quiet = {"x-envoy-upstream-service-time": ""}
+        quiet: dict[str, Any] = {"x-envoy-upstream-service-time": ""}
         await proxy.send(answer_head(status, **quiet), answer_body(WORD + DONE, end=True))
         began, *_ = await proxy.read_all()
         told = set_fields(began.response_headers.response.header_mutation)
@@ -196,7 +198,7 @@ async def test_trailers_in_both_directions(up: Stack) -> None:
 
 async def test_a_request_without_a_body_gets_its_response_at_once(up: Stack) -> None:
     async with Proxy(up) as proxy:
-        await proxy.send(head(end=True, **{":method": "GET", ":path": "/v1/models"}))
+        await proxy.send(head({":method": "GET", ":path": "/v1/models"}, end=True))
         [answer] = await proxy.read_all()
         assert answer.immediate_response.status.code == 200
         assert json.loads(answer.immediate_response.body)["data"][0]["id"] == MODEL
@@ -214,21 +216,19 @@ async def test_a_request_without_a_body_gets_its_response_at_once(up: Stack) -> 
         pytest.param([head(), body(), body()], 500, "messages_out_of_order", id="a body after its end"),
         pytest.param([head(), body(), answer_body(b"x")], 500, "messages_out_of_order", id="an answer without a head"),
         pytest.param(
-            [head(), body(), answer_head(**{":status": ""})],
+            [head(), body(), answer_head("")],
             500,
             "messages_out_of_order",
             id="an answer without a status",
         ),
-        pytest.param(
-            [head(), body(), answer_head(**{":status": "²"})], 500, "messages_out_of_order", id="no number of a status"
-        ),
+        pytest.param([head(), body(), answer_head("²")], 500, "messages_out_of_order", id="no number of a status"),
         pytest.param([head(), body(b"{")], 400, "invalid_json", id="not JSON"),
         pytest.param([head(), body(b"")], 400, "invalid_json", id="an empty body"),
         pytest.param([head(end=True)], 400, "invalid_json", id="no body"),
         pytest.param([head(content_type="text/plain")], 415, "unsupported_media_type", id="no JSON by its type"),
-        pytest.param([head(**{":path": "/nothing"})], 404, "not_found", id="an unknown path"),
-        pytest.param([head(**{":method": "PUT"})], 405, "method_not_allowed", id="another method"),
-        pytest.param([head(**{":path": "", ":method": ""})], 404, "not_found", id="no path"),
+        pytest.param([head({":path": "/nothing"})], 404, "not_found", id="an unknown path"),
+        pytest.param([head({":method": "PUT"})], 405, "method_not_allowed", id="another method"),
+        pytest.param([head({":path": "", ":method": ""})], 404, "not_found", id="no path"),
         pytest.param([head(), body(CHAT.replace(b"tiny", b"other"))], 404, "model_not_found", id="an unknown model"),
         pytest.param([head(subset=[]), body()], 503, "no_instance", id="an empty subset"),
         pytest.param([head(subset=["10.0.0.1:1"]), body()], 503, "no_instance", id="a subset of others"),
@@ -375,7 +375,7 @@ async def test_a_message_that_cannot_be_read_ends_the_stream(up: Stack) -> None:
 async def test_a_head_over_the_limits_is_refused(up: Stack) -> None:
     for fields in ({f"x-{at}": "1" for at in range(200)}, {"x-long": "y" * 40_000}):
         async with Proxy(up) as proxy:
-            await proxy.send(head(**fields))
+            await proxy.send(head(fields))
             [answer] = await proxy.read_all()
             assert answer.immediate_response.status.code == 431
 
@@ -390,8 +390,8 @@ async def test_the_end_of_the_drain_is_the_end_of_all_streams(tmp_path: Path) ->
             Proxy(Stack(up.router, up.engines, url, gateway)) as proxy,
             grpc.aio.insecure_channel(f"127.0.0.1:{gateway.ext_proc_port}") as channel,
         ):
-            watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())  # type: ignore[arg-type]
-            await watching.read()  # type: ignore[attr-defined]
+            watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            await watching.read()
             await proxy.send(head(), body(CHAT[:5], end=False))
             await eventually(lambda: bool(gateway.proxy_streams))
             before = asyncio.get_running_loop().time()
@@ -413,7 +413,7 @@ async def test_a_proxy_that_only_watches_reserves_nothing(up: Stack) -> None:
 
 async def test_the_health_of_each_service(up: Stack) -> None:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{up.gateway.ext_proc_port}") as channel:
-        stub = health_pb2_grpc.HealthStub(channel)  # type: ignore[arg-type]
+        stub = health_pb2_grpc.HealthStub(channel)
 
         async def status(service: str) -> int:
             return int((await stub.Check(health_pb2.HealthCheckRequest(service=service))).status)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -22,7 +23,7 @@ from pointsman_lab.workload.tokenizer import ChatTokenizer
 
 FAST = Profile(step_s=0.002, prefill_token_s=1e-5, prefill_pair_s=1e-9, decode_sequence_s=1e-5, decode_kv_token_s=1e-9)
 # Enough time for a machine that stalls, so that the same measurements are always made.
-SHORT = {"seconds": 600.0, "longest": 700, "repeats": 1, "pause_s": 0.0}
+SHORT: dict[str, Any] = {"seconds": 600.0, "longest": 700, "repeats": 1, "pause_s": 0.0}
 
 
 @pytest.fixture

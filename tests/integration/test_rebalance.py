@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from pointsman.router.v1 import fleet_pb2
@@ -38,7 +39,7 @@ async def test_pools_move_to_the_replica_that_joins_and_nothing_is_lost(tmp_path
             for router in routers.values():
                 for model in MODELS:
                     task = asyncio.create_task(keep_reporting(router.address, model, model))
-                    stack.push_async_callback(asyncio.gather, task, return_exceptions=True)
+                    stack.push_async_callback(partial(asyncio.gather, task, return_exceptions=True))
                     stack.callback(task.cancel)
             gateway = Gateway("g", [router.address for router in routers.values()])
             fleet.gateways.append(gateway)

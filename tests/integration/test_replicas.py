@@ -7,19 +7,19 @@ import os
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
 import redis.asyncio
 from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.types import Decision
 from tests.support.processes.replicas import BIG, Gateway, double_bookings, replicas
-from tests.support.router import Client, Session
+from tests.support.router import Client, Session, details_of
 from tests.support.router_values import join, request, state
 from tests.support.waiting import eventually
 
@@ -94,7 +94,7 @@ async def test_a_replica_that_does_not_own_the_pool_names_the_one_that_does(tmp_
                 await client.placement.Place(placement_pb2.PlaceRequest(request=wanted))
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE
             told, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-            details = rpc_status.from_call(error.value).details  # type: ignore[arg-type]
+            details = details_of(error.value)
             assert details[0].Unpack(told)
             assert details[1].Unpack(retry)
             assert (told.reason, told.domain) == ("NOT_OWNER", "pointsman")
@@ -202,7 +202,8 @@ async def _kept(store: redis.asyncio.Redis, wanted: set[str]) -> dict[str, str]:
         return set(await store.hkeys(OPEN)) == wanted
 
     await eventually(written, f"Redis holds {wanted}")
-    return dict(await store.hgetall(OPEN))
+    kept: Any = await store.hgetall(OPEN)
+    return dict(kept)
 
 
 async def _three_more(gateways: list[Gateway]) -> list[str]:

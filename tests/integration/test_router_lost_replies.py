@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha1
 from pathlib import Path
 
@@ -35,7 +36,7 @@ class Scene:
 
     async def open_in_redis(self) -> set[str]:
         """Ids of the requests that Redis holds as open."""
-        return set(await self.store.hkeys(OPEN))
+        return {str(name) for name in await self.store.hkeys(OPEN)}
 
     async def count(self) -> int:
         """Number of requests that the router counts on its instances."""
@@ -116,7 +117,7 @@ async def test_open_requests_outlive_renewals_whose_replies_are_lost(tmp_path: P
 
             await eventually(attempted, "attempts landed")
             await one.store.delete("pointsman:{default:m}:lease")
-            await eventually(lambda lost=one.proxy.lost: attempted(lost), "more of them, on a lease that had run out")
+            await eventually(partial(attempted, one.proxy.lost), "more of them, on a lease that had run out")
             one.proxy.losing = None
             await eventually(one.normal, "normal")
         names = {"before", "during-0", "during-1", "during-2"}

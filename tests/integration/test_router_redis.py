@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -166,7 +167,7 @@ async def test_a_fleet_name_keeps_fleets_apart(tmp_path: Path) -> None:
 
 async def test_what_another_version_has_written_is_taken_as_far_as_it_can_be_read(tmp_path: Path) -> None:
     """A newer version's field is ignored, an older one's missing field has its default, and unreadable entries are left out."""
-    older = {"request_id": "older", "gateway_id": "g", "instance_id": "a", "decision_id": "d"}
+    older: dict[str, Any] = {"request_id": "older", "gateway_id": "g", "instance_id": "a", "decision_id": "d"}
     older |= {"input_tokens": 100, "new_tokens": 100, "pool": "m"}
     kept = {"older": older, "newer": {**older, "request_id": "newer", "colour": "red"}, "other": {"request_id": 7}}
     with redis_server(tmp_path) as (url, _):
@@ -322,8 +323,9 @@ async def test_a_redis_that_takes_no_writes_is_done_without_until_it_does(tmp_pa
                     told.append(event.degraded)
                 return handle(event)
 
-            server.router.store._on_event = noted
-            store, state = server.router.store, server.router.state
+            store: Any = server.router.store
+            store._on_event = noted
+            state = server.router.state
             async with redis.asyncio.Redis.from_url(url) as admin:
                 lease = (
                     "~pointsman:{default}:*",
@@ -332,7 +334,8 @@ async def test_a_redis_that_takes_no_writes_is_done_without_until_it_does(tmp_pa
                     f"~{POOL}number",
                     "~pointsman:{default:n}:*",
                 )
-                await admin.execute_command("ACL", "SETUSER", "default", "resetkeys", *lease)
+                execute: Any = admin.execute_command
+                await execute("ACL", "SETUSER", "default", "resetkeys", *lease)
                 await session.place("tells", model="n")
                 await session.place("waits")
                 await eventually(lambda: state.degraded, "degraded")
@@ -343,7 +346,7 @@ async def test_a_redis_that_takes_no_writes_is_done_without_until_it_does(tmp_pa
                 await eventually(lambda: (store.answered_at or 0.0) > beats + 1.0, "heartbeats")
                 assert told == [True], "the state does not alternate"
                 assert store.may_place("m")
-                await admin.execute_command("ACL", "SETUSER", "default", "allkeys")
+                await execute("ACL", "SETUSER", "default", "allkeys")
 
                 async def written() -> bool:
                     return len(await admin.hkeys(POOL + "open")) == 7
@@ -377,6 +380,7 @@ async def test_a_pool_without_instances_is_left_and_what_redis_has_of_it_ends(
                 await report.send(goodbye=agent_pb2.Goodbye())
                 await eventually(ending, "all that is kept of the pool has a time to live")
                 assert not await store.exists(POOL + "lease")
+                assert isinstance(server.router.store, RedisStore)
                 assert set(server.router.store._pools) == {"n"}
                 await Report(client).join("a", incarnation="2")
                 await owns(server)

@@ -38,7 +38,7 @@ async def full_caches(
     monkeypatch.setattr(session_admission, "ARM_SIZE", 0.1)
     engine = FakeEngine(load_tokenizer(make_tokenizer(folder / "model")), hold=asyncio.Event())
     async with engine.serve(), running(session_admission=True, **settings) as (server, client):
-        where = {"model": MODEL, "url": engine.url, "prefix_mode": agent_pb2.PREFIX_MODE_NONE}
+        where: dict[str, Any] = {"model": MODEL, "url": engine.url, "prefix_mode": agent_pb2.PREFIX_MODE_NONE}
         await Report(client).join("a", kv_capacity_tokens=CAPACITY, **where)
         gateway_settings = GatewaySettings(
             listen="127.0.0.1:0",

@@ -211,16 +211,16 @@ async def test_ends_are_counted(tmp_path: Path) -> None:
 
 
 async def test_engines_are_told_of_a_last_request_where_that_is_switched_on(tmp_path: Path) -> None:
-    mark = {"kv_transfer_params": {"pointsman_session_end": True}}
+    mark: dict[str, Any] = {"kv_transfer_params": {"pointsman_session_end": True}}
     for on in (False, True):
         async with owned(tmp_path, engines=1, mark_session_ends=on) as up:
             for headers in ({}, LAST):
                 for endpoint in (Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.MESSAGES, Endpoint.RESPONSES):
                     body = BODIES[endpoint] | {"kv_transfer_params": {"do_remote_decode": True}}
                     assert (await post(up, endpoint.value, json=body, headers=headers))[0] == 200
-            sent = [
+            sent: list[dict[str, Any]] = [
                 {name: body[name] for name in body.keys() & mark.keys()}
                 for path, body, _ in up.engines[0].requests
                 if path != "/tokenize"
             ]
-            assert sent == [{}] * 4 + ([mark] * 3 if on else [{}] * 3) + [{}]
+            assert sent == [*[{}] * 4, *[mark if on else {}] * 3, {}]

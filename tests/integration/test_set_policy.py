@@ -15,7 +15,6 @@ import grpc.aio
 import pytest
 from google.protobuf import json_format, struct_pb2
 from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 from redis import Redis
 
 from pointsman.agent.v1 import agent_pb2
@@ -31,7 +30,7 @@ from pointsman_router.io.rpc import paged_lists
 from pointsman_router.io.runtime import ReplicaInfo
 from tests.support.processes.pointsman import pointsman_command
 from tests.support.processes.redis import redis_server
-from tests.support.router import Client, Report, Session, running
+from tests.support.router import Client, Report, Session, details_of, running
 from tests.support.waiting import eventually
 
 KV = agent_pb2.KvTransfer(protocol=agent_pb2.KV_PROTOCOL_NIXL)
@@ -157,7 +156,7 @@ async def test_what_cannot_be_set_names_the_field_and_changes_nothing(
                 await call
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             bad = error_details_pb2.BadRequest()
-            assert rpc_status.from_call(error.value).details[1].Unpack(bad)  # type: ignore[arg-type]
+            assert details_of(error.value)[1].Unpack(bad)
             assert [one.field for one in bad.field_violations] == [field]
             assert said in bad.field_violations[0].description
         assert (await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy == before
@@ -248,7 +247,7 @@ async def test_decisions_are_listed_and_watched_by_every_filter() -> None:
 async def test_a_watch_tells_only_what_its_filter_asks_for() -> None:
     async with fleet() as (server, client, session):
         wanted = fleet_pb2.DecisionFilter(session_id="s")
-        watch = client.fleet.WatchDecisions(fleet_pb2.WatchDecisionsRequest(filter=wanted))
+        watch: Any = client.fleet.WatchDecisions(fleet_pb2.WatchDecisionsRequest(filter=wanted))
         reader = asyncio.ensure_future(watch.read())
 
         async def watched() -> bool:
@@ -266,7 +265,7 @@ async def refused_as(call: Any) -> tuple[str, str]:
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call
     info = error_details_pb2.ErrorInfo()
-    assert rpc_status.from_call(error.value).details[0].Unpack(info)  # type: ignore[arg-type]
+    assert details_of(error.value)[0].Unpack(info)
     return error.value.code().name, info.reason
 
 
@@ -296,7 +295,7 @@ async def test_a_policy_replaces_the_one_that_was_seen() -> None:
 
 async def test_of_two_replicas_changes_on_one_policy_one_is_taken(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (url, _):
-        shared = {"redis_url": url, "owner_lease_s": 0.5}
+        shared: dict[str, Any] = {"redis_url": url, "owner_lease_s": 0.5}
         async with running(router_id="one", **shared) as (_, one), running(router_id="two", **shared) as (_, two):
             etag = (await one.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy_etag
             calls = [
@@ -319,7 +318,7 @@ async def test_replicas_share_a_policy_and_keep_it_over_restarts(tmp_path: Path)
         return check
 
     with redis_server(tmp_path) as (url, redis):
-        shared = {"redis_url": url, "owner_lease_s": 0.5}
+        shared: dict[str, Any] = {"redis_url": url, "owner_lease_s": 0.5}
         async with running(router_id="one", **shared) as (_, one), running(router_id="two", **shared) as (_, two):
             assert [await in_force(one), await in_force(two)] == [DEFAULT_POLICY, DEFAULT_POLICY]
             request = fleet_pb2.SetPolicyRequest(policy=policy("elastic", decider="heuristic"))
@@ -385,7 +384,7 @@ async def test_a_drain_is_an_order_to_all_replicas_until_the_engine_restarts(tmp
 
     ready, draining = fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_DRAINING
     with redis_server(tmp_path) as (url, redis):
-        shared = {"redis_url": url, "owner_lease_s": 0.5}
+        shared: dict[str, Any] = {"redis_url": url, "owner_lease_s": 0.5}
         async with running(router_id="one", **shared) as (_, one), running(router_id="two", **shared) as (_, two):
             for client in (one, two):
                 for name in ("a", "b"):

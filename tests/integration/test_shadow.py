@@ -198,8 +198,8 @@ async def test_it_says_what_really_comes(engines: list[EmulatedEngine], tmp_path
         assert (await converse(front, 3, 2, "dead")).answers == 6
 
         # The same conversations through Pointsman.
-        for one in engines:
-            assert one.model.reset_prefix_cache()
+        for engine in engines:
+            assert engine.model.reset_prefix_cache()
         await answered(f"{gateway}/health", lambda told: told.get("status") == "ok")
         really = await converse(gateway)
     finally:
@@ -246,7 +246,7 @@ async def test_it_says_what_really_comes(engines: list[EmulatedEngine], tmp_path
 
 
 async def test_its_token_is_an_observers(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = Tokens(agent_token="A", gateway_token="G", operator_token="O", observer_token="S", token_dir=None)  # type: ignore[arg-type]
+    tokens = Tokens(agent_token="A", gateway_token="G", operator_token="O", observer_token="S", token_dir=None)
     server = RouterServer(RouterSettings(listen="127.0.0.1:0", metrics_listen=""), tokens)
     await server.start()
     told: asyncio.Queue[dict[str, ServedModel]] = asyncio.Queue()

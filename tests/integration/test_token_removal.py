@@ -20,7 +20,7 @@ from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.io.report_sender import Reporter
 from pointsman_common.io import proven_streams
 from pointsman_common.io.auth import showing
-from pointsman_common.io.channel import ReloadingChannel, open_channel
+from pointsman_common.io.channel import END_OF_STREAM, ReloadingChannel, open_channel
 from pointsman_common.io.settings import Tokens
 from pointsman_router.io.main import RouterServer
 from tests.support.router import Client, Report, Session, running
@@ -50,7 +50,7 @@ async def router(folder: Path, **changes: Any) -> AsyncIterator[tuple[RouterServ
     async with (
         running(Tokens(token_dir=folder), **changes) as (server, _),
         open_channel(f"127.0.0.1:{server.port}") as channel,
-    ):  # type: ignore[arg-type]
+    ):
         yield server, channel
 
 
@@ -79,9 +79,10 @@ async def ended(call: Any) -> grpc.StatusCode:
     """The status of a call, once all that came before has been read."""
     async with asyncio.timeout(WITHIN_S):
         with contextlib.suppress(grpc.aio.AioRpcError):
-            while await call.read() is not grpc.aio.EOF:
+            while await call.read() is not END_OF_STREAM:
                 pass
-        return await call.code()  # type: ignore[no-any-return]
+        status: grpc.StatusCode = await call.code()
+        return status
 
 
 @pytest.mark.parametrize("taken", ["agent", "gateway", "observer"])

@@ -53,7 +53,12 @@ async def traced(folder: Path, endpoint: str, engines: int = 1) -> AsyncIterator
         reports = [Report(client) for _ in servers]
         for at, server in enumerate(servers):
             await stack.enter_async_context(server.serve())
-            facts = {"url": server.url, "model": MODEL, "model_root": str(folder / "model"), "max_model_len": 4096}
+            facts: dict[str, Any] = {
+                "url": server.url,
+                "model": MODEL,
+                "model_root": str(folder / "model"),
+                "max_model_len": 4096,
+            }
             await reports[at].join(f"i{at}", **facts)
         given: dict[str, Any] = {
             "listen": "127.0.0.1:0",
@@ -137,11 +142,11 @@ async def test_who_brings_no_trace_begins_one_and_who_is_not_sampled_leaves_none
 async def test_attempts_that_fail_show_which_and_how(tmp_path: Path, collector: Collector) -> None:
     client = SpanContext(0xFA11, 0xC, True)
     async with traced(tmp_path, collector.url, engines=2) as (url, engines):
-        for engine, status in zip(engines, ("500", "503"), strict=True):
-            engine.mode = status
+        for engine, mode in zip(engines, ("500", "503"), strict=True):
+            engine.mode = mode
         status, _ = await chat(url, client)
         spans = await trace(collector, client, 1 + 3 + 3 + 2)
-    assert str(status) in ("500", "503"), "the status of the last attempt"
+    assert status in (500, 503), "the status of the last attempt"
     places = [span for span in spans if span.name == "gateway place"]
     served = [span for span in spans if span.name == f"gateway chat {MODEL}"]
     assert sorted(span.error for span in served) == ["status 500", "status 503"]

@@ -58,9 +58,9 @@ async def browser(instances: int = 3, scheme: Any = "light", roles: bool = False
     executable = shutil.which("chromium") or shutil.which("google-chrome")
     assert executable, "this test needs Debian's chromium"
     tokens = Tokens(
-        agent_token="agents" if roles else "",  # type: ignore[arg-type]
-        gateway_token="gateways" if roles else "",  # type: ignore[arg-type]
-        operator_token="operators" if roles else "",  # type: ignore[arg-type]
+        agent_token="agents" if roles else "",
+        gateway_token="gateways" if roles else "",
+        operator_token="operators" if roles else "",
         token_dir=None,
     )
     async with AsyncExitStack() as stack:

@@ -15,7 +15,7 @@ from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import Endpoint
 from tests.support.fakes.gateway_peers import MODEL, Stack
 
-CHAT = {
+CHAT: dict[str, Any] = {
     "model": MODEL,
     "messages": [{"role": "user", "content": "set the points so that each train takes the right track"}],
 }
@@ -39,8 +39,8 @@ BODIES: dict[Endpoint, dict[str, Any]] = {
 }
 
 
-async def post(up: Stack, path: str, **kwargs: object) -> tuple[int, dict[str, object], dict[str, str]]:
-    async with aiohttp.ClientSession() as http, http.post(up.url + path, **kwargs) as answer:  # type: ignore[arg-type]
+async def post(up: Stack, path: str, **kwargs: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
+    async with aiohttp.ClientSession() as http, http.post(up.url + path, **kwargs) as answer:
         raw = await answer.read()
         return answer.status, json.loads(raw), dict(answer.headers)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pointsman_agent.core.cached_blocks import CachedBlocks, Tier
 from pointsman_agent.core.kv_events import BlockStored
 
@@ -19,7 +21,7 @@ def hash_of(path: tuple[int, ...]) -> int:
     return hash(path) & (1 << 64) - 1
 
 
-def store(path: tuple[int, ...], first: int = 0, medium: str | None = "GPU", **more: object) -> BlockStored:
+def store(path: tuple[int, ...], first: int = 0, medium: str | None = "GPU", **more: Any) -> BlockStored:
     """Return the event that stores the blocks from `first` on of the chain `path`."""
     return BlockStored(
         block_hashes=[hash_of(path[: at + 1]) for at in range(first, len(path))],
@@ -27,7 +29,7 @@ def store(path: tuple[int, ...], first: int = 0, medium: str | None = "GPU", **m
         token_ids=tokens_of(path)[first * BLOCK :],
         block_size=BLOCK,
         medium=medium,
-        **more,  # type: ignore[arg-type]
+        **more,
     )
 
 

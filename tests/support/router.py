@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
+from google.protobuf import any_pb2
+from grpc_status import rpc_status
 
 from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
@@ -17,12 +19,21 @@ from pointsman_common.core.block_keys import KEY_SCHEME, digest_of
 from pointsman_common.io.auth import bearer
 from pointsman_common.io.channel import open_channel
 from pointsman_common.io.settings import Tokens
-from pointsman_gateway.core.told_fleet import ToldFleet
+from pointsman_gateway.core.known_fleet import KnownFleet
 from pointsman_router.core.policy.registry import POLICIES, Policies
 from pointsman_router.io.main import RouterServer
 from pointsman_router.io.settings import RouterSettings
 from tests.support.instances import IN_STEP
 from tests.support.waiting import WITHIN_S, eventually
+
+
+def details_of(error: grpc.aio.AioRpcError) -> Sequence[any_pb2.Any]:
+    """Return the details in the status of a failed call."""
+    call: Any = error
+    status = rpc_status.from_call(call)
+    assert status is not None
+    details: Sequence[any_pb2.Any] = status.details
+    return details
 
 
 class Client:
@@ -44,7 +55,7 @@ class Report:
 
     def __init__(self, client: Client, observer: Client | None = None) -> None:
         self._observer = observer or client
-        self.call = client.agents.Report(metadata=client.metadata)
+        self.call = client.agents.Report(None, metadata=client.metadata)
 
     async def send(self, **kind: Any) -> None:
         await self.call.write(agent_pb2.ReportRequest(**kind))
@@ -52,7 +63,9 @@ class Report:
     async def read(self) -> agent_pb2.ReportResponse:
         # Not wait_for(): before Python 3.12 it loses a cancellation that arrives together with the message.
         async with asyncio.timeout(WITHIN_S):
-            return await self.call.read()
+            message = await self.call.read()
+        assert isinstance(message, agent_pb2.ReportResponse), "the stream ended"
+        return message
 
     async def hello(
         self, name: str = "a", *, scheme: str = KEY_SCHEME, oldest: int = 1, latest: int = 0, **changes: Any
@@ -110,9 +123,11 @@ class Session:
     def __init__(self, client: Client, gateway_id: str = "g") -> None:
         self.gateway_id = gateway_id
         self.secret = gateway_hello(gateway_id).secret
-        self.call = client.placement.Session(metadata=client.metadata)
+        # A LocalChannel's stub takes no iterator of requests.
+        session: Any = client.placement.Session
+        self.call = session(metadata=client.metadata)
         self._unread: deque[placement_pb2.SessionResponse] = deque()
-        self._told = ToldFleet(placement_pb2.Fleet())
+        self._told = KnownFleet(placement_pb2.Fleet())
 
     async def hello(self, *open_streams: placement_pb2.OpenStream) -> placement_pb2.GatewayWelcome:
         hello = placement_pb2.GatewayHello(gateway_id=self.gateway_id, secret=self.secret, open_streams=open_streams)
@@ -130,22 +145,22 @@ class Session:
                 if message.WhichOneof("kind") in kinds:
                     return message
             async with asyncio.timeout(WITHIN_S):
-                message = await self.call.read()
-            assert isinstance(message, placement_pb2.SessionResponse), "the stream ended"
-            self._unread.extend(message.batch.responses if message.HasField("batch") else (message,))
+                read = await self.call.read()
+            assert isinstance(read, placement_pb2.SessionResponse), "the stream ended"
+            self._unread.extend(read.batch.responses if read.HasField("batch") else (read,))
 
-    async def fleet(self) -> ToldFleet:
+    async def fleet(self) -> KnownFleet:
         """Return the fleet as of the next message that describes or updates it."""
         message = await self.read("fleet", "fleet_update")
         if message.HasField("fleet"):
-            self._told = ToldFleet(message.fleet)
+            self._told = KnownFleet(message.fleet)
         else:
             self._told.apply(message.fleet_update)
         return self._told
 
     async def place(self, request_id: str, tokens: int = 100, **changes: Any) -> placement_pb2.Placement:
         """Return a request's placement. Retries while the pool's owner changes, as gateways do; any other refusal is an error."""
-        values = {"request_id": request_id, "model": "m", "input_tokens": tokens} | changes
+        values: dict[str, Any] = {"request_id": request_id, "model": "m", "input_tokens": tokens} | changes
         request = placement_pb2.PlacementRequest(**values)
         async with asyncio.timeout(WITHIN_S):
             while True:

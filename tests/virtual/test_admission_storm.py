@@ -39,7 +39,8 @@ def test_a_storm_of_sessions_outlives_its_owner_and_a_gateway(monkeypatch: pytes
         return refused(self, held, place, now)
 
     monkeypatch.setattr(Parking, "_refused", noted)
-    result, answers, parked = Run(7), Counter[int](), []
+    result, answers = Run(7), Counter[int]()
+    parked: list[int] = []
     loop = new_loop()
     with virtual_clocks(loop, clock_offset_s):
         try:

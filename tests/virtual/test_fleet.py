@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from redis.asyncio import Redis
 
 from pointsman.router.v1 import placement_pb2 as pb
 from pointsman_common.core.block_keys import KEY_SCHEME
@@ -122,7 +123,7 @@ def a_store(
     def from_url(url: str, *, socket_timeout: float, **_: Any) -> Client:
         return Client(network, redis, socket_timeout)
 
-    with mock.patch.object(redis_store.redis.asyncio.Redis, "from_url", from_url):
+    with mock.patch.object(Redis, "from_url", from_url):
         return redis_store.RedisStore(
             "redis://redis",
             router_id=router_id,
@@ -146,7 +147,7 @@ def test_what_ends_while_the_store_comes_back_is_not_kept_for_ever() -> None:
 
         def snapshot(pool: str) -> Iterator[Any]:
             if pool == "m":
-                asyncio.get_running_loop().call_soon(store.record, [ev.Released("x", "m")])
+                asyncio.get_running_loop().call_soon(lambda: store.record([ev.Released("x", "m")]))
                 yield ev.Reserved(open_one)
                 yield None
 
@@ -398,6 +399,10 @@ async def two_routers() -> tuple[RouterClient, ScriptedRouter, ScriptedRouter]:
         network.listen(
             f"{one.router_id}:1", Node(one.router_id), {"/pointsman.router.v1.PlacementService/Session": method}
         )
+
+    def dial(address: str) -> Any:
+        return Channel(network, address)
+
     client = RouterClient(
         ["r0:1", "r1:1"],
         "g",
@@ -405,13 +410,18 @@ async def two_routers() -> tuple[RouterClient, ScriptedRouter, ScriptedRouter]:
         5.0,
         lambda pools: None,
         lambda connected: None,
-        lambda address: Channel(network, address),  # type: ignore[arg-type,return-value]
+        dial,
     )
     await client.start()
     await asyncio.sleep(1.0)
     await routers[0].owner("r0", 1)
     await asyncio.sleep(0.5)
     return client, *routers
+
+
+def instance_of(answer: pb.Placement | pb.Refusal) -> str:
+    assert isinstance(answer, pb.Placement), answer
+    return answer.step.instance.instance_id
 
 
 def test_a_placement_that_comes_too_late_is_given_back() -> None:
@@ -428,7 +438,7 @@ def test_a_placement_that_comes_too_late_is_given_back() -> None:
         assert (first.asked(), second.asked()) == (["x"], ["x"])
         assert first.finished() == [("x", pb.OUTCOME_CANCELLED)]
         await second.place("x")
-        assert (await asking).step.instance.instance_id == "e"
+        assert instance_of(await asking) == "e"
         assert second.finished() == []
 
     virtually(work())
@@ -447,7 +457,7 @@ def test_while_no_owner_is_known_the_router_that_was_asked_is_waited_for() -> No
         await second.owner("", 0)
         await asyncio.sleep(0.5)
         await second.place("x")
-        assert (await asking).step.instance.instance_id == "e"
+        assert instance_of(await asking) == "e"
         client.finished(pb.Finished(request_id="x", outcome=pb.OUTCOME_OK))
         await asyncio.sleep(0.5)
         # The present owner is not known, so the end is sent to all routers.
@@ -468,7 +478,7 @@ def test_a_router_that_tells_what_changed_of_an_unknown_pool_is_asked_for_the_wh
         await asyncio.sleep(1.5)
         assert (first.sessions, second.sessions, client.connected) == (2, 1, True)
         await first.place("x")
-        assert (await asking).step.instance.instance_id == "e"
+        assert instance_of(await asking) == "e"
 
     virtually(work())
 

@@ -84,6 +84,7 @@ def check(raw: Object, example: str, secret_files: set[str], optional: str = "")
         used["secrets"] |= {_source(s) for s in service.get("secrets", [])}
         used["networks"] |= set(service.get("networks", []))
         used["volumes"] |= {str(v).split(":")[0] for v in service.get("volumes", [])}
+    problems += _builds(project["services"])
     for kind, names in used.items():
         problems += [f"{kind}: {name} is used by no service" for name in project.get(kind, {}) if name not in names]
     return problems
@@ -147,6 +148,19 @@ def _rules(name: str, service: Object) -> Iterator[str]:
     for port in service.get("ports", []):
         if str(port).count(":") < 2:
             yield f"{name}: port {port} is published on every interface"
+
+
+def _builds(services: Object) -> Iterator[str]:
+    """Yield a problem for each image that several services of one profile would build, each for itself, and for each that other
+    services build, but none of a profile that needs it."""
+    builders: dict[tuple[str, str], list[str]] = {}
+    for name, service in services.items():
+        for profile in service.get("profiles", [""]):
+            builders.setdefault((service["image"], profile), []).extend([name] if "build" in service else [])
+    built = {image for (image, _), names in builders.items() if names}
+    for (image, profile), names in builders.items():
+        if image in built and len(names) != 1:
+            yield f"profile {profile}: {image} must be built by one service, not by {len(names)}: {', '.join(names)}"
 
 
 def _cut_off(name: str, service: Object) -> Iterator[str]:

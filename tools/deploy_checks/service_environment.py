@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
 from urllib.parse import parse_qs, urlsplit
 
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings
 
-# Subcommand of `pointsman` -> module of its settings class.
-MODULES = {
-    "router": "pointsman_router.io.settings",
-    "agent": "pointsman_agent.io.settings",
-    "gateway": "pointsman_gateway.io.settings",
-    "emulate": "pointsman_lab.emulator.emulated_engine",
+from pointsman_agent.io.settings import AgentSettings
+from pointsman_common.io.settings import Tokens
+from pointsman_common.io.tls import TlsSettings
+from pointsman_gateway.io.settings import GatewaySettings
+from pointsman_lab.emulator.emulated_engine import EmulateSettings
+from pointsman_router.io.settings import RouterSettings
+
+# Subcommand of `pointsman` -> its settings class.
+SETTINGS: dict[str, type[BaseSettings]] = {
+    "router": RouterSettings,
+    "agent": AgentSettings,
+    "gateway": GatewaySettings,
+    "emulate": EmulateSettings,
 }
 # Subcommand -> the token files that it needs in POINTSMAN_TOKEN_DIR.
 TOKENS = {
@@ -57,32 +64,15 @@ def subcommand_of(image: str) -> str:
     return IMAGES.get(image.rpartition("/")[2].partition(":")[0], "")
 
 
-def settings_of(command: str) -> type[BaseSettings]:
-    """Return the settings class of a subcommand. Raises LookupError with the reason if there is none."""
-    try:
-        module = importlib.import_module(MODULES[command])
-    except (KeyError, ImportError) as error:
-        raise LookupError(f"no settings for `pointsman {command}`: {error}") from None
-    prefix = f"POINTSMAN_{command.upper()}_"
-    for value in vars(module).values():
-        if isinstance(value, type) and issubclass(value, BaseSettings) and value.model_config["env_prefix"] == prefix:
-            return value
-    raise LookupError(f"{MODULES[command]} has no settings class with the prefix {prefix}")
-
-
 def check(told: ServiceEnvironment) -> list[str]:
     """Return the problems of a service's environment: a wrong image, unknown variables, invalid values, and missing files."""
-    try:
-        settings = settings_of(told.command)
-    except LookupError as error:
-        return [f"{told.where}: {error}"]
+    if (settings := SETTINGS.get(told.command)) is None:
+        return [f"{told.where}: no settings for `pointsman {told.command}`"]
     if told.command != subcommand_of(told.image):
         return [f"{told.where}: the image {told.image} has not what `pointsman {told.command}` needs"]
-    tokens = importlib.import_module("pointsman_common.io.settings").Tokens
-    tls = importlib.import_module("pointsman_common.io.tls").TlsSettings
     known = {
         str(cls.model_config["env_prefix"]) + name.upper()
-        for cls in (settings, tokens, tls)
+        for cls in (settings, Tokens, TlsSettings)
         for name in cls.model_fields
     }
     problems = [
@@ -115,7 +105,7 @@ def listens(told: ServiceEnvironment) -> Iterator[tuple[str, int]]:
 def dialed_addresses(told: ServiceEnvironment) -> Iterator[tuple[str, str, int]]:
     """Yield (variable, host, port) of every address of another service in the environment, as the settings parse it; nothing if
     the settings are invalid."""
-    settings = settings_of(told.command)
+    settings = SETTINGS[told.command]
     with _environment(told.env):
         try:
             loaded = settings()
@@ -149,15 +139,8 @@ def _lines(refused: Exception, settings: type[BaseSettings]) -> list[str]:
     ]
 
 
-@contextmanager
-def _environment(env: Mapping[str, str]) -> Iterator[None]:
-    before = {name: value for name, value in os.environ.items() if re.match("POINTSMAN_", name)}
-    for name in before:
-        del os.environ[name]
-    os.environ.update({name: value for name, value in env.items() if name.startswith("POINTSMAN_")})
-    try:
-        yield
-    finally:
-        for name in [name for name in os.environ if name.startswith("POINTSMAN_")]:
-            del os.environ[name]
-        os.environ.update(before)
+def _environment(env: Mapping[str, str]) -> AbstractContextManager[Any]:
+    """Within the context, the environment has the POINTSMAN_* variables of `env` and no others."""
+    others = {name: value for name, value in os.environ.items() if not name.startswith("POINTSMAN_")}
+    ours = {name: value for name, value in env.items() if name.startswith("POINTSMAN_")}
+    return mock.patch.dict(os.environ, others | ours, clear=True)

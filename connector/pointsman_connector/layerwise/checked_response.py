@@ -33,13 +33,13 @@ class AnswerEncoder:
 
 def with_sums(response: MooncakeXferResponse, sums: Mapping[str, Sums]) -> MooncakeXferResponse:
     """`response`, with the checksums of those of its requests that were sent well and have any."""
-    told = {request: sums[request] for request in response.ok_reqs or () if sums.get(request)}
-    if not told:
+    sent_sums = {request: sums[request] for request in response.ok_reqs or () if sums.get(request)}
+    if not sent_sums:
         return response
     return CheckedXferResponse(
         status=response.status,
         ok_reqs=response.ok_reqs,
         err_reqs=response.err_reqs,
         err_msg=response.err_msg,
-        sums=told,
+        sums=sent_sums,
     )

@@ -13,20 +13,16 @@ from pointsman_connector.layerwise.progress import blocks_of
 
 @dataclass(frozen=True)
 class Chunk:
-    """Part of a prompt that one step computes, if the prompt's KV is for another engine.
-
-    `new_blocks` are the ids of the engine's blocks that the prompt got since its last chunk, or all of its blocks if it
-    `restarted`. `up_to` is the number of leading blocks that may be sent when a layer is computed, `total` that of the prompt.
-    `check` names the blocks to check, in the last chunk only: (position, id), the position counted from the prompt's end (1: the
-    last block).
-    """
+    """Part of a prompt that one step computes, if the prompt's KV is for another engine."""
 
     transfer_id: str
     request_id: str
+    # Ids of the engine's blocks that the prompt got since its last chunk, or all of its blocks if it `restarted`.
     new_blocks: tuple[int, ...]
-    up_to: int
-    total: int
+    up_to: int  # number of leading blocks that may be sent when a layer is computed
+    total: int  # number of the prompt's blocks
     restarted: bool
+    # The blocks to check, in the last chunk only: (position, id), the position counted from the prompt's end (1: the last block).
     check: tuple[tuple[int, int], ...] = ()
 
 
@@ -91,30 +87,34 @@ class ChunkTracker:
         """Return the ids of the transfers whose prompts were preempted before the step that `output` describes. The step may
         overwrite their blocks."""
         lost = output.preempted_req_ids or ()
-        return frozenset(self._followed[one].transfer_id for one in lost if one in self._followed)
+        return frozenset(self._followed[request_id].transfer_id for request_id in lost if request_id in self._followed)
 
     def step(self, output: SchedulerOutput) -> Iterator[Chunk]:
         """Yield the chunks of the step that `output` describes. Must be called before the scheduler counts the step's tokens as
         computed. Mutates."""
         if not self._followed or output.kv_connector_block_state is None:
             return
-        for request_id, one in self._followed.items():
+        for request_id, followed in self._followed.items():
             tokens = output.num_scheduled_tokens.get(request_id, 0)
             groups = output.kv_connector_block_state.get_block_ids(request_id) if tokens else None
-            restarted = one.request.num_preemptions != one.preemptions
-            if not groups or (one.ended and not restarted):
+            restarted = followed.request.num_preemptions != followed.preemptions
+            if not groups or (followed.ended and not restarted):
                 continue
-            prompt = one.request.num_prompt_tokens
+            prompt = followed.request.num_prompt_tokens
             total = -(-prompt // self._block_size)
             blocks = groups[self._group][:total]
-            known = 0 if restarted else one.known_blocks
-            done = one.request.num_computed_tokens + tokens
-            one.known_blocks, one.preemptions, one.ended = len(blocks), one.request.num_preemptions, done >= prompt
+            known = 0 if restarted else followed.known_blocks
+            done = followed.request.num_computed_tokens + tokens
+            followed.known_blocks, followed.preemptions, followed.ended = (
+                len(blocks),
+                followed.request.num_preemptions,
+                done >= prompt,
+            )
             # Where the sender's own request generates, its tokens' KV fills up the prompt's last block after it was summed.
-            fixed = prompt % self._block_size == 0 or one.request.max_tokens == 1
-            check = self._checks.positions(total, self._rng, last_is_fixed=fixed) if one.ended else ()
+            fixed = prompt % self._block_size == 0 or followed.request.max_tokens == 1
+            check = self._checks.positions(total, self._rng, last_is_fixed=fixed) if followed.ended else ()
             yield Chunk(
-                transfer_id=one.transfer_id,
+                transfer_id=followed.transfer_id,
                 request_id=request_id,
                 new_blocks=tuple(blocks[known:]),
                 up_to=blocks_of(done, prompt, self._block_size),

@@ -47,10 +47,10 @@ class CheckSettings:
         return tuple(sorted(chosen))
 
 
-def differing(told: Sums, computed: Sequence[int]) -> list[int]:
+def differing(sums: Sums, computed: Sequence[int]) -> list[int]:
     """Positions (blocks before the prompt's end) whose checksums differ. `computed` are the receiver's, in the order of
-    `told`."""
-    return [position for (position, value), own in zip(told, computed, strict=True) if value != own]
+    `sums`."""
+    return [position for (position, value), own in zip(sums, computed, strict=True) if value != own]
 
 
 class RefusedSenders:

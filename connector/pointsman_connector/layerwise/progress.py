@@ -70,18 +70,13 @@ class ComputedBlocks:
 
 @dataclass
 class Delivery:
-    """One receiver of a prompt: which blocks of each region it has, and whether a write to it is in progress.
+    """One receiver of a prompt: which blocks of each region it has."""
 
-    `regions[i]` names the layers of region i, and `block_bytes[i]` is the size of a block in it. `wanted` is the number of the
-    prompt's last blocks that the receiver needs; it has the others in its own cache. There is one write at a time, so that an
-    earlier write never overwrites a later one. A write of fewer than `least_bytes` waits for more blocks, until all is computed.
-    """
-
-    regions: Sequence[Collection[str]]
-    wanted: int
-    block_bytes: Sequence[int]
-    least_bytes: int
-    writing: bool = False
+    regions: Sequence[Collection[str]]  # the layers of each region
+    wanted: int  # number of the prompt's last blocks that the receiver needs; it has the others in its own cache
+    block_bytes: Sequence[int]  # size of a block in each region
+    least_bytes: int  # a write of fewer waits for more blocks, until all is computed
+    writing: bool = False  # There is one write at a time, so that an earlier write never overwrites a later one.
     failed: bool = False
     _sent: list[int] = field(default_factory=list)
     _epoch: int = 0

@@ -81,13 +81,18 @@ class LayerwiseWorker(LayerwiseSender):
         """Handle the sender's message that names the requests whose KV is written or has failed. A request whose checksums differ
         is checked again some time later, and has failed if they still differ."""
         if isinstance(response, CheckedXferResponse) and response.ok_reqs:
-            sums = {one: self._comparable(pull_metas[one], response.sums.get(one, [])) for one in response.ok_reqs}
-            differ = [one for one in response.ok_reqs if self._differs(pull_metas[one], sums[one])]
-            for one in differ:
-                check = self.receiver_loop.create_task(self._check_again(one, sums[one], pull_metas))
+            sums = {
+                request: self._comparable(pull_metas[request], response.sums.get(request, []))
+                for request in response.ok_reqs
+            }
+            differ = [request for request in response.ok_reqs if self._differs(pull_metas[request], sums[request])]
+            for request in differ:
+                check = self.receiver_loop.create_task(self._check_again(request, sums[request], pull_metas))
                 self._checks.add(check)
                 check.add_done_callback(self._checks.discard)
-            response = msgspec.structs.replace(response, ok_reqs=[one for one in response.ok_reqs if one not in differ])
+            response = msgspec.structs.replace(
+                response, ok_reqs=[request for request in response.ok_reqs if request not in differ]
+            )
             if (conversation := asyncio.current_task()) is not None:
                 self._answered_requests[conversation].update(differ)
         super().process_pulling_result(response, pull_metas)
@@ -175,13 +180,13 @@ class LayerwiseWorker(LayerwiseSender):
         must not be reused until the sender's own deadline has passed.
         """
         answer = asyncio.create_task(super().receive_kv_from_single_worker(worker_addr, pull_metas))
-        told = self._answered_requests[answer] = set()
+        answered = self._answered_requests[answer] = set()
         death = asyncio.create_task(_wait_until_gone(worker_addr))
         try:
             over: set[asyncio.Task[None]] = set()
             heard = -1
-            while not over and heard < len(told):
-                heard = len(told)
+            while not over and heard < len(answered):
+                heard = len(answered)
                 over, _ = await asyncio.wait(
                     {answer, death}, timeout=sender_timeout_s(), return_when=asyncio.FIRST_COMPLETED
                 )
@@ -189,7 +194,7 @@ class LayerwiseWorker(LayerwiseSender):
             if death in over:
                 reason = f"the sender at {worker_addr} has ended"
             # A sender that aborts a prompt at certain moments ends the conversation without an answer for the prompt.
-            self._handle_failed_recv(pull_metas, [one for one in pull_metas if one not in told], reason)
+            self._handle_failed_recv(pull_metas, [request for request in pull_metas if request not in answered], reason)
         finally:
             answer.cancel()
             death.cancel()

@@ -368,7 +368,10 @@ class LayerwiseSender(LayerwisePusher):
     def _is_wanted(self, transfer_id: str, session: str) -> bool:
         """Return whether the receiver `session` waits for this KV. A receiver whose request is cancelled can also send a message
         that releases the blocks: they must not be free before the writes to it have ended and it is answered."""
-        return any(one.session == session and transfer_id in one.wanted for one in self._conversations.values())
+        return any(
+            conversation.session == session and transfer_id in conversation.wanted
+            for conversation in self._conversations.values()
+        )
 
     async def _pushed(self, transfer: Transfer, receiver: Receiver | None) -> bool:
         """Wait until no write to the receiver is in progress and the prompt's checksums are computed; return whether the
@@ -480,9 +483,9 @@ class LayerwiseSender(LayerwisePusher):
         """Drop aborted prompts whose receiver did not arrive within the abort timeout."""
         oldest = time.monotonic() - envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
         late = [
-            one.transfer_id
-            for one in self._transfers.values()
-            if one.aborted_at is not None and one.aborted_at < oldest
+            transfer.transfer_id
+            for transfer in self._transfers.values()
+            if transfer.aborted_at is not None and transfer.aborted_at < oldest
         ]
         for transfer_id in late:
             self.reqs_need_send.pop(transfer_id, None)

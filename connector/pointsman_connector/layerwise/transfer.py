@@ -34,23 +34,23 @@ class Receiver:
 
 @dataclass
 class Transfer:
-    """A prompt that this engine computes for other engines. `computed` is None until its first chunk.
+    """A prompt that this engine computes for other engines.
 
-    `delivered` is set when all receivers have the prompt, `aborted_at` (monotonic s) when it will never be complete. In both
-    states the transfer is kept for the other side: for the scheduler, which does not know the end yet, or for a late receiver.
+    A transfer that is delivered or aborted is kept for the other side: for the scheduler, which does not know the end yet, or for
+    a late receiver.
     """
 
     transfer_id: str
     request_id: str = ""
-    computed: ComputedBlocks | None = None
+    computed: ComputedBlocks | None = None  # None until its first chunk
     receivers: dict[tuple[str, str], Receiver] = field(default_factory=dict)
     announced: bool = False
-    delivered: bool = False
-    aborted_at: float | None = None
+    delivered: bool = False  # all receivers have the prompt
+    aborted_at: float | None = None  # since when it will never be complete, monotonic s
     # Set when the scheduler has confirmed that it keeps the prompt's blocks until they are sent, or when the prompt is aborted.
     scheduler_confirmed: asyncio.Event = field(default_factory=asyncio.Event)
-    # Whether checksums of this prompt's blocks are under way, and those that are there: ((place, block), value), see Chunk.check.
-    summing: bool = False
+    summing: bool = False  # whether checksums of this prompt's blocks are under way
+    # Those that are there: ((place, block), value), see Chunk.check.
     sums: list[tuple[tuple[int, int], int]] = field(default_factory=list)
     summed: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -69,25 +69,25 @@ class ThunderAgent:
 
     def asked(self, program: str, tokens: int, now: float) -> Sequence[Admitted]:
         """Handle a program's next request: it goes on unless the program is paused, or new and without room. Mutates."""
-        one = self._programs.setdefault(program, _Program(program))
-        one.steps += 1
-        one.tokens = tokens
-        one.reasoning = True
-        if one.instance:
-            return [Admitted(program, one.instance)]
-        if one.steps == 1 and not self._paused and (instance := self._room_for(one)):
-            one.instance = instance
+        state = self._programs.setdefault(program, _Program(program))
+        state.steps += 1
+        state.tokens = tokens
+        state.reasoning = True
+        if state.instance:
+            return [Admitted(program, state.instance)]
+        if state.steps == 1 and not self._paused and (instance := self._room_for(state)):
+            state.instance = instance
             return [Admitted(program, instance)]
-        one.since = now
-        self._paused[program] = one
+        state.since = now
+        self._paused[program] = state
         return []
 
     def answered(self, program: str, tokens: int, now: float) -> Sequence[Admitted]:
         """Handle the end of a request: the program is in a tool call now, or paused if it was to be. Mutates."""
-        one = self._programs[program]
-        one.reasoning, one.since, one.tokens = False, None, tokens
-        if one.to_be_paused:
-            self._pause(one)
+        state = self._programs[program]
+        state.reasoning, state.since, state.tokens = False, None, tokens
+        if state.to_be_paused:
+            self._pause(state)
         return []
 
     def ended(self, program: str, now: float) -> Sequence[Admitted]:
@@ -99,36 +99,40 @@ class ThunderAgent:
     def tick(self, loads: Mapping[str, Load], now: float) -> Sequence[Admitted]:
         """Resume what fits, then pause what does not. Mutates."""
         found = list(self._resumed())
-        overdue = [one for one in self._paused.values() if one.since is not None and now - one.since >= LONGEST_WAIT_S]
-        found += [self._resume(one, max(self._capacity, key=self._remaining)) for one in overdue]
+        overdue = [
+            program
+            for program in self._paused.values()
+            if program.since is not None and now - program.since >= LONGEST_WAIT_S
+        ]
+        found += [self._resume(program, max(self._capacity, key=self._remaining)) for program in overdue]
         for instance in self._capacity:
             self._pause_until_it_fits(instance)
-        return [one for one in found if one.program]
+        return [admitted for admitted in found if admitted.program]
 
     def _remaining(self, instance: str) -> int:
-        used = sum(one.required for one in self._on(instance) if not one.to_be_paused)
+        used = sum(program.required for program in self._on(instance) if not program.to_be_paused)
         return self._capacity[instance] - used
 
     def _on(self, instance: str) -> Iterator[_Program]:
-        return (one for one in self._programs.values() if one.instance == instance)
+        return (program for program in self._programs.values() if program.instance == instance)
 
     def _room_for(self, program: _Program) -> str:
         """Return the instance with the fewest tokens among those that have room; empty if none has."""
         free = [name for name in self._capacity if self._remaining(name) >= program.required]
-        return min(free, key=lambda name: sum(one.tokens for one in self._on(name)), default="")
+        return min(free, key=lambda name: sum(program.tokens for program in self._on(name)), default="")
 
     def _resumed(self) -> Iterator[Admitted]:
         remaining = {name: left for name in self._capacity if (left := self._remaining(name)) > BUFFER_TOKENS}
         total, chosen = sum(remaining.values()), []
-        for one in sorted(self._paused.values(), key=lambda one: (one.group, one.tokens)):
-            if one.required <= total:
-                chosen.append(one)
-                total -= one.required
-        for one in sorted(chosen, key=lambda one: -one.tokens):
+        for program in sorted(self._paused.values(), key=lambda program: (program.group, program.tokens)):
+            if program.required <= total:
+                chosen.append(program)
+                total -= program.required
+        for program in sorted(chosen, key=lambda program: -program.tokens):
             largest = max(remaining, key=remaining.__getitem__, default="")
-            if largest and one.required <= remaining[largest]:
-                remaining[largest] -= one.required
-                yield self._resume(one, largest)
+            if largest and program.required <= remaining[largest]:
+                remaining[largest] -= program.required
+                yield self._resume(program, largest)
 
     def _resume(self, program: _Program, instance: str) -> Admitted:
         """Return what goes on: nothing, with an empty name, if the program has no request."""
@@ -142,11 +146,11 @@ class ThunderAgent:
         self._paused[program.name] = program
 
     def _pause_until_it_fits(self, instance: str) -> None:
-        here = [one for one in self._on(instance) if not one.to_be_paused]
-        for one in sorted(here, key=lambda one: (one.reasoning, one.tokens)):
+        here = [program for program in self._on(instance) if not program.to_be_paused]
+        for program in sorted(here, key=lambda program: (program.reasoning, program.tokens)):
             if self._remaining(instance) >= 0:
                 return
-            if one.reasoning:
-                one.to_be_paused = True
+            if program.reasoning:
+                program.to_be_paused = True
             else:
-                self._pause(one)
+                self._pause(program)

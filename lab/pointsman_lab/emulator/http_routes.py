@@ -19,12 +19,12 @@ from aiohttp import web
 
 from pointsman_lab.emulator import anthropic_api, responses_api
 from pointsman_lab.emulator import openai_api as api
+from pointsman_lab.emulator.answer_records import with_comment
 from pointsman_lab.emulator.engine_loop import EngineLoop, Stream
 from pointsman_lab.emulator.mooncake_connector import KvTransfers
 from pointsman_lab.emulator.openai_api import ApiError, GenerationParams
 from pointsman_lab.emulator.scripted_answers import Piece, PieceReader, ScriptedAnswer, collected
 from pointsman_lab.emulator.suspension import Suspension
-from pointsman_lab.emulator.told_answers import with_comment
 from pointsman_lab.emulator.tool_choice import prepared_answer
 from pointsman_lab.emulator.vllm_metrics import EngineMetrics
 from pointsman_lab.engine.interface import EngineRequest
@@ -149,7 +149,7 @@ class EngineApp:
             remote, fetch = len(params.prompt), self._transfers.fetcher(transfer)
         given = asked.get("request_id") if kind is Api.RESPONSES else None
         unique = uuid.uuid4().hex
-        # As in vLLM, a client chooses the id that it is told, and the engine's own is unique all the same.
+        # As in vLLM, a client chooses the id that it gets, and the engine's own is unique all the same.
         request_id = given if isinstance(given, str) else kind.value + request.headers.get("X-Request-ID", unique)
         prepared = self._prepared(body, params)
         reader = PieceReader(prepared, self._tokenizer) if prepared is not None else None
@@ -247,8 +247,8 @@ class EngineApp:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        told = params.begun
-        before = list(told.ids) if told is not None else []
+        continued = params.begun
+        before = list(continued.ids) if continued is not None else []
         if before:
             # The client has these events.
             writer.start(len(params.prompt))
@@ -261,7 +261,7 @@ class EngineApp:
                 begun = True
                 waiting += part
                 if events := start + writer.pieces(self._pieces(part, reader), stream.reason):
-                    if told is not None:
+                    if continued is not None:
                         events = first + with_comment(waiting, events, complete=stream.reason in ("stop", "length"))
                     await response.write(events)
                     first, waiting = b"", []

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pointsman_lab.emulator.answer_records import BegunAnswer, begun_answer
 from pointsman_lab.emulator.scripted_answers import REASONING, Piece, ReadAnswer, ScriptedAnswer
-from pointsman_lab.emulator.told_answers import BegunAnswer, begun_answer
 from pointsman_lab.emulator.tool_choice import ToolChoice
 from pointsman_lab.workload.tokenizer import ChatError, ChatTokenizer
 
@@ -38,11 +38,11 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """A validated request. `prompt` has token ids; `kv_transfer` has kv_transfer_params, or is None."""
+    """A validated request."""
 
     chat: bool
     model: str
-    prompt: list[int]
+    prompt: list[int]  # token ids
     max_tokens: int
     ignore_eos: bool
     stream: bool
@@ -50,7 +50,7 @@ class GenerationParams:
     session_id: str
     cache_salt: str
     priority: int
-    kv_transfer: Mapping[str, Any] | None
+    kv_transfer: Mapping[str, Any] | None  # its kv_transfer_params; None: none
     tool_choice: ToolChoice
     begun: BegunAnswer | None = None  # the answer that the request continues; None: its stream tells no ids
 

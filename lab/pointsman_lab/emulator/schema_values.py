@@ -84,13 +84,15 @@ class SchemaSampler:
         for _ in range(MAX_DEPTH):
             reference = plain.pop("$ref", None)
             rest = plain.pop("allOf", None)
-            options = [one for name in ("anyOf", "oneOf") for one in _list(plain.pop(name, None))]
+            options = [option for name in ("anyOf", "oneOf") for option in _list(plain.pop(name, None))]
             if not (isinstance(reference, str) or rest or options):
                 break
             parts = [self._found(reference)] if isinstance(reference, str) else []
             parts += _list(rest)
             if options:
-                parts.append(next((one for one in options if _is_null(one) == (depth > _FULL_DEPTH)), options[0]))
+                parts.append(
+                    next((option for option in options if _is_null(option) == (depth > _FULL_DEPTH)), options[0])
+                )
             for part in parts:
                 plain = _merged(plain, part)
         return plain
@@ -144,7 +146,7 @@ class SchemaSampler:
             high = min(highs) if highs else low + _SPAN
         if low <= high:
             return self._draw.randint(low, high) * step
-        edges = [one for one in (least, above, most, below) if one is not None]
+        edges = [limit for limit in (least, above, most, below) if limit is not None]
         return sum(edges) / len(edges)  # no multiple of the step fits: the mean of the bounds
 
     def _text(self, schema: Mapping[str, Any]) -> str:

@@ -24,15 +24,14 @@ from xxhash import xxh3_64_intdigest
 
 
 class BlocksStored(msgspec.Struct, frozen=True, gc=False):
-    """Full blocks became cached: `hashes` in order, after the block `parent` (None: the first), with `token_ids`. The hashes
-    in `already_cached` had physical blocks before."""
+    """Full blocks became cached."""
 
-    hashes: tuple[int, ...]
-    parent: int | None
-    token_ids: tuple[int, ...]
+    hashes: tuple[int, ...]  # in order
+    parent: int | None  # the block before them; None: they are the first
+    token_ids: tuple[int, ...]  # of these blocks
     session_id: str = ""
     cache_salt: str = ""
-    already_cached: tuple[int, ...] = ()
+    already_cached: tuple[int, ...] = ()  # those of the hashes that had physical blocks before
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, gc=False):

@@ -77,23 +77,26 @@ class Fit:
     @property
     def residual(self) -> float:
         """Median of the absolute relative errors; 0 for a perfect fit."""
-        return float(np.median([abs(fitted / one.seconds - 1) for one, fitted in self.rows]))
+        return float(np.median([abs(fitted / measurement.seconds - 1) for measurement, fitted in self.rows]))
 
     def with_streaming_cost(self, streamed_decodes: Sequence[DecodeTime]) -> Profile:
         """Return the profile of an engine that shares its machine with the receivers of its tokens. Each sequence in a decode
         step costs more by the median excess of the steps in `streamed_decodes` over the fit to steps without receivers."""
         costs = self.profile
-        more = [(one.seconds - costs.decode_step_s(one.batch, one.kv_tokens)) / one.batch for one in streamed_decodes]
+        more = [
+            (measurement.seconds - costs.decode_step_s(measurement.batch, measurement.kv_tokens)) / measurement.batch
+            for measurement in streamed_decodes
+        ]
         each_s = max(0.0, median(more)) if more else 0.0
         return replace(costs, decode_sequence_s=costs.decode_sequence_s + each_s)
 
 
 def fit(measured: Sequence[Measurement], base: Profile | None = None) -> Fit:
     """Fit the step costs; the transfer costs are `base`'s. Raises FitError if there are too few different measurements."""
-    if any(one.seconds <= 0 for one in measured):
+    if any(measurement.seconds <= 0 for measurement in measured):
         raise FitError("a measurement took no time")
-    terms = np.array([_terms(one) for one in measured], dtype=float).reshape(-1, len(STEP_COSTS))
-    seconds = np.array([one.seconds for one in measured])
+    terms = np.array([_terms(measurement) for measurement in measured], dtype=float).reshape(-1, len(STEP_COSTS))
+    seconds = np.array([measurement.seconds for measurement in measured])
     weighed = terms / seconds[:, None]
     # Scale the columns to one size; otherwise the rank would depend on their units.
     sizes = np.linalg.norm(weighed, axis=0)
@@ -140,7 +143,15 @@ def _least_absolute_error(terms: FloatArray, values: FloatArray) -> FloatArray:
     return found
 
 
-def _terms(one: Measurement) -> tuple[float, ...]:
-    if isinstance(one, DecodeTime):
-        return 1.0, 0.0, 0.0, 0.0, one.batch, one.kv_tokens, 0.0
-    return one.steps, one.new, one.new * (2.0 * one.cached + one.new), one.before, 0.0, 0.0, 1.0
+def _terms(measurement: Measurement) -> tuple[float, ...]:
+    if isinstance(measurement, DecodeTime):
+        return 1.0, 0.0, 0.0, 0.0, measurement.batch, measurement.kv_tokens, 0.0
+    return (
+        measurement.steps,
+        measurement.new,
+        measurement.new * (2.0 * measurement.cached + measurement.new),
+        measurement.before,
+        0.0,
+        0.0,
+        1.0,
+    )

@@ -142,7 +142,7 @@ def read_profile(named: Path) -> ProfileFile:
         costs = msgspec.convert(values, dict[str, float])
     except (OSError, msgspec.MsgspecError) as error:
         raise ProfileError(f"{path}: {error}") from error
-    _check_names(path, costs, {one.name for one in fields(Profile)})
+    _check_names(path, costs, {field.name for field in fields(Profile)})
     _check_names(path, engine, ENGINE_FIELDS)
     for name, value in costs.items():
         if value < 0 or not math.isfinite(value):

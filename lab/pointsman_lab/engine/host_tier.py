@@ -138,9 +138,9 @@ class HostTier:
         """Raise AssertionError if the internal counts are inconsistent (for tests)."""
         users = self._blocks.values()
         assert len(users) <= self.capacity
-        assert self._writing == sum(one == _WRITING for one in users)
-        assert self._evictable == sum(one == 0 for one in users)
-        assert all(one >= _WRITING for one in users)
+        assert self._writing == sum(count == _WRITING for count in users)
+        assert self._evictable == sum(count == 0 for count in users)
+        assert all(count >= _WRITING for count in users)
 
     def _least_recently_used(self, count: int, protected: Collection[int]) -> tuple[int, ...] | None:
         """Return the `count` blocks to evict next; None if there are fewer."""

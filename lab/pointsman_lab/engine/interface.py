@@ -16,28 +16,24 @@ from pointsman_lab.engine.prompt_content import NamedPrompt
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The engine's settings, named as vLLM's flags are. The engine generates tokens of `vocabulary`; `seed` changes its answers.
-
-    `kv_blocks` is the number of blocks that can hold KV; vLLM's num_gpu_blocks counts one more, which it never fills.
-    `host_blocks` is the number of blocks that fit into host memory (0: there is no host tier).
-    """
+    """The engine's settings, named as vLLM's flags are."""
 
     block_size: int = 16
+    # Number of blocks that can hold KV; vLLM's num_gpu_blocks counts one more, which it never fills.
     kv_blocks: int = 20_000
-    host_blocks: int = 0
+    host_blocks: int = 0  # number of blocks that fit into host memory; 0: there is no host tier
     max_model_len: int = 131_072
     max_num_batched_tokens: int = 8_192
     max_num_seqs: int = 256
     long_prefill_token_threshold: int = 0
     long_prefill_token_threshold_adaptive: bool = False
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    # Share of the blocks that admitting a request must leave free while others run.
-    watermark: float = 0.0
-    vocabulary: Sequence[int] = range(1_000, 2_000)
+    watermark: float = 0.0  # share of the blocks that admitting a request must leave free while others run
+    vocabulary: Sequence[int] = range(1_000, 2_000)  # the tokens that the engine generates
     eos_token_id: int | None = None
     # Range of the answer length, in tokens, of a request that may stop by itself. The length is derived from its prompt.
     natural_length: tuple[int, int] = (16, 96)
-    seed: int = 0
+    seed: int = 0  # changes its answers
     hash_seed: int = 0
 
     def __post_init__(self) -> None:
@@ -60,25 +56,20 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request to the engine. The KV of the first `remote_tokens` prompt tokens is delivered from another instance.
-
-    A smaller `priority` is more urgent; it has an effect only under the scheduling policy "priority". With an `answer` the engine
-    generates these tokens, and then the end-of-sequence token, if the engine has one. The last `begun` tokens of the prompt are
-    the beginning of its answer, which another engine has generated.
-
-    The answer to a NamedPrompt always has `max_tokens` tokens; no event reports them.
-    """
+    """A request to the engine."""
 
     request_id: str
+    # The answer to a NamedPrompt always has `max_tokens` tokens; no event reports them.
     prompt: Sequence[int] | NamedPrompt
     max_tokens: int
     ignore_eos: bool = False
     session_id: str = ""
     cache_salt: str = ""
-    remote_tokens: int = 0
-    priority: int = 0
+    remote_tokens: int = 0  # the KV of so many first prompt tokens is delivered from another instance
+    priority: int = 0  # smaller is more urgent; it has an effect only under the scheduling policy "priority"
+    # The tokens that the engine generates, before the end-of-sequence token, if it has one; empty: its own choice.
     answer: Sequence[int] = ()
-    begun: int = 0
+    begun: int = 0  # number of last tokens of the prompt that begin its answer, which another engine has generated
 
 
 class WaitingForRemoteKv(msgspec.Struct, frozen=True, gc=False):
@@ -89,14 +80,13 @@ class WaitingForRemoteKv(msgspec.Struct, frozen=True, gc=False):
 
 
 class FirstToken(msgspec.Struct, frozen=True, gc=False):
-    """The prompt is computed; `cached_tokens` of it came from the local cache, `remote_tokens` from another instance,
-    `host_tokens` from host memory and `storage_tokens` from shared storage."""
+    """The prompt is computed."""
 
     request_id: str
-    cached_tokens: int
-    remote_tokens: int
-    host_tokens: int = 0
-    storage_tokens: int = 0
+    cached_tokens: int  # of the prompt, from the local cache
+    remote_tokens: int  # from another instance
+    host_tokens: int = 0  # from host memory
+    storage_tokens: int = 0  # from shared storage
 
 
 class TokenGenerated(msgspec.Struct, frozen=True, gc=False):

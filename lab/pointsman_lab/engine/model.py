@@ -220,8 +220,8 @@ class EngineModel:
         if self.offloading is not None:
             # As in vLLM, after those of the engine's own cache.
             events += self.offloading.take_events()
-        told = {item.request.request_id: count for item, count in scheduled.items()}
-        return StepResult(duration, events, told, tuple(awaited))
+        scheduled_tokens = {item.request.request_id: count for item, count in scheduled.items()}
+        return StepResult(duration, events, scheduled_tokens, tuple(awaited))
 
     def _duration(self, scheduled: dict[EngineSequence, int], now: float) -> float:
         """Return the seconds of a step at `now`, before its tokens count as computed. Mutates."""
@@ -259,19 +259,21 @@ class EngineModel:
             offloading.has_ended_requests or (self._waiting and offloading.in_transfer)
         ):
             return None
-        for one in running:
-            if not one.decodes or type(one.content) is not NamedContent:
+        for sequence in running:
+            if not sequence.decodes or type(sequence.content) is not NamedContent:
                 return None
-        if self._waiting_with_blocks and not all(one.waits_for_remote_kv for one in self._waiting_with_blocks):
+        if self._waiting_with_blocks and not all(
+            sequence.waits_for_remote_kv for sequence in self._waiting_with_blocks
+        ):
             return None
         if self._waiting and len(running) < config.max_num_seqs and self._first_fits():
             return None
-        steps = min([one.end - one.length for one in running])
+        steps = min([sequence.end - sequence.length for sequence in running])
         while (blocks := self._blocks_for(steps)) > self.cache.free:
             if steps == 1:
                 return None
             steps //= 2
-        first_s = profile.step_s + sum([profile.chunk_s(1, one.computed) for one in running])
+        first_s = profile.step_s + sum([profile.chunk_s(1, sequence.computed) for sequence in running])
         return DecodeSteps(steps, self.cache.empty < blocks, first_s, profile.decode_kv_token_s * len(running))
 
     def finish_decode_steps(self, steps: int, now: float) -> list[Event]:
@@ -280,17 +282,17 @@ class EngineModel:
         events: list[Event] = []
         self._complete_transfers(now)
         block_size = self.config.block_size
-        for one in self._running:
-            one.length += steps
-            computed, held = one.computed + steps, one.held
+        for sequence in self._running:
+            sequence.length += steps
+            computed, held = sequence.computed + steps, sequence.held
             if computed // block_size > held.full or computed > held.blocks * block_size:
-                self._grow(one, -(-computed // block_size) - held.blocks, steps, events)
-            one.computed = computed
-            if one.length >= one.end:
-                self._finish(one, "length", events)
+                self._grow(sequence, -(-computed // block_size) - held.blocks, steps, events)
+            sequence.computed = computed
+            if sequence.length >= sequence.end:
+                self._finish(sequence, "length", events)
         self.counters.generation_tokens += steps * len(self._running)
         if self.offloading is not None:
-            self.offloading.scheduled([(one, one.computed) for one in self._running], now)
+            self.offloading.scheduled([(sequence, sequence.computed) for sequence in self._running], now)
             self.offloading.step_ended(now)
             events += self.offloading.take_events()
         return events
@@ -301,7 +303,7 @@ class EngineModel:
 
     def _blocks_for(self, steps: int) -> int:
         block_size = self.config.block_size
-        needed = [-(-(one.computed + steps) // block_size) - one.held.blocks for one in self._running]
+        needed = [-(-(sequence.computed + steps) // block_size) - sequence.held.blocks for sequence in self._running]
         return sum([blocks for blocks in needed if blocks > 0])
 
     def _schedule(
@@ -439,8 +441,8 @@ class EngineModel:
         without progress during the transfer."""
         block_size, hashes = self.config.block_size, sequence.content.hashes(0, hit)
         need = -(-(hit * block_size + missing_tokens) // block_size) - hit + self.cache.find(hashes, hit)[1]
-        holders = [one for one in self._sequences.values() if one.held.blocks]
-        reserved = sum([max(-(-one.length // block_size) - one.held.blocks, 0) for one in holders])
+        holders = [sequence for sequence in self._sequences.values() if sequence.held.blocks]
+        reserved = sum([max(-(-sequence.length // block_size) - sequence.held.blocks, 0) for sequence in holders])
         return bool(need + self._headroom() <= self.cache.free - reserved)
 
     def _headroom(self) -> int:

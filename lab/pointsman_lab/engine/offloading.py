@@ -112,7 +112,7 @@ class Offloading:
     def next_end(self, *, loads_only: bool) -> float | None:
         """Return when a transfer ends next; None without one."""
         directions = (self._loads,) if loads_only else (self._loads, self._reads, self._stores, self._writes)
-        return min((one[0].ends_at for one in directions if one), default=None)
+        return min((transfers[0].ends_at for transfers in directions if transfers), default=None)
 
     def lookup(self, sequence: EngineSequence, cached: int) -> int | None:
         """Return how many blocks a waiting request can load after its `cached` first ones; None if it has to wait for a transfer
@@ -144,7 +144,7 @@ class Offloading:
     def preempted(self, sequence: EngineSequence, now: float) -> float:
         """Return until when the step at `now` waits for the copies of a preempted request's blocks."""
         request_id = sequence.request.request_id
-        return next((one.ends_at for one in reversed(self._stores) if one.request_id == request_id), now)
+        return next((store.ends_at for store in reversed(self._stores) if store.request_id == request_id), now)
 
     def ended(self, sequence: EngineSequence, computed: int) -> None:
         """Record that a request has ended or was aborted, with `computed` computed tokens. Mutates."""
@@ -180,25 +180,25 @@ class Offloading:
         """Complete the transfers that have ended by `now`; return the requests whose blocks are loaded. Mutates."""
         received = []
         while self._stores and self._stores[0].ends_at <= now:
-            one = self._stores.popleft()
-            self._written(one)
+            store = self._stores.popleft()
+            self._written(store)
             if self._storage is not None:
-                self.host.pin(one.blocks)
+                self.host.pin(store.blocks)
                 # A file that exists is not written again.
-                self._writes.begin(one, sum([block not in self._storage for block in one.blocks]), now)
+                self._writes.begin(store, sum([block not in self._storage for block in store.blocks]), now)
         while self._loads and self._loads[0].ends_at <= now:
-            one = self._loads.popleft()
-            self.host.unpin(one.blocks)
-            self._loading.difference_update(one.blocks)
-            received.append(one.request_id)
+            load = self._loads.popleft()
+            self.host.unpin(load.blocks)
+            self._loading.difference_update(load.blocks)
+            received.append(load.request_id)
         while self._reads and self._reads[0].ends_at <= now:
             self._written(self._reads.popleft())
         while self._writes and self._writes[0].ends_at <= now:
-            one = self._writes.popleft()
-            self.host.unpin(one.blocks)
-            if self._storage is not None and one.stored is not None:
-                self._storage.update(one.blocks)
-                self.events.append(structs.replace(one.stored, medium=STORAGE))
+            write = self._writes.popleft()
+            self.host.unpin(write.blocks)
+            if self._storage is not None and write.stored is not None:
+                self._storage.update(write.blocks)
+                self.events.append(structs.replace(write.stored, medium=STORAGE))
         return received
 
     def reset(self) -> None:
@@ -266,6 +266,6 @@ class Offloading:
         hashes = tuple(blocks.values())
         if not isinstance(content, TokenContent):
             return _Transfer(request_id, hashes, OffloadedStored(HOST, hashes))
-        parents = tuple([content.hashes(one - 1, one)[0] if one else None for one in blocks])
-        tokens = tuple([token for one in blocks for token in content.ids(one * size, (one + 1) * size)])
+        parents = tuple([content.hashes(place - 1, place)[0] if place else None for place in blocks])
+        tokens = tuple([token for place in blocks for token in content.ids(place * size, (place + 1) * size)])
         return _Transfer(request_id, hashes, OffloadedStored(HOST, hashes, parents, tokens))

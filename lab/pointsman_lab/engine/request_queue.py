@@ -14,27 +14,22 @@ from pointsman_lab.engine.prompt_content import NamedContent, TokenContent
 
 @dataclass(eq=False, slots=True)
 class EngineSequence:
-    """A request in the engine model. `length` is its number of tokens so far, including `prompt_length` prompt tokens. The KV of
-    the first `computed` tokens is in the cache.
-
-    `waits_for_remote_kv`: it holds blocks for KV that another instance, or a tier below, has not delivered yet.
-    """
+    """A request in the engine model."""
 
     request: EngineRequest
     content: TokenContent | NamedContent
-    length: int
+    length: int  # number of its tokens so far, including `prompt_length` prompt tokens
     prompt_length: int
     end: int
     natural_end: int | None
     submitted_at: float
     held: HeldBlocks = field(default_factory=HeldBlocks)
-    computed: int = 0
-    # Cached tokens of the prompt when it was first admitted; None before.
-    cached: int | None = None
-    # Prompt tokens that came then from another instance, from host memory and from storage.
-    remote: int = 0
-    from_host: int = 0
-    from_storage: int = 0
+    computed: int = 0  # the KV of so many first tokens is in the cache
+    cached: int | None = None  # cached tokens of the prompt when it was first admitted; None before
+    remote: int = 0  # prompt tokens that came then from another instance
+    from_host: int = 0  # the same, from host memory
+    from_storage: int = 0  # the same, from storage
+    # It holds blocks for KV that another instance, or a tier below, has not delivered yet.
     waits_for_remote_kv: bool = False
 
     @property

@@ -146,7 +146,7 @@ def cells_of(settings: CompareSettings, rates: Sequence[float] = ()) -> list[Cel
             raise ValueError("vary: rate cannot be varied in a sweep, which sets it")
         rates = rates or [settings.rate * 2 ** (step / 2) for step in range(SWEEP_STEP)]
         settings = settings.model_copy(
-            update={"vary": [*settings.vary, "rate=" + ",".join(f"{one:.5g}" for one in rates)]}
+            update={"vary": [*settings.vary, "rate=" + ",".join(f"{rate:.5g}" for rate in rates)]}
         )
     policies = [(text, *_policy(text)) for text in settings.policies]
     if len({text for text, _, _ in policies}) < len(policies):
@@ -169,8 +169,8 @@ def write_results(
         "config": config,
         "git_commit": git_commit(),
         "trials": [asdict(trial) for trial in trials],
-        "comparisons": [asdict(one) | {"verdict": one.verdict} for one in comparisons],
-        "knees": [asdict(one) | {"rate": one.rate, "inside": one.inside} for one in found],
+        "comparisons": [asdict(comparison) | {"verdict": comparison.verdict} for comparison in comparisons],
+        "knees": [asdict(knee) | {"rate": knee.rate, "inside": knee.inside} for knee in found],
     }
     path.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -22,14 +22,13 @@ SATURATED = 0.5
 
 @dataclass(frozen=True)
 class Knee:
-    """The knee of one policy over loads that differ by the rate alone: `powers` (answers per s squared) at the `rates` of the
-    sweep. `agreement` is the share of seeds whose own greatest power is at the knee."""
+    """The knee of one policy over loads that differ by the rate alone."""
 
     policy: str
     loads: tuple[str, ...]
-    rates: tuple[float, ...]
-    powers: tuple[float, ...]
-    agreement: float
+    rates: tuple[float, ...]  # of the sweep
+    powers: tuple[float, ...]  # answers per s squared, at each rate
+    agreement: float  # share of seeds whose own greatest power is at the knee
 
     @property
     def position(self) -> int:
@@ -70,20 +69,24 @@ def knees(cells: Sequence[Cell], trials: Sequence[Trial]) -> list[Knee]:
     found = []
     for series in _series(cells):
         by_seed = [
-            {one.seed: told for one in trials if _of(one, cell) and (told := power(one.measures)) is not None}
+            {
+                trial.seed: power_of_trial
+                for trial in trials
+                if _of(trial, cell) and (power_of_trial := power(trial.measures)) is not None
+            }
             for cell in series
         ]
-        seeds = sorted(set.intersection(*(set(one) for one in by_seed)))
+        seeds = sorted(set.intersection(*(set(powers) for powers in by_seed)))
         if len(series) < 3 or not seeds:
             continue
         knee = Knee(
             policy=series[0].policy,
             loads=tuple(cell.load for cell in series),
             rates=tuple(cell.workload.arrivals.rate for cell in series),
-            powers=tuple(fmean(one[seed] for seed in seeds) for one in by_seed),
+            powers=tuple(fmean(powers[seed] for seed in seeds) for powers in by_seed),
             agreement=0.0,
         )
-        agree = [by_seed[knee.position][seed] == max(one[seed] for one in by_seed) for seed in seeds]
+        agree = [by_seed[knee.position][seed] == max(powers[seed] for powers in by_seed) for seed in seeds]
         found.append(replace(knee, agreement=sum(agree) / len(seeds)))
     return found
 

@@ -27,14 +27,18 @@ def print_comparisons(console: Console, comparisons: Sequence[MetricComparison],
     if not comparisons:
         console.print("no trial has finished")
         return
-    trials = max(one.value.trials for one in comparisons)
+    trials = max(comparison.value.trials for comparison in comparisons)
     console.print(
         f"means over {trials} paired trials; in brackets the difference to [bold]{baseline}[/bold] and its 95 % confidence "
         "interval (Student's t); = means no difference: the interval contains 0",
         highlight=False,
     )
-    for load in dict.fromkeys(one.load for one in comparisons):
-        under = {(one.policy, one.group, one.metric): one for one in comparisons if one.load == load}
+    for load in dict.fromkeys(comparison.load for comparison in comparisons):
+        under = {
+            (comparison.policy, comparison.group, comparison.metric): comparison
+            for comparison in comparisons
+            if comparison.load == load
+        }
         console.print(f"\n[bold]{load or 'no varied settings'}[/bold]", highlight=False)
         for latency in LATENCIES:
             metrics = {f"{latency}_{share}_s": share for share in ("p50", "p90", "p99")}
@@ -82,17 +86,17 @@ def _whole(console: Console, under: dict[tuple[str, str, str], MetricComparison]
     console.print(table)
 
 
-def _cell(one: MetricComparison | None, shown: Callable[[float], str]) -> str:
-    if one is None:
+def _cell(comparison: MetricComparison | None, shown: Callable[[float], str]) -> str:
+    if comparison is None:
         return "-"
-    text = shown(one.value.mean)
-    if one.difference is None:
+    text = shown(comparison.value.mean)
+    if comparison.difference is None:
         return text
-    if one.difference.half_width is None:
-        return f"{text} ({_signed(one.difference.mean, shown)})"
-    if not one.difference.differs:
+    if comparison.difference.half_width is None:
+        return f"{text} ({_signed(comparison.difference.mean, shown)})"
+    if not comparison.difference.differs:
         return f"{text} (=)"
-    return f"{text} ({_signed(one.difference.mean, shown)} ± {shown(one.difference.half_width)})"
+    return f"{text} ({_signed(comparison.difference.mean, shown)} ± {shown(comparison.difference.half_width)})"
 
 
 def _signed(value: float, shown: Callable[[float], str]) -> str:

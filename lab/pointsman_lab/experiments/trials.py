@@ -149,7 +149,9 @@ def compare(trials: Iterable[Trial], baseline: str) -> list[MetricComparison]:
     found = []
     for (load, policy), by_seed in by_cell.items():
         against = by_cell.get((load, baseline), {}) if policy != baseline else {}
-        names = dict.fromkeys((group, metric) for one in by_seed.values() for group in one for metric in one[group])
+        names = dict.fromkeys(
+            (group, metric) for measures in by_seed.values() for group in measures for metric in measures[group]
+        )
         for group, metric in sorted(names, key=lambda name: name[0] != ALL):
             values = _values(by_seed, group, metric)
             difference = difference_by_seed(values, _values(against, group, metric))
@@ -164,7 +166,11 @@ def cores() -> int:
 
 
 def _values(by_seed: dict[int, Measures], group: str, metric: str) -> dict[int, float]:
-    return {seed: one[group][metric] for seed, one in sorted(by_seed.items()) if group in one and metric in one[group]}
+    return {
+        seed: measures[group][metric]
+        for seed, measures in sorted(by_seed.items())
+        if group in measures and metric in measures[group]
+    }
 
 
 def _trial(cell: Cell, seed: int, bundles: Path | None) -> Trial:

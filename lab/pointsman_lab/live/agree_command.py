@@ -260,13 +260,13 @@ class _Comparison:
 
     def _check_settings(self) -> None:
         """Store the settings. Raises AgreeError if the folder has runs of other settings."""
-        told = self._settings.model_dump(mode="json", exclude=FREE_FIELDS)
-        told["instances"] = self._settings.instances
+        plan = self._settings.model_dump(mode="json", exclude=FREE_FIELDS)
+        plan["instances"] = self._settings.instances
         file = self._settings.out / "settings.json"
-        if file.exists() and (stored := msgspec.json.decode(file.read_bytes())) != told:
-            other = sorted(name for name in told.keys() | stored.keys() if told.get(name) != stored.get(name))
+        if file.exists() and (stored := msgspec.json.decode(file.read_bytes())) != plan:
+            other = sorted(name for name in plan.keys() | stored.keys() if plan.get(name) != stored.get(name))
             raise AgreeError(f"{self._settings.out} has runs with other settings: {', '.join(other)}")
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=2))
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2))
 
     def _stored(self, case: Case, kind: str) -> StoredRun | None:
         return next((run for run in self._runs if (run.case, run.kind) == (case, kind)), None)
@@ -275,10 +275,10 @@ class _Comparison:
         self._runs.append(stored)
         with self._file.open("ab") as file:
             file.write(msgspec.json.encode(stored) + b"\n")
-        told = stored.measures
+        measures = stored.measures
         self._console.print(
-            f"{stored.case.name} {stored.kind}: TTFT mean {told.get('ttft_mean_s', 0):.2f} s, session time mean "
-            f"{told.get('session_mean_s', 0):.1f} s, {told.get('failed', 0):.0f} requests failed",
+            f"{stored.case.name} {stored.kind}: TTFT mean {measures.get('ttft_mean_s', 0):.2f} s, session time mean "
+            f"{measures.get('session_mean_s', 0):.1f} s, {measures.get('failed', 0):.0f} requests failed",
             highlight=False,
         )
 

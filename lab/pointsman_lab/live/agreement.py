@@ -54,16 +54,15 @@ class Case:
 
 
 class StoredRun(msgspec.Struct, frozen=True):
-    """The measures of a run. `costs`: number of the fleet's costs, which are measured around a live run and used for a simulated
-    run. `wake_delay_s`: mean delay of a task that sleeps during a live run: a busy machine wakes it late."""
+    """The measures of a run."""
 
     kind: Kind
     policy: str
     rate: float
     seed: int
     measures: dict[str, float]
-    costs: int
-    wake_delay_s: float = 0.0
+    costs: int  # number of the fleet's costs, which are measured around a live run and used for a simulated run
+    wake_delay_s: float = 0.0  # mean delay of a task that sleeps during a live run: a busy machine wakes it late
 
     @property
     def case(self) -> Case:
@@ -87,9 +86,9 @@ def run_measures(records: Sequence[RequestRecord]) -> dict[str, float]:
     for record in records:
         sessions.setdefault(record.session, []).append(record)
     times = [
-        max(one.t_send + one.e2e_s for one in turns) - min(one.t_send for one in turns)
+        max(turn.t_send + turn.e2e_s for turn in turns) - min(turn.t_send for turn in turns)
         for turns in sessions.values()
-        if all(one.ok for one in turns)
+        if all(turn.ok for turn in turns)
     ]
     measures |= {"sessions": float(len(times)), "sessions_failed": float(len(sessions) - len(times))}
     if times:
@@ -98,14 +97,14 @@ def run_measures(records: Sequence[RequestRecord]) -> dict[str, float]:
 
 
 class MeanComparison(msgspec.Struct, frozen=True):
-    """The means over `trials` draws of one metric of one policy, live and simulated."""
+    """The means of one metric of one policy, live and simulated."""
 
     rate: float
     policy: str
     metric: str
     live: float
     simulated: float
-    trials: int
+    trials: int  # number of draws that the means are over
 
     @property
     def error(self) -> float:
@@ -162,11 +161,11 @@ def compare_signs(runs: Sequence[StoredRun]) -> list[SignComparison]:
                     for kind in (LIVE, SIMULATED)
                 ]
                 common = set.intersection(*(set(values) for pair in both for values in pair))
-                told = [
+                differences = [
                     difference_by_seed({seed: own[seed] for seed in sorted(common)}, others) for own, others in both
                 ]
-                if told[0] is not None and told[1] is not None:
-                    found.append(SignComparison(rate, policy, baseline, metric, told[0], told[1]))
+                if differences[0] is not None and differences[1] is not None:
+                    found.append(SignComparison(rate, policy, baseline, metric, differences[0], differences[1]))
     return found
 
 
@@ -194,20 +193,20 @@ def page(runs: Sequence[StoredRun]) -> str:
     live = [run for run in runs if run.kind == LIVE]
     lines = ["| load | policy | figure | live | simulated | error |", "|---|---|---|---|---|---|"]
     lines += [
-        f"| {one.rate:g} | {one.policy} | {METRICS[one.metric]} | {_shown(one.metric, one.live)} | "
-        f"{_shown(one.metric, one.simulated)} | {one.error:+.1%} |"
-        for one in means
+        f"| {mean.rate:g} | {mean.policy} | {METRICS[mean.metric]} | {_shown(mean.metric, mean.live)} | "
+        f"{_shown(mean.metric, mean.simulated)} | {mean.error:+.1%} |"
+        for mean in means
     ]
     lines += ["", "| load | difference | figure | live | simulated | |", "|---|---|---|---|---|---|"]
     lines += [
-        f"| {one.rate:g} | {one.policy} - {one.baseline} | {METRICS[one.metric]} | {_interval(one.metric, one.live)} | "
-        f"{_interval(one.metric, one.simulated)} | {one.verdict} |"
-        for one in signs
+        f"| {sign.rate:g} | {sign.policy} - {sign.baseline} | {METRICS[sign.metric]} | {_interval(sign.metric, sign.live)} | "
+        f"{_interval(sign.metric, sign.simulated)} | {sign.verdict} |"
+        for sign in signs
     ]
-    decided = [one for one in signs if one.live.differs]
-    agreed = [one for one in decided if one.verdict == "one sign"]
-    errors = [abs(one.error) for one in means if one.metric in GOAL_METRICS]
-    trials = [one.trials for one in means] or [0]
+    decided = [sign for sign in signs if sign.live.differs]
+    agreed = [sign for sign in decided if sign.verdict == "one sign"]
+    errors = [abs(mean.error) for mean in means if mean.metric in GOAL_METRICS]
+    trials = [mean.trials for mean in means] or [0]
     draws = " to ".join(str(number) for number in sorted({min(trials), max(trials)}))
     delays = [run.wake_delay_s for run in live] or [0.0]
     failed = sum(run.measures.get("failed", 0.0) for run in live)

@@ -93,13 +93,13 @@ def run(settings: CalibrateSettings) -> None:
         raise typer.Exit(130) from None
     console.print(table_of(found))
     text = table(loads)
-    told = {
+    result = {
         "profile": asdict(found.profile),
         "engine": whole.engine,
         "residual": found.residual,
         "loads": to_json(loads),
     }
-    (settings.out / "calibration.json").write_text(json.dumps(told, indent=2) + "\n")
+    (settings.out / "calibration.json").write_text(json.dumps(result, indent=2) + "\n")
     (settings.out / "calibration.md").write_text(text)
     console.print(text, highlight=False)
     console.print(f"greatest error {largest_error(loads):.1%} (goal: {GOAL:.0%}); {settings.out}", highlight=False)
@@ -147,7 +147,7 @@ def _simulate(
     requests = load_trace(asked.trace)
     tokenizer = ChatTokenizer(settings.tokenizer)
     sent = as_sent(requests, ChatMaker(requests, tokenizer.words, settings.token_scale), tokenizer)
-    _check_tokens(sent, {(one.session, one.turn): one.prompt_tokens for one in replayed.records})
+    _check_tokens(sent, {(record.session, record.turn): record.prompt_tokens for record in replayed.records})
     simulated = Simulator(sent, _simulation(settings, measured, asked.time_scale)).run()
     config = {"kind": "simulation", "time_scale": asked.time_scale, "token_scale": settings.token_scale}
     write_bundle(asked.out.parent / "simulated", config, simulated, summarise(simulated))
@@ -156,9 +156,9 @@ def _simulate(
     return f"{len(requests) / span_s:.2f} requests/s", compared
 
 
-def _check_tokens(sent: list[TraceRequest], told: dict[tuple[str, int], int | None]) -> None:
+def _check_tokens(sent: list[TraceRequest], prompt_tokens: dict[tuple[str, int], int | None]) -> None:
     for request in sent:
-        tokens = told[request.session, request.turn]
+        tokens = prompt_tokens[request.session, request.turn]
         if tokens != request.input_length:
             raise CalibrationError(
                 f"the engines count {tokens} tokens of a prompt and --tokenizer {request.input_length}: it is not their tokenizer"

@@ -122,7 +122,7 @@ def idle_words(records: Sequence[RequestRecord], instances: Iterable[str]) -> st
     if not idle:
         return ""
     # The number of open requests grows only when a request is sent, so its maximum is at a sending.
-    most = max(sum(one.t_send <= at.t_send < one.t_send + one.e2e_s for one in records) for at in records)
+    most = max(sum(record.t_send <= at.t_send < record.t_send + record.e2e_s for record in records) for at in records)
     cached = sum(bool(record.cached_tokens) for record in records)
     return (
         f"{', '.join(idle)} got none: at most {most} requests were open at a time, and {cached} of {len(records)} found a part "

@@ -65,7 +65,7 @@ async def measure_fleet(settings: MeasureSettings, engines: Sequence[str], url: 
         )
         found.append(await measure(asked, chunk))
     measured = together(found)
-    longest = max(one.new + one.cached for one in measured.prefills)
+    longest = max(prefill.new + prefill.cached for prefill in measured.prefills)
     return await with_overhead(settings, measured, engines, url, (SHORTEST, longest // 4, longest // 2))
 
 
@@ -85,12 +85,15 @@ async def with_overhead(
 
 def together(measured: Sequence[Measurements]) -> Measurements:
     """Merge measurements as if they were of one engine."""
-    whole = Measurements(engine=reduce(smallest_engine, (one.engine for one in measured)))
-    for one in measured:
-        whole.prefills += one.prefills
-        whole.decodes += one.decodes
-        whole.streamed_decodes += one.streamed_decodes
-    whole.frontend_s = (fmean(one.frontend_s[0] for one in measured), fmean(one.frontend_s[1] for one in measured))
+    whole = Measurements(engine=reduce(smallest_engine, (measurements.engine for measurements in measured)))
+    for measurements in measured:
+        whole.prefills += measurements.prefills
+        whole.decodes += measurements.decodes
+        whole.streamed_decodes += measurements.streamed_decodes
+    whole.frontend_s = (
+        fmean(measurements.frontend_s[0] for measurements in measured),
+        fmean(measurements.frontend_s[1] for measurements in measured),
+    )
     return whole
 
 

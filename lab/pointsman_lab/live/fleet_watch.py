@@ -87,7 +87,9 @@ class FleetWatcher:
                 asked = time.monotonic()
                 statuses = await self._list()
                 # A load report from before the wait may miss the effect of the last answers.
-                late = any(one.load.sample_age_ms / 1e3 > asked - began for one in statuses if one.load.healthy)
+                late = any(
+                    status.load.sample_age_ms / 1e3 > asked - began for status in statuses if status.load.healthy
+                )
                 if not wanted and not late:
                     break
                 await asyncio.sleep(SETTLE_POLL_S)
@@ -141,8 +143,8 @@ class FleetWatcher:
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):
                 stream = self._fleet.WatchDecisions(fleet_pb2.WatchDecisionsRequest(), metadata=self._metadata())
-                async for told in stream:
-                    self.decisions[told.decision.decision_id] = told.decision
+                async for logged in stream:
+                    self.decisions[logged.decision.decision_id] = logged.decision
             await asyncio.sleep(RETRY_S)
 
     async def _newest(self) -> list[fleet_pb2.Decision]:

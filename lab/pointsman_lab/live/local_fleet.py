@@ -181,7 +181,7 @@ class LocalPlane:
         engines. Raises LocalFleetError."""
         if self._has_router:
             self._processes.stop("router")
-            _wait_for(f"{self.url}/health", self._processes, lambda told: not told["router_connected"])
+            _wait_for(f"{self.url}/health", self._processes, lambda health: not health["router_connected"])
         given = ["router", "--listen", self.router, "--metrics-listen", "", "--log-level", "warning", *flags]
         self._processes.start("router", given, environment)
         self._has_router = True
@@ -209,7 +209,9 @@ def _wait_healthy(url: str, engines: int, processes: ChildProcesses) -> None:
     _wait_for(
         url,
         processes,
-        lambda told: told["status"] == "ok" and sum(one["instances"] for one in told["models"].values()) == engines,
+        lambda health: (
+            health["status"] == "ok" and sum(model["instances"] for model in health["models"].values()) == engines
+        ),
     )
 
 

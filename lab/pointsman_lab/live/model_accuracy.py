@@ -89,10 +89,12 @@ def compare_runs(
     blocks."""
     found = []
     for metric, name, share in TIMES:
-        values = [[getattr(one, name) for one in run if one.ok] for run in (live, simulated)]
-        found.append(LiveComparison(metric, *(float(np.percentile(one, share)) if one else 0.0 for one in values)))
-    cached = [sum(one.cached_tokens or 0 for one in live if one.ok)]
-    cached.append(sum((one.cached_tokens or 0) // block_size * block_size for one in simulated if one.ok))
+        values = [[getattr(record, name) for record in run if record.ok] for run in (live, simulated)]
+        found.append(
+            LiveComparison(metric, *(float(np.percentile(figures, share)) if figures else 0.0 for figures in values))
+        )
+    cached = [sum(record.cached_tokens or 0 for record in live if record.ok)]
+    cached.append(sum((record.cached_tokens or 0) // block_size * block_size for record in simulated if record.ok))
     found.append(LiveComparison("cached tokens", *map(float, cached)))
     return found
 
@@ -101,27 +103,27 @@ def table(loads: Sequence[tuple[str, Sequence[LiveComparison]]]) -> str:
     """Return a Markdown table with a row for each metric of each load."""
     lines = ["| load | figure | live | simulated | error |", "|---|---|---|---|---|"]
     for load, comparisons in loads:
-        for one in comparisons:
+        for comparison in comparisons:
             values = [
-                f"{value:,.0f}" if one.metric == "cached tokens" else f"{value * 1e3:,.0f} ms"
-                for value in (one.live, one.simulated)
+                f"{value:,.0f}" if comparison.metric == "cached tokens" else f"{value * 1e3:,.0f} ms"
+                for value in (comparison.live, comparison.simulated)
             ]
-            error = "-" if one.error is None else f"{one.error:+.1%}"
-            lines.append(f"| {load} | {one.metric} | {' | '.join(values)} | {error} |")
+            error = "-" if comparison.error is None else f"{comparison.error:+.1%}"
+            lines.append(f"| {load} | {comparison.metric} | {' | '.join(values)} | {error} |")
     return "\n".join(lines) + "\n"
 
 
 def largest_error(loads: Sequence[tuple[str, Sequence[LiveComparison]]]) -> float:
     """Return the largest absolute error; infinite if an error is None, 0 without comparisons."""
-    errors = [one.error for _, comparisons in loads for one in comparisons]
+    errors = [comparison.error for _, comparisons in loads for comparison in comparisons]
     return max((float("inf") if error is None else abs(error) for error in errors), default=0.0)
 
 
-def from_json(told: dict[str, Any]) -> list[tuple[str, list[LiveComparison]]]:
-    """Return the loads from which to_json() made `told`. Raises msgspec.ValidationError for anything else."""
-    kept = msgspec.convert(told, dict[str, dict[str, _StoredComparison]])
+def from_json(stored: dict[str, Any]) -> list[tuple[str, list[LiveComparison]]]:
+    """Return the loads from which to_json() made `stored`. Raises msgspec.ValidationError for anything else."""
+    kept = msgspec.convert(stored, dict[str, dict[str, _StoredComparison]])
     return [
-        (load, [LiveComparison(metric, one.live, one.simulated) for metric, one in found.items()])
+        (load, [LiveComparison(metric, figures.live, figures.simulated) for metric, figures in found.items()])
         for load, found in kept.items()
     ]
 
@@ -129,6 +131,9 @@ def from_json(told: dict[str, Any]) -> list[tuple[str, list[LiveComparison]]]:
 def to_json(loads: Sequence[tuple[str, Sequence[LiveComparison]]]) -> dict[str, Any]:
     """Return the loads as JSON-ready objects: load -> metric -> live, simulated, error."""
     return {
-        load: {one.metric: {"live": one.live, "simulated": one.simulated, "error": one.error} for one in comparisons}
+        load: {
+            comparison.metric: {"live": comparison.live, "simulated": comparison.simulated, "error": comparison.error}
+            for comparison in comparisons
+        }
         for load, comparisons in loads
     }

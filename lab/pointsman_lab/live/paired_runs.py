@@ -55,7 +55,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class Variant:
-    """What a router is told: a policy, and the time in s for which new sessions are parked at most; None: all are admitted."""
+    """The settings of a router: a policy, and the time in s for which new sessions are parked at most; None: all are admitted."""
 
     policy: str
     admission_bound_s: float | None
@@ -69,11 +69,11 @@ class Variant:
     @property
     def environment(self) -> dict[str, str]:
         """Settings of a real router."""
-        told = {"POINTSMAN_ROUTER_POLICY": self.policy}
+        environment = {"POINTSMAN_ROUTER_POLICY": self.policy}
         if self.admission_bound_s is not None:
-            told["POINTSMAN_ROUTER_SESSION_ADMISSION"] = "true"
-            told["POINTSMAN_ROUTER_ADMISSION_STANDARD_S"] = f"{self.admission_bound_s:g}"
-        return told
+            environment["POINTSMAN_ROUTER_SESSION_ADMISSION"] = "true"
+            environment["POINTSMAN_ROUTER_ADMISSION_STANDARD_S"] = f"{self.admission_bound_s:g}"
+        return environment
 
     @property
     def state(self) -> StateSettings:

@@ -68,18 +68,15 @@ class ProfileSettings(BaseSettings):
 
 @dataclass
 class Measurements:
-    """Results of measuring engines.
-
-    `frontend_s`: seconds of the front end per request and per prompt token. `streamed_decodes`: decode steps of single sequences
-    whose tokens were streamed through a gateway; empty without a gateway. `remarks`: sentences about what could not be measured.
-    """
+    """Results of measuring engines."""
 
     engine: dict[str, int] = field(default_factory=dict)
     prefills: list[PrefillTime] = field(default_factory=list)
     decodes: list[DecodeTime] = field(default_factory=list)
-    frontend_s: tuple[float, float] = (0.0, 0.0)
+    frontend_s: tuple[float, float] = (0.0, 0.0)  # seconds of the front end per request and per prompt token
+    # Decode steps of single sequences whose tokens were streamed through a gateway; empty without a gateway.
     streamed_decodes: list[DecodeTime] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)  # sentences about what could not be measured
 
 
 def run(settings: ProfileSettings) -> None:
@@ -117,8 +114,13 @@ def profile_of(url: str, measured: Measurements, found: Fit) -> ProfileFile:
 def table_of(found: Fit) -> Table:
     """Return a table of measured and fitted times, side by side."""
     table = make_table("measured", "ms", "fitted ms", "error")
-    for one, fitted in found.rows:
-        table.add_row(str(one), f"{one.seconds * 1e3:,.2f}", f"{fitted * 1e3:,.2f}", f"{fitted / one.seconds - 1:+.1%}")
+    for measurement, fitted in found.rows:
+        table.add_row(
+            str(measurement),
+            f"{measurement.seconds * 1e3:,.2f}",
+            f"{fitted * 1e3:,.2f}",
+            f"{fitted / measurement.seconds - 1:+.1%}",
+        )
     return table
 
 
@@ -180,8 +182,8 @@ class _MeasuringRun:
         else:
             found.remarks.append("max_num_batched_tokens is unknown: each prefill is counted as one step")
         found.prefills = [
-            PrefillTime(one.new, one.cached, chunk or one.new, one.seconds)
-            for one in map(median_measurement, self._prefills.values())
+            PrefillTime(measurement.new, measurement.cached, chunk or measurement.new, measurement.seconds)
+            for measurement in map(median_measurement, self._prefills.values())
         ]
         found.decodes = [median_measurement(seen) for seen in self._decodes.values()]
         found.frontend_s = fit_line(self._front)
@@ -192,8 +194,8 @@ class _MeasuringRun:
         longest = await self._cold(limit)
         half, quarter = longest // 2, longest // 4
         # Few new tokens after many cached ones, as in the turns of a session, and about equal numbers of both.
-        few = ((SHORTEST, longest - SHORTEST), (SHORTEST, half), (2 * SHORTEST, half))
-        for new, cached in (*few, (quarter, half), (half, quarter)):
+        short_pairs = ((SHORTEST, longest - SHORTEST), (SHORTEST, half), (2 * SHORTEST, half))
+        for new, cached in (*short_pairs, (quarter, half), (half, quarter)):
             await self._prefill(new, cached)
         await self._decode(longest)
         return longest
@@ -298,4 +300,4 @@ _Seen = TypeVar("_Seen", _Prefill, DecodeTime)
 
 def median_measurement(seen: Sequence[_Seen]) -> _Seen:
     """Return the measurement with the median duration. The minimum would not be typical of what requests see."""
-    return sorted(seen, key=lambda one: one.seconds)[len(seen) // 2]
+    return sorted(seen, key=lambda measurement: measurement.seconds)[len(seen) // 2]

@@ -287,8 +287,8 @@ class _GatewayLog:
         found = {}
         for line in lines:
             with contextlib.suppress(msgspec.DecodeError):
-                told = msgspec.json.decode(line, type=dict[str, Any])
-                found[str(told["decision_id"])] = told
+                summary = msgspec.json.decode(line, type=dict[str, Any])
+                found[str(summary["decision_id"])] = summary
         return found
 
 

@@ -40,14 +40,14 @@ class BundleError(ValueError):
 
 @dataclass(frozen=True)
 class Bundle:
-    """The content of a bundle. `caches` and `breakdown` are None if the run had no router to read them from."""
+    """The content of a bundle."""
 
     config: Mapping[str, Any]
     records: Sequence[RequestRecord]
     summary: Mapping[str, Any]
     samples: Sequence[InstanceSample] = ()
-    caches: Mapping[str, Any] | None = None
-    breakdown: Mapping[str, Any] | None = None
+    caches: Mapping[str, Any] | None = None  # None if the run had no router to read them from
+    breakdown: Mapping[str, Any] | None = None  # None if the run had no router to read it from
 
 
 def write_bundle(

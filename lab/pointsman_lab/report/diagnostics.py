@@ -77,30 +77,32 @@ def timelines(
     records: Sequence[RequestRecord], samples: Sequence[InstanceSample], pieces: int = 160
 ) -> Timelines | None:
     """Return load, KV usage and hit rates over time by instance; None for a run without answers."""
-    told = [record for record in records if record.instance]
-    if not told:
+    placed = [record for record in records if record.instance]
+    if not placed:
         return None
-    end = max(record.t_send + record.e2e_s for record in told)
+    end = max(record.t_send + record.e2e_s for record in placed)
     times = np.linspace(0.0, end, pieces + 1)[:-1] if end else np.zeros(1)
     if not samples:
-        names = sorted({record.instance for record in told})
+        names = sorted({record.instance for record in placed})
         middles = times + end / pieces / 2
-        rows = np.array([_in_flight(told, name, middles) for name in names])
+        rows = np.array([_in_flight(placed, name, middles) for name in names])
         return Timelines(names, times, {"requests in flight": rows}, sampled=False)
     names = sorted({sample.instance for sample in samples})
     by_name = {name: [sample for sample in samples if sample.instance == name] for name in names}
     panels: dict[str, Callable[[Sequence[InstanceSample]], FloatArray]] = {
-        "requests in flight": lambda of: _last_known([(one.t, one.num_requests) for one in of], times),
-        "tokens still to prefill": lambda of: _last_known([(one.t, one.pending_prefill_tokens) for one in of], times),
-        "KV in use, %": lambda of: _last_known([(one.t, one.kv_usage * 100) for one in of], times),
+        "requests in flight": lambda of: _last_known([(sample.t, sample.num_requests) for sample in of], times),
+        "tokens still to prefill": lambda of: _last_known(
+            [(sample.t, sample.pending_prefill_tokens) for sample in of], times
+        ),
+        "KV in use, %": lambda of: _last_known([(sample.t, sample.kv_usage * 100) for sample in of], times),
         "prompt tokens from cache, %": lambda of: _hit_rates(of, times),
     }
     if any(sample.gpus for sample in samples):
-        panels["GPU busy, %"] = lambda of: _last_known([(one.t, _gpu_busy(one)) for one in of], times)
+        panels["GPU busy, %"] = lambda of: _last_known([(sample.t, _gpu_busy(sample)) for sample in of], times)
     return Timelines(
         names,
         times,
-        {name: np.array([row(by_name[one]) for one in names]) for name, row in panels.items()},
+        {name: np.array([row(by_name[instance]) for instance in names]) for name, row in panels.items()},
         sampled=True,
     )
 
@@ -109,8 +111,8 @@ def panel_maxima(found: Iterable[Timelines]) -> dict[str, float]:
     """Return for each panel the value of its brightest colour, common to all runs: the largest value, at least 1; 100 for per
     cent."""
     most: dict[str, float] = {}
-    for one in found:
-        for name, grid in one.panels.items():
+    for shown in found:
+        for name, grid in shown.panels.items():
             known = grid[~np.isnan(grid)]
             most[name] = max(most.get(name, 1.0), 100.0 if "%" in name else float(known.max()) if len(known) else 0.0)
     return most
@@ -133,34 +135,33 @@ class Hotspot:
 
 @dataclass(frozen=True)
 class SessionShare:
-    """The requests of one session on one instance. `computed_tokens` were not cached; `open_s` is the sum of the requests'
-    E2E."""
+    """The requests of one session on one instance."""
 
     session: str
     requests: int
     prompt_tokens: int
-    computed_tokens: int
+    computed_tokens: int  # prompt tokens that were not cached
     output_tokens: int
-    open_s: float
+    open_s: float  # sum of the requests' E2E
     ttft_max_s: float
     records: list[RequestRecord]
 
 
 def hotspot(records: Sequence[RequestRecord]) -> Hotspot | None:
     """Return the busiest instance with its TOP sessions, the longest open first; None for a run without answers."""
-    told = [record for record in records if record.instance]
-    if not told:
+    placed = [record for record in records if record.instance]
+    if not placed:
         return None
-    span = max(record.t_send + record.e2e_s for record in told) - min(record.t_send for record in told)
+    span = max(record.t_send + record.e2e_s for record in placed) - min(record.t_send for record in placed)
     open_s: dict[str, float] = {}
-    for record in told:
+    for record in placed:
         open_s[record.instance] = open_s.get(record.instance, 0.0) + record.e2e_s
-    name = max(open_s, key=lambda one: open_s[one])
+    name = max(open_s, key=lambda session: open_s[session])
     sessions: dict[str, list[RequestRecord]] = {}
-    for record in told:
+    for record in placed:
         if record.instance == name:
             sessions.setdefault(record.session, []).append(record)
-    shares = sorted((_share(session, of) for session, of in sessions.items()), key=lambda one: -one.open_s)[:TOP]
+    shares = sorted((_share(session, of) for session, of in sessions.items()), key=lambda share: -share.open_s)[:TOP]
     mean = sum(open_s.values()) / len(open_s)
     return Hotspot(name, open_s[name] / span if span else 0.0, mean / span if span else 0.0, shares)
 
@@ -184,19 +185,17 @@ def slowest(records: Sequence[RequestRecord]) -> list[tuple[RequestRecord, int]]
 
 @dataclass(frozen=True)
 class LatencyDifference:
-    """Difference of a latency between two runs, request by request (s): other - base, negative is faster.
-
-    `low` and `high` are the mean's 95 % interval over resampled sessions of the same two runs. The interval does not include the
-    variation between different pairs of runs. `faster` and `slower` are shares of the pairs.
-    """
+    """Difference of a latency between two runs, request by request (s): other - base, negative is faster."""
 
     pairs: int
     mean: float
+    # Ends of the mean's 95 % interval over resampled sessions of the same two runs. The interval does not include the variation
+    # between different pairs of runs.
     low: float
     high: float
     median: float
-    faster: float
-    slower: float
+    faster: float  # share of the pairs
+    slower: float  # share of the pairs
 
 
 @dataclass(frozen=True)
@@ -216,7 +215,7 @@ class MatchedRequests:
                 sessions.setdefault(base.session, []).append(second - first)
         if not sessions:
             return None
-        differences = np.array([one for of in sessions.values() for one in of])
+        differences = np.array([difference for of in sessions.values() for difference in of])
         low, high = _bounds(list(sessions.values()))
         return LatencyDifference(
             pairs=len(differences),
@@ -292,8 +291,8 @@ def _last_known(points: Sequence[tuple[float, float]], times: FloatArray) -> Flo
 def _hit_rates(samples: Sequence[InstanceSample], times: FloatArray) -> FloatArray:
     """Return the share of queried prompt tokens that were cached, in per cent, for each piece over the last HIT_RATE_WINDOW
     pieces; NaN without queries."""
-    queries = _last_known([(one.t, one.prefix_queries) for one in samples], times)
-    hits = _last_known([(one.t, one.prefix_hits + one.external_hits) for one in samples], times)
+    queries = _last_known([(sample.t, sample.prefix_queries) for sample in samples], times)
+    hits = _last_known([(sample.t, sample.prefix_hits + sample.external_hits) for sample in samples], times)
     asked, found = (_increase(counts) for counts in (queries, hits))
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(asked > 0, found / asked * 100, np.nan)

@@ -15,20 +15,17 @@ class GpuSample(msgspec.Struct, frozen=True):
 
 
 class InstanceSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One instance at one moment of a run, `t` in s from the run's start.
+    """One instance at one moment of a run."""
 
-    The first group of fields is the router's own state. The second is the engine's last report, with counters since its start.
-    """
-
-    t: float
+    t: float  # s from the run's start
     instance: str
-    num_requests: int = 0
+    num_requests: int = 0  # from here on the router's own state
     pending_prefill_tokens: int = 0
     ongoing_decode_tokens: int = 0
     keys: int = 0
     sessions: int = 0
 
-    running: int = 0
+    running: int = 0  # from here on the engine's last report, with counters since its start
     waiting: int = 0
     kv_usage: float = 0.0
     prefix_queries: int = 0

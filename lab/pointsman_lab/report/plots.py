@@ -133,8 +133,12 @@ def request_bars(spot: Hotspot, name: str) -> str:
         figure = Figure(figsize=(WIDTH, 0.9 + 0.26 * len(spot.sessions)), layout="constrained")
         axes = figure.subplots()
         for row, share in enumerate(spot.sessions):
-            waits = [(one.t_send, one.ttft_s or one.e2e_s) for one in share.records]
-            streams = [(one.t_send + one.ttft_s, one.e2e_s - one.ttft_s) for one in share.records if one.ttft_s]
+            waits = [(record.t_send, record.ttft_s or record.e2e_s) for record in share.records]
+            streams = [
+                (record.t_send + record.ttft_s, record.e2e_s - record.ttft_s)
+                for record in share.records
+                if record.ttft_s
+            ]
             axes.broken_barh(
                 waits, (row - 0.36, 0.72), color=SERIES[1], label="until the first token" if not row else None
             )

@@ -52,9 +52,9 @@ def summarise(records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def _figures(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    told = [record for record in records if record.cached_tokens is not None and record.prompt_tokens]
-    cached = sum(record.cached_tokens or 0 for record in told)
-    prompt = sum(record.prompt_tokens or 0 for record in told)
+    counted = [record for record in records if record.cached_tokens is not None and record.prompt_tokens]
+    cached = sum(record.cached_tokens or 0 for record in counted)
+    prompt = sum(record.prompt_tokens or 0 for record in counted)
     return {
         "prompt_tokens": sum(record.prompt_tokens or 0 for record in records),
         "cached_tokens": cached,
@@ -83,15 +83,15 @@ def print_summary(console: Console, summary: dict[str, Any], title: str) -> None
     table = make_table(
         "instance", "requests", "sessions", "prompt tokens", "from cache", "generated", "TTFT p50", "TTFT p90"
     )
-    for name, one in summary["instances"].items():
+    for name, totals in summary["instances"].items():
         table.add_row(
             name or "(unknown)",
-            str(one["requests"]),
-            str(one["session_count"]),
-            f"{one['prompt_tokens']:,}",
-            percent(one["hit_ratio"]),
-            f"{one['output_tokens']:,}",
-            *(_ms(one["ttft_s"], column) for column in ("p50", "p90")),
+            str(totals["requests"]),
+            str(totals["session_count"]),
+            f"{totals['prompt_tokens']:,}",
+            percent(totals["hit_ratio"]),
+            f"{totals['output_tokens']:,}",
+            *(_ms(totals["ttft_s"], column) for column in ("p50", "p90")),
         )
     console.print(table)
 

@@ -64,7 +64,7 @@ class Section:
 def sections(runs: Mapping[str, Bundle], *, draw: bool) -> list[Section]:
     """Return all sections of `runs` (name -> bundle; the first is the base of pairs). Without `draw` they have no plots."""
     over_time = {name: timelines(run.records, run.samples) for name, run in runs.items()} if draw else {}
-    scale = panel_maxima(one for one in over_time.values() if one)
+    scale = panel_maxima(chart for chart in over_time.values() if chart)
     found = [
         _bottom_line(runs),
         _overview(runs, draw),
@@ -86,7 +86,13 @@ def _bottom_line(runs: Mapping[str, Bundle]) -> Section:
     for name, run in others:
         pairs = match_runs(first.records, run.records)
         found = (pairs.difference(metric) for metric in LATENCIES.values())
-        rows.append([name, f"{len(pairs.base):,}", *("-" if one is None else _verdict(one) for one in found)])
+        rows.append(
+            [
+                name,
+                f"{len(pairs.base):,}",
+                *("-" if difference is None else _verdict(difference) for difference in found),
+            ]
+        )
     return Section(
         "Bottom line",
         f"the mean change of the requests that {base} answered, too. It is of these runs alone: the same policy, run again on "
@@ -165,20 +171,20 @@ def _instances(name: str, run: Bundle, over_time: Timelines | None, scale: Mappi
     section = Section(f"Instances of {name}")
     rows = []
     summary = summarise(run.records)
-    for instance, one in summary["instances"].items():
+    for instance, totals in summary["instances"].items():
         cache = (run.caches or {}).get(instance)
-        told = cache["hit_ratio"] if cache else {}
+        hit_ratios = cache["hit_ratio"] if cache else {}
         rows.append(
             [
                 instance or "(unknown)",
-                f"{one['requests']:,}",
-                f"{one['session_count']:,}",
-                f"{one['prompt_tokens']:,}",
-                percent(one["hit_ratio"]),
-                *((percent(told.get("local")), percent(told.get("external"))) if run.caches else ()),
-                f"{one['output_tokens']:,}",
-                *(_time(one["ttft_s"], point) for point in PERCENTILES),
-                *(_time(one["e2e_s"], point) for point in PERCENTILES[:2]),
+                f"{totals['requests']:,}",
+                f"{totals['session_count']:,}",
+                f"{totals['prompt_tokens']:,}",
+                percent(totals["hit_ratio"]),
+                *((percent(hit_ratios.get("local")), percent(hit_ratios.get("external"))) if run.caches else ()),
+                f"{totals['output_tokens']:,}",
+                *(_time(totals["ttft_s"], point) for point in PERCENTILES),
+                *(_time(totals["e2e_s"], point) for point in PERCENTILES[:2]),
             ]
         )
     engine = ["engine's local", "external"] if run.caches else []
@@ -268,7 +274,7 @@ def _paired(base: str, other: str, pairs: MatchedRequests, draw: bool) -> Sectio
     )
     rows = []
     classes = sorted({class_of(record) for record in pairs.base} - {""})
-    for label, route_class in (("all", ""), *((one, one) for one in classes)):
+    for label, route_class in (("all", ""), *((name, name) for name in classes)):
         for latency, metric in LATENCIES.items():
             if (found := pairs.difference(metric, route_class)) is not None:
                 rows.append([f"{label} {latency}", *_difference(found)])
@@ -284,8 +290,8 @@ def _paired(base: str, other: str, pairs: MatchedRequests, draw: bool) -> Sectio
             f"{first.prompt_tokens or 0:,}",
             *(
                 part
-                for one in (first, second)
-                for part in (one.instance, _count(one.cached_tokens), _seconds(one.ttft_s))
+                for record in (first, second)
+                for part in (record.instance, _count(record.cached_tokens), _seconds(record.ttft_s))
             ),
             _signed((second.ttft_s or 0.0) - (first.ttft_s or 0.0)),
         ]

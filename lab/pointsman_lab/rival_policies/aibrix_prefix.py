@@ -14,7 +14,7 @@ from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResul
 
 @dataclass(frozen=True)
 class AibrixPrefix(Policy):
-    """Peer: AIBrix's prefix-cache routing.
+    """AIBrix's prefix-cache routing: the longest match among instances that are not far busier than the mean.
 
     Rule, in requests:
         1. max(num_requests) - min(num_requests) > imbalance: argmin num_requests
@@ -38,10 +38,12 @@ class AibrixPrefix(Policy):
             return serve(lowest_at_random(eligible, loads, rng), "imbalanced", loads)
         average = mean(loads.values())
         limit = average + self.sigmas * math.sqrt(mean((load - average) ** 2 for load in loads.values()))
-        matches = [one for one in eligible if one.cached_tokens > 0 and one.num_requests <= limit]
+        matches = [
+            candidate for candidate in eligible if candidate.cached_tokens > 0 and candidate.num_requests <= limit
+        ]
         if not matches:
             return serve(lowest_at_random(eligible, loads, rng), "least_requests", loads)
         missed = negated_hit_ratios(matches, request)
-        longest = max(one.cached_tokens for one in matches)
-        best = lowest_at_random([one for one in matches if one.cached_tokens == longest], loads, rng)
+        longest = max(candidate.cached_tokens for candidate in matches)
+        best = lowest_at_random([candidate for candidate in matches if candidate.cached_tokens == longest], loads, rng)
         return serve(best, "prefix_match", missed)

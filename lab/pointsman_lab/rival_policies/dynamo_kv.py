@@ -17,7 +17,7 @@ DYNAMO_BLOCK_TOKENS = 16
 
 @dataclass(frozen=True)
 class DynamoKv(Policy):
-    """Peer: NVIDIA Dynamo's KV router.
+    """NVIDIA Dynamo's KV router: fewest blocks still to prefill, with this prompt's, plus those of all open prompts.
 
     Score, in blocks of 16 tokens:
         cost = prefill_load_scale * max(active_prefill + incoming - overlap, 0) + decode_blocks
@@ -47,22 +47,25 @@ class DynamoKv(Policy):
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         eligible = view.eligible()
         scores = {
-            one.instance_id: (
-                self.prefill_load_scale * max(one.pending_prefill_tokens + request.input_tokens - one.cached_tokens, 0)
-                + one.ongoing_tokens
+            candidate.instance_id: (
+                self.prefill_load_scale
+                * max(candidate.pending_prefill_tokens + request.input_tokens - candidate.cached_tokens, 0)
+                + candidate.ongoing_tokens
             )
             / DYNAMO_BLOCK_TOKENS
-            for one in eligible
+            for candidate in eligible
         }
         if self.temperature > 0:
             chosen, reason = self._draw(eligible, scores, rng), "kv_softmax"
         else:
             chosen, reason = lowest_at_random(eligible, scores, rng), "kv_cost"
         stays = chosen.new_tokens < self.local_tokens and chosen.new_tokens < self.local_ratio * request.input_tokens
-        others = [one for one in eligible if one.can_give_kv_to(chosen)]
+        others = [candidate for candidate in eligible if candidate.can_give_kv_to(chosen)]
         if not self.disaggregate or stays or not others or not request.input_tokens:
             return serve(chosen, reason, scores)
-        prefill = lowest_at_random(others, {one.instance_id: float(one.pending_prefill_tokens) for one in others}, rng)
+        prefill = lowest_at_random(
+            others, {candidate.instance_id: float(candidate.pending_prefill_tokens) for candidate in others}, rng
+        )
         if prefill.pending_prefill_tokens > self.busy_blocks * DYNAMO_BLOCK_TOKENS:
             return serve(chosen, reason, scores)
         return offload(request, prefill, chosen, "offload", "remote_prefill", scores=scores)
@@ -70,5 +73,7 @@ class DynamoKv(Policy):
     def _draw(self, eligible: Sequence[Candidate], scores: Mapping[str, float], rng: random.Random) -> Candidate:
         low, high = min(scores.values()), max(scores.values())
         spread = (high - low) or 1.0
-        weights = [math.exp(-(scores[one.instance_id] - low) / spread / self.temperature) for one in eligible]
+        weights = [
+            math.exp(-(scores[candidate.instance_id] - low) / spread / self.temperature) for candidate in eligible
+        ]
         return rng.choices(eligible, weights)[0]

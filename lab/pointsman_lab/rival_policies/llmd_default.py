@@ -13,7 +13,7 @@ from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResul
 
 @dataclass(frozen=True)
 class LlmdDefault(Policy):
-    """Peer: llm-d's default scorers.
+    """llm-d's default scorers: the greatest weighted sum of short queue, free KV and cached share.
 
     Score, without a unit; the greatest sum wins, so decisions record it negated:
         queue_weight * queue + kv_weight * (1 - kv_usage) + prefix_weight * cached / prompt
@@ -38,20 +38,20 @@ class LlmdDefault(Policy):
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         available = view.available()
         missed = negated_hit_ratios(available, request)
-        waiting = reported(available, lambda one: one.waiting)
-        kv_usage = reported(available, lambda one: one.kv_usage)
+        waiting = reported(available, lambda candidate: candidate.waiting)
+        kv_usage = reported(available, lambda candidate: candidate.kv_usage)
         low, high = min(waiting.values()), max(waiting.values())
         scores = {
-            one.instance_id: self.prefix_weight * missed[one.instance_id]
-            - self.kv_weight * (1.0 - kv_usage[one.instance_id])
-            - self.queue_weight * ((high - waiting[one.instance_id]) / (high - low) if high > low else 1.0)
-            for one in available
+            candidate.instance_id: self.prefix_weight * missed[candidate.instance_id]
+            - self.kv_weight * (1.0 - kv_usage[candidate.instance_id])
+            - self.queue_weight * ((high - waiting[candidate.instance_id]) / (high - low) if high > low else 1.0)
+            for candidate in available
         }
         eligible = view.eligible()
         chosen = lowest_at_random(eligible, scores, rng)
         others = view.sources_of(chosen)
-        told = {one.instance_id: scores[one.instance_id] for one in eligible}
+        eligible_scores = {candidate.instance_id: scores[candidate.instance_id] for candidate in eligible}
         if others and 0 < self.pd_threshold_tokens <= chosen.new_tokens:
             prefill = lowest_at_random(others, scores, rng)
-            return offload(request, prefill, chosen, "offload", "pd_threshold", scores=told)
-        return serve(chosen, "weighted_score", told)
+            return offload(request, prefill, chosen, "offload", "pd_threshold", scores=eligible_scores)
+        return serve(chosen, "weighted_score", eligible_scores)

@@ -13,7 +13,7 @@ from pointsman_router.core.types import Candidate, FleetView, PlacementRequest, 
 
 @dataclass(frozen=True)
 class Preble(Policy):
-    """Peer: Preble's E2 (exploit or explore).
+    """Preble's E2: the best match (exploit) if it saves enough and is not overloaded, else the least work (explore).
 
     Terms, in tokens:
         work = pending_prefill + decode_weight * ongoing_decode
@@ -40,13 +40,16 @@ class Preble(Policy):
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         eligible = view.eligible()
         work = {
-            one.instance_id: one.pending_prefill_tokens + self.decode_weight * one.ongoing_decode_tokens
-            for one in eligible
+            candidate.instance_id: candidate.pending_prefill_tokens
+            + self.decode_weight * candidate.ongoing_decode_tokens
+            for candidate in eligible
         }
-        kv_usage = reported(eligible, lambda one: one.kv_usage)
+        kv_usage = reported(eligible, lambda candidate: candidate.kv_usage)
         scores = {
-            one.instance_id: work[one.instance_id] + one.new_tokens + self._eviction(one, kv_usage[one.instance_id])
-            for one in eligible
+            candidate.instance_id: work[candidate.instance_id]
+            + candidate.new_tokens
+            + self._eviction(candidate, kv_usage[candidate.instance_id])
+            for candidate in eligible
         }
         best = lowest_at_random(eligible, negated_hit_ratios(eligible, request), rng)
         if best.cached_tokens > self.exploit_ratio * request.input_tokens and work[

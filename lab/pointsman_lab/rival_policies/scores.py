@@ -14,13 +14,13 @@ from pointsman_router.core.types import Candidate, PlacementRequest
 
 def lowest_at_random(candidates: Sequence[Candidate], scores: Mapping[str, float], rng: random.Random) -> Candidate:
     """Return the candidate with the lowest score; ties at random."""
-    low = min(scores[one.instance_id] for one in candidates)
-    return rng.choice([one for one in candidates if scores[one.instance_id] == low])
+    low = min(scores[candidate.instance_id] for candidate in candidates)
+    return rng.choice([candidate for candidate in candidates if scores[candidate.instance_id] == low])
 
 
 def open_requests(candidates: Sequence[Candidate]) -> dict[str, float]:
     """Return the number of open requests by instance."""
-    return {one.instance_id: float(one.num_requests) for one in candidates}
+    return {candidate.instance_id: float(candidate.num_requests) for candidate in candidates}
 
 
 def reported(candidates: Sequence[Candidate], figure: Callable[[Candidate], float]) -> dict[str, float]:
@@ -29,10 +29,10 @@ def reported(candidates: Sequence[Candidate], figure: Callable[[Candidate], floa
     A stale figure counts as the greatest of the fresh ones. Otherwise an instance whose agent stopped reporting while it was idle
     would attract all requests.
     """
-    greatest = max((figure(one) for one in candidates if not one.stale), default=0.0)
-    return {one.instance_id: greatest if one.stale else figure(one) for one in candidates}
+    greatest = max((figure(candidate) for candidate in candidates if not candidate.stale), default=0.0)
+    return {candidate.instance_id: greatest if candidate.stale else figure(candidate) for candidate in candidates}
 
 
 def negated_hit_ratios(candidates: Sequence[Candidate], request: PlacementRequest) -> dict[str, float]:
     """Return the negated share of the prompt that is cached, by instance."""
-    return {one.instance_id: -one.cached_tokens / max(request.input_tokens, 1) for one in candidates}
+    return {candidate.instance_id: -candidate.cached_tokens / max(request.input_tokens, 1) for candidate in candidates}

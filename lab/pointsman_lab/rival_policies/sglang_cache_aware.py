@@ -13,7 +13,7 @@ from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResul
 
 @dataclass(frozen=True)
 class SglangCacheAware(Policy):
-    """Peer: sglang's cache-aware router.
+    """sglang's cache-aware router: the best match if it is long and requests are balanced, else the fewest requests.
 
     Rule, in requests and shares of the prompt:
         1. max - min > balance_abs and max > balance_rel * min (num_requests): argmin num_requests

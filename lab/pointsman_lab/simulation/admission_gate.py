@@ -66,10 +66,10 @@ class AdmissionGate:
         self._event_queue.schedule(now + rule.interval_s, partial(self._tick, pool))
 
     def _admit(self, admitted: Sequence[Admitted], now: float) -> None:
-        for one in admitted:
-            running = self._waiting.pop(one.program)
+        for admitted_request in admitted:
+            running = self._waiting.pop(admitted_request.program)
             running.record.parked_s = now - running.record.t_send
-            if one.instance:
-                others = tuple(name for name in self._instances[running.turn.pool] if name != one.instance)
+            if admitted_request.instance:
+                others = tuple(name for name in self._instances[running.turn.pool] if name != admitted_request.instance)
                 running.turn = replace(running.turn, exclude=others)
             self._let_in(running, now)

@@ -18,22 +18,17 @@ from pointsman_lab.workload.traces import TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request to be sent, the session's turns after it, and the session's pool. With `may_continue` the session may have
-    further turns that are not known yet. The request must not be placed on the instances in `exclude`.
-
-    `named`: whether the request names its session. `tenant`: whose session it is. `parent`: the session that waits for this one;
-    empty for none. `names_parent`: whether the request names it.
-    """
+    """A request to be sent."""
 
     request: TraceRequest
-    later_turns: Session
-    pool: str
-    may_continue: bool = False
-    exclude: tuple[str, ...] = ()
-    named: bool = True
-    tenant: Tenant = field(default_factory=Tenant)
-    parent: str = ""
-    names_parent: bool = False
+    later_turns: Session  # the session's turns after it
+    pool: str  # the session's
+    may_continue: bool = False  # the session may have further turns that are not known yet
+    exclude: tuple[str, ...] = ()  # the instances that the request must not be placed on
+    named: bool = True  # whether the request names its session
+    tenant: Tenant = field(default_factory=Tenant)  # whose session it is
+    parent: str = ""  # the session that waits for this one; empty for none
+    names_parent: bool = False  # whether the request names it
 
 
 # (turn, now): sends a client's request.
@@ -113,11 +108,11 @@ class Clients:
         later = turn.later_turns
         following = replace(turn, request=later[0], later_turns=later[1:])
         waiting = self._subagents.get(session, [])
-        children = [one for one in waiting if _parent_turn(one) <= turn.request.turn]
+        children = [child for child in waiting if _parent_turn(child) <= turn.request.turn]
         if not children:
             self._schedule(following, now)
             return
-        self._subagents[session] = [one for one in waiting if one not in children]
+        self._subagents[session] = [child for child in waiting if child not in children]
         self._running_subagents[session] = len(children)
         self._waiting_turns[session] = following
         self._in_flight += len(children)

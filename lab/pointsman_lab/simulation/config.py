@@ -37,77 +37,56 @@ class Tenant:
 class SimulationConfig:
     """The configuration of a simulation. None as a time: never.
 
-    `timing` is "trace" or "think", as in replays; times of the trace are multiplied by `time_scale`. `max_sessions` limits the
-    sessions in flight (0: unlimited). A session over the limit waits before its first turn until another session has ended.
-
-    `names` are the names of the instances; by default they are numbered. `policy` is a name, with `policy_settings`, or a policy
-    object. `retries` is the maximum number of retries of a client that is refused with a retry time; it waits that time before
-    each. With `leaves_after_s` it disconnects when it has had no token for so long since it first sent the request. With
-    `gives_up` a session ends with a request that failed; otherwise its next turn follows. A share of `unnamed_share` (0 to 1) of
-    the sessions sends no session id. Each session is of one of `tenants`, at random by their shares.
-
-    With `layerwise` KV is pushed while it is computed. With `prompts_include_answers`, the tokens that a turn generated follow
-    its prompt in the session's next prompt (`pointsman_lab.workload.block_names`).
-
-    `lab_admission` is the admission rule of the lab in front of the gateway (empty: none), one of
-    `pointsman_lab.admission.registry.RULES`.
-
-    Delays: reading a request takes `frontend_s`, and tokenising `tokenise_token_s` per prompt token; both are constant. The way
-    to the router and the way back each take `placement_s` / 2 on average. A step or slice reaches an engine's scheduler after
-    `api_s` on average. These delays are exponentially distributed. Each request has its own draws, so under one `seed` a request
-    has the same delays with every policy. Agents' reports arrive `report_delay_s` late; a share of `report_loss` (0 to below 1)
-    of them is lost.
-
-    Sessions are assigned to `pools` models in turn, and so are instances. `routers` replicas share the pools; each pool has one
-    owner. At `owner_dies_at_s` the owner of the first pool dies. Its pools are taken over `takeover_s` later, when its lease has
-    expired. `owner_back_after_s` after its death it returns without state other than what agents then report. When it has
-    settled, the pools that prefer it are handed over to it. At `hand_over_at_s` the first pool's owner hands the pool to another
-    router. A pool that is handed over has its new owner `hand_over_takes_s` later.
-
-    With `exact_prefixes` False no engine reports KV events. The last `producers` instances only prefill for others.
-
-    With `shared_storage` the host tiers of a pool's instances copy their blocks to one storage, from which all of them can load.
-    Without `tiers_reported` agents report only the keys of engines' own caches, so that routers do not know of the tiers below.
-
-    A gateway that has waited `ownerless_timeout_s` for a pool's owner places the request itself. `timeouts` has its other
-    timeouts.
+    Delays: `placement_s` and `api_s` are means; these delays are exponentially distributed, the others
+    constant. Each request has its own draws, so under one `seed` a request has the same delays with every policy.
     """
 
     instances: int = 8
-    names: tuple[str, ...] = ()
-    policy: str | Policy = "unified"
+    names: tuple[str, ...] = ()  # of the instances; empty: they are numbered
+    policy: str | Policy = "unified"  # a name, with `policy_settings`, or a policy object
     policy_settings: Mapping[str, object] = field(default_factory=dict)
-    timing: str = "trace"
-    time_scale: float = 1.0
+    timing: str = "trace"  # "trace" or "think", as in replays
+    time_scale: float = 1.0  # times of the trace are multiplied by it
+    # Maximum number of sessions in flight; 0: unlimited. A session over the limit waits before its first turn until another
+    # session has ended.
     max_sessions: int = 0
     seed: int = 0
+    # Maximum number of retries of a client that is refused with a retry time; it waits that time before each.
     retries: int = 10
+    # A client disconnects when it has had no token for so long since it first sent the request.
     leaves_after_s: float | None = None
-    gives_up: bool = False
-    unnamed_share: float = 0.0
-    tenants: tuple[Tenant, ...] = (Tenant(),)
+    gives_up: bool = False  # a session ends with a request that failed; otherwise its next turn follows
+    unnamed_share: float = 0.0  # share of the sessions, 0 to 1, that send no session id
+    tenants: tuple[Tenant, ...] = (Tenant(),)  # each session is of one of them, at random by their shares
+    # The admission rule of the lab in front of the gateway, one of `pointsman_lab.admission.registry.RULES`; empty: none.
     lab_admission: str = ""
-    layerwise: bool = False
+    layerwise: bool = False  # KV is pushed while it is computed
+    # The tokens that a turn generated follow its prompt in the session's next prompt (`pointsman_lab.workload.block_names`).
     prompts_include_answers: bool = True
-    frontend_s: float = 0.0
-    tokenise_token_s: float = 0.0
-    placement_s: float = 0.0
-    api_s: float = 0.0
-    report_delay_s: float = 0.0
-    report_loss: float = 0.0
-    exact_prefixes: bool = True
-    producers: int = 0
-    pools: int = 1
-    routers: int = 1
-    owner_dies_at_s: float | None = None
-    takeover_s: float = 1.5
+    frontend_s: float = 0.0  # reading a request takes so long
+    tokenise_token_s: float = 0.0  # tokenising takes so long per prompt token
+    placement_s: float = 0.0  # the way to the router and the way back each take half of it
+    api_s: float = 0.0  # a step or slice reaches an engine's scheduler after that
+    report_delay_s: float = 0.0  # agents' reports arrive so much later
+    report_loss: float = 0.0  # share of the reports, 0 to below 1, that is lost
+    exact_prefixes: bool = True  # if False, no engine reports KV events
+    producers: int = 0  # the last so many instances only prefill for others
+    pools: int = 1  # number of models, to which sessions are assigned in turn, and so are instances
+    routers: int = 1  # number of replicas that share the pools; each pool has one owner
+    owner_dies_at_s: float | None = None  # when the owner of the first pool dies
+    takeover_s: float = 1.5  # its pools are taken over so much later, when its lease has expired
+    # After so long since its death it returns without state other than what agents then report. When it has settled, the pools
+    # that prefer it are handed over to it.
     owner_back_after_s: float | None = None
-    hand_over_at_s: float | None = None
-    hand_over_takes_s: float = 0.25
+    hand_over_at_s: float | None = None  # when the first pool's owner hands the pool to another router
+    hand_over_takes_s: float = 0.25  # a pool that is handed over has its new owner so much later
+    # A gateway that has waited so long for a pool's owner places the request itself.
     ownerless_timeout_s: float = DEFAULT_OWNER_TIMEOUT_S
+    # The host tiers of a pool's instances copy their blocks to one storage, from which all of them can load.
     shared_storage: bool = False
+    # If False, agents report only the keys of engines' own caches, so that routers do not know of the tiers below.
     tiers_reported: bool = True
-    timeouts: RequestTimeouts = field(default_factory=RequestTimeouts)
+    timeouts: RequestTimeouts = field(default_factory=RequestTimeouts)  # a gateway's other timeouts
     router: StateSettings = field(default_factory=StateSettings)
     engine: EngineConfig = field(default_factory=EngineConfig)
     profile: Profile = field(default_factory=Profile)

@@ -140,25 +140,25 @@ class PlacementTotals:
     reported_cached_tokens: int = 0
     modelled_cached_tokens: int = 0
 
-    def add(self, one: RequestPair) -> None:
+    def add(self, pair: RequestPair) -> None:
         """Count a pair. Mutates."""
         self.requests += 1
-        if not (one.recorded.ok and one.counterfactual.ok):
+        if not (pair.recorded.ok and pair.counterfactual.ok):
             self.failed += 1
             return
-        request = one.request
+        request = pair.request
         self.prompt_tokens += request.input_length
         self.keyed += request.keyed
         self.output_known += request.output_known
         self.placed += bool(request.instance)
-        self.same += request.instance == one.counterfactual.instance
-        self.recorded.add(one.recorded)
-        self.counterfactual.add(one.counterfactual)
-        if request.cached_tokens is not None and request.instance == one.recorded.instance:
+        self.same += request.instance == pair.counterfactual.instance
+        self.recorded.add(pair.recorded)
+        self.counterfactual.add(pair.counterfactual)
+        if request.cached_tokens is not None and request.instance == pair.recorded.instance:
             self.reported_requests += 1
             self.reported_prompt_tokens += request.input_length
             self.reported_cached_tokens += request.cached_tokens
-            self.modelled_cached_tokens += one.recorded.cached_tokens or 0
+            self.modelled_cached_tokens += pair.recorded.cached_tokens or 0
 
     def summary(self) -> dict[str, Any]:
         """Return all totals as JSON; ratios are of prompt tokens, None if there are none."""

@@ -285,7 +285,9 @@ class SimulatedGateway:
             placement.request_id,
             [name for name in self._instances if self._pool_of[name] == placement.model],
             target_named,
-            Counter(step.target.instance_id for one in self.requests.values() if (step := one.step) is not None),
+            Counter(
+                step.target.instance_id for request in self.requests.values() if (step := request.step) is not None
+            ),
             placement.exclude,
             self._round_robin,
         )

@@ -19,13 +19,13 @@ from pointsman_router.core.types import PlacementRequest
 
 @dataclass(eq=False)
 class SimulatedRequest:
-    """A request from its arrival to its end. `placement` has the id of the current attempt. `state_machine` handles the client's
-    current request; None before the client has sent one."""
+    """A request from its arrival to its end."""
 
     turn: Turn
     record: RequestRecord
     prompt: NamedPrompt
-    placement: PlacementRequest
+    placement: PlacementRequest  # with the id of the current attempt
+    # Of the client's current request; None before the client has sent one.
     state_machine: RequestStateMachine | None = None
     # Number of times that the client was refused and retried.
     refusals: int = 0
@@ -35,7 +35,6 @@ class SimulatedRequest:
     parked: bool = False
     # Number of requests to routers. A router's answer to any but the last one is void.
     questions: int = 0
-    # The open upstream request: instance and the engine's request id; ("", "") for none.
     # What is open upstream: instance and the engine's name for it; ("", "") for nothing.
     upstream: tuple[str, str] = ("", "")
     # Events that occurred while an effect was carried out; the state machine handles them next.

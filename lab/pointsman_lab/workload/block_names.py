@@ -24,18 +24,15 @@ class _Block(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class _LastTurn:
-    """A session's last turn, of `prompt_tokens` and `answer_tokens`.
+    """A session's last turn."""
 
-    `ids` are the trace's ids of `blocks`, which cover the first `at` of the prompt's `names`. `ends` are the names after those,
-    of blocks that the trace does not name; the answer's names are included.
-    """
-
-    prompt_tokens: int
-    answer_tokens: int
-    ids: Sequence[int]
-    blocks: list[_Block]
-    at: int
-    names: Sequence[int]
+    prompt_tokens: int  # of the turn
+    answer_tokens: int  # of the turn
+    ids: Sequence[int]  # the trace's ids of `blocks`
+    blocks: list[_Block]  # they cover the first `at` names
+    at: int  # number of names
+    names: Sequence[int]  # of the prompt
+    # The names after those, of blocks that the trace does not name; the answer's names are included.
     ends: Sequence[int]
 
     def after(self, names: Sequence[int]) -> Sequence[int]:

@@ -25,23 +25,21 @@ Starts = Literal["trace", "jitter", "resample", "burst", "sustained"]
 class Arrivals:
     """Start times of sessions. A session's turns keep their distances from its start.
 
-    `starts` is "trace" (as recorded), "jitter" (each moved by up to `jitter_s` in either direction, uniformly) or "resample"
-    (drawn anew, uniform over the trace's span: a Poisson process conditioned on its number of arrivals). Then all start times
-    are divided by `rate`.
-
     With "sustained" and "burst" the trace's sessions are drawn again and again, for as long as wanted. Their starts are a Poisson
-    process. Its rate is `rate` times the trace's (its sessions / its span) for `sustained_s`; in a burst it is `rate` for
-    `before_burst_s`, `burst_rate` for `burst_s`, and `rate` again for `after_burst_s`.
+    process.
     """
 
+    # "trace": as recorded; "jitter": each moved by up to `jitter_s` in either direction, uniformly; "resample": drawn anew,
+    # uniform over the trace's span (a Poisson process conditioned on its number of arrivals).
     starts: Starts = "jitter"
-    jitter_s: float = 30.0
+    jitter_s: float = 30.0  # s
+    # All start times are divided by it. Of "sustained" and "burst": times the trace's rate (its sessions / its span).
     rate: float = 1.0
-    burst_rate: float = 1.8
-    before_burst_s: float = 600.0
-    burst_s: float = 600.0
-    after_burst_s: float = 1200.0
-    sustained_s: float = 7200.0
+    burst_rate: float = 1.8  # as `rate`, for `burst_s`
+    before_burst_s: float = 600.0  # time of `rate` before the burst
+    burst_s: float = 600.0  # length of the burst
+    after_burst_s: float = 1200.0  # time of `rate` after it
+    sustained_s: float = 7200.0  # length of "sustained"
 
     def __post_init__(self) -> None:
         for name in ("rate", "burst_rate", "sustained_s"):

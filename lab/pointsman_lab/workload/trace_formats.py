@@ -135,30 +135,30 @@ def read_aiperf(lines: Lines) -> Iterator[TraceRequest]:
     sessions: dict[str, _AiperfSession] = {}
     fresh = count(-1, -1)
     for number, line in _decoded(lines, AiperfLine):
-        told = sessions.setdefault(line.session_id, _AiperfSession())
-        if told.turn and line.timestamp is None and line.delay is None:
+        session = sessions.setdefault(line.session_id, _AiperfSession())
+        if session.turn and line.timestamp is None and line.delay is None:
             raise LineError(number, "delay: missing in a later turn without timestamp")
         if line.hash_ids and len(line.hash_ids) not in _blocks_of(line.input_length, MOONCAKE_BLOCK):
             raise LineError(number, _wrong_blocks(len(line.hash_ids), line.input_length, MOONCAKE_BLOCK))
-        told.tokens += line.input_length
-        told.turn += 1
-        if told.turn == 1:
-            told.blocks += line.hash_ids[: line.input_length // MOONCAKE_BLOCK]
-        told.blocks += (next(fresh) for _ in range(told.tokens // MOONCAKE_BLOCK - len(told.blocks)))
-        at_ms = line.timestamp if line.timestamp is not None else told.answered_ms + (line.delay or 0.0)
+        session.tokens += line.input_length
+        session.turn += 1
+        if session.turn == 1:
+            session.blocks += line.hash_ids[: line.input_length // MOONCAKE_BLOCK]
+        session.blocks += (next(fresh) for _ in range(session.tokens // MOONCAKE_BLOCK - len(session.blocks)))
+        at_ms = line.timestamp if line.timestamp is not None else session.answered_ms + (line.delay or 0.0)
         output = max(line.output_length, 1)
         yield TraceRequest(
             timestamp_ms=at_ms,
             session_id=line.session_id,
-            turn=told.turn,
-            input_length=told.tokens,
+            turn=session.turn,
+            input_length=session.tokens,
             output_length=output,
-            hash_ids=tuple(told.blocks),
+            hash_ids=tuple(session.blocks),
             block_size=MOONCAKE_BLOCK,
-            think_ms=line.delay if told.turn > 1 else 0.0,
+            think_ms=line.delay if session.turn > 1 else 0.0,
         )
-        told.tokens += output
-        told.answered_ms = at_ms + ANSWER_MS + ANSWER_TOKEN_MS * output
+        session.tokens += output
+        session.answered_ms = at_ms + ANSWER_MS + ANSWER_TOKEN_MS * output
 
 
 class SessionDeriver:

@@ -52,7 +52,7 @@ def routers_of(router: str) -> Routers:
     """Return the live routers of the fleet of `router`. Its own address in them is `router`. Raises grpc.RpcError."""
     answer = ask(router, lambda fleet: fleet.ListReplicas, fleet_pb2.ListReplicasRequest(), TIMEOUT_S)
     asked = answer.this_replica.router_id
-    addresses = {one.router_id: one.address for one in answer.replicas} | {asked: router}
+    addresses = {replica.router_id: replica.address for replica in answer.replicas} | {asked: router}
     owners = {pool.model: pool.owner.router_id for pool in answer.pools if pool.HasField("owner")}
     return Routers(addresses, owners, asked)
 
@@ -71,22 +71,22 @@ def instances_of(router: str, model: str = "") -> tuple[fleet_pb2.ListInstancesR
     routers = routers_of(router)
     silent: list[str] = []
     answer = _list_instances(router, model)
-    pools = {one.instance.model for one in answer.instances}
+    pools = {status.instance.model for status in answer.instances}
     others = {owner for pool, owner in routers.owners.items() if pool in pools and owner != routers.asked}
     for owner in sorted(others & routers.addresses.keys()):
         try:
-            told = _list_instances(routers.addresses[owner], model)
+            of_owner = _list_instances(routers.addresses[owner], model)
         except grpc.RpcError as error:
-            owned = ", ".join(sorted(pool for pool, one in routers.owners.items() if one == owner))
+            owned = ", ".join(sorted(pool for pool, address in routers.owners.items() if address == owner))
             silent.append(
                 routers.silent(owner, error, f"it places {owned}: requests and sessions there are not counted")
             )
             continue
-        answer.held_requests += told.held_requests
-        known = {one.instance.instance_id: one for one in told.instances}
-        for one in answer.instances:
-            if routers.owners.get(one.instance.model) == owner and one.instance.instance_id in known:
-                one.CopyFrom(known[one.instance.instance_id])
+        answer.held_requests += of_owner.held_requests
+        known = {status.instance.instance_id: status for status in of_owner.instances}
+        for status in answer.instances:
+            if routers.owners.get(status.instance.model) == owner and status.instance.instance_id in known:
+                status.CopyFrom(known[status.instance.instance_id])
     return answer, silent
 
 
@@ -97,7 +97,7 @@ def pool_policies(router: str, model: str = "") -> dict[str, fleet_pb2.PoolPolic
     answers = _ask_all(
         routers, lambda fleet: fleet.ListReplicas, fleet_pb2.ListReplicasRequest(), "the policies of its pools"
     )
-    pools = {pool.model: pool.policy for one in answers.values() for pool in one.pools if pool.HasField("policy")}
+    pools = {pool.model: pool.policy for part in answers.values() for pool in part.pools if pool.HasField("policy")}
     return {name: pools[name] for name in sorted(pools) if model in ("", name)}
 
 
@@ -135,7 +135,7 @@ def newest_decisions(router: str, request: fleet_pb2.ListDecisionsRequest) -> fl
     """Return the newest decisions of all routers that match `request`, at most `request.page_size`."""
     answers = _ask_all(reachable_routers(router), lambda fleet: fleet.ListDecisions, request)
     listed = [answer.decisions for answer in answers.values()]
-    newest = heapq.merge(*listed, key=lambda one: one.time.ToNanoseconds(), reverse=True)
+    newest = heapq.merge(*listed, key=lambda decision: decision.time.ToNanoseconds(), reverse=True)
     return fleet_pb2.ListDecisionsResponse(decisions=itertools.islice(newest, request.page_size))
 
 
@@ -143,7 +143,9 @@ def of_its_router(router: str, decision_id: str, method: Method[T], request: obj
     """Return the answer of the router that has a decision, by decision id or request id. Ends the program if none has it."""
     routers = reachable_routers(router)
     maker = _maker(decision_id)
-    for router_id in sorted(routers.addresses, key=lambda one: (one != maker, one != routers.asked, one)):
+    for router_id in sorted(
+        routers.addresses, key=lambda router_id: (router_id != maker, router_id != routers.asked, router_id)
+    ):
         try:
             answer = ask(routers.addresses[router_id], method, request, timeout_s)
             break
@@ -166,7 +168,11 @@ def what_if_newest(router: str, request: fleet_pb2.WhatIfRequest, timeout_s: flo
     routers = reachable_routers(router)
     page = fleet_pb2.ListDecisionsRequest(page_size=request.last)
     listed = _ask_all(routers, lambda fleet: fleet.ListDecisions, page)
-    made = ((one.time.ToNanoseconds(), router_id) for router_id, answer in listed.items() for one in answer.decisions)
+    made = (
+        (decision.time.ToNanoseconds(), router_id)
+        for router_id, answer in listed.items()
+        for decision in answer.decisions
+    )
     # Without any decision one router is called all the same, so that an unknown policy is reported.
     counts = Counter(router_id for _, router_id in heapq.nlargest(request.last, made)) or {routers.asked: request.last}
     total = fleet_pb2.WhatIfResponse()
@@ -178,11 +184,11 @@ def what_if_newest(router: str, request: fleet_pb2.WhatIfRequest, timeout_s: flo
 
 def _add(total: fleet_pb2.WhatIfResponse, part: fleet_pb2.WhatIfResponse) -> None:
     """Add the sums of `part` to `total`, also by group. Mutates `total`."""
-    groups = {(one.route_class, one.reason): one for one in total.groups}
-    for one in part.groups:
-        key = one.route_class, one.reason
-        _sum(groups[key] if key in groups else total.groups.add(route_class=key[0], reason=key[1]), one)
-    total.groups.sort(key=lambda one: -one.decided)
+    groups = {(group.route_class, group.reason): group for group in total.groups}
+    for group in part.groups:
+        key = group.route_class, group.reason
+        _sum(groups[key] if key in groups else total.groups.add(route_class=key[0], reason=key[1]), group)
+    total.groups.sort(key=lambda group: -group.decided)
     _sum(total, part)
     total.held += part.held
     total.changes.extend(part.changes[: MAX_CHANGES - len(total.changes)])

@@ -16,8 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2
 from pointsman_cli.all_routers import instances_of
+from pointsman_cli.doctor_findings import TIMEOUT_S, EngineAccess, Finding, complete, skew
 from pointsman_cli.doctor_kv import answers, transfers
-from pointsman_cli.findings import TIMEOUT_S, EngineAccess, Finding, complete, skew
 from pointsman_cli.instance_commands import order_words, orders_of, state_words, suspension
 from pointsman_cli.router_call import ask, dial
 from pointsman_common.core.block_keys import KEY_TOKENS
@@ -89,17 +89,17 @@ def unanswered(router: str, error: grpc.RpcError) -> Finding:
     return Finding(Finding.FAIL, "router", found, advice)
 
 
-def redundancy(told: fleet_pb2.ListReplicasResponse) -> Iterator[Finding]:
+def redundancy(replicas: fleet_pb2.ListReplicasResponse) -> Iterator[Finding]:
     """Yield whether all routers that share a store are alive; nothing if the router has no shared store."""
-    if told.this_replica.store != "redis":
+    if replicas.this_replica.store != "redis":
         return
-    found = f"{len(told.replicas)} alive: {', '.join(one.router_id for one in told.replicas)}"
-    if not told.lost_replicas:
+    found = f"{len(replicas.replicas)} alive: {', '.join(replica.router_id for replica in replicas.replicas)}"
+    if not replicas.lost_replicas:
         yield Finding(Finding.OK, "routers", found)
         return
     lost = ", ".join(
-        f"{one.router_id} ended without notice {one.heartbeat_age.ToMilliseconds() / 1e3:.0f} s ago"
-        for one in told.lost_replicas
+        f"{replica.router_id} ended without notice {replica.heartbeat_age.ToMilliseconds() / 1e3:.0f} s ago"
+        for replica in replicas.lost_replicas
     )
     yield Finding(
         Finding.WARN,
@@ -118,12 +118,12 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
             "start `pointsman agent --engines URL --routers HOST:PORT`; if it runs, check it: --agent http://HOST:9101",
         )
         # The agent of a local `pointsman up` may report why.
-        yield from (one for one in _agent(AGENT) if one.check != f"agent {AGENT}")
+        yield from (finding for finding in _agent(AGENT) if finding.check != f"agent {AGENT}")
         return
-    for model in sorted({one.instance.model for one in instances}):
-        statuses = [one for one in instances if one.instance.model == model]
-        pool = [one.instance for one in statuses]
-        sizes = sorted({one.block_size for one in pool})
+    for model in sorted({status.instance.model for status in instances}):
+        statuses = [status for status in instances if status.instance.model == model]
+        pool = [status.instance for status in statuses]
+        sizes = sorted({instance.block_size for instance in pool})
         yield from placeability(model, statuses)
         yield (
             Finding(Finding.OK, f"model {model}", f"block size {sizes[0]}")
@@ -136,7 +136,7 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
             )
         )
         # Different revisions may have the same tokenizer. Gateways compare them.
-        if len({one.model_root.partition("@")[0] for one in pool}) > 1:
+        if len({instance.model_root.partition("@")[0] for instance in pool}) > 1:
             yield Finding(
                 Finding.WARN,
                 f"model {model}",
@@ -144,22 +144,26 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
                 "serve different models under different names",
             )
         yield from transfers(pool)
-        yield from answers([one.instance for one in statuses if one.state == fleet_pb2.INSTANCE_STATE_READY], access)
-    for one in instances:
-        yield from _instance(one, access)
+        yield from answers(
+            [status.instance for status in statuses if status.state == fleet_pb2.INSTANCE_STATE_READY], access
+        )
+    for status in instances:
+        yield from _instance(status, access)
 
 
 def placeability(model: str, pool: Sequence[fleet_pb2.InstanceStatus]) -> Iterator[Finding]:
     """Yield how many instances of a model can get requests."""
-    placeable = sum(one.state in PLACEABLE for one in pool)
+    placeable = sum(status.state in PLACEABLE for status in pool)
     found = f"{placeable} of {len(pool)} instances placeable"
     if placeable:
         yield Finding(Finding.OK, f"model {model}", found)
         return
-    counts = Counter(state_words(one) for one in pool)
+    counts = Counter(state_words(status) for status in pool)
     states = ", ".join(f"{count} {words}" for words, count in sorted(counts.items()))
     ordered = [
-        one for one in pool if one.state in (fleet_pb2.INSTANCE_STATE_CORDONED, fleet_pb2.INSTANCE_STATE_DRAINING)
+        status
+        for status in pool
+        if status.state in (fleet_pb2.INSTANCE_STATE_CORDONED, fleet_pb2.INSTANCE_STATE_DRAINING)
     ]
     advice = (
         "place on one again: pointsman uncordon INSTANCE, pointsman drain INSTANCE --resume"
@@ -198,46 +202,46 @@ def forgotten_orders(orders: Sequence[fleet_pb2.InstanceOrder], now: float) -> I
             )
 
 
-def instance_finding(one: fleet_pb2.InstanceStatus) -> Finding:
+def instance_finding(status: fleet_pb2.InstanceStatus) -> Finding:
     """Return whether an instance can get requests, with the operators' orders for it."""
-    name, ordered, age = one.instance.instance_id, order_words(one), one.report_age.ToMilliseconds() / 1e3
-    remarks = ", ".join(filter(None, (suspension(one), ordered)))
-    state = state_words(one) + (f" ({remarks})" if remarks else "")
-    if one.state == fleet_pb2.INSTANCE_STATE_CORDONED:
-        if one.underlying_state in (*PLACEABLE, fleet_pb2.INSTANCE_STATE_UNSPECIFIED):
+    name, ordered, age = status.instance.instance_id, order_words(status), status.report_age.ToMilliseconds() / 1e3
+    remarks = ", ".join(filter(None, (suspension(status), ordered)))
+    state = state_words(status) + (f" ({remarks})" if remarks else "")
+    if status.state == fleet_pb2.INSTANCE_STATE_CORDONED:
+        if status.underlying_state in (*PLACEABLE, fleet_pb2.INSTANCE_STATE_UNSPECIFIED):
             return Finding(Finding.OK, name, state)
         return Finding(Finding.WARN, name, state, "see the agent's and the engine's logs before you uncordon it")
-    if one.state == fleet_pb2.INSTANCE_STATE_SUSPENDED:
+    if status.state == fleet_pb2.INSTANCE_STATE_SUSPENDED:
         advice = "no requests are placed on it until its engine is woken up (POST /wake_up) or resumed (POST /resume)"
         return Finding(Finding.WARN, name, state, advice)
-    if one.state != fleet_pb2.INSTANCE_STATE_READY:
+    if status.state != fleet_pb2.INSTANCE_STATE_READY:
         return Finding(Finding.FAIL, name, state, "see the agent's and the engine's logs")
-    if one.circuit_open:
+    if status.circuit_open:
         found = "circuit open: it failed several requests in a row"
         return Finding(Finding.FAIL, name, found, "see the engine's log")
     if age > STALE_REPORT_S:
         advice = "check whether its agent is overloaded, and the network between agent and router"
         return Finding(Finding.WARN, name, f"last report {age:.0f} s ago", advice)
-    return Finding(Finding.OK, name, f"{state}, vLLM {one.instance.engine_version}, report {age:.1f} s old")
+    return Finding(Finding.OK, name, f"{state}, vLLM {status.instance.engine_version}, report {age:.1f} s old")
 
 
-def _instance(one: fleet_pb2.InstanceStatus, access: EngineAccess) -> Iterator[Finding]:
-    name = one.instance.instance_id
-    yield instance_finding(one)
-    if one.instance.prefix_mode != agent_pb2.PREFIX_MODE_EXACT:
-        yield inexact_finding(one.instance)
-    elif one.keys == 0 and one.load.prefix_cache_queries > one.instance.block_size:
+def _instance(status: fleet_pb2.InstanceStatus, access: EngineAccess) -> Iterator[Finding]:
+    name = status.instance.instance_id
+    yield instance_finding(status)
+    if status.instance.prefix_mode != agent_pb2.PREFIX_MODE_EXACT:
+        yield inexact_finding(status.instance)
+    elif status.keys == 0 and status.load.prefix_cache_queries > status.instance.block_size:
         yield Finding(
             Finding.WARN,
             name,
             "requests ran, but no cached block is known",
             "check that the agent can reach the engine's KV-event address",
         )
-    if one.instance.block_size % KEY_TOKENS:
-        yield Finding(Finding.FAIL, name, f"block size {one.instance.block_size}", f"use a multiple of {KEY_TOKENS}")
-    if not suspension(one):
+    if status.instance.block_size % KEY_TOKENS:
+        yield Finding(Finding.FAIL, name, f"block size {status.instance.block_size}", f"use a multiple of {KEY_TOKENS}")
+    if not suspension(status):
         # A suspended engine would keep the request until it is resumed.
-        yield from _engine(one.instance, access)
+        yield from _engine(status.instance, access)
 
 
 def inexact_finding(instance: agent_pb2.Instance) -> Finding:
@@ -319,8 +323,8 @@ def _gateway(gateway: str) -> Iterator[Finding]:
     else:
         yield Finding(Finding.OK, "gateway", "ready")
     if picker := body.get("picker"):
-        told = f"proxies ask it on port {picker['port']}; {picker['open_requests']} of their requests are open"
-        yield Finding(Finding.OK, "picker", told)
+        found = f"proxies ask it on port {picker['port']}; {picker['open_requests']} of their requests are open"
+        yield Finding(Finding.OK, "picker", found)
     for model, state in (body.get("models") or {}).items():
         if state.get("exact"):
             yield Finding(Finding.OK, f"tokenizer {model}", "its tokens equal the engine's")

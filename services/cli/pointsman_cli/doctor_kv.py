@@ -15,7 +15,7 @@ from http.client import HTTPException
 from typing import Any
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman_cli.findings import TIMEOUT_S, EngineAccess, Finding, complete
+from pointsman_cli.doctor_findings import TIMEOUT_S, EngineAccess, Finding, complete
 from pointsman_common.core.kv_transfer_params import mooncake_fetch, mooncake_send, nixl_send
 from pointsman_router.core.instances.kv_refusals import refused_senders
 from pointsman_router.io.convert import agent_messages
@@ -38,11 +38,11 @@ MAX_PAIRS = 32
 
 def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
     """Yield whether the instances of a pool that have a KV connector can transfer KV."""
-    able = [one for one in pool if one.kv_transfer.protocol]
-    refused = refused_senders(agent_messages.instance_info(one) for one in able)
-    for one in able:
-        name, kv = f"{one.instance_id} KV transfer", one.kv_transfer
-        for sender in refused.get(one.instance_id, ()):
+    able = [instance for instance in pool if instance.kv_transfer.protocol]
+    refused = refused_senders(agent_messages.instance_info(instance) for instance in able)
+    for instance in able:
+        name, kv = f"{instance.instance_id} KV transfer", instance.kv_transfer
+        for sender in refused.get(instance.instance_id, ()):
             yield Finding(
                 Finding.FAIL,
                 name,
@@ -50,8 +50,8 @@ def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
                 "compare the two engines' versions, flags and --block-size; restart the sender to let it send again, or the "
                 "receiver if the sender keeps its engine id",
             )
-        others = [other for other in able if other is not one and _kv_passes(one, other)]
-        if not others and not any(_kv_passes(other, one) for other in able if other is not one):
+        others = [other for other in able if other is not instance and _kv_passes(instance, other)]
+        if not others and not any(_kv_passes(other, instance) for other in able if other is not instance):
             yield Finding(
                 Finding.WARN,
                 name,
@@ -106,7 +106,7 @@ def pairs_of(pool: Sequence[agent_pb2.Instance]) -> Iterator[tuple[agent_pb2.Ins
     """Yield each instance that can send KV, with the next one in the order of `pool` that can receive it and does not refuse
     it."""
     refused = refused_senders(map(agent_messages.instance_info, pool))
-    pool = [one for one in pool if one.kv_transfer.protocol]
+    pool = [instance for instance in pool if instance.kv_transfer.protocol]
     for number, source in enumerate(pool):
         for target in itertools.chain(pool[number + 1 :], pool[:number]):
             if _kv_passes(source, target) and source.instance_id not in refused.get(target.instance_id, ()):
@@ -159,8 +159,8 @@ def _offloaded(
     question = _question(prompt)
     prefill = question | {"max_tokens": 1, "logprobs": None}
     if source.kv_transfer.protocol != agent_pb2.KV_PROTOCOL_MOONCAKE:
-        told = complete(source, prefill | {"kv_transfer_params": nixl_send()}, access, ANSWER_S)[0]
-        params = dict(told["kv_transfer_params"])
+        prefilled = complete(source, prefill | {"kv_transfer_params": nixl_send()}, access, ANSWER_S)[0]
+        params = dict(prefilled["kv_transfer_params"])
         # With it vLLM reports the sender's cached tokens in place of the receiver's.
         params.pop("remote_prefill_cached_tokens", None)
         return complete(target, question | {"kv_transfer_params": params}, access, ANSWER_S)[0]

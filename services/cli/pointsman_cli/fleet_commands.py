@@ -26,7 +26,7 @@ from rich.table import Table
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_cli.all_routers import instances_of, newest_decisions, of_its_router, pool_policies, warn
 from pointsman_cli.doctor import examine
-from pointsman_cli.findings import EngineAccess, Finding
+from pointsman_cli.doctor_findings import EngineAccess, Finding
 from pointsman_cli.installed_policies import installed_policies
 from pointsman_cli.instance_commands import (
     RouterFlag,
@@ -91,25 +91,25 @@ def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: Jso
         return
     table = _table("instance", "model", "state", "requests", "pending", "decode", "running", "waiting", "kv", "keys",
                    "hit", "sessions", "report", "process")  # fmt: skip
-    for one in answer.instances:
-        load = one.load
+    for status in answer.instances:
+        load = status.load
         table.add_row(
-            one.instance.instance_id,
-            one.instance.model,
-            _state_of(one),
-            str(one.num_requests),
-            f"{one.pending_prefill_tokens:,}",
-            f"{one.ongoing_decode_tokens:,}",
+            status.instance.instance_id,
+            status.instance.model,
+            _state_of(status),
+            str(status.num_requests),
+            f"{status.pending_prefill_tokens:,}",
+            f"{status.ongoing_decode_tokens:,}",
             str(load.running),
             str(load.waiting),
             f"{load.kv_usage:.0%}",
-            f"~{one.approximate_keys:,}"
-            if one.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE
-            else f"{one.keys:,}",
+            f"~{status.approximate_keys:,}"
+            if status.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE
+            else f"{status.keys:,}",
             f"{load.prefix_cache_hits / load.prefix_cache_queries:.0%}" if load.prefix_cache_queries else "-",
-            str(one.sessions),
-            f"{one.report_age.ToMilliseconds() / 1e3:.1f} s ago",
-            one.instance.incarnation[:12],
+            str(status.sessions),
+            f"{status.report_age.ToMilliseconds() / 1e3:.1f} s ago",
+            status.instance.incarnation[:12],
         )
     console.print(table)
     for order in _orders_for_unknown(router):
@@ -140,18 +140,18 @@ def _orders_for_unknown(router: str) -> list[fleet_pb2.InstanceOrder]:
         no_answer(router, error)
 
 
-def _state_of(one: fleet_pb2.InstanceStatus) -> str:
+def _state_of(status: fleet_pb2.InstanceStatus) -> str:
     """Return an instance's state as text, followed by operators' orders and by what is unusual about its keys."""
-    remarks = [escape(words) for words in (suspension(one), one.cordon_reason, weight_words(one)) if words]
-    if one.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE:
+    remarks = [escape(words) for words in (suspension(status), status.cordon_reason, weight_words(status)) if words]
+    if status.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE:
         remarks.append("approximate")
-    if one.prefix_source == fleet_pb2.PREFIX_SOURCE_NONE and one.state == fleet_pb2.INSTANCE_STATE_READY:
+    if status.prefix_source == fleet_pb2.PREFIX_SOURCE_NONE and status.state == fleet_pb2.INSTANCE_STATE_READY:
         remarks.append("cache counted as empty")
-    if one.circuit_open:
+    if status.circuit_open:
         remarks.append("circuit open")
-    if one.prediction_audit_failures:
-        remarks.append(f"prediction audit failed {one.prediction_audit_failures}x")
-    state = state_words(one)
+    if status.prediction_audit_failures:
+        remarks.append(f"prediction audit failed {status.prediction_audit_failures}x")
+    state = state_words(status)
     return f"{state} ({', '.join(remarks)})" if remarks else state
 
 
@@ -186,20 +186,20 @@ def decisions(
         return
     table = _table("decision", "time", "session", "input", "cached", "engine said", "class", "reason", "instance", "margin",
                    "outcome", "TTFT")  # fmt: skip
-    for one in answer.decisions:
-        done = one.finished
+    for listed in answer.decisions:
+        done = listed.finished
         table.add_row(
-            one.decision_id,
-            one.time.ToDatetime().strftime("%H:%M:%S.%f")[:-3],
-            one.session_id[:24],
-            f"{one.input_tokens:,}",
-            f"{one.cached_tokens:,}",
+            listed.decision_id,
+            listed.time.ToDatetime().strftime("%H:%M:%S.%f")[:-3],
+            listed.session_id[:24],
+            f"{listed.input_tokens:,}",
+            f"{listed.cached_tokens:,}",
             f"{done.cached_tokens:,}" if done.HasField("cached_tokens") else "-",
-            word(fleet_pb2.RouteClass, one.route_class),
-            one.reason,
-            " -> ".join(step.instance.instance_id for step in one.steps),
-            f"{one.margin:,.0f}" if one.HasField("margin") else "-",
-            word(fleet_pb2.DecisionOutcome, one.outcome),
+            word(fleet_pb2.RouteClass, listed.route_class),
+            listed.reason,
+            " -> ".join(step.instance.instance_id for step in listed.steps),
+            f"{listed.margin:,.0f}" if listed.HasField("margin") else "-",
+            word(fleet_pb2.DecisionOutcome, listed.outcome),
             f"{done.timings.first_token_ms:,.0f} ms" if done.timings.first_token_ms else "-",
         )
     console.print(table)
@@ -247,8 +247,11 @@ def policies(
         console.print(textwrap.indent(inspect.cleandoc(kind.__doc__ or ""), "  "), highlight=False, markup=False)
         if settings := dataclasses.fields(kind):
             console.print("  Settings:")
-        for one in settings:
-            console.print(f"    {one.name} = {one.default} ({bounds(one)}): {one.metadata['doc']}", highlight=False)
+        for setting in settings:
+            console.print(
+                f"    {setting.name} = {setting.default} ({bounds(setting)}): {setting.metadata['doc']}",
+                highlight=False,
+            )
         console.print()
 
 
@@ -297,7 +300,7 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
     route_class = word(fleet_pb2.RouteClass, decision.route_class)
     bounds_of_class = f" ({ROUTE_CLASSES[route_class]})" if route_class in ROUTE_CLASSES else ""
     steps = [step.instance.instance_id for step in decision.steps]
-    to = " -> ".join(one for number, one in enumerate(steps) if one != steps[number - 1] or not number) or "held"
+    to = " -> ".join(step for number, step in enumerate(steps) if step != steps[number - 1] or not number) or "held"
     console.print(
         f"[bold]{escape(decision.decision_id)}[/bold]  {escape(to)}  [bold]{explained(decision.reason)}[/bold]"
     )
@@ -338,20 +341,22 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
     table = _table(
         "", "candidate", "score", "cached", "new", "requests", "pending", "decode", "kv", "report age", "note"
     )
-    for one in sorted(decision.candidates, key=lambda one: (not one.HasField("score"), one.score)):
-        note = one.excluded or ("" if one.exact else "no keys known")
-        note = "; ".join(filter(None, (note, _loaded(one.kv_load).removeprefix(", "))))
+    for candidate in sorted(
+        decision.candidates, key=lambda candidate: (not candidate.HasField("score"), candidate.score)
+    ):
+        note = candidate.excluded or ("" if candidate.exact else "no keys known")
+        note = "; ".join(filter(None, (note, _loaded(candidate.kv_load).removeprefix(", "))))
         table.add_row(
-            "->" if one.instance_id == chosen else "",
-            one.instance_id,
-            _score(one.score) if one.HasField("score") else "-",
-            f"{one.cached_tokens:,}",
-            f"{one.new_tokens:,}",
-            str(one.num_requests),
-            f"{one.pending_prefill_tokens:,}",
-            f"{one.ongoing_decode_tokens:,}",
-            f"{one.kv_usage:.0%}",
-            f"{one.report_age.ToMilliseconds():,} ms" if one.HasField("report_age") else "-",
+            "->" if candidate.instance_id == chosen else "",
+            candidate.instance_id,
+            _score(candidate.score) if candidate.HasField("score") else "-",
+            f"{candidate.cached_tokens:,}",
+            f"{candidate.new_tokens:,}",
+            str(candidate.num_requests),
+            f"{candidate.pending_prefill_tokens:,}",
+            f"{candidate.ongoing_decode_tokens:,}",
+            f"{candidate.kv_usage:.0%}",
+            f"{candidate.report_age.ToMilliseconds():,} ms" if candidate.HasField("report_age") else "-",
             note,
         )
     console.print(table)
@@ -391,7 +396,7 @@ def _policy(policy: fleet_pb2.Policy) -> str:
 
 def _dry_run(gateway: str, prompt: Path, model: str, session: str) -> fleet_pb2.Decision:
     if not model:
-        names = [one["id"] for one in _http(f"{gateway}/v1/models")["data"]]
+        names = [model["id"] for model in _http(f"{gateway}/v1/models")["data"]]
         if len(names) != 1:
             fail(f"the gateway serves {', '.join(names) or 'no model'}; choose with --model")
         model = names[0]

@@ -88,12 +88,12 @@ def what_if(
     if as_json:
         typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True))
         return
-    for one in answer.changes:
-        via = f" via {one.to_prefill_instance_id}" if one.to_prefill_instance_id else ""
+    for change in answer.changes:
+        via = f" via {change.to_prefill_instance_id}" if change.to_prefill_instance_id else ""
         typer.echo(
-            f"{one.decision_id}: {one.from_instance_id} -> {one.to_instance_id or 'held'}{via} ({one.reason}), "
-            f"{one.cached_tokens_change:+,} cached tokens"
-            + (f", {_seconds(one.ttft_change)} to the first token" if one.HasField("ttft_change") else "")
+            f"{change.decision_id}: {change.from_instance_id} -> {change.to_instance_id or 'held'}{via} ({change.reason}), "
+            f"{change.cached_tokens_change:+,} cached tokens"
+            + (f", {_seconds(change.ttft_change)} to the first token" if change.HasField("ttft_change") else "")
         )
     if answer.changed > len(answer.changes):
         typer.echo(f"... and {answer.changed - len(answer.changes)} more")
@@ -139,17 +139,19 @@ def set_policy(
     settings.
     """
     request = fleet_pb2.SetPolicyRequest(policy=_policy(policy, settings))
-    for one in router or [DEFAULT_ROUTER]:
-        answer = call(one, lambda fleet: fleet.SetPolicy, request, TIMEOUT_S)
-        told = json_format.MessageToDict(answer.policy.settings)
-        typer.echo(f"{one}: {answer.policy.name}" + "".join(f" {name}={told[name]}" for name in sorted(told)))
+    for address in router or [DEFAULT_ROUTER]:
+        answer = call(address, lambda fleet: fleet.SetPolicy, request, TIMEOUT_S)
+        values = json_format.MessageToDict(answer.policy.settings)
+        typer.echo(f"{address}: {answer.policy.name}" + "".join(f" {name}={values[name]}" for name in sorted(values)))
         if answer.this_replica_only:
-            typer.echo(f"{one}: its Redis is not reachable; other routers follow when it is reachable again", err=True)
+            typer.echo(
+                f"{address}: its Redis is not reachable; other routers follow when it is reachable again", err=True
+            )
 
 
 def _policy(name: str, settings: list[str] | None) -> fleet_pb2.Policy:
     wanted = fleet_pb2.Policy(name=name)
-    wanted.settings.update(dict(_setting(one) for one in settings or []))
+    wanted.settings.update(dict(_setting(setting) for setting in settings or []))
     return wanted
 
 

@@ -35,7 +35,7 @@ ANSWER = 9
 IN_FLIGHT = 2
 
 
-class Bystander(KVConnectorBase_V1, SupportsHMA):
+class Bystander(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Another child of a MultiConnector, which has and saves nothing."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:

@@ -49,7 +49,7 @@ def fresh_words(number: int) -> str:
     return words(number, next(_seeds))
 
 
-def user(text: str) -> Message:
+def user(text: str | list[Any]) -> Message:
     """A user's message."""
     return {"role": "user", "content": text}
 

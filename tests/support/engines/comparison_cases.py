@@ -79,6 +79,11 @@ def case(name: str, path: str, own: bool = False, differs: Differs | None = None
     return Case(f"{path} {name}", path, json.dumps(kept).encode(), own, differs, streamed=streamed, alone=alone)
 
 
+def field(name: str, value: Any) -> dict[str, Any]:
+    """One field of a body, whose name is known when the test runs."""
+    return {name: value}
+
+
 def raw(
     name: str, path: str, body: bytes, *, own: bool = True, differs: Differs | None = None, type_: str = JSON
 ) -> Case:
@@ -104,13 +109,12 @@ def lengths() -> Iterable[Case]:
     """The context nearly full, and limits of every kind."""
     for path, limit in LIMIT.items():
         nearly, last = prompt_of(path, CONTEXT - 40), prompt_of(path, CONTEXT - 1)
-        yield from both("40 tokens of room, many more asked for", path, **nearly, **{limit: 3_000})
-        yield case("40 tokens of room, as many as the context asked for", path, **nearly, **{limit: CONTEXT})
-        yield case(
-            "40 tokens of room, more than the context asked for", path, own=True, **nearly, **{limit: CONTEXT + 1}
-        )
+        yield from both("40 tokens of room, many more asked for", path, **nearly, **field(limit, 3_000))
+        yield case("40 tokens of room, as many as the context asked for", path, **nearly, **field(limit, CONTEXT))
+        too_many = field(limit, CONTEXT + 1)
+        yield case("40 tokens of room, more than the context asked for", path, own=True, **nearly, **too_many)
         if path != MESSAGES:
-            yield case("7 tokens of room, no limit", path, **prompt_of(path, CONTEXT - 7), **{limit: LEFT_OUT})
+            yield case("7 tokens of room, no limit", path, **prompt_of(path, CONTEXT - 7), **field(limit, LEFT_OUT))
         yield from both("1 token of room", path, **last)
         for more in (0, 1, 700):
             yield case(f"{more} tokens too long", path, own=True, **prompt_of(path, CONTEXT + more))
@@ -126,7 +130,7 @@ def lengths() -> Iterable[Case]:
             (True, False),
             ([5], True),
         ):
-            yield case(f"limit {json.dumps(value)}", path, own=own, **{limit: value})
+            yield case(f"limit {json.dumps(value)}", path, own=own, **field(limit, value))
         yield case("limit left out", path, **(prompt_of(path, CONTEXT - 7) | {limit: LEFT_OUT}))
         yield case("limit null", path, **(prompt_of(path, CONTEXT - 7) | {limit: None}))
     for first, second in ((3, 6), (6, 3), (None, 3), (0, 3)):
@@ -169,7 +173,7 @@ def named(name: str) -> dict[str, Any]:
 
 def chat_tools() -> Iterable[Case]:
     """Tools of a chat."""
-    tools = {"tools": [TOOL], "max_tokens": 60}
+    tools: dict[str, Any] = {"tools": [TOOL], "max_tokens": 60}
     yield from both("named tool", CHAT, **tools, tool_choice=named("turn"))
     yield from both("required tool", CHAT, **tools, tool_choice="required")
     yield from both("no tool", CHAT, **tools | {"max_tokens": 6}, tool_choice="none")
@@ -357,7 +361,7 @@ def formats() -> Iterable[Case]:
     yield case("stop sequences as text", MESSAGES, own=True, stop_sequences=" r")
 
 
-SHORT = {"stop_sequences": [" "]}
+SHORT: Mapping[str, Any] = {"stop_sequences": [" "]}
 PIXEL = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(40)).decode()
 
 
@@ -496,12 +500,13 @@ def bodies() -> Iterable[Case]:
         yield case("streamed", path, stream=True)
         for value in (None, False, "true", 1):
             yield case(f"stream {json.dumps(value)}", path, stream=value)
-        for value in ("perhaps", 2, []):
+        wrong: tuple[Any, ...] = ("perhaps", 2, [])
+        for value in wrong:
             yield case(f"stream {json.dumps(value)}", path, own=True, stream=value)
         for name, value in (("temperature", "0"), ("top_p", "1"), ("top_k", "1")):
-            yield case(f"{name} in words", path, own=True, **{name: "hot"})
-            yield case(f"{name} as text", path, **{name: value})
-            yield case(f"{name} -5", path, **{name: -5})
+            yield case(f"{name} in words", path, own=True, **field(name, "hot"))
+            yield case(f"{name} as text", path, **field(name, value))
+            yield case(f"{name} -5", path, **field(name, -5))
         yield case("cache salt a number", path, own=True, cache_salt=5)
         yield case("cache salt empty", path, cache_salt="")
         yield case("session a number", path, own=path != MESSAGES, session_id=5)
@@ -523,7 +528,7 @@ def bodies() -> Iterable[Case]:
         yield case("stream options as text", path, own=True, stream=True, stream_options="usage")
         yield case("stream options without a stream", path, stream_options={"include_usage": True})
         for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p"):
-            yield case(f"{name} 9", path, **{name: 9})
+            yield case(f"{name} 9", path, **field(name, 9))
         for seed, own in ((2**70, False), ("x", True), (None, False)):
             yield case(f"seed {seed}", path, own=own, seed=seed)
         yield case("ignore_eos null", path, ignore_eos=None)

@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-from emulated_stream import EmulatedStream
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -30,6 +29,12 @@ from pointsman_connector.layerwise import sender as layerwise_sender
 from pointsman_connector.layerwise.chunks import Chunk
 from pointsman_connector.layerwise.kv_checks import CheckSettings
 from pointsman_connector.layerwise.receiver import LayerwiseWorker
+
+# In an engine's process this file's folder is on the path, and the package `tests` is not.
+if TYPE_CHECKING:
+    from tests.support.engines.emulated_stream import EmulatedStream
+else:
+    from emulated_stream import EmulatedStream
 
 BLOCK_TOKENS, HEADS, HEAD_SIZE = 32, 4, 64
 BLOCKS = 160
@@ -48,7 +53,7 @@ class CopyingEngine:
         self.late = False
         self._late_copies: list[tuple[int, bytes]] = []
         # Called before the bytes of a write are read.
-        self.before_reading: Callable[[], None] = lambda: None
+        self.before_reading: Callable[[], object] = lambda: None
 
     def initialize(self, *_: Any) -> int:
         return 0
@@ -91,6 +96,8 @@ class CopyingEngine:
 
 class Worker(LayerwiseWorker):
     """A worker whose layers run on `stream`."""
+
+    _block_sums: Any
 
     def __init__(self, stream: EmulatedStream | None, *arguments: Any) -> None:
         self.stream = stream
@@ -179,7 +186,8 @@ class Pair:
     @property
     def engine(self) -> CopyingEngine:
         """The sender's transfer engine."""
-        return self.sender.engine._engine
+        engine: CopyingEngine = self.sender.engine._engine
+        return engine
 
     def ask(self, transfer_id: str, blocks: list[int]) -> None:
         """The receiver asks for a prompt's KV, into these blocks."""
@@ -258,10 +266,10 @@ class Pair:
         """As `end`, when the receivers have all bytes. Returns when the sender has done all that it does without further
         checksums: its answer, too, if it does not wait for them."""
         transfer = self.sender._transfers[transfer_id]
+        computed = transfer.computed
+        assert computed is not None
         self._until(
-            lambda: self._in_sender(
-                lambda: all(one.delivery.done(transfer.computed) for one in transfer.receivers.values())
-            )
+            lambda: self._in_sender(lambda: all(one.delivery.done(computed) for one in transfer.receivers.values()))
         )
         self.end(transfer_id, blocks)
         self._until(transfer.scheduler_confirmed.is_set)
@@ -279,7 +287,7 @@ class Pair:
             def now(_, blocks: list[int]) -> list[int]:  # noqa: N805
                 if next(checks):
                     before_further()
-                found = sums.now(blocks)
+                found: list[int] = sums.now(blocks)
                 if self.engine.late:
                     self.engine.arrive_late()
                 return found
@@ -388,7 +396,7 @@ def wrong_kv(model_folder: str, fault: str, rank: int = 0) -> dict[str, Any]:
     bytes arrive, which is no fault of the sender. "none": no fault. `rank`: the receiver's among its tensor parallel workers."""
     sent, received = list(range(1, 9)), list(range(40, 48))
     with pair(model_folder, 6) as both:
-        sender = both.sender
+        sender: Any = both.sender
         overwritten = threading.Event()
         if fault == "early":
             sender.save_layer = lambda layer: sender._post(sender._saved, layer)
@@ -476,7 +484,12 @@ def preempted_after_its_end(model_folder: str) -> dict[str, Any]:
         freed = set(sender.transfer_results(idle=False).finished_sending)
         early = bool(freed)
         both.end("t", again)
-        both._until(lambda: bool(freed.update(sender.transfer_results(idle=False).finished_sending) or freed))
+
+        def has_freed() -> bool:
+            freed.update(sender.transfer_results(idle=False).finished_sending)
+            return bool(freed)
+
+        both._until(has_freed)
         both._until(lambda: not sender._transfers)
         return {"used": used, "same": same, "early": early, "freed": sorted(freed), "kept": len(sender._transfer_of)}
 

@@ -13,12 +13,12 @@ class EmulatedStream:
     ended."""
 
     def __init__(self) -> None:
-        self._launched: SimpleQueue[tuple[float, Callable[[], None]] | None] = SimpleQueue()
+        self._launched: SimpleQueue[tuple[float, Callable[[], object]] | None] = SimpleQueue()
         self.ended_at: list[float] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def launch(self, takes_s: float, work: Callable[[], None]) -> None:
+    def launch(self, takes_s: float, work: Callable[[], object]) -> None:
         """Queue work that ends `takes_s` after it has begun; its effects are there at its end."""
         self._launched.put((takes_s, work))
 

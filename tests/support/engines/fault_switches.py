@@ -28,8 +28,8 @@ def installed(folder: Path) -> Path:
     """A folder with the connector package, installed as in an engine's environment, and the faulty connector."""
     # The build writes beside its sources.
     shutil.copytree(REPOSITORY / "connector", folder / "source")
-    flags = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", folder / "site"]
-    subprocess.run([ENGINE_PYTHON, "-m", "pip", "install", *flags, folder / "source"], check=True, timeout=120)
+    flags = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", str(folder / "site")]
+    subprocess.run([ENGINE_PYTHON, "-m", "pip", "install", *flags, str(folder / "source")], check=True, timeout=120)
     shutil.copy(Path(__file__).with_name("faulty_connector.py"), folder / "site")
     return folder / "site"
 

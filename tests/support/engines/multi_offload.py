@@ -11,12 +11,10 @@ import json
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-from async_scheduling import LAYERWISE
-from emulated_offload import WITHIN_S, Worker, pair
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
@@ -25,6 +23,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 
 from pointsman_connector.layerwise.chunks import Chunk
 from pointsman_connector.layerwise.connector import LayerwiseMetadata, LayerwiseMooncakeConnector
+
+# In an engine's process this file's folder is on the path, and the package `tests` is not.
+if TYPE_CHECKING:
+    from tests.support.engines.async_scheduling import LAYERWISE
+    from tests.support.engines.emulated_offload import WITHIN_S, Worker, pair
+else:
+    from async_scheduling import LAYERWISE
+    from emulated_offload import WITHIN_S, Worker, pair
 
 SENT, RECEIVED = list(range(1, 9)), list(range(40, 48))
 

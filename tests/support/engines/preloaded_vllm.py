@@ -78,7 +78,7 @@ def _serve(start: dict[str, Any]) -> None:
     os.environ.update(start["env"])
     os.chdir(start["cwd"])
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    multiprocessing.get_context = _forking  # type: ignore[assignment]
+    multiprocessing.get_context = _forking
     module, *sys.argv[1:] = start["argv"]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -13,11 +13,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Run as a script it lies beside model.py; tests import both from the package.
-sys.path.insert(0, str(Path(__file__).parent))
-import model as text
+if TYPE_CHECKING:
+    from tests.support.engines import model as text
+else:
+    sys.path.insert(0, str(Path(__file__).parent))
+    import model as text
 
 SEED = 11
 IMAGE = "<image>"

@@ -72,7 +72,7 @@ class Region:
         return self.view
 
 
-class Storage(SecondaryTierManager):
+class Storage(SecondaryTierManager):  # type: ignore[misc]
     """As FileSystemTierManager: a block that is there is not written again, and no block is ever evicted. It knows at once
     whether it has a block, which that class asks a thread."""
 
@@ -80,7 +80,9 @@ class Storage(SecondaryTierManager):
 
     def __init__(self, runner: Runner, view: memoryview) -> None:
         super().__init__(None, view, "storage")
-        self.runner, self.keys, self.jobs = runner, set(), {}
+        self.runner = runner
+        self.keys: set[Any] = set()
+        self.jobs: dict[int, TransferJob] = {}
         self.writes, self.reads = (Direction(runner.settings, "storage") for _ in range(2))
         self.events: list[OffloadingEvent] = []
 
@@ -142,7 +144,11 @@ class Runner:
         self.host = self.connector.manager
         assert self.host._num_chunks == self.settings["host_blocks"]
         self.hasher = get_request_block_hasher(block_size, sha256)
-        self.now, self.names, self.preempted, self.ended, self.batches = 0.0, {}, [], [], []
+        self.now = 0.0
+        self.names: dict[Any, str] = {}
+        self.preempted: list[str] = []
+        self.ended: list[str] = []
+        self.batches: list[Any] = []
         self.stores, self.loads = (Direction(self.settings, "host") for _ in range(2))
         self.tiers = None
         if script["storage"]:
@@ -280,7 +286,8 @@ class Runner:
     def _events(self) -> tuple[list[list[str]], list[list[str]]]:
         """[kind, block] of the engine's own cache and [kind, block, medium] of the tiers below, each block named by all tokens up
         to its end. An event of a tier below names its blocks in no order."""
-        own, host = [], []
+        own: list[list[str]] = []
+        host: list[list[str]] = []
         for event in [event for batch in self.batches for event in batch.events]:
             told, medium = (own, []) if event.medium == "GPU" else (host, [event.medium])
             if type(event).__name__ == "BlockStored":

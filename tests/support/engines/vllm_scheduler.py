@@ -30,7 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 
-class LoadsWhatIsAsked(KVConnectorBase_V1):
+class LoadsWhatIsAsked(KVConnectorBase_V1):  # type: ignore[misc]
     """As MooncakeConnector on the decoding side: a request's leading `remote` tokens come from elsewhere, once."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:

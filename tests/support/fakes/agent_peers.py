@@ -327,12 +327,8 @@ class RunningAgent:
     """An agent in this process, run by the agent's own `serve`."""
 
     def __init__(self, engines: list[str], routers: list[str], state_dir: Path, **settings: Any) -> None:
-        self.settings = AgentSettings(
-            engines=engines,
-            routers=routers,
-            state_dir=state_dir,
-            **{"scrape_interval_s": 0.05, "consistency_check_interval_s": 0.1, "metrics_listen": ""} | settings,
-        )
+        quick: dict[str, Any] = {"scrape_interval_s": 0.05, "consistency_check_interval_s": 0.1, "metrics_listen": ""}
+        self.settings = AgentSettings(engines=engines, routers=routers, state_dir=state_dir, **quick | settings)
         self._stop = asyncio.Event()
         self.task = asyncio.create_task(serve(self.settings, self._stop))
 

@@ -382,6 +382,11 @@ class Stack(Peers):
     gateway: Any
 
 
+def fake_router(pools: list[placement_pb2.Pool]) -> FakeRouter:
+    """Make a router that answers UNIMPLEMENTED to the calls that gateways do not make."""
+    return FakeRouter(pools)  # type: ignore[abstract]
+
+
 @asynccontextmanager
 async def peers(
     folder: Path, engines: int, template: str = CHATML, engine: type[FakeEngine] = FakeEngine
@@ -404,7 +409,7 @@ async def peers(
         max_model_len=4096,
         instances=refs,
     )
-    router = FakeRouter([pool])
+    router = fake_router([pool])
     await router.start()
     try:
         yield Peers(router, servers)
@@ -434,7 +439,7 @@ async def stack(
 @asynccontextmanager
 async def gateway_before(up: Peers, **settings: Any) -> AsyncIterator[tuple[Any, str]]:
     """Run a gateway in this process that uses `up`'s router; yield the gateway and its URL."""
-    given = {
+    given: dict[str, Any] = {
         "listen": "127.0.0.1:0",
         "routers": [up.router.address],
         "drain_timeout_s": 0.5,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
@@ -72,7 +73,7 @@ class FakeHub:
         return f"{request.match_info['owner']}/{request.match_info['name']}"
 
     @web.middleware
-    async def _allowed(self, request: web.Request, handler: web.Handler) -> web.StreamResponse:  # type: ignore[name-defined]
+    async def _allowed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self.asked.append(request.path)
         if self.broken or (self.without and request.path.endswith(self.without)):
             return web.Response(status=503)

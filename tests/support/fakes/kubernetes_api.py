@@ -137,8 +137,8 @@ class FakeKubernetes:
                 queue.put_nowait(event)
         self._watching.add(queue)
         try:
-            while (event := await queue.get()) is not None:
-                await answer.write(json.dumps(event).encode() + b"\n")
+            while (told := await queue.get()) is not None:
+                await answer.write(json.dumps(told).encode() + b"\n")
         finally:
             self._watching.discard(queue)
         return answer

@@ -107,13 +107,15 @@ async def offload_stack(tmp_path: Path, short: Sequence[str] = ()) -> AsyncItera
 
 
 def offloading(
-    up: Stack, protocol: int = agent_pb2.KV_PROTOCOL_MOONCAKE, layerwise: tuple[bool, bool] = (False, False)
+    up: Stack,
+    protocol: agent_pb2.KvProtocol.ValueType = agent_pb2.KV_PROTOCOL_MOONCAKE,
+    layerwise: tuple[bool, bool] = (False, False),
 ) -> None:
     """Make the router plan PREFILL on i0 and SERVE on i1; after a failure, SERVE on i1 without KV."""
     p, d = up.router.pools[0].instances
     p.kv_transfer.layerwise, d.kv_transfer.layerwise = layerwise
     for ref, engine in zip((p, d), up.engines, strict=True):
-        ref.kv_transfer.protocol = protocol  # type: ignore[assignment]
+        ref.kv_transfer.protocol = protocol
         ref.kv_transfer.bootstrap_url = engine.url
     normal = up.router.placer
 

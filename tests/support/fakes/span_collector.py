@@ -77,7 +77,7 @@ def collecting() -> Iterator[Collector]:
     begun = threading.Barrier(WORKERS)
     wait([pool.submit(begun.wait) for _ in range(WORKERS)])
     server = grpc.server(pool)
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
     collector.url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from pointsman_lab.emulator.told_answers import begun_answer, with_comment
+from pointsman_lab.emulator.answer_records import begun_answer, with_comment
 from tests.support.fakes.engine_answers import Script
 from tests.support.fakes.gateway_peers import FakeEngine
 

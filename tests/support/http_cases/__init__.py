@@ -84,7 +84,7 @@ def _expanded(text: str, macros: dict[str, str]) -> str:
 
 def answers_in(data: bytes, *, head: bool, ended: bool) -> list[int]:
     """Return statuses of the whole answers in `data`, without 1xx. `head`: the first has no body. `ended`: no data follows."""
-    statuses = []
+    statuses: list[int] = []
     while (end := data.find(b"\r\n\r\n")) >= 0:
         fields = data[:end].decode("latin-1").lower().split("\r\n")
         status, data = int(fields[0].split(" ")[1]), data[end + 4 :]

@@ -53,8 +53,8 @@ class Stack:
         """Return `text` of service `name` with this machine's paths, addresses and ports."""
         for mount, here in sorted(self._mounts(name).items(), key=lambda one: -len(one[0])):
             text = re.sub(rf"(?<![\w./-]){re.escape(mount)}(?![\w-])", str(here), text)
-        for (service, port), here in self.ports.items():
-            text = re.sub(rf"(?<![\w.-]){service}:{port}\b", f"127.0.0.1:{here}", text)
+        for (service, port), own in self.ports.items():
+            text = re.sub(rf"(?<![\w.-]){service}:{port}\b", f"127.0.0.1:{own}", text)
             if service == name:
                 text = re.sub(rf"\b(0\.0\.0\.0|127\.0\.0\.1):{port}\b", rf"\g<1>:{here}", text)
                 text = re.sub(rf"(\btcp://\*:|^--port=){port}\b", rf"\g<1>{here}", text)

@@ -250,7 +250,7 @@ class ControlPlane:
         return list(reversed(found))
 
     @contextmanager
-    def policy(self, name: str, **settings: object) -> Iterator[None]:
+    def policy(self, name: str, **settings: Any) -> Iterator[None]:
         """Make the router use this policy inside the block."""
         before = self._list_instances().policy
         wanted = fleet_pb2.Policy(name=name)

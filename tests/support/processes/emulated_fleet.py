@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -18,6 +19,10 @@ from tests.support.waiting import until
 
 MODEL = "pointsman-emulated"
 START_S = 120.0
+
+
+def _has_started(log: Path) -> bool:
+    return "emulated engine" in log.read_text()
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ def emulated_fleet(folder: Path, *more: str) -> Iterator[EmulatedFleet]:
         for part in parts:
             part.start()
         for part in parts:
-            part.wait_ready(lambda log=part.log: "emulated engine" in log.read_text(), within_s=START_S)  # type: ignore[misc]
+            part.wait_ready(partial(_has_started, part.log), within_s=START_S)
         plane.start()
         plane.wait_ready(lambda: "OpenAI API" in plane.log.read_text(), within_s=START_S)
         until(lambda: ask(f"{fleet.gateway_url}/health").json()["status"] == "ok", within_s=60, what="exact tokens")

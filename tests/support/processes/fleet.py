@@ -81,9 +81,9 @@ class Fleet:
         argv = ["env", "--ignore-signal=XFSZ", *redis_command(self.ports["redis"], self.folder, *flags)]
         self._part("redis", argv)
         for name in ENGINES:
-            flags = {"port": self.ports[name], "model": MODEL, "max_model_len": 32_000, "kv_blocks": 4_000}
-            flags |= self._more.get("emulate", {})
-            argv = [sys.executable, "-m", "tests.support.processes.ledger_engine", str(self.ledger), *_words(flags)]
+            shape = {"port": self.ports[name], "model": MODEL, "max_model_len": 32_000, "kv_blocks": 4_000}
+            shape |= self._more.get("emulate", {})
+            argv = [sys.executable, "-m", "tests.support.processes.ledger_engine", str(self.ledger), *_words(shape)]
             self._part(name, argv)
         for name in ROUTERS:
             self._service(

@@ -326,7 +326,7 @@ class Pod:
         [(kind, told)] = source.items()
         if kind == "fieldRef":
             fields = {"metadata.name": self.name, "metadata.namespace": self.namespace, "status.hostIP": "127.0.0.1"}
-            return fields[told["fieldPath"]]
+            return str(fields[told["fieldPath"]])
         found = self.cluster.data({"configMapKeyRef": "ConfigMap", "secretKeyRef": "Secret"}[kind], told["name"])
         if found is None or told["key"] not in found:
             assert told.get("optional"), f"{self.name}: no {told['key']} in {told['name']}"

@@ -8,6 +8,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ async def replicas(
                     for at, instance in enumerate(members):
                         changes = {"url": urls[at]} if urls else {}
                         task = asyncio.create_task(keep_reporting(router.address, instance, model, **changes))
-                        stack.push_async_callback(asyncio.gather, task, return_exceptions=True)
+                        stack.push_async_callback(partial(asyncio.gather, task, return_exceptions=True))
                         stack.callback(task.cancel)
             addresses = [router.address for router in routers.values()]
             for at in range(count):

@@ -16,12 +16,12 @@ from pointsman_agent.core import key_stream, report_protocol
 from pointsman_lab.rival_policies.registry import POLICIES
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core import router_state
-from pointsman_router.core.first_choice import MANY
 from pointsman_router.core.instances.report_sync import Delta, SnapshotChunk
 from pointsman_router.core.load import affinity
-from pointsman_router.core.policy_views import Views
+from pointsman_router.core.policy_views import FleetViewBuilder
 from pointsman_router.core.prefix import exact_index
-from pointsman_router.io.convert.told_fleet import ToldFleet
+from pointsman_router.core.shortlist import MAX_FULL_VIEW
+from pointsman_router.io.convert.sent_fleet import SentFleet
 from pointsman_router.io.store import redis_store
 from tests.support.virtual import costs
 from tests.support.virtual.costs import Declared
@@ -118,33 +118,35 @@ class Charges:
             smaller(affinity, "CHUNK", self.sessions)
             smaller(affinity, "DROPPED_AT_ONCE", self.sessions)
             smaller(key_stream, "CHUNK_KEYS", self.keys_of_one)
-            replace(Views, "view", self._view)
-            replace(Views, "has_room", self._has_room)
+            replace(FleetViewBuilder, "view", self._view)
+            replace(FleetViewBuilder, "has_room", self._has_room)
             replace(router_state.RouterState, "what_if", self._what_if)
             replace(exact_index.PrefixIndex, "__init__", self._index)
             replace(exact_index.PrefixIndex, "_sweep_on", self._sweep_on)
             replace(affinity.Affinity, "recall", self._recall)
             replace(affinity.Affinity, "expire", self._expire)
             replace(redis_store, "_change", self._change)
-            replace(ToldFleet, "whole", self._whole)
+            replace(SentFleet, "whole", self._whole)
             replace(report_protocol.ReportProtocol, "next_message", self._next_message)
             yield
 
-    def _looked_at(self, built: int, *, few: bool) -> float:
+    def _looked_at(self, built: int, *, shortlisted: bool) -> float:
         """Return the number of candidates that a decision on `built` candidates stands for."""
-        return min(built * self.instances, max(MANY, built)) if few else built * self.instances
+        return min(built * self.instances, max(MAX_FULL_VIEW, built)) if shortlisted else built * self.instances
 
     def _view(self, view: Any) -> Any:
-        def charged(views: Views, request: Any, pool: str, number: int, now: float, *, few: bool = False) -> Any:
-            found = view(views, request, pool, number, now, few=few)
-            candidates = self._looked_at(len(found.candidates), few=few) * costs.CANDIDATE_S
+        def charged(
+            views: FleetViewBuilder, request: Any, pool: str, number: int, now: float, *, shortlisted: bool = False
+        ) -> Any:
+            found = view(views, request, pool, number, now, shortlisted=shortlisted)
+            candidates = self._looked_at(len(found.candidates), shortlisted=shortlisted) * costs.CANDIDATE_S
             self._charge(costs.PLACEMENT_S + candidates + len(request.keys) * costs.PROMPT_KEY_S)
             return found
 
         return charged
 
     def _has_room(self, has_room: Any) -> Any:
-        def charged(views: Views, pool: str, model: str, now: float) -> bool:
+        def charged(views: FleetViewBuilder, pool: str, model: str, now: float) -> bool:
             self._charge(len(views._instances.members(pool, model)) * self.instances * costs.ROOM_S)
             return bool(has_room(views, pool, model, now))
 
@@ -152,8 +154,8 @@ class Charges:
 
     def _what_if(self, what_if: Any) -> Any:
         def charged(state: Any, decision: Any, policy: Any) -> Any:
-            few = POLICIES[decision.policy.name].looks_at_few
-            seen = self._looked_at(len(decision.view.candidates), few=few)
+            shortlisted = POLICIES[decision.policy.name].uses_shortlist
+            seen = self._looked_at(len(decision.view.candidates), shortlisted=shortlisted)
             self._charge(self.decisions * (costs.WHAT_IF_S + seen * costs.WHAT_IF_CANDIDATE_S))
             return what_if(state, decision, policy)
 

@@ -17,7 +17,7 @@ from pointsman_agent.io.report_sender import Reporter
 from pointsman_agent.io.state_file import SavedState, restore_cached_blocks, to_saved_state
 from pointsman_common.core.block_keys import KEY_TOKENS, extend_keys, root_key
 from pointsman_gateway.core.request.transfer_params import RELEASE_MODEL
-from pointsman_lab.emulator.told_answers import begun_answer, with_comment
+from pointsman_lab.emulator.answer_records import begun_answer, with_comment
 from tests.support.virtual.network import Channel, Network, Node
 
 CAPACITY_BLOCKS = 48
@@ -287,10 +287,11 @@ class _Watched:
                 protocol=pb.KV_PROTOCOL_MOONCAKE, bootstrap_url=engine.url, layerwise=engine.layerwise
             ),
         )
+        channels: dict[str, Any] = {router: Channel(network, router) for router in routers}
         reporters = [
             Reporter(
                 router,
-                Channel(network, router),  # type: ignore[arg-type]
+                channels[router],
                 tuple,
                 self.cached_blocks,
                 instance,

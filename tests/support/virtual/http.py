@@ -23,7 +23,7 @@ class Connection:
     def __init__(self, network: Network, engine: Engine) -> None:
         self._network = network
         self.client, self.server = here(), engine.node
-        self.answer = UpstreamResponse(self)  # type: ignore[arg-type]
+        self.answer = UpstreamResponse(self)
         self.head = asyncio.get_running_loop().create_future()
         self._down = Pipe(network, self.server, self.client)
         self._serving: asyncio.Task[None] | None = None

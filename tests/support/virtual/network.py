@@ -259,7 +259,7 @@ class Call:
     def _error(self) -> grpc.aio.AioRpcError:
         assert self._status is not None
         none = grpc.aio.Metadata()
-        return grpc.aio.AioRpcError(self._status.code, none, none, self._status.details)
+        return grpc.aio.AioRpcError(self._status.code, none, none, self._status.details, None)
 
 
 class _Aborted(Exception):

@@ -45,7 +45,7 @@ class CheckedRouter(Router):
             before, self._ticked_at = self._ticked_at, time.monotonic()
             invariants.check_tick(self.state, self._node, before, self._ticked_at)
         held = len(self.state.held_requests.queue) > 0
-        effects = self._world.charges.submit(super().submit, event, held=held)
+        effects: list[ev.Effect] = self._world.charges.submit(super().submit, event, held=held)
         if passes:
             invariants.check_held(self.state, self._ticked_at, time.monotonic())
         self._events += 1

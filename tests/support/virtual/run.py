@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import structlog
 
@@ -76,7 +76,7 @@ def watch(loop: VirtualLoop, result: Run, work: Coroutine[Any, Any, None]) -> No
     def fault(_: object, context: dict[str, Any]) -> None:
         result.failure = result.failure or f"{context['message']}: {context.get('exception')!r}"
 
-    def note(logger: object, level: str, entry: dict[str, Any]) -> None:
+    def note(logger: object, level: str, entry: structlog.typing.EventDict) -> NoReturn:
         if level in ("error", "critical", "exception"):
             result.failure = result.failure or f"logged: {entry}"
         raise structlog.DropEvent

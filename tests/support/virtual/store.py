@@ -82,7 +82,8 @@ class VirtualRedis:
 
     def fields(self, key: str) -> dict[str, str]:
         """Return a hash without a copy. The caller must not change the hash."""
-        return self._live(key) or {}
+        fields: dict[str, str] = self._live(key) or {}
+        return fields
 
     def _table(self, value: Any) -> Any:
         return self._lua.table_from([self._table(one) for one in value]) if isinstance(value, list) else value
@@ -110,7 +111,8 @@ class VirtualRedis:
         return self._table([str(int(now)), str(int(now % 1 * 1e6))])
 
     def _get(self, key: str) -> str | None:
-        return self._live(key)
+        value: str | None = self._live(key)
+        return value
 
     def _set(self, key: str, value: str) -> str:
         self._values[key] = value

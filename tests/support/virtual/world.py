@@ -15,6 +15,7 @@ from unittest import mock
 from zlib import crc32
 
 import msgspec
+import redis.asyncio
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import prompt_keys
@@ -36,7 +37,6 @@ from pointsman_gateway.io.request.shared_context import SharedContext
 from pointsman_gateway.io.routing.router_client import RouterClient
 from pointsman_gateway.io.telemetry.line_log import LineLog
 from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
-from pointsman_router.io.store import redis_store
 from tests.support.virtual import invariants
 from tests.support.virtual import store as virtual_store
 from tests.support.virtual.charging import PREBUILT, PREBUILT_SESSIONS, Charges
@@ -80,6 +80,9 @@ class GatewayNode:
         self.node = Node(self.name)
         self.node.spawn(self._run())
 
+    def _dial(self, address: str) -> Any:
+        return Channel(self._world.network, address)
+
     async def _run(self) -> None:
         self._states = {}
         self._processes += 1
@@ -90,7 +93,7 @@ class GatewayNode:
             2.0,
             on_pools=self._take_pools,
             on_connected=lambda _: None,
-            dial=lambda address: Channel(self._world.network, address),
+            dial=self._dial,
         )
         up = upstream(self._world.network, self._world.engines)
         pools: Any = SimpleNamespace(check_token_count=lambda *_: None)
@@ -306,7 +309,7 @@ class World:
                 self.redis.prebuild(model, sessions)
         with (
             self.charges.charging(),
-            mock.patch.object(redis_store.redis.asyncio.Redis, "from_url", from_url),
+            mock.patch.object(redis.asyncio.Redis, "from_url", from_url),
         ):
             everything: list[Any] = [*self.routers.values(), *self.agents.values(), *self.gateways.values()]
             for one in everything:

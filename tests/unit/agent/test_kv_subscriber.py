@@ -51,7 +51,8 @@ async def test_no_message_is_lost_that_comes_as_patience_ends(monkeypatch: pytes
     monkeypatch.setattr(kv_subscriber, "FIRST_TAIL_CHECK_S", PATIENCE_S)
     blocks, changed = CachedBlocks("tiny"), asyncio.Event()
     # Without a replay socket a lost message is not sent again.
-    subscriber = KvSubscriber(Context(), KvEventSource("inproc://events"), blocks, changed.set)  # type: ignore[arg-type]
+    context: Any = Context()
+    subscriber = KvSubscriber(context, KvEventSource("inproc://events"), blocks, changed.set)
     assert await subscriber.start()
     running = asyncio.create_task(subscriber.run())
     async with asyncio.timeout(20):

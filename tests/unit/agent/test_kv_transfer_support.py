@@ -23,7 +23,9 @@ def told(url: str, **changes: str) -> pb.KvTransfer | None:
     return kv_transfer(parse_engine_address(url), ANNOUNCED | changes, "auto")
 
 
-def mooncake(bootstrap: str, *, layerwise: bool = True, role: pb.KvRole = pb.KV_ROLE_UNSPECIFIED) -> pb.KvTransfer:
+def mooncake(
+    bootstrap: str, *, layerwise: bool = True, role: pb.KvRole.ValueType = pb.KV_ROLE_UNSPECIFIED
+) -> pb.KvTransfer:
     return pb.KvTransfer(
         protocol=pb.KV_PROTOCOL_MOONCAKE, bootstrap_url=bootstrap, cache_dtype="auto", layerwise=layerwise, role=role
     )

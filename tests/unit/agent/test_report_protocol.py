@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -54,7 +56,8 @@ class ToyRouter:
             self.deltas += 1
             if delta.cleared:
                 self.pairs.clear()
-            for change in (delta, *delta.other_tiers):
+            changes: list[Any] = [delta, *delta.other_tiers]
+            for change in changes:
                 added = {(change.tier, key) for key in change.added}
                 removed = {(change.tier, key) for key in change.removed}
                 assert removed <= self.pairs

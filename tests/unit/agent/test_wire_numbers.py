@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,24 @@ from hypothesis import strategies as st
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.core.wire_numbers import finite, share, uint32, uint64
 
-ODD = [None, True, [], {}, "", "None", "+Inf", "NaN", b"-Inf", "-1", -0.5, 1e300, 10**400, math.nan, "9" * 5_000, "²"]
+ODD: list[Any] = [
+    None,
+    True,
+    [],
+    {},
+    "",
+    "None",
+    "+Inf",
+    "NaN",
+    b"-Inf",
+    "-1",
+    -0.5,
+    1e300,
+    10**400,
+    math.nan,
+    "9" * 5_000,
+    "²",
+]
 
 
 @pytest.mark.parametrize("value", ODD, ids=lambda value: repr(value)[:10] if not isinstance(value, int) else "int")
@@ -43,4 +61,5 @@ def test_what_is_read_can_be_sent(value: object) -> None:
             number = parse(value)
         except ValueError:
             continue
-        assert getattr(pb.Load(**{field: number}), field) == number
+        fields: dict[str, Any] = {field: number}
+        assert getattr(pb.Load(**fields), field) == number

@@ -70,7 +70,7 @@ def test_a_missing_module_of_the_project_is_no_missing_extra(
     def register() -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setitem(main.COMMANDS, "router", replace(main.COMMANDS["router"], register=register))  # type: ignore[arg-type]
+    monkeypatch.setitem(main.COMMANDS, "router", replace(main.COMMANDS["router"], register=register))
     with pytest.raises(ModuleNotFoundError):
         main._register("router")
     assert app.registered_commands == []
@@ -82,10 +82,12 @@ def test_a_missing_package_of_others_names_the_extra(
     def register() -> None:
         raise ModuleNotFoundError("No module named 'redis.asyncio'", name="redis.asyncio")
 
-    monkeypatch.setitem(main.COMMANDS, "router", replace(main.COMMANDS["router"], register=register))  # type: ignore[arg-type]
+    monkeypatch.setitem(main.COMMANDS, "router", replace(main.COMMANDS["router"], register=register))
     main._register("router")
+    run = app.registered_commands[0].callback
+    assert run is not None
     with pytest.raises(typer.Exit):
-        app.registered_commands[0].callback()  # type: ignore[misc]
+        run()
     assert capsys.readouterr().err == "pointsman router: redis is not installed; install pointsman[router]\n"
 
 

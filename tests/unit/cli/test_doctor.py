@@ -13,8 +13,8 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2
 from pointsman_cli import doctor_kv
 from pointsman_cli.doctor import forgotten_orders, inexact_finding, instance_finding, placeability, redundancy
+from pointsman_cli.doctor_findings import EngineAccess, Finding
 from pointsman_cli.doctor_kv import Answer, answers, difference, pairs_of, transfers
-from pointsman_cli.findings import EngineAccess, Finding
 from pointsman_cli.fleet_commands import _state_of
 from pointsman_router.io.convert.times import duration, timestamp
 from tests.support.processes.process import free_port
@@ -40,7 +40,9 @@ def bootstrap() -> Iterator[str]:
         thread.join()
 
 
-def instance(name: str, url: str, block_size: int = 16, role: agent_pb2.KvRole = 0) -> agent_pb2.Instance:  # type: ignore[assignment]
+def instance(
+    name: str, url: str, block_size: int = 16, role: agent_pb2.KvRole.ValueType = agent_pb2.KV_ROLE_UNSPECIFIED
+) -> agent_pb2.Instance:
     kv = agent_pb2.KvTransfer(protocol=agent_pb2.KV_PROTOCOL_MOONCAKE, bootstrap_url=url, role=role)
     return agent_pb2.Instance(instance_id=name, block_size=block_size, kv_transfer=kv)
 
@@ -106,7 +108,7 @@ def test_answers_differ_unless_they_part_at_a_tie() -> None:
     assert difference(Answer("a b", (), (), None), Answer("a c", (), (), None)) == "'a c' instead of 'a b'"
 
 
-def pair(protocol: agent_pb2.KvProtocol) -> list[agent_pb2.Instance]:
+def pair(protocol: agent_pb2.KvProtocol.ValueType) -> list[agent_pb2.Instance]:
     pool = [agent_pb2.Instance(instance_id=name, model="m", url=f"http://{name}:1", block_size=16) for name in "ab"]
     for one in pool:
         one.kv_transfer.protocol = protocol
@@ -153,8 +155,8 @@ def test_cordons_of_long_ago_and_orders_for_nobody_are_told_of() -> None:
     day = 86_400.0
 
     def order(name: str, set_at: float, **ordered: object) -> fleet_pb2.InstanceOrder:
-        values = {"weight": 1.0, "instance_known": True, "cordon_time": timestamp(set_at), **ordered}
-        return fleet_pb2.InstanceOrder(instance_id=name, **values)  # type: ignore[arg-type]
+        values: dict[str, Any] = {"weight": 1.0, "instance_known": True, "cordon_time": timestamp(set_at), **ordered}
+        return fleet_pb2.InstanceOrder(instance_id=name, **values)
 
     orders = [
         order("new", 2 * day, cordoned=True),
@@ -191,11 +193,11 @@ def test_a_router_that_was_lost_is_told_of() -> None:
     assert list(redundancy(told)) == []
 
 
-def status(state: str, besides: str = "READY", **values: object) -> fleet_pb2.InstanceStatus:
+def status(state: str, besides: str = "READY", **values: Any) -> fleet_pb2.InstanceStatus:
     return fleet_pb2.InstanceStatus(
         state=fleet_pb2.InstanceState.Value(f"INSTANCE_STATE_{state}"),
         underlying_state=fleet_pb2.InstanceState.Value(f"INSTANCE_STATE_{besides}"),
-        **values,  # type: ignore[arg-type]
+        **values,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -83,8 +84,8 @@ def test_who_has_an_observer_s_token_alone_shows_that(
     assert router_call.credentials() == bearer(shown)
 
 
-def decided(reason: str, *steps: tuple[str, str], **fields: object) -> fleet_pb2.Decision:
-    decision = fleet_pb2.Decision(decision_id="r-1", reason=reason, **fields)  # type: ignore[arg-type]
+def decided(reason: str, *steps: tuple[str, str], **fields: Any) -> fleet_pb2.Decision:
+    decision = fleet_pb2.Decision(decision_id="r-1", reason=reason, **fields)
     for number, (instance_id, step_reason) in enumerate(steps):
         decision.steps.add(
             index=number, reason=step_reason, kind=placement_pb2.STEP_KIND_SERVE

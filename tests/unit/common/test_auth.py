@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -133,21 +134,21 @@ def test_is_loopback(listen: str, loopback: bool) -> None:
 
 
 class Agents(agent_pb2_grpc.AgentServiceServicer):
-    async def Report(self, request_iterator, context):  # type: ignore[no-untyped-def,override]
+    async def Report(self, request_iterator: Any, context: Any) -> AsyncIterator[agent_pb2.ReportResponse]:
         async for _ in request_iterator:
             yield agent_pb2.ReportResponse(welcome=agent_pb2.Welcome(router_id="test"))
 
 
 class Placements(placement_pb2_grpc.PlacementServiceServicer):
-    async def Place(self, request, context):  # type: ignore[no-untyped-def,override]
+    async def Place(self, request: Any, context: Any) -> placement_pb2.PlaceResponse:
         return placement_pb2.PlaceResponse()
 
 
 class Fleet(fleet_pb2_grpc.FleetServiceServicer):
-    async def Drain(self, request, context):  # type: ignore[no-untyped-def,override]
+    async def Drain(self, request: Any, context: Any) -> fleet_pb2.DrainResponse:
         return fleet_pb2.DrainResponse()
 
-    async def WatchDecisions(self, request, context):  # type: ignore[no-untyped-def,override]
+    async def WatchDecisions(self, request: Any, context: Any) -> AsyncIterator[fleet_pb2.WatchDecisionsResponse]:
         yield fleet_pb2.WatchDecisionsResponse()
 
 
@@ -159,25 +160,25 @@ class Door:
 
     async def knock(self, what: str, token: str) -> grpc.StatusCode:
         """The status with which the call of `what` ends."""
-        with_ = {"metadata": bearer(token), "timeout": 10}
+        with_: dict[str, Any] = {"metadata": bearer(token), "timeout": 10}
         fleet = fleet_pb2_grpc.FleetServiceStub(self.channel)
         try:
             match what:
                 case "report":
-                    call = agent_pb2_grpc.AgentServiceStub(self.channel).Report(**with_)  # type: ignore[arg-type]
+                    call = agent_pb2_grpc.AgentServiceStub(self.channel).Report(None, **with_)
                     await call.write(agent_pb2.ReportRequest())
                     await call.done_writing()
                     answers = [answer async for answer in call]
                     assert len(answers) == 1
                 case "place":
                     stub = placement_pb2_grpc.PlacementServiceStub(self.channel)
-                    await stub.Place(placement_pb2.PlaceRequest(), **with_)  # type: ignore[arg-type]
+                    await stub.Place(placement_pb2.PlaceRequest(), **with_)
                 case "drain":
-                    await fleet.Drain(fleet_pb2.DrainRequest(), **with_)  # type: ignore[arg-type]
+                    await fleet.Drain(fleet_pb2.DrainRequest(), **with_)
                 case "watch":
                     request = fleet_pb2.WatchDecisionsRequest()
-                    answers = [a async for a in fleet.WatchDecisions(request, **with_)]  # type: ignore[arg-type]
-                    assert len(answers) == 1
+                    told = [one async for one in fleet.WatchDecisions(request, **with_)]
+                    assert len(told) == 1
         except grpc.aio.AioRpcError as error:
             return error.code()
         except grpc.aio.UsageError:
@@ -187,9 +188,9 @@ class Door:
 
 async def serve(tokens: Tokens) -> tuple[grpc.aio.Server, Door]:
     server = grpc.aio.server(interceptors=[TokenInterceptor(tokens)], options=SERVER_OPTIONS)
-    agent_pb2_grpc.add_AgentServiceServicer_to_server(Agents(), server)  # type: ignore[no-untyped-call]
-    placement_pb2_grpc.add_PlacementServiceServicer_to_server(Placements(), server)  # type: ignore[no-untyped-call]
-    fleet_pb2_grpc.add_FleetServiceServicer_to_server(Fleet(), server)  # type: ignore[no-untyped-call]
+    agent_pb2_grpc.add_AgentServiceServicer_to_server(Agents(), server)
+    placement_pb2_grpc.add_PlacementServiceServicer_to_server(Placements(), server)  # type: ignore[abstract]
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(Fleet(), server)  # type: ignore[abstract]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     return server, Door(open_channel(f"127.0.0.1:{port}"))
@@ -201,7 +202,7 @@ async def door(tmp_path: Path) -> AsyncIterator[Door]:
         (tmp_path / role).write_text(f"{token}\n")
     server, door = await serve(Tokens(token_dir=tmp_path))
     yield door
-    await door.channel.close()
+    await door.channel.close(None)
     await server.stop(None)
 
 
@@ -242,7 +243,7 @@ async def test_without_tokens_every_door_is_open() -> None:
     try:
         assert [await door.knock(what, "") for what in ("report", "place", "drain", "watch")] == [OK] * 4
     finally:
-        await door.channel.close()
+        await door.channel.close(None)
         await server.stop(None)
 
 
@@ -252,7 +253,7 @@ async def test_one_token_closes_all_doors() -> None:
         assert await door.knock("report", "a-token") is OK
         assert await door.knock("drain", "") is UNKNOWN
     finally:
-        await door.channel.close()
+        await door.channel.close(None)
         await server.stop(None)
 
 

@@ -116,9 +116,9 @@ def test_digests_of_disjoint_sets_xor(tier: int, ours: set[int], theirs: set[int
 
 
 @given(TIER, st.lists(KEY, unique=True, max_size=20), st.randoms(use_true_random=False))
-def test_digest_has_no_order_and_is_undone_by_itself(tier: int, keys: list[int], rng: object) -> None:
+def test_digest_has_no_order_and_is_undone_by_itself(tier: int, keys: list[int], rng: random.Random) -> None:
     shuffled = list(keys)
-    rng.shuffle(shuffled)  # type: ignore[attr-defined]
+    rng.shuffle(shuffled)
     assert digest_of(tier, shuffled) == digest_of(tier, keys)
     one_by_one = reduce(lambda digest, key: digest ^ digest_of(tier, [key]), keys, digest_of(tier, keys))
     assert one_by_one == 0

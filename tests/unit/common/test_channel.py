@@ -10,7 +10,8 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import _async as async_health
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pointsman_common.io.channel import CHANNEL_OPTIONS, SERVER_OPTIONS, open_channel
 from tests.support.tcp_proxies import Link
@@ -87,7 +88,7 @@ async def test_a_router_that_is_slow_to_answer_a_connection_is_reached() -> None
     """A busy machine, or a handshake across zones, takes seconds: a call without wait_for_ready must not fail before that."""
     async with AsyncExitStack() as stack:
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+        health_pb2_grpc.add_HealthServicer_to_server(async_health.HealthServicer(), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         stack.push_async_callback(server.stop, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pointsman.router.v1 import fleet_pb2, placement_pb2
@@ -23,5 +25,5 @@ def test_the_cores_words_have_values() -> None:
 
 
 @pytest.mark.parametrize("kind", [fleet_pb2.RouteClass, fleet_pb2.PlacementMode, fleet_pb2.DecisionOutcome])
-def test_zero_is_unspecified(kind: type) -> None:
-    assert kind.Name(0).endswith("_UNSPECIFIED")  # type: ignore[attr-defined]
+def test_zero_is_unspecified(kind: Any) -> None:
+    assert kind.Name(0).endswith("_UNSPECIFIED")

@@ -10,7 +10,7 @@ import socket
 import termios
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVarTuple
 
 import grpc
 import grpc.aio
@@ -25,12 +25,15 @@ STREAMS, TURNS = 64, 80
 uvloop.new_event_loop().close()
 
 
+_Args = TypeVarTuple("_Args")
+
+
 class Watched(event_loop.GrpcLoop):
     """A loop that keeps the sockets that it reads."""
 
     read: list[socket.socket]
 
-    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:
+    def add_reader(self, fd: Any, callback: Callable[[*_Args], Any], *args: *_Args) -> None:
         super().add_reader(fd, callback, *args)
         if isinstance(fd, socket.socket) and fd.family == socket.AF_UNIX:
             self.read = [*getattr(self, "read", []), fd]
@@ -63,7 +66,7 @@ async def _held_up(loop: Watched) -> list[int]:
 
     def call() -> None:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            calls = [channel.stream_stream("/test/Report")(messages()) for _ in range(STREAMS)]
+            calls = [channel.stream_stream("/test/Report", None, None)(messages()) for _ in range(STREAMS)]
             for one in calls:
                 for _ in one:
                     pass

@@ -45,6 +45,10 @@ class Mark:
         self._stream.wait(self._at)
 
 
+def has(told: list[str], number: int) -> bool:
+    return len(told) == number
+
+
 def test_each_layer_is_told_when_it_is_done() -> None:
     stream, told = Stream(), list[str]()
     waiter = EventWaiter(stream.event, lambda error: told.append(str(error)))
@@ -54,7 +58,7 @@ def test_each_layer_is_told_when_it_is_done() -> None:
     assert told == [], "launching does not wait"
     for number, layer in enumerate(("a", "b", "c"), 1):
         stream.advance()
-        until(lambda number=number: len(told) == number, within_s=10, what=f"layer {layer}")  # type: ignore[misc]
+        until(partial(has, told, number), within_s=10, what=f"layer {layer}")
     assert told == ["a", "b", "c"]
     waiter.close()
 

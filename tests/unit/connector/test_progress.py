@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pointsman_connector.layerwise.chunks import ChunkTracker
+from pointsman_connector.layerwise.chunks import BlockTable, ChunkTracker
 from pointsman_connector.layerwise.kv_checks import CheckSettings
 from pointsman_connector.layerwise.overwrites import OverwriteMarks
 from pointsman_connector.layerwise.progress import Batch, ComputedBlocks, Delivery, Span, blocks_of
@@ -241,19 +241,21 @@ class Pushing(RuleBasedStateMachine):
     @invariant()
     def complete_is_right(self) -> None:
         """Whenever the loop finds that the receiver has all, it tells it."""
-        if self.told or getattr(self, "delivery", None) is None or not self.delivery.done(self.computed):
+        delivery: Delivery | None = getattr(self, "delivery", None)
+        if self.told or delivery is None or not delivery.done(self.computed):
             return
-        assert not self.delivery.writing
+        assert not delivery.writing
         self.told = True
         # It is not written to any more.
-        self.delivery.give_up()
+        delivery.give_up()
         for layer in LAYERS:
             for position in range(self.total - self.wanted, self.total):
                 assert self.theirs[layer, position] == position
 
     def teardown(self) -> None:
         """Whatever happened, what is left gets there unless a write failed."""
-        if getattr(self, "delivery", None) is None or self.delivery.failed:
+        delivery: Delivery | None = getattr(self, "delivery", None)
+        if delivery is None or delivery.failed:
             return
         while self.unsaved:
             self.layer()
@@ -265,7 +267,7 @@ class Pushing(RuleBasedStateMachine):
             self.loop()
         if self.write is not None:
             self.end(False)
-        while not self.delivery.done(self.computed):
+        while not delivery.done(self.computed):
             self.start(False)
             self.end(False)
         self.complete_is_right()
@@ -283,9 +285,9 @@ class _Request:
 
 class _Output:
     def __init__(self, tokens: int, blocks: list[int], preempted: Collection[str] = ()) -> None:
-        self.preempted_req_ids = preempted
+        self.preempted_req_ids: Collection[str] | None = preempted
         self.num_scheduled_tokens = {"r": tokens} if tokens else {}
-        self.kv_connector_block_state = self
+        self.kv_connector_block_state: BlockTable | None = self
         self._blocks = blocks
 
     def get_block_ids(self, req_id: str) -> tuple[list[int], ...] | None:

@@ -52,8 +52,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setitem(sys.modules, name, made)
     for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    module = importlib.import_module(MODULES[0])
-    module.logged = logged  # type: ignore[attr-defined]
+    module: Any = importlib.import_module(MODULES[0])
+    module.logged = logged
     yield module
     metrics = sys.modules[MODULES[1]]
     REGISTRY.unregister(metrics._CHECKED)

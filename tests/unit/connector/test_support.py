@@ -138,7 +138,8 @@ def test_what_the_front_end_knows_of_the_cache() -> None:
 @pytest.mark.parametrize("local", ["window", "chunk"])
 def test_layers_that_see_a_part_are_kept_like_others_only_where_there_are_others(local: str) -> None:
     mixed = ["sliding_attention", "full_attention"]
-    assert full_attention_only(model(**{local: 64}, kinds=mixed, merged=True))
-    assert not full_attention_only(model(**{local: 64}, kinds=mixed))
-    assert not full_attention_only(model(**{local: 64}, kinds=["sliding_attention"] * 2, merged=True))
-    assert not full_attention_only(model(**{local: 64}, merged=True)), "a model that has one kind names none"
+    part: dict[str, Any] = {local: 64}
+    assert full_attention_only(model(**part, kinds=mixed, merged=True))
+    assert not full_attention_only(model(**part, kinds=mixed))
+    assert not full_attention_only(model(**part, kinds=["sliding_attention"] * 2, merged=True))
+    assert not full_attention_only(model(**part, merged=True)), "a model that has one kind names none"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ def taking(parameters: Sequence[str]) -> Any:
     def method(self: object) -> None: ...
 
     kinds = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *parameters)]
-    method.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
+    vars(method)["__signature__"] = inspect.Signature(kinds)
     return method
 
 
@@ -45,6 +45,12 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any]:
     return base, upstream, output
 
 
+def statuses(names: Iterable[str]) -> Any:
+    """An enumeration of vLLM's."""
+    make: Callable[..., Any] = Enum
+    return make("Status", tuple(names))
+
+
 @pytest.fixture
 def guard(vllm: tuple[Any, Any, Any]) -> Any:
     """The guard, before modules that have all that it wants."""
@@ -56,7 +62,7 @@ def guard(vllm: tuple[Any, Any, Any]) -> Any:
     for module, messages in ((output, guard._READ), (upstream, guard._MESSAGES)):
         for name, fields in messages.items():
             setattr(module, name, type(name, (), {"__annotations__": dict.fromkeys(fields, "int")}))
-    upstream.MooncakeXferResponseStatus = Enum("Status", guard._MESSAGES["MooncakeXferResponseStatus"])
+    upstream.MooncakeXferResponseStatus = statuses(guard._MESSAGES["MooncakeXferResponseStatus"])
     return guard
 
 
@@ -121,7 +127,7 @@ def test_messages_with_more_than_is_known_are_not_compatible(guard: Any, vllm: t
     """vLLM 0.33: the methods are the same, but a receiver's layout may be absent from its message."""
     _, upstream, _ = vllm
     upstream.MooncakeXferMetadata.__annotations__["layout_id"] = "int"
-    upstream.MooncakeXferResponseStatus = Enum("Status", ("FINISH", "CONTINUE", "ERROR", "LAYOUT_MISS"))
+    upstream.MooncakeXferResponseStatus = statuses(("FINISH", "CONTINUE", "ERROR", "LAYOUT_MISS"))
     del upstream.PullReqMeta.__annotations__["failed"]
     with pytest.raises(guard.IncompatibleVllm) as raised:
         guard.check()

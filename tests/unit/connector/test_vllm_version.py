@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -41,27 +42,27 @@ def test_patch_releases_and_builds_count_as_tested(version: str, tested: bool) -
     assert is_tested(version) is tested
 
 
-def test_another_version_is_told_once(vllm: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
-    vllm.__version__ = "0.99.1"  # type: ignore[attr-defined]
+def test_another_version_is_told_once(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    vllm.__version__ = "0.99.1"
     for _ in range(3):
         warn_if_untested()
     (told,) = [one.getMessage() for one in caplog.records]
     assert f"tested with vLLM {TESTED}, this is vLLM 0.99.1" in told
 
 
-def test_the_tested_one_says_nothing(vllm: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
-    vllm.__version__ = f"{TESTED}.7"  # type: ignore[attr-defined]
+def test_the_tested_one_says_nothing(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    vllm.__version__ = f"{TESTED}.7"
     warn_if_untested()
     assert not caplog.records
 
 
-def test_a_vllm_without_a_version_is_not_tested(vllm: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_vllm_without_a_version_is_not_tested(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
     warn_if_untested()
     assert "of an unknown version" in caplog.text
 
 
-def test_what_is_missing_is_one_line(vllm: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
-    vllm.__version__ = "0.99.1"  # type: ignore[attr-defined]
+def test_what_is_missing_is_one_line(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    vllm.__version__ = "0.99.1"
     warn_without("its ears", ValueError("no such\n  thing"))
     (told,) = [one.getMessage() for one in caplog.records]
     assert told.endswith(f"runs without its ears: ValueError: no such thing (vLLM 0.99.1; tested with {TESTED})")

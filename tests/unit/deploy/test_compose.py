@@ -145,6 +145,15 @@ def kill_too_soon(project: Project) -> None:
     del project["services"]["vllm-0"]["stop_grace_period"]
 
 
+def build_twice(project: Project) -> None:
+    services = project["services"]
+    services["emulated-1"]["build"] = services["emulated-0"]["build"]
+
+
+def build_nowhere(project: Project) -> None:
+    project["services"]["vllm-0"]["profiles"].remove("gpu8")
+
+
 def add_undocumented_variable(project: Project) -> None:
     project["services"]["vllm-0"]["command"].append("--seed=${SEED:-0}")
 
@@ -176,6 +185,11 @@ def change_a_default(project: Project) -> None:
             "agent: POINTSMAN_AGENT_ENGINES: vllm-1 is not started by all profiles of this service",
         ),
         (kill_too_soon, "vllm-0: ends in up to 300 s, and is killed after 10s"),
+        (
+            build_twice,
+            f"profile emulated: pointsman-lab:{VERSION} must be built by one service, not by 2: emulated-0, emulated-1",
+        ),
+        (build_nowhere, f"profile gpu8: pointsman-engine:{VERSION} must be built by one service, not by 0: "),
         (add_undocumented_variable, "variable SEED is not in .env.example"),
         (change_a_default, "variable POLICY: the default is 'lpwl', .env.example says 'auto'"),
     ],

@@ -8,6 +8,7 @@ import stat
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -143,7 +144,7 @@ async def test_router_may_keep_its_state_and_is_no_administrator(redis_url: tupl
     events: list[object] = []
     store = RedisStore(
         redis_url[0], router_id="a", fleet="default", lease_s=2.0, settle_s=5.0, affinity_ttl_s=60.0,
-        on_event=events.append, on_owners=lambda: None, snapshot=lambda pool: [],
+        on_event=events.append, on_owners=lambda: None, snapshot=lambda pool: iter(()),
         merge_config=lambda before, own, stored: stored or own,
     )  # fmt: skip
     store.compete_for(["m"])
@@ -161,9 +162,10 @@ async def test_router_may_keep_its_state_and_is_no_administrator(redis_url: tupl
             await until(owns)
             store.record([ev.SessionOwnerSet("session", "engine:8000", "m")])
             await until(kept)
+            execute: Any = client.execute_command
             for command in (["FLUSHALL"], ["CONFIG", "GET", "*"], ["KEYS", "*"], ["ACL", "LIST"]):
                 with pytest.raises(NoPermissionError):
-                    await client.execute_command(*command)
+                    await execute(*command)
             with pytest.raises(NoPermissionError):
                 await client.get("somebody-else")
     finally:

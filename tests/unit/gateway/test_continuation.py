@@ -17,11 +17,11 @@ from pointsman_gateway.core.api.continuable import is_continuable
 from pointsman_gateway.core.api.parse import parse
 from pointsman_gateway.core.request.attempt import Attempt
 from pointsman_gateway.core.request.attempt_report import finished
-from pointsman_gateway.core.request.continuation import Continuations, continued_placement, ids_of, with_told_answer
+from pointsman_gateway.core.request.continuation import Continuations, continued_placement, ids_of, with_answer_record
 from pointsman_gateway.core.request.prepare import set_keys
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import Outcome, ReportFinished
-from pointsman_gateway.core.streaming.told_comments import told_in
+from pointsman_gateway.core.streaming.id_comments import ids_in
 from pointsman_gateway.core.streaming.usage_and_end import Usage
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": True}
@@ -176,9 +176,9 @@ def test_a_client_cannot_ask_an_engine_itself() -> None:
 
 def test_the_body_carries_the_told_answer() -> None:
     call = parse(Endpoint.CHAT, json.dumps(CHAT).encode())
-    told = told_in(b':5\n\ndata: {"a": ":7"}\n\n:6,7\n\ndata: {}\n\n')
+    told = ids_in(b':5\n\ndata: {"a": ":7"}\n\n:6,7\n\ndata: {}\n\n')
     assert told == b":5:6,7"
-    sent = json.loads(with_told_answer(call.payload, told))
+    sent = json.loads(with_answer_record(call.payload, told))
     assert sent.pop("vllm_xargs") == {"pointsman_answer": ":5:6,7"}
     assert sent.items() >= CHAT.items()
 

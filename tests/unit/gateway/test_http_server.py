@@ -108,8 +108,8 @@ class Client:
     """One connection to a server that serves Echo."""
 
     def __init__(self, beside: Client | None = None) -> None:
-        self.handler = Echo() if beside is None else beside.handler
-        self.server = Server(self.handler, LIMITS) if beside is None else beside.server
+        self.handler: Echo = Echo() if beside is None else beside.handler
+        self.server: Server = Server(self.handler, LIMITS) if beside is None else beside.server
         self.wire = Wire()
         self.connection = ClientConnection(self.server)
         self.connection.connection_made(self.wire)
@@ -319,7 +319,8 @@ async def test_a_client_that_asks_again_at_once_is_still_noticed_when_it_leaves(
         if client.wire.out.endswith((b"hello", b"0\r\n\r\n")):
             loop.call_soon(client.connection.data_received, WHOLE.replace(b"/echo", b"/hang"))
 
-    client.wire.write = write  # type: ignore[method-assign]
+    wire: Any = client.wire
+    wire.write = write
     await client.send(WHOLE.replace(b"/echo", first.encode()))
     assert [one.path for one in client.handler.seen] == [first, "/hang"]
     assert client.server.bodies.used == 5

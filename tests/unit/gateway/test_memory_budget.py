@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -53,7 +54,8 @@ class Connection:
 
 
 def answer(pieces: Iterable[bytes], length: int | None = None, *, whole: bool = True) -> UpstreamResponse:
-    found = UpstreamResponse(Connection())  # type: ignore[arg-type]
+    connection: Any = Connection()
+    found = UpstreamResponse(connection)
     found.headers = Headers([] if length is None else [("Content-Length", str(length))])
     for piece in pieces:
         found.take(piece)
@@ -84,11 +86,11 @@ async def test_what_finds_no_room_is_closed_and_counts_nothing(length: int | Non
     first, second = holding(budget), holding(budget)
     assert first.take(30)
     late = answer([b"x" * 50, b"x" * 30], length, whole=False)
-    connection = late._carrier
+    connection: Any = late._carrier
     with pytest.raises(NoRoomForAnswer) as refused:
         await read(late, second)
     assert refused.value.headers() == {"Retry-After": "1"}
-    assert (connection.closed, budget.used) == (True, 30)  # type: ignore[union-attr]
+    assert (connection.closed, budget.used) == (True, 30)
 
 
 async def test_an_answer_that_ends_badly_counts_nothing() -> None:

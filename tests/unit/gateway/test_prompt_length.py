@@ -17,9 +17,8 @@ CONTEXT = 100
 
 
 def parsed(endpoint: Endpoint, fields: dict[str, Any]) -> Any:
-    return parse(
-        endpoint, json.dumps({"model": "m", "max_tokens": 1, **fields}).encode(), context_of={"m": CONTEXT}.get
-    )
+    body = json.dumps({"model": "m", "max_tokens": 1, **fields}).encode()
+    return parse(endpoint, body, context_of=lambda model: CONTEXT)
 
 
 @pytest.mark.parametrize(

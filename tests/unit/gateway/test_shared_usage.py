@@ -58,8 +58,8 @@ def test_three_processes_admit_what_one_would(
             open_ones.append((one, other))
         else:
             assert one == other
-    for one in usage_file:
-        one.close()
+    for shared in usage_file:
+        shared.close()
 
 
 def test_more_keys_than_there_was_room_for(file: Path) -> None:

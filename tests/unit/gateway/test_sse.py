@@ -295,7 +295,7 @@ def event(word: str) -> bytes:
 
 def told_filter() -> SseFilter:
     events = SseFilter(Endpoint.CHAT, tells=True)
-    events.told = bytearray()
+    events.record = bytearray()
     return events
 
 
@@ -307,7 +307,7 @@ def test_what_the_client_has_is_told_by_chunks_that_pass_whole_and_by_others() -
     assert events.pass_whole(chunked(event("no comment"))) == chunked(event("no comment"))
     assert not events.pass_whole(chunked(b":1\n\n" + event("x") + b":2\n\n" + event("y")))
     assert events.pass_whole(chunked(b":10.\n\n" + event("d"))) == chunked(event("d"))
-    assert events.told == b":5:6:7,8:9:10."
+    assert bytes(events.record or b"") == b":5:6:7,8:9:10."
     assert events.can_continue
     assert events.count == 5
 
@@ -320,7 +320,9 @@ def test_what_is_told_and_what_is_sent_agree_however_the_stream_is_cut(cuts: lis
         out += events.feed(piece)
         sent = [json.loads(one[6:]) for one in out.split(b"\n\n") if one]
         words = [one["choices"][0]["delta"]["content"].partition("\\")[0] for one in sent]
-        assert events.told == "".join(f":{word}" for word in words).encode(), "an id is told with its event"
+        assert bytes(events.record or b"") == "".join(f":{word}" for word in words).encode(), (
+            "an id is told with its event"
+        )
 
 
 def test_an_error_of_the_instance_is_not_sent_if_another_one_can_go_on() -> None:
@@ -334,7 +336,7 @@ def test_an_error_of_the_instance_is_not_sent_if_another_one_can_go_on() -> None
     events.begin_again()
     rest = event("b") + b"data: [DONE]\n\n"
     assert events.feed(b":6.\n\n" + rest) == rest
-    assert events.told == b":5:6."
+    assert bytes(events.record or b"") == b":5:6."
     assert events.stream_end().complete
 
 
@@ -364,14 +366,14 @@ def test_a_model_that_writes_of_errors_is_not_cut() -> None:
     events = told_filter()
     for word in ("error", "event: error", 'a \\"error\\": {'):
         assert events.feed(b":5\n\n" + event(word)) == event(word)
-    assert events.told == b":5:5:5"
+    assert bytes(events.record or b"") == b":5:5:5"
 
 
 def test_an_abort_is_cut_with_its_comment() -> None:
     events = told_filter()
     aborted = b'data: {"choices": [{"delta": {}, "finish_reason": "abort"}]}\n\n'
     assert events.feed(b":5\n\n" + event("a") + b":6.\n\n" + aborted) == event("a")
-    assert events.told == b":5", "the answer is not complete"
+    assert bytes(events.record or b"") == b":5", "the answer is not complete"
     assert events.can_continue
 
 
@@ -393,7 +395,7 @@ def test_events_of_one_comment_are_sent_all_at_once(cuts: list[int], groups: lis
     for piece in cut_up(whole, cuts):
         out += events.feed(piece)
         assert out.count(b"data:") in sums
-        told = events.told
+        told = events.record
         assert told is not None
         assert sum(groups[: told.count(b":")]) == out.count(b"data:")
     assert out.count(b"data:") == sum(groups)

@@ -29,14 +29,14 @@ def named(*events: dict[str, Any]) -> bytes:
 
 
 def messages_stream(*, stop: bool = True) -> bytes:
-    start = {"type": "message_start", "message": {"usage": {"input_tokens": 9, "output_tokens": 0}}}
+    start: dict[str, Any] = {"type": "message_start", "message": {"usage": {"input_tokens": 9, "output_tokens": 0}}}
     delta = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": '"usage": {'}}
     events = [start, *[delta] * 5, {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": ANTHROPIC}]
     return named(*events, *([{"type": "message_stop"}] if stop else []))
 
 
 def responses_stream(last: str = "response.completed", text: str = "", user: str = "") -> bytes:
-    response = {
+    response: dict[str, Any] = {
         "id": "resp_1",
         "instructions": text,
         "output": [],
@@ -138,8 +138,8 @@ def chat_stream(*events: dict[str, Any]) -> bytes:
 
 
 def test_why_a_chat_stream_ended_stands_before_its_usage() -> None:
-    going = {"choices": [{"delta": {"content": "a"}, "finish_reason": None}]}
-    last = {"choices": [{"delta": {}, "finish_reason": "tool_calls"}]}
+    going: dict[str, Any] = {"choices": [{"delta": {"content": "a"}, "finish_reason": None}]}
+    last: dict[str, Any] = {"choices": [{"delta": {}, "finish_reason": "tool_calls"}]}
     usage = {"choices": [], "usage": OPENAI}
     for events in ([going, last, usage], [going, last, {"choices": []}, usage], [going, last | {"usage": OPENAI}]):
         end = parse_stream_end(Endpoint.CHAT, chat_stream(*events))

@@ -35,7 +35,13 @@ APP.command()(analyze)
 
 
 def answer(session: str, turn: int, ttft: float, **more: Any) -> RequestRecord:
-    fields = {"instance": "i1", "status": 200, "route_class": "LIGHT", "rule": "session_affinity", "mode": "COLOCATED"}
+    fields: dict[str, Any] = {
+        "instance": "i1",
+        "status": 200,
+        "route_class": "LIGHT",
+        "rule": "session_affinity",
+        "mode": "COLOCATED",
+    }
     fields |= {
         "t_send": 10.0 * turn,
         "e2e_s": ttft + 2.0,
@@ -43,7 +49,7 @@ def answer(session: str, turn: int, ttft: float, **more: Any) -> RequestRecord:
         "cached_tokens": 40,
         "output_tokens": 5,
     }
-    return RequestRecord(session=session, turn=turn, ttft_s=ttft, **(fields | more))  # type: ignore[arg-type]
+    return RequestRecord(session=session, turn=turn, ttft_s=ttft, **(fields | more))
 
 
 RECORDS = [
@@ -87,7 +93,7 @@ def test_pairs_by_hand() -> None:
     found = pairs.difference("ttft_s")
     assert found is not None
     assert (found.pairs, found.mean, found.median) == (3, 1.0, 2.0)
-    assert (found.faster, found.slower) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    assert (found.faster, found.slower) == pytest.approx((1 / 3, 2 / 3))
     # Whole sessions are drawn: a twice (1 s in two requests each), b twice (2 s), or one of each.
     assert (found.low, found.high) == (0.5, 2.0)
     heavy = pairs.difference("ttft_s", "HEAVY_P2P")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,8 @@ def test_a_broken_bundle_is_named(tmp_path: Path) -> None:
 def test_a_whole_bundle_comes_back(tmp_path: Path) -> None:
     gpu = GpuSample(index=1, utilisation=0.5, memory_used=7, memory_total=9)
     samples = [InstanceSample(t=0.5, instance="i1", num_requests=3), InstanceSample(t=1.5, instance="i1", gpus=(gpu,))]
-    caches, breakdown = {"i1": {"keys": 3}}, {"parts_s": {}, "requests": []}
+    caches = {"i1": {"keys": 3}}
+    breakdown: dict[str, Any] = {"parts_s": {}, "requests": []}
     write_bundle(tmp_path, {"kind": "replay"}, RECORDS, summarise(RECORDS), samples, caches, breakdown)
     bundle = read_bundle(tmp_path)
     assert (bundle.records, bundle.samples, bundle.caches, bundle.breakdown) == (RECORDS, samples, caches, breakdown)

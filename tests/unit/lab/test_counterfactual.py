@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pointsman_lab.engine.interface import EngineConfig
@@ -22,7 +24,7 @@ def simulation(policy: str = "unified") -> SimulationConfig:
     )
 
 
-def observed(number: int, at_s: float, blocks: range, instance: str = "", **more: object) -> ObservedRequest:
+def observed(number: int, at_s: float, blocks: range, instance: str = "", **more: Any) -> ObservedRequest:
     return ObservedRequest(
         timestamp_ms=1e12 + at_s * 1e3,
         session_id="s",
@@ -34,7 +36,7 @@ def observed(number: int, at_s: float, blocks: range, instance: str = "", **more
         request_id=f"r{number}",
         model="m",
         instance=instance,
-        **more,  # type: ignore[arg-type]
+        **more,
     )
 
 

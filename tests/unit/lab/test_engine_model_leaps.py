@@ -85,7 +85,9 @@ def test_a_lone_answer_is_one_leap() -> None:
     model.step(0.0)
     decode = model.decode_only_steps()
     # 99 tokens; the first reads 40 tokens of KV.
-    assert decode == DecodeSteps(99, evicts=False, first_s=pytest.approx(1.05), growth_s=0.001)
+    assert decode is not None
+    assert decode == DecodeSteps(99, evicts=False, first_s=decode.first_s, growth_s=0.001)
+    assert decode.first_s == pytest.approx(1.05)
     assert decode.seconds(3) == pytest.approx(1.05 + 1.051 + 1.052)
     assert [decode.steps_by(at) for at in (0.0, 1.0, 1.06, 2.2, 1e9)] == [1, 1, 2, 3, 99]
     assert model.kv_usage_after(99) == pytest.approx(9 / 24)

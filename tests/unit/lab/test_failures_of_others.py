@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from pointsman_common.core.block_keys import KEY_TOKENS, prompt_keys
 from pointsman_lab.engine.interface import EngineConfig
@@ -20,8 +21,8 @@ from tests.support.router_values import join, place, request, state
 ROOMY = EngineConfig(max_model_len=200_000, kv_blocks=20_000)
 
 
-def run(requests: list[TraceRequest], policy: str = "unified", **asked: object) -> list[RequestRecord]:
-    return list(Simulator(requests, SimulationConfig(instances=4, engine=ROOMY, policy=policy, **asked)).run())  # type: ignore[arg-type]
+def run(requests: list[TraceRequest], policy: str = "unified", **asked: Any) -> list[RequestRecord]:
+    return list(Simulator(requests, SimulationConfig(instances=4, engine=ROOMY, policy=policy, **asked)).run())
 
 
 def phantoms(records: Sequence[RequestRecord]) -> int:

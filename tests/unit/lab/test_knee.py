@@ -59,7 +59,13 @@ def test_the_knee_of_a_single_queue_is_at_half_its_capacity(capacity: float) -> 
 
 
 def sweep(trace: Path, folder: Path, **changes: Any) -> None:
-    values = {"policies": ["unified", "floor"], "instances": 1, "timing": "think", "seeds": 1, "processes": 1} | changes
+    values: dict[str, Any] = {
+        "policies": ["unified", "floor"],
+        "instances": 1,
+        "timing": "think",
+        "seeds": 1,
+        "processes": 1,
+    } | changes
     run(CompareSettings(trace=trace, sweep=True, out=folder / "out", **values))
 
 

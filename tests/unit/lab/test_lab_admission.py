@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -148,9 +149,9 @@ def test_every_program_goes_on_once_for_each_request_and_none_is_forgotten(
     assert not waiting
 
 
-def simulate(requests: Sequence[TraceRequest], **asked: object) -> dict[tuple[str, int], RequestRecord]:
+def simulate(requests: Sequence[TraceRequest], **asked: Any) -> dict[tuple[str, int], RequestRecord]:
     engine = EngineConfig(kv_blocks=20, max_model_len=320)
-    config = SimulationConfig(instances=2, profile=PLAIN, engine=engine, timing="think", **asked)  # type: ignore[arg-type]
+    config = SimulationConfig(instances=2, profile=PLAIN, engine=engine, timing="think", **asked)
     simulator = Simulator(list(requests), config)
     records = simulator.run()
     simulator.router.check_invariants()

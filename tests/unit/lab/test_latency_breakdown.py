@@ -51,4 +51,4 @@ def test_the_gateways_log_knows_more_and_decisions_that_are_gone_have_no_row() -
     assert found["prefill_elsewhere"] is None
     shares = parts(rows)["prefill_elsewhere"]
     assert shares is not None
-    assert (shares["mean"], shares["count"]) == (pytest.approx(0.4), 1)
+    assert (shares["mean"], shares["count"]) == pytest.approx((0.4, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 from rich.console import Console
 
@@ -12,8 +13,15 @@ from pointsman_lab.workload.traces import TraceRequest
 
 
 def requests(count: int) -> list[TraceRequest]:
-    values = {"timestamp_ms": 0, "turn": 1, "input_length": 10, "output_length": 1, "hash_ids": (), "block_size": 16}
-    return [TraceRequest(session_id=number, **values) for number in range(count)]  # type: ignore[arg-type]
+    values: dict[str, Any] = {
+        "timestamp_ms": 0,
+        "turn": 1,
+        "input_length": 10,
+        "output_length": 1,
+        "hash_ids": (),
+        "block_size": 16,
+    }
+    return [TraceRequest(session_id=number, **values) for number in range(count)]
 
 
 def test_what_is_about_to_be_sent_is_told_at_once_then_each_tenth_and_each_failure() -> None:
@@ -22,8 +30,8 @@ def test_what_is_about_to_be_sent_is_told_at_once_then_each_tenth_and_each_failu
         progress.begin([requests(12), requests(8)], "m")
         assert out.getvalue() == "20 requests of 2 sessions for m\n"
         for number in range(20):
-            failed = {"status": 503, "error": "no instance"} if number == 3 else {"status": 200}
-            progress.add(RequestRecord(session="a", turn=number, t_send=float(number), e2e_s=0.5, **failed))  # type: ignore[arg-type]
+            failed: dict[str, Any] = {"status": 503, "error": "no instance"} if number == 3 else {"status": 200}
+            progress.add(RequestRecord(session="a", turn=number, t_send=float(number), e2e_s=0.5, **failed))
     lines = out.getvalue().splitlines()[1:]
     assert lines[:3] == [
         "    1.5 s  2 of 20 answered, 0 failed",

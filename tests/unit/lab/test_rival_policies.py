@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from pointsman_router.core.types import Candidate, Decision, FleetView
 from tests.support.router_values import candidate, request, view
 
 
-def ruled(name: str, seen: FleetView, tokens: int = 1_600, seed: int = 0, **settings: float | bool) -> Decision:
+def ruled(name: str, seen: FleetView, tokens: int = 1_600, seed: int = 0, **settings: Any) -> Decision:
     return decide(make_policy(name, settings), request(tokens=tokens), "m", seen, random.Random(seed), "d")
 
 
@@ -72,9 +73,7 @@ def test_dynamo_temperature_draws_the_better_more_often() -> None:
         (0, 17, {"disaggregate": True, "busy_blocks": 1}, "kv_cost"),
     ],
 )
-def test_dynamo_disaggregates_on_conditions(
-    cached: int, p_pending: int, settings: dict[str, float | bool], reason: str
-) -> None:
+def test_dynamo_disaggregates_on_conditions(cached: int, p_pending: int, settings: dict[str, Any], reason: str) -> None:
     seen = view(
         holding("d", cached, 8_000),
         holding("p", 0, 8_000, pending_prefill_tokens=p_pending, ongoing_tokens=90_000),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -40,7 +41,10 @@ def test_an_answer_is_what_the_template_writes_back() -> None:
     """So the next turn's prompt begins with this one and its answer."""
     answer = ScriptedAnswer("Well.", (ScriptedCall("shell", {"cmd": "é"}), ScriptedCall("look")))
     calls = [{"function": {"name": call.name, "arguments": call.written}} for call in answer.tool_calls]
-    turns = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "Well.", "tool_calls": calls}]
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "Well.", "tool_calls": calls},
+    ]
     written = TOKENIZER.render(turns[:1]) + "".join(text for text, _ in answer.parts())
     assert TOKENIZER.render(turns, add_generation_prompt=False).startswith(written + "<|im_end|>")
 

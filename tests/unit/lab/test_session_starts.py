@@ -56,7 +56,7 @@ def test_sustained_arrivals_last_as_long_as_wanted() -> None:
 def test_every_session_comes_equally_often_and_never_with_blocks_of_another_time() -> None:
     drawn = draw_sessions(TRACE, Arrivals("sustained", sustained_s=2_000), 3)
     assert len({turns[0].session for turns in drawn}) == len(drawn)
-    owner = {}
+    owner: dict[int, str] = {}
     for turns in drawn:
         for turn in turns:
             assert turn.hash_ids == turns[-1].hash_ids[: len(turn.hash_ids)]
@@ -81,7 +81,7 @@ def test_a_seed_has_one_draw_and_the_same_order_of_sessions_at_every_rate() -> N
 @pytest.mark.parametrize("name", ["burst_rate", "sustained_s", "before_burst_s", "burst_s", "after_burst_s"])
 def test_arrivals_name_the_value_that_is_out_of_range(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: -1 is"):
-        Arrivals("burst", **{name: -1.0})  # type: ignore[arg-type]
+        Arrivals("burst", **{name: -1.0})
 
 
 def test_a_trace_whose_sessions_start_at_one_time_has_no_rate_to_draw_by() -> None:

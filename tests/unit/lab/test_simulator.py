@@ -49,7 +49,7 @@ def test_a_sessions_times_by_hand() -> None:
     first, second = simulate(turns, instances=1, profile=PLAIN)
     # 100 new tokens, then a second one; turn 2 was due while turn 1 still ran, and finds what turn 1 filled: 96 of its tokens.
     assert (first.t_send, first.ttft_s, first.e2e_s) == pytest.approx((0.0, 2.0, 3.0))
-    assert (second.t_send, second.cached_tokens) == (pytest.approx(3.0), 96)
+    assert (second.t_send, second.cached_tokens) == pytest.approx((3.0, 96))
     assert second.ttft_s == pytest.approx(1.34)
     thought = simulate(turns, instances=1, profile=PLAIN, timing="think")[1]
     assert thought.t_send == pytest.approx(6.0)
@@ -267,7 +267,7 @@ def test_only_what_the_answering_instance_lacks_is_moved() -> None:
     turns = [ask("a", 1, 0.0, [1, 2], 128), ask("a", 2, 60.0, [1, 2], 129, output=1)]
     second = simulate(turns, instances=2, policy=Passed(), profile=PASSING)[1]
     # All but a token is cached on both sides.
-    assert (second.ttft_s, second.cached_tokens) == (pytest.approx(1.0 + 0.26 + 1.0), 128)
+    assert (second.ttft_s, second.cached_tokens) == pytest.approx((1.0 + 0.26 + 1.0, 128))
 
 
 def test_a_held_request_is_placed_when_something_ends() -> None:
@@ -295,9 +295,9 @@ def test_a_refused_client_comes_back_when_it_was_told_to() -> None:
     turns = [ask("a", 1, 0.0, [1], 64, output=4), ask("b", 1, 0.25, [2], 64, output=1)]
     records = {one.session: one for one in simulate(turns, instances=1, profile=PLAIN, router=full())}
     # a ends at 4.64 s; b asks at 0.25, 2.25, 4.25 and 6.25 s.
-    assert (records["b"].status, records["b"].ttft_s) == (200, pytest.approx(6.0 + 1.64))
+    assert (records["b"].status, records["b"].ttft_s) == pytest.approx((200, 6.0 + 1.64))
     given_up = {one.session: one for one in simulate(turns, instances=1, profile=PLAIN, router=full(), retries=1)}
-    assert (given_up["b"].status, given_up["b"].e2e_s) == (429, pytest.approx(2.0))
+    assert (given_up["b"].status, given_up["b"].e2e_s) == pytest.approx((429, 2.0))
     assert "at its limit" in given_up["b"].error
 
 
@@ -306,7 +306,7 @@ def test_asking_and_tokenising_take_their_time() -> None:
     assert record.ttft_s == pytest.approx(3.0 + 2.0)
     # PLAIN prefills 100 tokens in 2 s. What every request pays is no draw: each pays the same.
     turns = [ask(f"s{number}", 1, 50.0 * number, [], 100, output=1) for number in range(3)]
-    paid = {"instances": 1, "profile": PLAIN, "frontend_s": 0.5, "tokenise_token_s": 0.03}
+    paid: dict[str, Any] = {"instances": 1, "profile": PLAIN, "frontend_s": 0.5, "tokenise_token_s": 0.03}
     floor = LatencyBound([[turn] for turn in turns], SimulationConfig(**paid)).run()
     for records in (simulate(turns, **paid), floor):
         assert [record.ttft_s for record in records] == pytest.approx([0.5 + 3.0 + 2.0] * 3)
@@ -357,8 +357,9 @@ def test_what_is_below_an_engines_cache_is_loaded_and_reported(shared_storage: b
         assert keys.keys(Tier.HOST) == set(offloading.host.hashes())
         assert keys.key_count == sum(len(keys.keys(tier)) for tier in Tier)
         stored |= set(keys.keys(Tier.STORAGE))
-        assert stored <= (offloading._storage or set())
-    assert stored == (offloading._storage or set())
+        in_storage = offloading._storage or set()
+        assert stored <= in_storage
+    assert stored == in_storage
     # The router takes credit for them.
     assert sum(one.predicted_cached_tokens or 0 for one in records) > sum(
         (one.cached_tokens or 0) - one.host_tokens - one.storage_tokens for one in records

@@ -20,7 +20,7 @@ SHARED = Path(os.environ.get("POINTSMAN_TEST_TRACES", Path(__file__).parents[4] 
 
 
 def ask(session: str, turn: int, at_s: float, ids: list[int], length: int, **more: Any) -> TraceRequest:
-    fields = {"output_length": 50, "hash_ids": tuple(ids), "block_size": 100, "think_ms": None}
+    fields: dict[str, Any] = {"output_length": 50, "hash_ids": tuple(ids), "block_size": 100, "think_ms": None}
     return TraceRequest(timestamp_ms=at_s * 1e3, session_id=session, turn=turn, input_length=length, **(fields | more))
 
 

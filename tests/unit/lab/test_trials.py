@@ -81,16 +81,22 @@ def test_jitter_stays_within_its_bounds_and_differs_by_seed() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"rate": 0.0}, {"jitter_s": -1.0}])
-def test_impossible_arrivals_name_their_field(wrong: dict[str, float]) -> None:
+def test_impossible_arrivals_name_their_field(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        Arrivals(**wrong)  # type: ignore[arg-type]
+        Arrivals(**wrong)
 
 
 # ---- measures ----
 
 
 def record(number: int, mode: str = "COLOCATED", route_class: str = "LIGHT", **more: Any) -> RequestRecord:
-    good = {"status": 200, "ttft_s": 1.0 + number, "e2e_s": 3.0 + number, "prompt_tokens": 100, "cached_tokens": 25}
+    good: dict[str, Any] = {
+        "status": 200,
+        "ttft_s": 1.0 + number,
+        "e2e_s": 3.0 + number,
+        "prompt_tokens": 100,
+        "cached_tokens": 25,
+    }
     told = {"session": "s", "turn": number, "t_send": 0.0, "output_tokens": 11, "rule": "session_affinity"}
     return RequestRecord(**(good | told | {"mode": mode, "route_class": route_class} | more))
 
@@ -126,7 +132,7 @@ def test_the_floor_by_hand() -> None:
     # Turn 2 begins when turn 1 has ended, and computes 64 tokens.
     assert (records["a", 2].t_send, records["a", 2].ttft_s) == pytest.approx((5.28, 1.64))
     # Blocks that another session computed are cached, except the last one: a prompt's last token is always computed.
-    assert (records["c", 1].cached_tokens, records["c", 1].ttft_s) == (112, pytest.approx(1.16))
+    assert (records["c", 1].cached_tokens, records["c", 1].ttft_s) == pytest.approx((112, 1.16))
 
 
 def test_a_pool_by_hand() -> None:

@@ -30,7 +30,8 @@ def test_owners_are_those_of_a_dict(actions: list[tuple[str, str, str, str]], ch
 
 
 def compare_with_a_dict(actions: list[tuple[str, str, str, str]]) -> None:
-    known, model, now = Affinity(ttl_s=10.0), {}, 0.0
+    known, now = Affinity(ttl_s=10.0), 0.0
+    model: dict[tuple[str, str], tuple[str, float]] = {}
     returned: set[tuple[str, str]] = set()
     for action, pool, session, owner in actions:
         key = pool, session

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -102,8 +103,8 @@ def join_three(router: RouterState) -> None:
         join(router, name, number)
 
 
-def decided(router: RouterState, name: str, now: float, **asked: object) -> Decision:
-    answer = place(router, request(name, exclude=OTHERS, **asked), now)  # type: ignore[arg-type]
+def decided(router: RouterState, name: str, now: float, **asked: Any) -> Decision:
+    answer = place(router, request(name, exclude=OTHERS, **asked), now)
     assert isinstance(answer, ev.Placed)
     return answer.decision
 

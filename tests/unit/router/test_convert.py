@@ -142,10 +142,10 @@ def test_tiers_of_cached_tokens_come_back_where_they_fit_the_sum(
 
 
 @pytest.mark.parametrize("tiers", [[(0, 1)], [(9, 1)], [(1, 1), (1, 1)]])
-def test_tiers_that_cannot_be_are_not_taken(tiers: list[tuple[int, int]]) -> None:
+def test_tiers_that_cannot_be_are_not_taken(tiers: list[tuple[Any, int]]) -> None:
     wire = placement_pb2.Finished(request_id="r", cached_tokens=5)
     for tier, tokens in tiers:
-        wire.cached_by_tier.add(tokens=tokens).tier = tier  # type: ignore[assignment]
+        wire.cached_by_tier.add(tokens=tokens).tier = tier
     assert gateway_messages.finished(wire).cached_by_tier is None
 
 
@@ -155,11 +155,11 @@ def test_a_duration_comes_back_to_the_nanosecond(value: float) -> None:
 
 
 @pytest.mark.parametrize("outcome", [placement_pb2.OUTCOME_UNSPECIFIED, 99])
-def test_an_outcome_that_nobody_knows_is_neither_an_answer_nor_a_failure(outcome: int) -> None:
+def test_an_outcome_that_nobody_knows_is_neither_an_answer_nor_a_failure(outcome: Any) -> None:
     """What a newer gateway says must not end its stream, nor blame an instance."""
     wire = placement_pb2.Finished(request_id="r")
-    wire.outcome = outcome  # type: ignore[assignment]
-    wire.finish_reason = outcome  # type: ignore[assignment]
+    wire.outcome = outcome
+    wire.finish_reason = outcome
     sent = placement_pb2.Finished.FromString(wire.SerializeToString())
     told = gateway_messages.finished(sent)
     assert (told.outcome, told.finish_reason) == (ev.UNKNOWN, "")

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pointsman_router.core.requests.fair_order import Entry, Line, PoolOrder
+from pointsman_router.core.requests.fair_order import Entry, PoolOrder, QueueKey
 
 BATCH, STANDARD, INTERACTIVE = 0, 1, 2
 SHARE = 0.1
@@ -24,7 +24,7 @@ BASE, LORA = ("m", ""), ("lora", "")
 
 def entry(name: str, tenant: str = "t", **changes: Any) -> Entry:
     values: dict[str, Any] = {
-        "line": BASE,
+        "queue_key": BASE,
         "level": STANDARD,
         "rank": 0.0,
         "since": 0.0,
@@ -42,19 +42,19 @@ def added(*entries: Entry, share: float = SHARE) -> PoolOrder:
 
 
 class Backlog:
-    """Flows (tenant, class) of waiting requests. Serves requests that are not of a `full` line, and counts the served work by
+    """Flows (tenant, class) of waiting requests. Serves requests that are not of a `full` queue, and counts the served work by
     flow."""
 
-    def __init__(self, order: PoolOrder, full: frozenset[Line] = frozenset()) -> None:
+    def __init__(self, order: PoolOrder, full: frozenset[QueueKey] = frozenset()) -> None:
         self.order = order
         self.full = full
         self.entries: dict[str, Entry] = {}
         self.served: Counter[tuple[str, int]] = Counter()
         self._numbers = count()
 
-    def arrive(self, tenant: str, level: int, cost: float, weight: float = 1.0, line: Line = BASE) -> str:
+    def arrive(self, tenant: str, level: int, cost: float, weight: float = 1.0, queue_key: QueueKey = BASE) -> str:
         name = f"{tenant}{next(self._numbers)}"
-        one = entry(name, tenant, level=level, cost=cost, weight=weight, rank=float(len(name)), line=line)
+        one = entry(name, tenant, level=level, cost=cost, weight=weight, rank=float(len(name)), queue_key=queue_key)
         self.entries[name] = one
         self.order.add(one)
         return name
@@ -97,15 +97,15 @@ def test_tenants_of_a_class_share_by_weight_and_by_cost() -> None:
 
 
 def test_of_one_tenant_the_least_rank_goes_first_whatever_the_model() -> None:
-    order = added(entry("x", rank=2.0), entry("y", rank=1.0, line=LORA), entry("z", rank=3.0))
+    order = added(entry("x", rank=2.0), entry("y", rank=1.0, queue_key=LORA), entry("z", rank=3.0))
     assert list(order.walk()) == ["y", "x", "z"]
 
 
 def test_lines_that_are_full_are_passed_over_also_when_that_is_found_on_the_way() -> None:
     order = added(
-        entry("a0", "a", line=LORA), entry("a1", "a", rank=1.0), entry("b0", "b", line=LORA), entry("b1", "b")
+        entry("a0", "a", queue_key=LORA), entry("a1", "a", rank=1.0), entry("b0", "b", queue_key=LORA), entry("b1", "b")
     )
-    full: set[Line] = set()
+    full: set[QueueKey] = set()
     told = []
     for name in order.walk(full):
         told.append(name)
@@ -181,7 +181,7 @@ def test_no_class_starves(
     moment the one before it is served."""
     backlog = Backlog(PoolOrder(share), frozenset({("full", "")}))
     for cost in blocked:
-        backlog.arrive("before", BATCH, float(cost), line=("full", ""))
+        backlog.arrive("before", BATCH, float(cost), queue_key=("full", ""))
     names = [backlog.arrive("low", BATCH, float(first)) for _ in range(3)]
     for n in range(others):
         backlog.arrive(f"other{n}", BATCH, 1.0)
@@ -236,20 +236,28 @@ def lines_run(act: Callable[[], object]) -> int:
 
 
 def test_a_walk_over_many_lines_costs_no_pass_over_them_for_each_request() -> None:
-    """Of one tenant, and of one for each line."""
+    """Of one tenant, and of one for each queue."""
     for tenants in (1, 400):
         ran = {}
-        for lines in (40, 400):
-            order = added(*(entry(f"r{n}", f"t{n % tenants}", rank=n, line=("m", f"i{n}")) for n in range(lines)))
-            full: set[Line] = set()
+        for queues in (40, 400):
+            order = added(*(entry(f"r{n}", f"t{n % tenants}", rank=n, queue_key=("m", f"i{n}")) for n in range(queues)))
+            full: set[QueueKey] = set()
 
-            def past_full_ones(order: PoolOrder = order, full: set[Line] = full, lines: int = lines) -> None:
+            def past_full_ones(order: PoolOrder = order, full: set[QueueKey] = full, queues: int = queues) -> None:
                 for name in order.walk(full):
                     full.add(("m", f"i{name[1:]}"))
-                assert len(full) == lines
+                assert len(full) == queues
 
-            ran[lines] = lines_run(past_full_ones)
+            ran[queues] = lines_run(past_full_ones)
         assert ran[400] <= 15 * ran[40]
+
+
+def _first_of_walk(order: PoolOrder) -> list[str]:
+    return list(islice(order.walk(), 64))
+
+
+def _last_of_class(order: PoolOrder) -> object:
+    return next(order.last(BATCH, None))
 
 
 def test_what_one_retry_costs_does_not_grow_with_the_queue() -> None:
@@ -263,8 +271,8 @@ def test_what_one_retry_costs_does_not_grow_with_the_queue() -> None:
             number = int(first[1:])
             served = entry(first, f"t{number % tenants}", rank=number, level=number % 3)
             ran[size, tenants > 1] = [
-                lines_run(lambda of=order: list(islice(of.walk(), 64))),
-                lines_run(lambda of=order: next(of.last(BATCH, None))),
+                lines_run(partial(_first_of_walk, order)),
+                lines_run(partial(_last_of_class, order)),
                 lines_run(partial(order.serve, served, 1_000.0)),
                 lines_run(partial(order.add, entry("new", "tn", rank=5.5))),
             ]
@@ -274,7 +282,7 @@ def test_what_one_retry_costs_does_not_grow_with_the_queue() -> None:
 
 
 NAMES = st.integers(0, 10**6)
-LINES = st.sampled_from([BASE, LORA, ("m", "a")])
+QUEUE_KEYS = st.sampled_from([BASE, LORA, ("m", "a")])
 
 
 class OrderMachine(RuleBasedStateMachine):
@@ -289,16 +297,16 @@ class OrderMachine(RuleBasedStateMachine):
     @rule(
         number=NAMES,
         tenant=st.sampled_from("abc"),
-        line=LINES,
+        queue_key=QUEUE_KEYS,
         level=st.integers(0, 2),
         rank=st.integers(0, 3),
         cost=st.integers(1, 3_000),
         weight=st.integers(1, 4),
     )
-    def add(self, number: int, tenant: str, line: Line, level: int, rank: int, cost: int, weight: int) -> None:
+    def add(self, number: int, tenant: str, queue_key: QueueKey, level: int, rank: int, cost: int, weight: int) -> None:
         name = f"r{number}"
         if name not in self.entries:
-            one = Entry(name, tenant, line, level, float(rank), 0.0, float(cost), float(weight))
+            one = Entry(name, tenant, queue_key, level, float(rank), 0.0, float(cost), float(weight))
             self.entries[name] = one
             self.order.add(one)
 
@@ -308,10 +316,10 @@ class OrderMachine(RuleBasedStateMachine):
         self.order.remove(self.entries.pop(data.draw(st.sampled_from(sorted(self.entries)))))
 
     @precondition(lambda self: self.entries)
-    @rule(data=st.data(), line=LINES, rank=st.integers(0, 3), cost=st.integers(1, 3_000))
-    def replace(self, data: st.DataObject, line: Line, rank: int, cost: int) -> None:
+    @rule(data=st.data(), queue_key=QUEUE_KEYS, rank=st.integers(0, 3), cost=st.integers(1, 3_000))
+    def replace(self, data: st.DataObject, queue_key: QueueKey, rank: int, cost: int) -> None:
         old = self.entries[data.draw(st.sampled_from(sorted(self.entries)))]
-        new = Entry(old.request_id, old.tenant, line, old.level, float(rank), 0.0, float(cost), old.weight)
+        new = Entry(old.request_id, old.tenant, queue_key, old.level, float(rank), 0.0, float(cost), old.weight)
         self.entries[old.request_id] = new
         self.order.replace(old, new)
 
@@ -321,17 +329,17 @@ class OrderMachine(RuleBasedStateMachine):
         order = list(self.order.walk())
         self.order.serve(self.entries.pop(order[min(place, len(order) - 1)]), float(cost))
 
-    @rule(full=LINES, served=st.integers(1, 6))
-    def serve_past_a_full_line(self, full: Line, served: int) -> None:
+    @rule(full=QUEUE_KEYS, served=st.integers(1, 6))
+    def serve_past_a_full_queue(self, full: QueueKey, served: int) -> None:
         for _ in range(served):
             if (name := next(iter(self.order.walk({full})), None)) is not None:
                 one = self.entries.pop(name)
                 self.order.serve(one, one.cost)
 
-    @rule(full=LINES)
-    def walk_past_a_full_line(self, full: Line) -> None:
+    @rule(full=QUEUE_KEYS)
+    def walk_past_a_full_queue(self, full: QueueKey) -> None:
         told = list(self.order.walk({full}))
-        assert sorted(told) == sorted(name for name, one in self.entries.items() if one.line != full)
+        assert sorted(told) == sorted(name for name, one in self.entries.items() if one.queue_key != full)
 
     @rule(level=st.integers(0, 2), tenant=st.sampled_from([None, "a", "b"]))
     def who_goes_last(self, level: int, tenant: str | None) -> None:

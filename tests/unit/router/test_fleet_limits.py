@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -327,9 +328,10 @@ def test_what_a_dead_gateway_had_in_flight_is_over_soon() -> None:
         {"key": b"short"},
     ],
 )
-def test_figures_that_cannot_be_are_not_taken(wrong: dict[str, object]) -> None:
+def test_figures_that_cannot_be_are_not_taken(wrong: dict[str, Any]) -> None:
     good = placement_pb2.KeyReport(key=b"0" * 16, requests_per_minute=10, wanted=True)
-    bad = placement_pb2.KeyReport(**{"key": b"1" * 16, "wanted": True} | wrong)  # type: ignore[arg-type]
+    fields: dict[str, Any] = {"key": b"1" * 16, "wanted": True} | wrong
+    bad = placement_pb2.KeyReport(**fields)
     assert [one.key for one in usage_reports(placement_pb2.UsageReport(keys=[good, bad]))] == [b"0" * 16]
 
 

@@ -256,7 +256,11 @@ def test_prefills_that_are_not_listed_count_as_those_that_are(others: list[tuple
 
 
 def test_where_prompts_are_cut_those_not_listed_keep_a_prompt_waiting_no_longer_than_they_take() -> None:
-    work = {"queue": ((100, 0),) * 16, "chunk_limit": 512, "unlisted": PrefillSums(10, 8_000.0, 8_000.0 * 800)}
+    work: dict[str, Any] = {
+        "queue": ((100, 0),) * 16,
+        "chunk_limit": 512,
+        "unlisted": PrefillSums(10, 8_000.0, 8_000.0 * 800),
+    }
     # An unlisted prompt has 800 tokens, the mean. A prompt of two chunks waits for all of them, and one of one chunk for 512.
     assert rule(900, one("a", 900, **work)).figures["wait_s"] == pytest.approx(1.6 + 8.0)
     assert rule(500, one("a", 500, **work)).figures["wait_s"] == pytest.approx(1.6 + 5.12)

@@ -60,7 +60,7 @@ def test_a_lease_that_begins_again_lasts_whole() -> None:
 
 def told(router: RouterState, request_id: str, gateway_id: str, now: float = 1.0) -> list[type]:
     """Report the end of a request as a gateway does; return the types of the effects."""
-    effects = router.handle(ev.GatewayTold(gateway_id, ev.Finished(request_id, "OK")), now)
+    effects = router.handle(ev.GatewayReported(gateway_id, ev.Finished(request_id, "OK")), now)
     router.check_invariants()
     return [type(effect) for effect in effects]
 
@@ -125,11 +125,11 @@ OTHERS = [
     ev.StreamOpened("h", ev.OpenStream(request("r", tokens=10), "b", Phase.DECODE, 0)),
     ev.GatewayHello("h", (ev.OpenStream(request("r", tokens=10), "b", Phase.DECODE, 0),)),
     ev.GatewayHello("h", (), frozenset({"r"})),
-    ev.GatewayTold("h", ev.StepDone("r", 0, ok=True)),
-    ev.GatewayTold("h", ev.StepDone("r", 0, ok=False, instance_failed=True)),
-    ev.GatewayTold("h", ev.FirstToken("r", ("a",))),
-    ev.GatewayTold("h", ev.Finished("r", "FAILED")),
-    ev.GatewayTold("", ev.Finished("r", "FAILED")),
+    ev.GatewayReported("h", ev.StepDone("r", 0, ok=True)),
+    ev.GatewayReported("h", ev.StepDone("r", 0, ok=False, instance_failed=True)),
+    ev.GatewayReported("h", ev.FirstToken("r", ("a",))),
+    ev.GatewayReported("h", ev.Finished("r", "FAILED")),
+    ev.GatewayReported("", ev.Finished("r", "FAILED")),
 ]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core import first_choice
+from pointsman_router.core import shortlist
 from pointsman_router.core.instances.gone_pools import KEPT_S, GonePools
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.prefill_curve import MeanWork, PrefillWork
@@ -114,7 +114,7 @@ def test_what_is_kept_stays_bounded_while_hundreds_of_pools_come_and_go(
 def test_a_large_pool_that_nobody_asks_for_gathers_a_bounded_part_of_what_happens_in_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(first_choice, "MAX_CHANGES", 10)
+    monkeypatch.setattr(shortlist, "MAX_CHANGES", 10)
     router = state()
     for number in range(70):
         join(router, f"large{number:02}", number, model="large", served_names=())

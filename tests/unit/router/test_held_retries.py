@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -59,7 +60,8 @@ class Driven:
         for number in range(INSTANCES):
             join(self.router, f"i{number}", number)
         queue_ = self.router.held_requests.queue
-        decide, commit = self.router.held_requests._decider.decide, self.router.held_requests._plans.commit
+        held: Any = self.router.held_requests
+        decide, commit = held._decider.decide, held._plans.commit
 
         def counted(asked: PlacementRequest, *given_: Any) -> Any:
             self.decisions += queue_.get(asked.request_id) is not None
@@ -69,8 +71,8 @@ class Driven:
             self.placed += decision.held_s > 0
             return commit(decision, *given_)
 
-        self.router.held_requests._decider.decide = counted
-        self.router.held_requests._plans.commit = placed
+        held._decider.decide = counted
+        held._plans.commit = placed
 
     def tell(self, event: ev.Event) -> None:
         self.router.handle(event, self.now)
@@ -112,8 +114,7 @@ class Driven:
                 cordoned = [f"i{one}" for one in range(INSTANCES) if which >> one & 1]
                 self.tell(ev.OrdersChanged({one: InstanceOrder(cordoned=True) for one in cordoned}))
             case "hello":
-                who = f"i{which % INSTANCES}"
-                self.tell(ev.AgentHello(which % INSTANCES, info(who), KEY_SCHEME, 1, 0))
+                self.tell(ev.AgentHello(which % INSTANCES, info(f"i{which % INSTANCES}"), KEY_SCHEME, 1, 0))
 
 
 KINDS = st.sampled_from(["place", "place", "finish", "finish", "finish", "first_token", "load", "cordon", "hello"])
@@ -149,14 +150,15 @@ def test_what_ends_together_is_answered_by_one_trial_more() -> None:
         driven.act("place", number)
     driven.until(0.1)
     trials = 0
-    order = driven.router.held_requests.queue.order
+    queue: Any = driven.router.held_requests.queue
+    order = queue.order
 
     def counted(*given_: Any) -> Any:
         nonlocal trials
         trials += 1
         return order(*given_)
 
-    driven.router.held_requests.queue.order = counted  # type: ignore[method-assign]
+    queue.order = counted
     for request_id in driven.open():
         driven.tell(ev.Finished(request_id, "OK"))
     assert (trials, len(driven.router.held_requests.queue)) == (TRIALS_AT_ONCE, 10 - TRIALS_AT_ONCE)
@@ -203,20 +205,21 @@ def test_what_one_trial_leaves_the_next_ones_go_on_with_though_more_frees_meanwh
     for which in tokens:
         driven.act("place", which)
     tried: set[tuple[str, str]] = set()
-    queue, decide = driven.router.held_requests.queue, driven.router.held_requests._decider.decide
+    decider: Any = driven.router.held_requests._decider
+    queue, decide = driven.router.held_requests.queue, decider.decide
 
     def noted(asked: PlacementRequest, *given_: Any) -> Any:
         if (held := queue.get(asked.request_id)) is not None:
-            tried.add(held.line)
+            tried.add(held.queue_key)
         return decide(asked, *given_)
 
-    driven.router.held_requests._decider.decide = noted
+    decider.decide = noted
     driven.until(TICK_S)
     for pause in pauses:
         driven.until(driven.now + pause)
         driven.tell(ev.LoadReported(0, "i0", Load(driven.now, running=1)))
-    driven.until(driven.now + RETRY_S * len(queue.lines("m")))
-    assert tried == queue.lines("m")
+    driven.until(driven.now + RETRY_S * len(queue.queue_keys("m")))
+    assert tried == queue.queue_keys("m")
 
 
 @given(alike=st.booleans(), adapters=st.integers(1, 80), freed=st.integers(0, 79))
@@ -235,14 +238,15 @@ def test_requests_for_many_adapters_cost_no_look_at_all_instances_for_each_of_th
         router.handle(ev.PlaceRequested(request(f"x-{name}", tokens=10, model=name), "g"), 0.0)
     for name in names:
         assert not router.handle(ev.PlaceRequested(request(f"r-{name}", tokens=10, model=name), "g"), 0.0)
-    looks, has_room = 0, router.held_requests._views.has_room
+    views: Any = router.held_requests._views
+    looks, has_room = 0, views.has_room
 
     def counted(*given_: Any) -> bool:
         nonlocal looks
         looks += 1
-        return has_room(*given_)
+        return bool(has_room(*given_))
 
-    router.held_requests._views.has_room = counted
+    views.has_room = counted
     router.handle(ev.LoadReported(0, "i0", Load(1.0)), 1.0)
     assert looks == (1 if alike else min(adapters, MOST_DECISIONS))
     now, answered = 2.0, router.handle(ev.Finished(f"x-lora{freed}", "OK"), 2.0)
@@ -274,14 +278,15 @@ def test_those_that_end_together_are_answered_in_turns(for_room: bool, needed: l
     for number in range(held):
         asked = request(f"r{number}", tokens=11, ttft_deadline_s=needed[number % len(needed)])
         assert not router.handle(ev.PlaceRequested(asked, "g"), 1.0)
-    decisions, decide = 0, router.held_requests._decider.decide
+    decider: Any = router.held_requests._decider
+    decisions, decide = 0, decider.decide
 
     def counted(*given_: Any) -> Any:
         nonlocal decisions
         decisions += 1
         return decide(*given_)
 
-    router.held_requests._decider.decide = counted
+    decider.decide = counted
     waiting, now, answered = len(router.held_requests.queue), 40.0, Counter[str]()
     event: ev.Event = ev.Tick()
     for _ in range(waiting + 2):
@@ -331,9 +336,9 @@ def test_a_trial_that_is_due_when_nothing_waits_any_more_is_due_once() -> None:
 
 async def test_the_process_tries_again_by_a_timer_and_not_with_the_next_tick() -> None:
     """Its ticks are never begun here."""
-    router = Router(RouterSettings(router_id="t", max_requests_per_instance=1, startup_wait_s=0.0))
+    router: Any = Router(RouterSettings(router_id="t", max_requests_per_instance=1, startup_wait_s=0.0))
     tried = asyncio.Event()
-    submit = router.submit
+    submit: Callable[[ev.Event], list[ev.Effect]] = router.submit
 
     def told(event: ev.Event) -> list[ev.Effect]:
         effects = submit(event)
@@ -341,7 +346,7 @@ async def test_the_process_tries_again_by_a_timer_and_not_with_the_next_tick() -
             tried.set()
         return effects
 
-    router.submit = told  # type: ignore[method-assign]
+    router.submit = told
     for number in range(TRIALS_AT_ONCE + 1):
         name = f"i{number}"
         router.submit(ev.AgentHello(number, info(name, exact_prefix=False), KEY_SCHEME, 1, 0))

@@ -353,14 +353,15 @@ def test_load_reports_that_free_nothing_cost_few_decisions(
 ) -> None:
     """Requests are held while one of 64 engines reports every 0 to 20 ms."""
     router, _ = busy(limit=0 if policy_holds else 1, policy=Picky() if policy_holds else None, names="a")
-    decisions, decide = 0, router.held_requests._decider.decide
+    decider: Any = router.held_requests._decider
+    decisions, decide = 0, decider.decide
 
     def counted(*given: Any) -> Any:
         nonlocal decisions
         decisions += 1
         return decide(*given)
 
-    router.held_requests._decider.decide = counted
+    decider.decide = counted
     for number in range(1, 64):
         join(router, f"i{number}", number, now=0.0)
         ask(router, f"x{number}", tokens=10)

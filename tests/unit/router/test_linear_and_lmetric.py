@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -75,7 +76,7 @@ def test_linear_weighs_load_against_cache() -> None:
 
 
 # a costs 4 * 0.5 + (100 + 50) / 100 = 3.5 s, b 2 * 0.5 + (50 + 100) / 100 = 2.5 s
-ADDITIVE = {"decode_iteration_s": 0.5, "throughput": 100.0}
+ADDITIVE: dict[str, Any] = {"decode_iteration_s": 0.5, "throughput": 100.0}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -26,13 +28,11 @@ KEYS = prompt_keys(PROMPT, "m")
 DEVICE, HOST = 1, 2
 
 
-def report(router: RouterState, *messages: object, name: str = "a", now: float = 0.0) -> list[ev.Effect]:
+def report(router: RouterState, *messages: Any, name: str = "a", now: float = 0.0) -> list[ev.Effect]:
     record = router.instances.get(name)
     assert record is not None
     effects = [
-        effect
-        for one in messages
-        for effect in router.handle(ev.KeysReported(record.stream_id, name, one), now)  # type: ignore[arg-type]
+        effect for one in messages for effect in router.handle(ev.KeysReported(record.stream_id, name, one), now)
     ]
     router.check_invariants()
     return effects
@@ -50,7 +50,7 @@ def seen(router: RouterState, name: str = "a", now: float = 0.0) -> Candidate:
     return found
 
 
-def two(**changes: object) -> RouterState:
+def two(**changes: Any) -> RouterState:
     """`a` has 1,000 of the prompt's blocks on its GPU and 1,000 more in host memory, `b` has 1,100 on its GPU."""
     router = state()
     join(router, "a", 1, KEYS[:1_000], **changes)

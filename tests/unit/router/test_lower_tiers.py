@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -140,7 +141,7 @@ def test_a_decision_probes_few_keys_for_many_instances(monkeypatch: pytest.Monke
         tiers.add(TIER_HOST, f"i{number}", keys[: 4_000 + 60 * number])
 
     class Counted(list[int]):
-        def __getitem__(self, at):  # type: ignore[no-untyped-def]
+        def __getitem__(self, at: Any) -> Any:
             nonlocal probes
             probes += 1
             return super().__getitem__(at)

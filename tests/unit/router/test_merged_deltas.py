@@ -144,13 +144,19 @@ def test_an_eviction_that_is_told_after_the_first_token_counts_too(delay_s: floa
     for number in range(5):
         name = f"r{number}"
         place(router, request(name, prompt=PROMPT), now)
-        told = [(now + 0.2, ev.FirstToken(name)), (now + 1.0, ev.Finished(name, "OK", cached_tokens=0))]
+        told: list[tuple[float, ev.Event]] = [
+            (now + 0.2, ev.FirstToken(name)),
+            (now + 1.0, ev.Finished(name, "OK", cached_tokens=0)),
+        ]
         if delay_s < 0.2:
             changes = [(now + delay_s, Delta(seq + 1, 1, removed=KEYS)), (now + 0.3, Delta(seq + 2, 1, added=KEYS))]
         else:
             changes = [(now + delay_s, Delta(seq + 2, 1, KEYS, KEYS, first_seq=seq + 1))]
         seq += 2
-        events = [*told, *((at, ev.KeysReported(1, "a", change)) for at, change in changes)]
+        events: list[tuple[float, ev.Event]] = [
+            *told,
+            *((at, ev.KeysReported(1, "a", change)) for at, change in changes),
+        ]
         for at, event in sorted(events, key=lambda one: one[0]):
             router.handle(ev.LoadReported(1, "a", Load(sampled_at=at)), at)
             router.handle(event, at)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -18,7 +20,7 @@ from tests.support.router_values import finish, hello, join, place, request, set
 DRAIN = ev.DrainsChanged({"a": "1"}, frozenset("a"))
 
 
-def fleet(others: str = "bc", *, streams: int = 3, waits: int = 0, **settings: object) -> RouterState:
+def fleet(others: str = "bc", *, streams: int = 3, waits: int = 0, **settings: Any) -> RouterState:
     """A router with an instance `a` that gives so many answers: r0, r1, ... with longer and longer prompts, and has not begun one
     to a prompt of `waits` tokens."""
     router = state(**settings)
@@ -39,7 +41,7 @@ def moved(effects: list[ev.Effect]) -> list[str]:
 
 def leave(router: RouterState, request_id: str, now: float) -> list[str]:
     """Do what a gateway does that moves a request: end the attempt and place the rest. Return which ones are to leave then."""
-    told = router.handle(ev.GatewayTold("g", ev.Finished(request_id, "CANCELLED")), now)
+    told = router.handle(ev.GatewayReported("g", ev.Finished(request_id, "CANCELLED")), now)
     answer = place(router, request(f"{request_id}.1", tokens=200, movable=True, resumed=True), now)
     assert isinstance(answer, ev.Placed)
     assert answer.step.instance_id != "a"
@@ -51,10 +53,10 @@ def test_one_request_leaves_for_each_instance_that_has_no_prefill() -> None:
     assert moved(router.handle(DRAIN, 1.0)) == ["r0", "r1"], "the cheapest first"
     assert leave(router, "r0", 1.1) == []
     assert leave(router, "r1", 1.2) == [], "both others compute now"
-    assert moved(router.handle(ev.GatewayTold("g", ev.FirstToken("r0.1")), 2.0)) == ["r2"]
+    assert moved(router.handle(ev.GatewayReported("g", ev.FirstToken("r0.1")), 2.0)) == ["r2"]
     assert moved(router.handle(ev.Tick(), 2.5)) == [], "one is under way"
     assert leave(router, "r2", 2.6) == []
-    assert moved(router.handle(ev.GatewayTold("g", ev.FirstToken("r1.1")), 3.0)) == ["r3"]
+    assert moved(router.handle(ev.GatewayReported("g", ev.FirstToken("r1.1")), 3.0)) == ["r3"]
     assert leave(router, "r3", 3.1) == []
     assert router.reservations.counters("a").num_requests == 0
     router.check_invariants()
@@ -66,7 +68,7 @@ def test_one_leaves_at_a_time_if_the_others_always_have_something_to_compute() -
     assert moved(router.handle(DRAIN, 1.0)) == ["r0"]
     assert leave(router, "r0", 1.1) == []
     assert moved(router.handle(ev.Tick(), 5.0)) == [], "it is still being computed"
-    assert moved(router.handle(ev.GatewayTold("g", ev.FirstToken("r0.1")), 6.0)) == ["r1"]
+    assert moved(router.handle(ev.GatewayReported("g", ev.FirstToken("r0.1")), 6.0)) == ["r1"]
 
 
 def test_what_cannot_go_on_elsewhere_stays() -> None:
@@ -83,7 +85,7 @@ def test_nothing_leaves_while_no_other_could_take_it_at_once() -> None:
         place(router, request(f"other {number}", tokens=500, exclude=("a",)))
         router.handle(ev.FirstToken(f"other {number}"), 0.5)
     assert moved(router.handle(DRAIN, 1.0)) == []
-    router.handle(ev.GatewayTold("g", ev.Finished("other 0", "OK")), 2.0)
+    router.handle(ev.GatewayReported("g", ev.Finished("other 0", "OK")), 2.0)
     assert moved(router.handle(ev.Tick(), 2.1)) == ["r0"]
     alone = fleet("", streams=1)
     assert moved(alone.handle(DRAIN, 1.0)) == []
@@ -111,10 +113,10 @@ def test_a_request_that_waits_for_its_first_token_is_the_cheapest() -> None:
     ],
     ids=["resumed", "only drained", "restarted"],
 )
-def test_moves_end_with_the_drain(end: object) -> None:
+def test_moves_end_with_the_drain(end: Callable[[RouterState], object]) -> None:
     router = fleet("b", streams=2)
     assert moved(router.handle(DRAIN, 1.0)) == ["r0"]
-    end(router)  # type: ignore[operator]
+    end(router)
     assert moved(router.handle(ev.Tick(), 9.0)) == []
 
 
@@ -133,7 +135,7 @@ def test_many_reports_make_few_looks() -> None:
     router = fleet("b", streams=2)
     assert moved(router.handle(DRAIN, 1.0)) == ["r0"]
     leave(router, "r0", 1.0)
-    assert moved(router.handle(ev.GatewayTold("g", ev.FirstToken("r0.1")), 1.0 + LOOK_EVERY_S / 2)) == []
+    assert moved(router.handle(ev.GatewayReported("g", ev.FirstToken("r0.1")), 1.0 + LOOK_EVERY_S / 2)) == []
     assert moved(router.handle(ev.Tick(), 1.0 + LOOK_EVERY_S)) == ["r1"]
 
 
@@ -186,7 +188,7 @@ def test_a_request_that_left_an_instance_may_come_back_to_it() -> None:
     router = fleet("b", streams=1)
     assert moved(router.handle(DRAIN, 1.0)) == ["r0"]
     leave(router, "r0", 1.1)
-    router.handle(ev.GatewayTold("g", ev.FirstToken("r0.1")), 1.2)
+    router.handle(ev.GatewayReported("g", ev.FirstToken("r0.1")), 1.2)
     join(router, "a", 9, incarnation="2", now=60.0)
     assert moved(router.handle(ev.DrainsChanged({"b": "1"}, frozenset("b")), 61.0)) == ["r0.1"]
 
@@ -210,9 +212,9 @@ def test_those_that_do_not_leave_come_last() -> None:
     told = [moved(router.handle(DRAIN if not at else ev.Tick(), 1.0 + 2.5 * at)) for at in range(9)]
     assert told[:3] == [["r0"], ["r1"], ["r2"]]
     assert told[6:9] == [["r0"], ["r1"], ["r2"]]
-    assert router._moves._told.keys() == {"r0", "r1", "r2"}
+    assert router._moves._notices.keys() == {"r0", "r1", "r2"}
     router.handle(ev.DrainsChanged({}), 30.0)
-    assert router._moves._told == {}
+    assert router._moves._notices == {}
 
 
 def test_a_look_at_many_requests_makes_few_decisions(monkeypatch: pytest.MonkeyPatch) -> None:

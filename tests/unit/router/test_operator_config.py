@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +23,7 @@ CHANGES = st.one_of(
 )
 
 
-def changed(config: OperatorConfig, change: object) -> OperatorConfig:
+def changed(config: OperatorConfig, change: Any) -> OperatorConfig:
     match change:
         case OrderChange():
             return config.with_order(change)

@@ -64,11 +64,13 @@ class Context:
 @pytest.mark.parametrize("turns", range(2, 14))
 def test_a_gateway_that_is_gone_is_lost_whenever_its_call_is_cancelled(turns: int) -> None:
     async def play() -> list[str]:
-        router, context = Router(), Context(turns)
-        service = PlacementService(router, lambda *_: True)  # type: ignore[arg-type]
-        session = asyncio.ensure_future(service.Session(None, context))  # type: ignore[arg-type]
+        router: Any = Router()
+        context: Any = Context(turns)
+        service = PlacementService(router, lambda *_: True)
+        session = asyncio.ensure_future(service.Session(None, context))
         await asyncio.gather(context.play(session), session, return_exceptions=True)
-        return router.calls
+        calls: list[str] = router.calls
+        return calls
 
     calls = asyncio.run(play())
     assert calls in ([], ["gw-1 opened", "gw-1 closed"]), "opened and never closed"
@@ -96,9 +98,9 @@ class Slow(Context):
 @pytest.mark.parametrize("other", [False, True])
 def test_a_session_that_is_long_in_opening_claims_its_id_anew(other: bool) -> None:
     async def play() -> tuple[list[str], bool]:
-        router = Router()
-        context = Slow(router.gateway_claims, other)
-        session = PlacementService(router, lambda *_: True).Session(None, context)  # type: ignore[arg-type]
+        router: Any = Router()
+        context: Any = Slow(router.gateway_claims, other)
+        session = PlacementService(router, lambda *_: True).Session(None, context)
         await asyncio.gather(session, return_exceptions=True)
         return router.calls, context.aborted
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -69,7 +70,7 @@ def test_unified_ties_break_by_new_tokens_then_requests_then_turn() -> None:
     assert choose("unified", view(*tied))[0] == "b"
 
 
-NO_CEILING = {"ceiling_min": 1e6}
+NO_CEILING: dict[str, Any] = {"ceiling_min": 1e6}
 
 
 @pytest.mark.parametrize("overload_factor", [1.3, 1e6])  # the gate refuses the owner, or would let it pass
@@ -107,7 +108,7 @@ def test_unified_ceiling_is_a_multiple_of_the_others_mean(owner_requests: int, o
 
 def test_unified_ceiling_spares_the_only_one_and_the_least_loaded() -> None:
     assert choose("unified", view(candidate("a", num_requests=1_000))) == ("a", "least_load_x_work")
-    tight = {"ceiling_factor": 1.0, "ceiling_min": 0.0}
+    tight: dict[str, Any] = {"ceiling_factor": 1.0, "ceiling_min": 0.0}
     assert choose("unified", view(candidate("a", num_requests=9), candidate("b", num_requests=9)), **tight)[0] == "a"
     # An excluded instance is no reason to pass over the only one left.
     alone = view(candidate("a", num_requests=100), candidate("b", excluded="draining"))

@@ -183,7 +183,9 @@ def test_an_ended_request_is_known_still_and_weighs_little() -> None:
 
 
 def kv(name: str, role: KvRole) -> KvTransfer:
-    return replace(info(name).kv_transfer, role=role)
+    own = info(name).kv_transfer
+    assert own is not None
+    return replace(own, role=role)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -28,7 +30,7 @@ def all_classes(seconds: float) -> dict[str, object]:
     return {name: pytest.approx(seconds) for name in ("LIGHT", "MEDIUM", "HEAVY")}
 
 
-def full(*names: str, **queue: float) -> RouterState:
+def full(*names: str, **queue: Any) -> RouterState:
     """A pool whose instances take one request each; further ones are held."""
     made = state(limits=SaturationLimits(max_requests=1), queue=QueueSettings(**queue))
     for stream_id, name in enumerate(names, 1):

@@ -104,7 +104,7 @@ def test_what_has_computed_a_part_of_its_prompt_keeps_its_place() -> None:
 def test_of_one_tenants_equal_requests_the_earliest_deadline_goes_first() -> None:
     queue = HoldQueue(QueueSettings())
     for name, needed in (("none", None), ("late", 20.0), ("soon", 2.0), ("beyond", 3_000.0)):
-        changes = {} if needed is None else {"first_token_by": needed}
+        changes: dict[str, Any] = {} if needed is None else {"first_token_by": needed}
         queue.offer(waits(name, **changes))
     assert order(queue) == "soon late beyond none"  # the last two are refused after 30 s, whichever comes first
 
@@ -209,6 +209,7 @@ def test_what_a_policy_holds_is_placed_while_there_is_time_for_its_prefill() -> 
 def test_a_slice_counts_for_what_it_computes() -> None:
     """Else the parts of one prompt would be counted again and again."""
     _router, [placed] = busy(limit=0)
+    assert isinstance(placed, ev.Placed)
     [one] = placed.decision.view.candidates
     seen = replace(placed.decision.view, candidates=(replace(one, cached_tokens=100, new_tokens=900),))
     slice_, serve = Step(StepKind.PREFILL, "a", "part", prefix_tokens=400), Step(StepKind.SERVE, "a", "rest")
@@ -241,7 +242,10 @@ def test_an_overloaded_router_answers_all_and_serves_lower_classes_too(
     set_policy(router, make_policy("unified"))
     join(router, "a", 1)
     ask(router, "x0", tokens=10)
-    asked, answered, served, numbers = [], [], [], count()
+    asked: list[str] = []
+    answered: list[str] = []
+    served: list[Priority] = []
+    numbers = count()
 
     def come(priority: Priority, tenant: str, tokens: int) -> None:
         asked.append(f"{priority}-{next(numbers)}")
@@ -325,7 +329,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert displaced.request.priority.level == min(other.request.priority.level for other in may)
         assert (self.queue.offer(one) == "") == (not full or bool(may))
 
-    @precondition(lambda self: len(self.queue))
+    @precondition(lambda self: len(self.queue) > 0)
     @rule(place=st.integers(0, 8), new=st.integers(0, 9_000), how=st.sampled_from(["answer", "end", "judge"]))
     def change(self, place: int, new: int, how: str) -> None:
         waiting = list(self.queue.order("m"))

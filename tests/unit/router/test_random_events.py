@@ -55,8 +55,8 @@ MACHINE = settings(max_examples=60, stateful_step_count=40)
 
 def _of_later_step(event: ev.Event, effect: ev.Placed | ev.Refused) -> bool:
     """Return whether the effect answers the event's StepDone: with the next step, or with a refusal if the plan is unknown."""
-    if isinstance(event, ev.GatewayTold):
-        event = event.told
+    if isinstance(event, ev.GatewayReported):
+        event = event.report
     if not isinstance(event, ev.StepDone) or effect.request_id != event.request_id:
         return False
     return isinstance(effect, ev.Refused) or effect.step_index > 0
@@ -281,7 +281,7 @@ class StateMachine(RuleBasedStateMachine):
                 if self.is_anothers(asked.request_id, gateway):
                     return self.handle_of_another(event, asked.request_id)
                 self.waiting[asked.request_id] = gateway
-            case ev.GatewayTold(gateway, told) if self.is_anothers(told.request_id, gateway):
+            case ev.GatewayReported(gateway, told) if self.is_anothers(told.request_id, gateway):
                 return self.handle_of_another(event, told.request_id)
             case ev.StreamOpened(gateway, stream) if self.is_anothers(stream.request.request_id, gateway):
                 return self.handle_of_another(event, stream.request.request_id)
@@ -535,7 +535,7 @@ class StateMachine(RuleBasedStateMachine):
         anothers = self.is_anothers(request_id, gateway)
         if isinstance(told, ev.Finished) and not anothers:
             self.waiting.pop(request_id, None)
-        self.handle(ev.GatewayTold(gateway, told))
+        self.handle(ev.GatewayReported(gateway, told))
 
     @rule(request_id=REQUESTS, ok=st.booleans(), index=STEPS, deadline=st.sampled_from([None, 0.5, 5.0]))
     def step_done(self, request_id: str, ok: bool, index: int, deadline: float | None) -> None:

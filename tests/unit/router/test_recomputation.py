@@ -36,6 +36,6 @@ def test_the_sums_are_those_of_the_entries_in_the_window(entries: list[tuple[flo
         listed.append((now, tokens, again))
     slot = now // SLOT_S
     inside = [(tokens, again) for at, tokens, again in listed if slot - at // SLOT_S < WINDOW_S / SLOT_S]
-    computed, again = sums.tokens(now)
+    computed, computed_again = sums.tokens(now)
     assert computed == sum(tokens for tokens, _ in inside)
-    assert again == sum(again for _, again in inside)
+    assert computed_again == sum(again for _, again in inside)

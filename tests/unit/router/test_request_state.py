@@ -216,7 +216,7 @@ def test_a_gateway_that_is_back_keeps_what_waits_between_two_steps() -> None:
     place(router, prompt, 0.0, "g")
     place(router, request("other", tokens=5_000), 0.0, "h")
     router.handle(ev.GatewayLost("g"), 0.1)
-    router.handle(ev.GatewayTold("g", ev.StepDone("r", 0, ok=True)), 0.2)
+    router.handle(ev.GatewayReported("g", ev.StepDone("r", 0, ok=True)), 0.2)
     assert known(router).stage is Stage.BETWEEN_STEPS
     router.handle(ev.GatewayHello("g", (ev.OpenStream(prompt, "a", Phase.PREFILL, 0),)), 0.3)
     router.handle(ev.Tick(), 3.0)

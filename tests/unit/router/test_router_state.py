@@ -19,7 +19,7 @@ from pointsman_router.core.requests.hold_queue import QueueSettings
 from pointsman_router.core.requests.open_requests import OpenRequests
 from pointsman_router.core.requests.placed_requests import MAX_STEPS
 from pointsman_router.core.router_state import ENDS_AT_ONCE, RouterState
-from pointsman_router.core.types import Decision, InstanceState, KvRole, Load, Phase, PrefixSource, StepKind
+from pointsman_router.core.types import Decision, InstanceState, KvRole, KvTransfer, Load, Phase, PrefixSource, StepKind
 from pointsman_router.io.convert.gateway_messages import placement_request
 from tests.support.router_values import finish, hello, info, join, place, request, state
 
@@ -410,10 +410,17 @@ def test_a_failed_step_that_an_earlier_owner_gave_is_followed_by_a_serve() -> No
     after.check_invariants()
 
 
+def kv_of(role: KvRole) -> KvTransfer:
+    """How an instance with this role moves KV."""
+    usual = info("a").kv_transfer
+    assert usual is not None
+    return replace(usual, role=role)
+
+
 def taken_over(step_index: int, role: KvRole = KvRole.BOTH) -> RouterState:
     """A router that has r from an earlier owner of the pool, at that step, on a."""
     router = state(owns_all=False)
-    join(router, "a", 1, kv_transfer=replace(info("a").kv_transfer, role=role))  # type: ignore[type-var]
+    join(router, "a", 1, kv_transfer=kv_of(role))
     router.handle(ev.PoolTaken("m", (Reservation("r", "g", "a", "d", 100, 10, step_index=step_index, pool="m"),)), 0.0)
     return router
 
@@ -452,8 +459,7 @@ def test_what_an_earlier_owner_prefills_on_a_producer_is_answered_by_another_whe
 
 def test_an_answer_that_a_producer_was_to_give_for_want_of_others_is_given_by_another_that_has_come() -> None:
     router = state()
-    producer = replace(info("a").kv_transfer, role=KvRole.PRODUCER)  # type: ignore[type-var]
-    join(router, "a", 1, kv_transfer=producer)
+    join(router, "a", 1, kv_transfer=kv_of(KvRole.PRODUCER))
     first = place(router, request("r", tokens=100))
     assert isinstance(first, ev.Placed)
     assert first.step.instance_id == "a"
@@ -526,7 +532,12 @@ def test_an_idle_instances_reports_look_at_its_own_requests_alone(monkeypatch: p
     looked: list[str] = []
     opened_at = router.requests.opened_at
     monkeypatch.setattr(Reservations, "__iter__", lambda self: pytest.fail("all are looked at"))
-    monkeypatch.setattr(OpenRequests, "opened_at", lambda self, one: looked.append(one) or opened_at(one))
+
+    def noted(_: OpenRequests, request_id: str) -> float | None:
+        looked.append(request_id)
+        return opened_at(request_id)
+
+    monkeypatch.setattr(OpenRequests, "opened_at", noted)
     for number in range(4):
         router.handle(ev.LoadReported(0, "a", Load(1.0 + number)), 1.0 + number)
     assert set(looked) == {f"a{n}" for n in range(5)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.circuit_breaker import CIRCUIT_OPEN, REFUSALS, CircuitSettings
 from pointsman_router.core.instances.saturation import SaturationLimits
@@ -19,7 +21,7 @@ def fleet(*names: str) -> RouterState:
     return state_
 
 
-def placed_on(state_: RouterState, name: str, now: float, **changes: object) -> str:
+def placed_on(state_: RouterState, name: str, now: float, **changes: Any) -> str:
     answer = place(state_, request(name, tokens=100, **changes), now)
     assert isinstance(answer, ev.Placed), answer
     return answer.step.instance_id

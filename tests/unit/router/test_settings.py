@@ -11,7 +11,7 @@ from pointsman_router.io.settings import RouterSettings
 def test_policy_settings_are_json_in_a_flag_and_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {"decider": "heuristic", "heavy_new_tokens": 500}
     text = '{"decider": "heuristic", "heavy_new_tokens": 500}'
-    assert RouterSettings(policy_settings=text).policy_settings == wanted  # type: ignore[arg-type]
+    assert RouterSettings(policy_settings=text).policy_settings == wanted
     monkeypatch.setenv("POINTSMAN_ROUTER_POLICY_SETTINGS", text)
     assert RouterSettings().policy_settings == wanted
 
@@ -19,7 +19,7 @@ def test_policy_settings_are_json_in_a_flag_and_in_the_environment(monkeypatch: 
 @pytest.mark.parametrize("text", ["{", "[1]", "1", '{"a": null}'])
 def test_policy_settings_that_are_no_object_name_their_field(text: str) -> None:
     with pytest.raises(ValidationError, match="policy_settings"):
-        RouterSettings(policy_settings=text)  # type: ignore[arg-type]
+        RouterSettings(policy_settings=text)
 
 
 def test_a_variable_of_a_setting_that_is_gone_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

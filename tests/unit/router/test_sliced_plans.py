@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from msgspec.structs import replace
@@ -48,8 +48,8 @@ class Slices(Policy):
         return serve(best, "rest")
 
 
-def router(hold_at: int = 10**9, **settings: float | QueueSettings) -> RouterState:
-    made = RouterState(Slices(hold_at), StateSettings(**settings), router_id="t")  # type: ignore[arg-type]
+def router(hold_at: int = 10**9, **settings: Any) -> RouterState:
+    made = RouterState(Slices(hold_at), StateSettings(**settings), router_id="t")
     join(made, "a", 0)
     join(made, "b", 1)
     return made

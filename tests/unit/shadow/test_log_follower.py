@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from pointsman_shadow.io.log_follower import follow
 async def test_lines_written_from_now_on_over_rotations(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"before\n")
-    lines = follow(log)
+    lines: Any = follow(log)
 
     async def after(change: bytes | None, *, rotate: bool = False) -> bytes:
         waiting = asyncio.ensure_future(anext(lines))
@@ -32,27 +33,27 @@ async def test_lines_written_from_now_on_over_rotations(tmp_path: Path) -> None:
     log.write_bytes(b"")  # as `copytruncate` does
     await asyncio.sleep(0.05)
     assert await after(b"x\n") == b"x"
-    await lines.aclose()  # type: ignore[attr-defined]
+    await lines.aclose()
 
 
 async def test_a_log_that_is_not_there_yet_is_read_from_its_beginning(tmp_path: Path) -> None:
-    lines = follow(tmp_path / "log")
+    lines: Any = follow(tmp_path / "log")
     waiting = asyncio.ensure_future(anext(lines))
     await asyncio.sleep(0.05)
     (tmp_path / "log").write_bytes(b"first\n")
     assert await asyncio.wait_for(waiting, 10) == b"first"
-    await lines.aclose()  # type: ignore[attr-defined]
+    await lines.aclose()
 
 
 async def test_a_line_that_is_too_long_is_left_out_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_follower, "MAX_LINE", 100)
     monkeypatch.setattr(log_follower, "PIECE", 30)
     log = tmp_path / "log"
-    lines = follow(log)
+    lines: Any = follow(log)
     waiting = asyncio.ensure_future(anext(lines))
     await asyncio.sleep(0.05)
     log.write_bytes(b"one\n" + b"x" * 250 + b"\n" + b"y" * 100 + b"\ntwo\n")
     assert await asyncio.wait_for(waiting, 10) == b"one"
     assert await asyncio.wait_for(anext(lines), 10) == b"y" * 100
     assert await asyncio.wait_for(anext(lines), 10) == b"two"
-    await lines.aclose()  # type: ignore[attr-defined]
+    await lines.aclose()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,8 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "Say something ab
 
 def request(method: str, path: str, body: bytes = b"", **headers: str) -> Request:
     named = Headers((name.replace("_", "-"), value) for name, value in headers.items())
-    return Request(method, path, "", named, writer=None, held_answer=None, body=body)  # type: ignore[arg-type]
+    nobody: Any = None
+    return Request(method, path, "", named, writer=nobody, held_answer=nobody, body=body)
 
 
 async def test_every_request_is_answered_before_it_is_understood() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -25,14 +26,14 @@ from studies.default.cells import (
 TINY = Generated(6, SMALL, 10.0)
 
 
-def settings(tmp_path: Path, **changes: object) -> DefaultStudySettings:
-    values: dict[str, object] = {
+def settings(tmp_path: Path, **changes: Any) -> DefaultStudySettings:
+    values: dict[str, Any] = {
         "traces": tmp_path,
         "results": tmp_path / "trials.jsonl",
         "out": tmp_path / "findings.md",
         "seeds": 2,
     }
-    return DefaultStudySettings(**(values | changes))  # type: ignore[arg-type]
+    return DefaultStudySettings(**(values | changes))
 
 
 def test_a_run_is_resumed_and_its_table_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

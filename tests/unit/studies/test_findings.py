@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,8 +22,8 @@ from studies.marked_sections import TIERS, section_of, with_section
 from studies.stored_trials import read_trials
 
 
-def settings(tmp_path: Path, **changes: object) -> FindingsSettings:
-    values: dict[str, object] = {
+def settings(tmp_path: Path, **changes: Any) -> FindingsSettings:
+    values: dict[str, Any] = {
         "traces": tmp_path / "none",
         "trials": 1,
         "quick": True,
@@ -32,7 +33,7 @@ def settings(tmp_path: Path, **changes: object) -> FindingsSettings:
         "agreements": [f"emulated={tmp_path}/none.md", f"real={tmp_path}/agreement.md"],
         "out": tmp_path / "docs" / "findings.md",
     }
-    return FindingsSettings(**(values | changes))  # type: ignore[arg-type]
+    return FindingsSettings(**(values | changes))
 
 
 def test_a_quick_run_makes_the_document_and_is_not_run_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,6 +186,11 @@ def test_what_is_not_modelled_is_refused() -> None:
         with pytest.raises(ManifestError):
             settings_of_hpa(changed(HPA, **wrong))
     trigger = SCALED_OBJECT["spec"]["triggers"][0]
-    for broken in (trigger | {"metricType": "Utilization"}, trigger | {"metadata": {"threshold": "0"}}, {}):
+    wrong_triggers: list[Any] = [
+        trigger | {"metricType": "Utilization"},
+        trigger | {"metadata": {"threshold": "0"}},
+        {},
+    ]
+    for broken in wrong_triggers:
         with pytest.raises(ManifestError):
             settings_of_scaled_object(changed(SCALED_OBJECT, triggers=[broken]))

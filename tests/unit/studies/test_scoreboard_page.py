@@ -180,6 +180,7 @@ def test_the_interval_of_a_ratio_contains_it(pairs: list[tuple[float, float]]) -
         "smg cache_aware", *(one for _, one in pairs)
     )
     entry = Comparison(CELL, trials).entry("smg cache_aware", TTFT[1], "pointsman unified")
+    assert entry.ratio is not None
     assert entry.ratio == pytest.approx(math.prod(one / own for own, one in pairs) ** (1 / len(pairs)))
     assert entry.low <= entry.ratio * (1 + 1e-9)
     assert entry.high >= entry.ratio * (1 - 1e-9)

@@ -82,12 +82,12 @@ class Delta:
 
 @dataclass(slots=True)
 class BlockEventCounts:
-    """Counts of what the events so far did. All count blocks, except `batches` and `clears`."""
+    """Counts of what the events so far did, in blocks."""
 
-    batches: int = 0
+    batches: int = 0  # number of batches of events
     stored: int = 0
     removed: int = 0
-    clears: int = 0
+    clears: int = 0  # number of clears
     unknown_removed: int = 0
     orphans: int = 0
     malformed: int = 0
@@ -527,7 +527,7 @@ class CachedBlocks:
         self.counts.clears += 1
         self.chunks = {}
         for name, block in list(self.blocks.items()):
-            for place in [one for one in block.refs if tier_of(one) is not Tier.DEVICE]:
+            for place in [location for location in block.refs if tier_of(location) is not Tier.DEVICE]:
                 self._release(name, block, place, everything=True)
         self._departed.clear()
 

@@ -35,28 +35,21 @@ ZMQ_SCHEMES = ("tcp://", "ipc://", "inproc://")
 class EngineAddress:
     """One engine to monitor.
 
-    `url` is where the agent reaches the engine, `advertise` where gateways do, both without a trailing slash. `events` and
-    `replay` are ZMQ addresses to connect to (empty: query the engine). Of a server with several data-parallel ranks they are
-    those of rank 0. `gpus` are device indices on this node, None if not given.
+    The options from `kv` on exist because a running vLLM does not report their values by itself.
+    """
 
-    The following options exist because a running vLLM does not report their values by itself. `kv` is the protocol of the
-    engine's KV connector (one of KV_PROTOCOLS, empty if not given). `bootstrap` is the base URL at which gateways and other
-    engines reach its bootstrap server (empty if not given). `kv_role` (one of KV_ROLES) names the sides of a transfer that the
-    engine supports. `hardware` is one word shared by all engines that are equally fast (empty: the name that NVML reports).
-    `long_prefill_token_threshold` is the engine's setting of this name (tokens, 0: none). `storage` is one word for the store in
-    which the engine keeps KV blocks, equal for all engines that load each other's (empty: its own)."""
-
-    url: str
-    advertise: str
-    events: str = ""
-    replay: str = ""
+    url: str  # where the agent reaches the engine, without a trailing slash
+    advertise: str  # where gateways reach it, without a trailing slash
+    events: str = ""  # ZMQ address to connect to; of several ranks that of rank 0; empty: query the engine
+    replay: str = ""  # as `events`
     topic: str = ""
-    gpus: tuple[int, ...] | None = None
-    kv: str = ""
-    bootstrap: str = ""
-    kv_role: str = "both"
-    hardware: str = ""
-    long_prefill_token_threshold: int = 0
+    gpus: tuple[int, ...] | None = None  # device indices on this node; None: not given
+    kv: str = ""  # protocol of the engine's KV connector, one of KV_PROTOCOLS; empty: not given
+    bootstrap: str = ""  # base URL at which gateways and other engines reach its bootstrap server; empty: not given
+    kv_role: str = "both"  # the sides of a transfer that the engine supports, one of KV_ROLES
+    hardware: str = ""  # one word shared by all engines that are equally fast; empty: the name that NVML reports
+    long_prefill_token_threshold: int = 0  # the engine's setting of this name, tokens; 0: none
+    # One word for the store in which the engine keeps KV blocks, equal for all engines that load each other's; empty: its own.
     storage: str = ""
 
     @property

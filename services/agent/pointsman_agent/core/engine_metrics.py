@@ -66,23 +66,21 @@ N = TypeVar("N")
 
 @dataclass(slots=True)
 class Sample:
-    """Metrics of one rank. Gauges: numbers of requests, share of KV blocks in use (0 to 1). Counters (tokens, preemptions)
-    count from the engine's start. `speculative`: the engine decodes speculatively. Sleep state, each 0 or 1: `weights_offloaded`
-    in level 1, `discard_all` in level 2, and none of the three in level 0."""
+    """Metrics of one rank. Counters count from the engine's start."""
 
-    running: int = 0
-    waiting: int = 0
-    kv_usage: float = 0
-    generation_tokens: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    external_prefix_cache_queries: int = 0
-    external_prefix_cache_hits: int = 0
-    preemptions: int = 0
-    speculative: bool = False
-    awake: float = 1
-    weights_offloaded: float = 0
-    discard_all: float = 0
+    running: int = 0  # requests
+    waiting: int = 0  # requests
+    kv_usage: float = 0  # share of KV blocks in use, 0 to 1
+    generation_tokens: int = 0  # counter
+    prefix_cache_queries: int = 0  # counter, tokens
+    prefix_cache_hits: int = 0  # counter, tokens
+    external_prefix_cache_queries: int = 0  # counter, tokens
+    external_prefix_cache_hits: int = 0  # counter, tokens
+    preemptions: int = 0  # counter
+    speculative: bool = False  # the engine decodes speculatively
+    awake: float = 1  # 0 or 1
+    weights_offloaded: float = 0  # 1 in sleep level 1, else 0
+    discard_all: float = 0  # 1 in sleep level 2, else 0
     cache_config: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -112,20 +110,19 @@ class WrongSender(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """One parsed page. `process_start` is in seconds of the engine's wall clock, None if the process does not report it
-    (several API server processes). `ranks` is keyed by the `engine` label. `kv_transfer`, `tokenizer` and `engine` are the labels
-    that the connector package announces, empty for an engine without the package. `wrong_kv`: sending engine -> number of
-    requests whose KV differed from its checksums. `completed`: name of a sleep or weight operation -> number of
-    completed ones since the engine's start. `in_progress`: the names of those that have not ended."""
+    """One parsed page. The labels that the connector package announces are empty for an engine without the package."""
 
+    # S of the engine's wall clock; None if the process does not report it (several API server processes).
     process_start: float | None
-    ranks: Mapping[int, Sample]
-    kv_transfer: Mapping[str, str] = field(default_factory=dict)
-    tokenizer: Mapping[str, str] = field(default_factory=dict)
-    engine: Mapping[str, str] = field(default_factory=dict)
+    ranks: Mapping[int, Sample]  # by the `engine` label
+    kv_transfer: Mapping[str, str] = field(default_factory=dict)  # announced labels
+    tokenizer: Mapping[str, str] = field(default_factory=dict)  # announced labels
+    engine: Mapping[str, str] = field(default_factory=dict)  # announced labels
+    # Sending engine -> number of requests whose KV differed from its checksums.
     wrong_kv: Mapping[WrongSender, int] = field(default_factory=dict)
+    # Name of a sleep or weight operation -> number of completed ones since the engine's start.
     completed: Mapping[str, int] = field(default_factory=dict)
-    in_progress: frozenset[str] = frozenset()
+    in_progress: frozenset[str] = frozenset()  # names of the operations that have not ended
 
     @property
     def run(self) -> str:

@@ -64,7 +64,7 @@ class ServiceEndpoints:
 
     def replace(self, slices: Iterable[Mapping[str, Any]]) -> None:
         """Set all slices. Mutates."""
-        self._slices = {one["metadata"]["name"]: one for one in slices}
+        self._slices = {endpoint_slice["metadata"]["name"]: endpoint_slice for endpoint_slice in slices}
 
     def apply(self, kind: str, changed: Mapping[str, Any]) -> None:
         """Apply an event of a watch: ADDED, MODIFIED or DELETED. Mutates."""
@@ -76,11 +76,11 @@ class ServiceEndpoints:
     def engines(self) -> dict[str, EngineAddress]:
         """Return the engines by their URL. An endpoint may be in two slices while it moves from one to the other."""
         found: dict[str, EngineAddress] = {}
-        for one in self._slices.values():
-            if one.get("addressType") not in ("IPv4", "IPv6"):
+        for endpoint_slice in self._slices.values():
+            if endpoint_slice.get("addressType") not in ("IPv4", "IPv6"):
                 continue
-            port = _port(one.get("ports") or (), self._service.port)
-            for endpoint in (one.get("endpoints") or ()) if port else ():
+            port = _port(endpoint_slice.get("ports") or (), self._service.port)
+            for endpoint in (endpoint_slice.get("endpoints") or ()) if port else ():
                 if _is_ready(endpoint.get("conditions") or {}):
                     # All addresses of an endpoint are the same pod's.
                     address = _address(self._service, endpoint["addresses"][0], port)
@@ -96,7 +96,9 @@ def _is_ready(conditions: Mapping[str, Any]) -> bool:
 def _port(ports: Iterable[Mapping[str, Any]], wanted: str) -> int:
     """Return the number of a slice's port, 0 if it has no such port."""
     numbers = {
-        str(one.get("name") or ""): int(one.get("port") or 0) for one in ports if one.get("protocol") in (None, "TCP")
+        str(port.get("name") or ""): int(port.get("port") or 0)
+        for port in ports
+        if port.get("protocol") in (None, "TCP")
     }
     if not wanted:
         return next(iter(numbers.values())) if len(numbers) == 1 else 0

@@ -58,22 +58,19 @@ def group_of(event: BlockStored) -> Group:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """The blocks of all groups that end at one position of one prefix.
-
-    `depth`: length of the prefix in blocks of the chain; 0 if it is not known. `runs`: by group, the number of its blocks without
-    a gap that end here, at most `needed`; for full attention 0 unless the run begins at the root. `reported`: number of its last
-    keys that are reported.
-    """
+    """The blocks of all groups that end at one position of one prefix."""
 
     name: BlockHash
     refs: dict[int, int] = field(default_factory=dict)
     keys: tuple[int, ...] = ()
     parent: Node | None = None
-    depth: int = 0
+    depth: int = 0  # length of the prefix in blocks of the chain; 0 if it is not known
+    # By group, the number of its blocks without a gap that end here, at most `needed`; for full attention 0 unless the run begins
+    # at the root.
     runs: dict[int, int] = field(default_factory=dict)
     children: set[Node] = field(default_factory=set)
     hit: bool = False
-    reported: int = 0
+    reported: int = 0  # number of its last keys that are reported
 
 
 class GroupedBlocks:
@@ -179,7 +176,7 @@ class GroupedBlocks:
 
     def saved(self) -> Iterator[SavedNode]:
         """Yield what `restore` needs."""
-        for node in sorted(self.nodes.values(), key=lambda one: one.depth):
+        for node in sorted(self.nodes.values(), key=lambda node: node.depth):
             yield node.name, node.parent.name if node.parent is not None else None, node.keys, dict(node.refs)
 
     def check(self) -> list[int]:
@@ -352,5 +349,5 @@ def _above(node: Node, levels: int) -> Node:
 def _below(node: Node, levels: int) -> Iterable[Node]:
     below: Iterable[Node] = node.children
     for _ in range(levels - 1):
-        below = [child for one in below for child in one.children]
+        below = [child for node in below for child in node.children]
     return below

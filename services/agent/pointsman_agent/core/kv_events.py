@@ -18,24 +18,24 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 
 class BlockStored(msgspec.Struct, tag=True, gc=False):
-    """Full blocks that follow `parent_block_hash`; `token_ids` has block_size ids for each hash.
+    """Full blocks that follow `parent_block_hash`.
 
-    A placeholder (no token_ids, block_size 0) names blocks that an offloading connector moved, only by their hashes.
-    `extra_keys` has one entry per block: LoRA name, multimodal (id, offset) pairs, cache salt and embedding digests, in this
-    order, or None. In groups other than full attention, blocks that the engine does not cache are left out of `block_hashes` and
-    `extra_keys`, but their tokens are in `token_ids`. `kv_cache_spec_sliding_window` is in tokens.
+    A placeholder (no token_ids, block_size 0) names blocks that an offloading connector moved, only by their hashes. In groups
+    other than full attention, blocks that the engine does not cache are left out of `block_hashes` and `extra_keys`, but their
+    tokens are in `token_ids`.
     """
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None = None
-    token_ids: list[int] = []
+    token_ids: list[int] = []  # block_size ids for each block
     block_size: int = 0
     medium: str | None = None
     lora_name: str | None = None
+    # One entry per block: LoRA name, multimodal (id, offset) pairs, cache salt and embedding digests, in this order, or None.
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
+    kv_cache_spec_sliding_window: int | None = None  # in tokens
     locality: str | None = None
     ownership: str | None = None
 

@@ -46,7 +46,7 @@ def kv_transfer(
         layerwise=mooncake and announced.get("layerwise") == "True",
         wrong_from=[
             pb.WrongKv(bootstrap_url=url, engine_id=sender, requests=requests)
-            for (url, sender, receiver), requests in sorted(wrong_kv.items(), key=lambda one: one[0][:2])
+            for (url, sender, receiver), requests in sorted(wrong_kv.items(), key=lambda entry: entry[0][:2])
             if receiver in (None, rank)
         ],
         engine_id=engine_id if mooncake else "",
@@ -56,9 +56,9 @@ def kv_transfer(
 def engine_ids(answer: Mapping[str, Any]) -> dict[int, str]:
     """Return the engine ids in a bootstrap server's answer to /query, by data-parallel rank as in the instances' description."""
     return {
-        int(rank): told["engine_id"]
-        for rank, told in answer.items()
-        if rank.isdecimal() and isinstance(told, Mapping) and isinstance(told.get("engine_id"), str)
+        int(rank): rank_info["engine_id"]
+        for rank, rank_info in answer.items()
+        if rank.isdecimal() and isinstance(rank_info, Mapping) and isinstance(rank_info.get("engine_id"), str)
     }
 
 

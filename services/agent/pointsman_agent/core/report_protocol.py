@@ -54,10 +54,10 @@ class ReportProtocol:
         )
         self._stream = KeyStream(keys, consistency_check_interval_s)
         self._load: tuple[pb.Load, float] | None = None
-        # The router's limit, when the next load may be sent, and the state that the last one told.
+        # The router's limit, when the next load may be sent, and the state in the last one.
         self._load_interval_s = 0.0
         self._load_due = float("-inf")
-        self._told: tuple[bool, str] | None = None
+        self._sent_state: tuple[bool, str] | None = None
 
     @property
     def welcomed(self) -> bool:
@@ -99,7 +99,7 @@ class ReportProtocol:
             return None
         if self._load is not None and now >= self._due():
             (load, taken_at), self._load = self._load, None
-            self._load_due, self._told = now + self._load_interval_s, _state_of(load)
+            self._load_due, self._sent_state = now + self._load_interval_s, _state_of(load)
             message = pb.ReportRequest(load=load)
             message.load.sample_age_ms = max(0, round((now - taken_at) * 1000))
             return message
@@ -122,7 +122,7 @@ class ReportProtocol:
     def _due(self) -> float:
         """Return when the load may be sent. A change of what the instance can serve does not wait."""
         assert self._load is not None
-        return self._load_due if _state_of(self._load[0]) == self._told else float("-inf")
+        return self._load_due if _state_of(self._load[0]) == self._sent_state else float("-inf")
 
 
 def _state_of(load: pb.Load) -> tuple[bool, str]:

@@ -20,23 +20,24 @@ class StepTotals(msgspec.Struct, frozen=True):
     """Sums over all steps since the engine's start; the fields are those of the message that routers receive."""
 
     steps: _Count64
-    seconds: _Seconds
-    decode_tokens: _Count64
-    prefill_tokens: _Count64
+    seconds: _Seconds  # time of all steps, without the pauses between them
+    decode_tokens: _Count64  # tokens of requests whose prompts are complete
+    prefill_tokens: _Count64  # prompt tokens that were computed
+    # For each prefill token, the tokens that it attends to, each twice: n * (2c + n) for n tokens after c.
     prefill_pairs: _Count64
-    prefills: _Count64
-    prefill_seconds: _Seconds
+    prefills: _Count64  # number of prompts whose last token was computed
+    prefill_seconds: _Seconds  # time of the steps with prefill tokens
 
 
 class StepLoad(msgspec.Struct, frozen=True):
-    """Load of one data-parallel rank of an engine. `run` is the engine's id as in its pointsman_engine_info."""
+    """Load of one data-parallel rank of an engine."""
 
-    run: str
-    rank: _Count32
-    running: _Count32
-    waiting: _Count32
-    kv_usage: _Share
-    prefill_tokens_left: _Count64
+    run: str  # the engine's id as in its pointsman_engine_info
+    rank: _Count32  # the data-parallel rank
+    running: _Count32  # requests in its batch
+    waiting: _Count32  # requests in its queue
+    kv_usage: _Share  # used share of its KV blocks, 0 to 1
+    prefill_tokens_left: _Count64  # tokens still to schedule of the prompts in its batch
     totals: StepTotals
 
     def to_wire(self, scraped: pb.Load | None) -> pb.Load:

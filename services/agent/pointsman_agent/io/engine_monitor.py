@@ -364,7 +364,7 @@ class EngineMonitor:
                 "the engine's models or KV transfer support have changed",
                 lora_names=models.lora_names,
                 passes_kv_on=after.HasField("kv_transfer"),
-                wrong_kv_from=[one.engine_id or one.bootstrap_url for one in after.kv_transfer.wrong_from],
+                wrong_kv_from=[sender.engine_id or sender.bootstrap_url for sender in after.kv_transfer.wrong_from],
             )
             instance.describe(after)
 

@@ -74,11 +74,11 @@ async def _list(api: Any, service: EngineService, endpoints: ServiceEndpoints) -
         _preload_content=False,
         _request_timeout=(CONNECT_S, ANSWER_S),
     )
-    told = json.loads(await answer.read())
+    listed = json.loads(await answer.read())
     if answer.status != 200:
-        raise RuntimeError(f"status {answer.status}: {told.get('message', '')}")
-    endpoints.replace(told["items"])
-    return str(told["metadata"]["resourceVersion"])
+        raise RuntimeError(f"status {answer.status}: {listed.get('message', '')}")
+    endpoints.replace(listed["items"])
+    return str(listed["metadata"]["resourceVersion"])
 
 
 async def _watch(api: Any, service: EngineService, version: str) -> Any:

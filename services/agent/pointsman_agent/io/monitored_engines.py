@@ -32,9 +32,9 @@ class MonitoredEngines:
         have, the address of the first one counts. An engine whose options have changed is monitored anew. Mutates."""
         self._by_source[source] = engines
         wanted: dict[str, EngineAddress] = {}
-        for one in self._by_source.values():
-            wanted = {**one, **wanted}
-        for monitor in [one for one in self.all if wanted.get(one.address.url) != one.address]:
+        for of_source in self._by_source.values():
+            wanted = {**of_source, **wanted}
+        for monitor in [monitor for monitor in self.all if wanted.get(monitor.address.url) != monitor.address]:
             self._leave(monitor)
         monitored = {monitor.address.url for monitor in self.all}
         for url, address in wanted.items():

@@ -28,28 +28,23 @@ PackedNode = tuple[BlockHash, BlockHash | None, bytes, list[tuple[int, int]]]
 
 
 class SavedState(msgspec.Struct, array_like=False):
-    """Saved state of one instance.
-
-    `process` is the engine's identity, empty if the engine does not report one. `applied` is the number of the last KV-event
-    batch applied, `applied_digest` the XXH3-64 of its payload (0: unknown). `latest_seq` is the number of the last delta. A block
-    is (engine hash, its keys as u64 in native byte order, [(location, references)]). `groups` and `nodes` are those of an engine
-    with several KV cache groups: group -> (block size, needed blocks), and (engine hash, its parent's, keys, [(group,
-    references)]). `links` has the parent and the depth of each block, in the order of `blocks`. `chunks` is (last block,
-    location, the blocks before it). Files of older agents do not have the fields from `groups` on, and older agents ignore them.
-    """
+    """Saved state of one instance. Files of older agents do not have the fields from `groups` on, and older agents ignore
+    them."""
 
     format: int
     clean: bool
-    process: str
+    process: str  # the engine's identity; empty if the engine does not report one
     incarnation: str
     model: str
-    applied: int
-    applied_digest: int
-    latest_seq: int
-    blocks: list[SavedBlock]
+    applied: int  # number of the last KV-event batch applied
+    applied_digest: int  # XXH3-64 of its payload; 0: unknown
+    latest_seq: int  # number of the last delta
+    blocks: list[SavedBlock]  # each (engine hash, its keys as u64 in native byte order, [(location, references)])
+    # Group -> (block size, needed blocks), of an engine with several KV cache groups.
     groups: dict[int, tuple[int, int]] = {}
-    nodes: list[PackedNode] = []
-    links: list[tuple[BlockHash | None, int]] = []
+    nodes: list[PackedNode] = []  # those of such an engine: (engine hash, its parent's, keys, [(group, references)])
+    links: list[tuple[BlockHash | None, int]] = []  # parent and depth of each block, in the order of `blocks`
+    # Each (last block, location, the blocks before it).
     chunks: list[tuple[BlockHash, BlockLocation, list[BlockHash]]] = []
     chunk_blocks: int = 0
     extra_keys_seen: bool = False

@@ -6,15 +6,12 @@ import msgspec
 
 
 class RequestTiming(msgspec.Struct, kw_only=True):
-    """Timestamps of one request in their order, unix s; None for an event that did not happen or was not reported.
-
-    `t_prefill_sent` is the start of the first step before the SERVE step, `t_prefill_done` the end of the last one.
-    """
+    """Timestamps of one request in their order, unix s; None for an event that did not happen or was not reported."""
 
     t_recv: float | None = None
     t_placed: float | None = None
-    t_prefill_sent: float | None = None
-    t_prefill_done: float | None = None
+    t_prefill_sent: float | None = None  # start of the first step before the SERVE step
+    t_prefill_done: float | None = None  # end of the last step before it
     t_sent: float | None = None
     t_first_token: float | None = None
     t_done: float | None = None

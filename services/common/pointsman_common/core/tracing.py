@@ -65,17 +65,17 @@ class SpanEvent:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One finished span. Times are unix ns; `parent_id` is 0 for a trace's first span; `error` is empty if the call succeeded."""
+    """One finished span."""
 
     name: str
     context: SpanContext
-    parent_id: int
+    parent_id: int  # 0 for a trace's first span
     kind: SpanKind
-    start_ns: int
-    end_ns: int
+    start_ns: int  # unix ns
+    end_ns: int  # unix ns
     attributes: Mapping[str, Value]
     events: tuple[SpanEvent, ...] = ()
-    error: str = ""
+    error: str = ""  # empty if the call succeeded
 
 
 def start_trace(traceparent: str, sample_ratio: float, rng: random.Random) -> tuple[SpanContext, int]:

@@ -144,7 +144,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         """Return the role that `authorization` ("Bearer ...") proves; None without a valid token."""
         role = role_of({role: reader.accepted for role, reader in self._tokens.items()}, authorization)
         if role is None:
-            role = next((one for one in self._bound if self._bound_of(one, authorization) is not None), None)
+            role = next((name for name in self._bound if self._bound_of(name, authorization) is not None), None)
         return role
 
     def may_speak_for(self, role: str, authorization: str, names: Sequence[str], name: str) -> bool:
@@ -178,9 +178,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return None
         file, found = self._bound[role], None
         file.reload_if_changed()
-        for one in file.value:
-            if role_of({role: (one.token,)}, authorization) is not None:
-                found = one
+        for bound in file.value:
+            if role_of({role: (bound.token,)}, authorization) is not None:
+                found = bound
         return found
 
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Handler:

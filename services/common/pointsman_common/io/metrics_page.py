@@ -23,8 +23,8 @@ async def metrics_page(registry: CollectorRegistry) -> bytes:
     a family of 500 instances 10 ms."""
     pieces = []
     for family in registry.collect():
-        one = CollectorRegistry(auto_describe=False)
-        one.register(_One(family))
-        pieces.append(generate_latest(one))
+        single = CollectorRegistry(auto_describe=False)
+        single.register(_One(family))
+        pieces.append(generate_latest(single))
         await asyncio.sleep(0)
     return b"".join(pieces)

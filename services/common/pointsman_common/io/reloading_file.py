@@ -18,7 +18,7 @@ def stamps(files: Sequence[Path]) -> Stamps:
     """Return a value that changes when a file is written or replaced, or its link is moved (as in a mounted secret). Raises
     OSError."""
     found = [file.stat() for file in files]
-    return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
+    return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in found)
 
 
 class ReloadingFile(Generic[T]):

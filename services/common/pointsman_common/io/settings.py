@@ -188,8 +188,8 @@ def _invalid(settings: type[BaseSettings], error: ErrorDetails) -> str:
 
 def _flag_type(field: FieldInfo) -> Any:
     default = None if field.is_required() else field.get_default(call_default_factory=True)
-    told = default not in (None, "", [])
-    text = _as_it_is(f"{field.description} (default: {default})" if told else field.description or "")
+    has_default = default not in (None, "", [])
+    text = _as_it_is(f"{field.description} (default: {default})" if has_default else field.description or "")
     kind: Any = str | None
     if field.json_schema_extra == ARGUMENT:
         return Annotated[kind, typer.Argument(help=text, show_default=False)]
@@ -203,7 +203,7 @@ def _flag_type(field: FieldInfo) -> Any:
 
 def _metavar(annotation: Any) -> str:
     """Return the placeholder of a flag's value in the help text: the choices if the type has any, else the kind of value."""
-    inner = [one for one in get_args(annotation) if one is not type(None)]
+    inner = [kind for kind in get_args(annotation) if kind is not type(None)]
     if get_origin(annotation) is Literal:
         return "|".join(map(str, inner))
     if inner:

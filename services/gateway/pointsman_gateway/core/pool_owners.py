@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pointsman.router.v1 import placement_pb2
-from pointsman_gateway.core.told_fleet import OutOfStep, ToldFleet
+from pointsman_gateway.core.known_fleet import KnownFleet, OutOfStep
 
 # Ownerless timeout until a router has sent one, s.
 DEFAULT_OWNER_TIMEOUT_S = 5.0
@@ -13,7 +13,7 @@ class PoolOwners:
     """The fleet as described by every router with which a session is open, by the session's address."""
 
     def __init__(self) -> None:
-        self._fleets: dict[str, tuple[str, ToldFleet]] = {}
+        self._fleets: dict[str, tuple[str, KnownFleet]] = {}
         self._pools: dict[str, placement_pb2.Pool] = {}
         self._pool_of: dict[str, str] = {}
 
@@ -38,8 +38,8 @@ class PoolOwners:
     @property
     def timeout_s(self) -> float:
         """How long to wait for a pool to have an owner that answers, s: the longest ownerless timeout of all routers."""
-        told = [fleet.ownerless_timeout_s for _, fleet in self._fleets.values()]
-        return max((one for one in told if one is not None), default=DEFAULT_OWNER_TIMEOUT_S)
+        timeouts = [fleet.ownerless_timeout_s for _, fleet in self._fleets.values()]
+        return max((timeout_s for timeout_s in timeouts if timeout_s is not None), default=DEFAULT_OWNER_TIMEOUT_S)
 
     def addresses(self) -> set[str]:
         """Return the addresses of all owners."""
@@ -47,7 +47,7 @@ class PoolOwners:
 
     def begin(self, address: str, router_id: str, fleet: placement_pb2.Fleet) -> None:
         """Replace the description from the router at `address` by `fleet`. Mutates."""
-        self._fleets[address] = (router_id, ToldFleet(fleet))
+        self._fleets[address] = (router_id, KnownFleet(fleet))
         self._merge()
 
     def update(self, address: str, update: placement_pb2.FleetUpdate) -> None:

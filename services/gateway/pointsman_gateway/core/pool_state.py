@@ -44,7 +44,7 @@ class PoolState:
 
     def incarnations(self) -> frozenset[Incarnation]:
         """Return the incarnations of the pool's instances."""
-        return frozenset((one.url, one.incarnation) for one in self.pool.instances)
+        return frozenset((instance.url, instance.incarnation) for instance in self.pool.instances)
 
     def tokenizer_for(self, endpoint: Endpoint) -> ModelTokenizer | None:
         """Return the tokenizer if its tokens of the API's prompts equal the engine's, else None."""

@@ -44,10 +44,10 @@ class SessionEnds:
         if self._ends and (end := self._ends.get((tenant, session_id))) is not None:
             end.done |= {pool}
 
-    def confirmed(self, tenant: str, session_id: str, told: Iterable[str], pools: Iterable[str]) -> None:
-        """Record that the owners of the pools `told` know an end; remove it if those of all `pools` do. Mutates."""
+    def confirmed(self, tenant: str, session_id: str, owners_of: Iterable[str], pools: Iterable[str]) -> None:
+        """Record that the owners of the pools `owners_of` know an end; remove it if those of all `pools` do. Mutates."""
         if (end := self._ends.get((tenant, session_id))) is not None:
-            end.done |= frozenset(told)
+            end.done |= frozenset(owners_of)
             if end.done.issuperset(pools):
                 del self._ends[tenant, session_id]
 

@@ -11,7 +11,7 @@ from pointsman_common.core.enum_words import values
 from pointsman_gateway.core.rate_limits import RateLimits
 
 DEFAULT_TENANT = "default"
-_LIMITS = tuple(one.name for one in fields(RateLimits))
+_LIMITS = tuple(limit.name for limit in fields(RateLimits))
 _PRIORITIES = {word.lower(): value for word, value in values(placement_pb2.Priority).items() if value}
 MAX_WEIGHT = 1_000
 _OPTIONS = (*_LIMITS, "cache_salt", "priority", "weight")

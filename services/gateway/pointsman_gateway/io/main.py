@@ -114,7 +114,7 @@ async def serving(
 
 async def _close_all(server: Server, proxies: ExtProcServer | None, drain_timeout_s: float) -> None:
     servers = (server,) if proxies is None else (server, proxies)
-    await asyncio.gather(*(one.close(drain_timeout_s) for one in servers))
+    await asyncio.gather(*(server.close(drain_timeout_s) for server in servers))
 
 
 def _ext_proc_credentials(settings: GatewaySettings) -> grpc.ServerCredentials | None:
@@ -143,7 +143,7 @@ async def serve(
         asyncio.get_running_loop().add_reader(parent.sentinel, stop.set)
     stopped_at = math.inf
 
-    def told() -> None:
+    def signalled() -> None:
         nonlocal stopped_at
         now = time.monotonic()
         if not stop.is_set():
@@ -153,7 +153,7 @@ async def serve(
             hurry.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, told)
+        asyncio.get_running_loop().add_signal_handler(number, signalled)
     async with AsyncExitStack() as stack:
         try:
             gateway, url = await stack.enter_async_context(serving(settings, siblings, hurry, dial))

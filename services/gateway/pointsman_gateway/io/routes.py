@@ -525,9 +525,9 @@ async def _keep_within(proxy: Proxy, context: RequestContext) -> None:
         return
     instances = context.state.pool.instances
     before = set(context.placement.exclude)
-    found = set(await proxy.excluded([target_of(one) for one in instances]))
+    found = set(await proxy.excluded([target_of(instance) for instance in instances]))
     context.placement.exclude.extend(sorted(found - before))
-    if instances and all(one.instance_id in found or one.instance_id in before for one in instances):
+    if instances and all(instance.instance_id in found or instance.instance_id in before for instance in instances):
         raise ApiRequestError(
             503, "No instance is ready that may be chosen.", type_="server_error", code="no_instance", retry_after_s=1.0
         )

@@ -16,7 +16,7 @@ from pointsman_gateway.io.http.server_types import ServerLimits
 
 
 def _origins(value: list[str]) -> list[str]:
-    wrong = [one for one in value if not ORIGIN.fullmatch(one)]
+    wrong = [origin for origin in value if not ORIGIN.fullmatch(origin)]
     if wrong:
         raise ValueError(f"no origin: {wrong[0]} (https://HOST or https://HOST:PORT in lower case, without a path)")
     return value

@@ -194,7 +194,7 @@ def _downloaded(repository: str, revision: str | None) -> Path:
     # Raises if the hub is unreachable. snapshot_download() alone would silently use whatever files are cached.
     huggingface_hub.HfApi().model_info(repository, revision=revision or "main", timeout=HUB_S)
     planned = huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=_PATTERNS, dry_run=True)
-    size = sum(one.file_size or 0 for one in planned)
+    size = sum(file.file_size or 0 for file in planned)
     if size > MAX_DOWNLOAD_BYTES:
         raise TokenizerNotFound(f"the tokenizer of {repository!r} has {size} bytes, more than {MAX_DOWNLOAD_BYTES}")
     return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=_PATTERNS))

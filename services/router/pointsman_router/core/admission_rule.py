@@ -19,23 +19,17 @@ class AdmissionOutcome(StrEnum):
 
 
 class AdmissionView(msgspec.Struct, frozen=True, gc=False):
-    """All that an admission is decided on; recorded with the decision. Sizes in tokens of KV.
+    """All that an admission is decided on; recorded with the decision. Sizes in tokens of KV."""
 
-    `size`: what the request's session would add. `weighted`: sum of the sizes of the sessions under way, each times its chance to
-    need its KV soon. `capacity`: what the pool's caches are to hold (0: unknown). `largest`: KV of its largest instance. `armed`:
-    whether the caches evict what is needed again. `under_way`: why the request continues work under way (empty: it is new).
-    `before`: number of parked requests that go first. `waited_s`, `bound_s`: how long it was parked, and may be.
-    """
-
-    size: int
-    weighted: float
-    capacity: float
-    largest: int
-    armed: bool
-    under_way: str = ""
-    before: int = 0
-    waited_s: float = 0.0
-    bound_s: float = 0.0
+    size: int  # what the request's session would add
+    weighted: float  # sum of the sizes of the sessions under way, each times its chance to need its KV soon
+    capacity: float  # what the pool's caches are to hold; 0: unknown
+    largest: int  # KV of its largest instance
+    armed: bool  # whether the caches evict what is needed again
+    under_way: str = ""  # why the request continues work under way; empty: it is new
+    before: int = 0  # number of parked requests that go first
+    waited_s: float = 0.0  # how long it was parked
+    bound_s: float = 0.0  # how long it may be parked
 
 
 class AdmissionVerdict(msgspec.Struct, frozen=True, gc=False):

@@ -11,9 +11,9 @@ from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.load.reservations import Reservations
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.requests.open_requests import OpenRequests
-from pointsman_router.core.requests.placed_requests import Plans
+from pointsman_router.core.requests.placed_requests import PlacementPlans
 
-# Number of loads per second, of all instances, above which agents are told to send fewer. A load takes 75 us of the router's CPU
+# Number of loads per second, of all instances, above which agents are asked to send fewer. A load takes 75 us of the router's CPU
 # time, so a thousand engines that send 20 a second each would need 1.5 cores. MIN_LOAD_INTERVAL_S: interval at which agents send
 # loads without a limit. MAX_LOAD_INTERVAL_S: the longest one that is asked for, so that a load stays useful.
 MAX_LOADS_PER_S = 1_500
@@ -28,7 +28,7 @@ MAX_KEY_INTERVAL_S = 0.8
 
 def load_interval_s(instances: int) -> float:
     """Return the minimum interval between two loads of each of so many instances, s; 0 without a limit. The interval doubles, so
-    that agents are rarely told another one."""
+    that agents are rarely get another one."""
     interval = _interval_s(instances, MAX_LOADS_PER_S, MIN_LOAD_INTERVAL_S, MAX_LOAD_INTERVAL_S)
     return interval if interval > MIN_LOAD_INTERVAL_S else 0.0
 
@@ -44,7 +44,7 @@ def _interval_s(instances: int, most_per_s: float, interval: float, longest: flo
     return interval
 
 
-class Reports:
+class AgentReports:
     """Applies the events of agents' streams. `stale_report_s`: age up to which a load report is used, s. `lost_instance_s`: how
     long an instance without a stream is kept, s."""
 
@@ -56,7 +56,7 @@ class Reports:
         prefill_observer: PrefillObserver,
         reservations: Reservations,
         requests: OpenRequests,
-        plans: Plans,
+        plans: PlacementPlans,
         *,
         stale_report_s: float,
         lost_instance_s: float,
@@ -156,15 +156,19 @@ class Reports:
         records = self._instances.records()
         loads_s, keys_s = load_interval_s(len(records)), key_interval_s(len(records))
         for record in records:
-            told = (record.load_interval_s, record.key_interval_s)
-            if record.accepts_pace and told != (loads_s, keys_s) and record.lost_at is None:
+            sent = (record.load_interval_s, record.key_interval_s)
+            if record.accepts_pace and sent != (loads_s, keys_s) and record.lost_at is None:
                 record.load_interval_s, record.key_interval_s = loads_s, keys_s
                 effects.append(ev.Pace(record.stream_id, loads_s, keys_s))
             if record.lost_at is not None and record.lost_at + self._lost_instance_s <= now:
                 self._remove(record.info.instance_id)
                 # Its machine may be gone: then nothing else ends the connections to it.
                 left = self._reservations.of_instance(record.info.instance_id)
-                effects += [ev.Move(one.request_id, one.gateway_id, lost=True) for one in left if one.gateway_id]
+                effects += [
+                    ev.Move(reservation.request_id, reservation.gateway_id, lost=True)
+                    for reservation in left
+                    if reservation.gateway_id
+                ]
                 effects.append(ev.FleetChanged())
             elif record.sync.full and record.lost_at is None and self._index.has_room(record.sync.wanted * 5 // 4):
                 record.sync.reset()

@@ -22,16 +22,15 @@ UNKNOWN = "UNKNOWN"
 
 
 class AgentHello(msgspec.Struct, frozen=True, gc=False):
-    """An agent opened `stream_id` for an instance and keeps the deltas `oldest_seq` to `latest_seq`. `report_interval_s`: maximum
-    interval between two of its messages, s (0: unknown). `accepts_pace`: whether it understands Pace."""
+    """An agent opened a stream for an instance."""
 
     stream_id: int
     info: InstanceInfo
-    key_scheme: str
-    oldest_seq: int
-    latest_seq: int
-    report_interval_s: float = 0.0
-    accepts_pace: bool = False
+    key_scheme: str  # the scheme of its block keys
+    oldest_seq: int  # of the deltas that it keeps
+    latest_seq: int  # of the deltas that it keeps
+    report_interval_s: float = 0.0  # maximum interval between two of its messages, s; 0: unknown
+    accepts_pace: bool = False  # whether it understands Pace
 
 
 class KeysReported(msgspec.Struct, frozen=True, gc=False):
@@ -77,7 +76,7 @@ class OpenStream(msgspec.Struct, frozen=True, gc=False):
 
 
 class GatewayHello(msgspec.Struct, frozen=True, gc=False):
-    """A gateway (re)connected, or was told that this replica owns other pools. Its reservations that it does not list have ended.
+    """A gateway (re)connected, or learned that this replica owns other pools. Its reservations that it does not list have ended.
 
     `waiting`: ids of the requests for which it waits for an answer. `known`: ids of the instances that it was last sent.
     """
@@ -103,16 +102,14 @@ class PlaceRequested(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepDone(msgspec.Struct, frozen=True, gc=False):
-    """A PREFILL step ended, or a SERVE step did not get the KV that it needs. `error`: how the step failed. `instance_failed`:
-    the step's instance caused the failure. `deadline_s`: how much longer the gateway waits for the next step, s (None:
-    unknown)."""
+    """A PREFILL step ended, or a SERVE step did not get the KV that it needs."""
 
     request_id: str
     step_index: int
     ok: bool
-    error: str = ""
-    instance_failed: bool = False
-    deadline_s: float | None = None
+    error: str = ""  # how the step failed
+    instance_failed: bool = False  # whether the step's instance caused the failure
+    deadline_s: float | None = None  # how much longer the gateway waits for the next step, s; None: unknown
 
 
 class StreamOpened(msgspec.Struct, frozen=True, gc=False):
@@ -130,25 +127,20 @@ class FirstToken(msgspec.Struct, frozen=True, gc=False):
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):
-    """A request ended. `outcome`: OK, CANCELLED, REJECTED, FAILED, or UNKNOWN (no evidence for or against its instance).
-
-    Token counts are the engine's own, None if the engine did not report them. `refused`: the request's instance answered 5xx.
-    `refused_by`: as in FirstToken, for a request that ended without a first token. `finish_reason`: STOP, LENGTH, ..., "" if
-    unknown. `cached_by_tier`: tier (agent.v1.Tier) -> tokens, as far as known.
-    """
+    """A request ended."""
 
     request_id: str
-    outcome: str
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    output_tokens: int | None = None
-    error: str = ""
-    http_status: int = 0
-    timings_ms: Mapping[str, float] | None = None
-    refused: bool = False
-    refused_by: tuple[str, ...] = ()
-    finish_reason: str = ""
-    cached_by_tier: Mapping[int, int] | None = None
+    outcome: str  # OK, CANCELLED, REJECTED, FAILED, or UNKNOWN (no evidence for or against its instance)
+    prompt_tokens: int | None = None  # the engine's own count; None if it did not report it
+    cached_tokens: int | None = None  # the engine's own count; None if it did not report it
+    output_tokens: int | None = None  # the engine's own count; None if it did not report it
+    error: str = ""  # how it failed; empty if it did not
+    http_status: int = 0  # of the engine's response; 0 if there was none
+    timings_ms: Mapping[str, float] | None = None  # times at the gateway, ms, by name; None if they were not measured
+    refused: bool = False  # whether the request's instance answered 5xx
+    refused_by: tuple[str, ...] = ()  # as in FirstToken, for a request that ended without a first token
+    finish_reason: str = ""  # STOP, LENGTH, ...; empty if unknown
+    cached_by_tier: Mapping[int, int] | None = None  # tier (agent.v1.Tier) -> tokens, as far as known
 
 
 class SessionEnded(msgspec.Struct, frozen=True, gc=False):
@@ -165,7 +157,7 @@ class SessionEnded(msgspec.Struct, frozen=True, gc=False):
         return session_name(self.tenant, self.session_id)
 
 
-class GatewayTold(msgspec.Struct, frozen=True, gc=False):
+class GatewayReported(msgspec.Struct, frozen=True, gc=False):
     """A report of `gateway_id` (empty: a caller of the unary form) on one request.
 
     A gateway may report on its own requests, on those of the unary form, and on those of a gateway without a stream (their
@@ -173,7 +165,7 @@ class GatewayTold(msgspec.Struct, frozen=True, gc=False):
     """
 
     gateway_id: str
-    told: StepDone | FirstToken | Finished
+    report: StepDone | FirstToken | Finished
 
 
 # ---- events: operators and time ----
@@ -207,15 +199,14 @@ class StoreState(msgspec.Struct, frozen=True, gc=False):
 
 
 class PoolTaken(msgspec.Struct, frozen=True, gc=False):
-    """This replica owns `pool` from now on. The shared store's open reservations and what it has of earlier owners' knowledge
-    replace this replica's: the mean work, and the idle sessions of `idle_age_s` ago (s). The pool's sessions follow
-    (SessionsRead)."""
+    """This replica owns `pool` from now on. What the shared store has of it replaces this replica's knowledge. The pool's
+    sessions follow (SessionsRead)."""
 
     pool: str
-    reservations: tuple[Reservation, ...] = ()
-    mean_work: MeanWork | None = None
-    idle_sessions: IdleSessions | None = None
-    idle_age_s: float = 0.0
+    reservations: tuple[Reservation, ...] = ()  # the open ones
+    mean_work: MeanWork | None = None  # the earlier owner's
+    idle_sessions: IdleSessions | None = None  # the earlier owner's
+    idle_age_s: float = 0.0  # how old `idle_sessions` are, s
 
 
 class SessionsRead(msgspec.Struct, frozen=True, gc=False):
@@ -258,7 +249,7 @@ Event = (
     | FirstToken
     | Finished
     | SessionEnded
-    | GatewayTold
+    | GatewayReported
     | DrainsChanged
     | OrdersChanged
     | PolicySet
@@ -318,41 +309,37 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
 
     request_id: str
     decision: Decision
-    step_index: int
+    step_index: int  # from 0, over all decisions of the plan
     step: Step
-    last: bool
+    last: bool  # whether no step follows this one
     gateway_id: str = ""
 
 
 class Refused(msgspec.Struct, frozen=True, gc=False):
-    """A request cannot be placed; `code` is the gRPC status name. Nothing is reserved.
-
-    `not_serving`: the only cause is that another replica owns the `pool`, or that this replica has just started. `asked_model`:
-    if not empty, the refusal (INVALID_ARGUMENT) is only for the call that named this model, since another request has the id.
-    `place`: the place in the queue of parked requests that it had, from 1; 0 if it was not parked. `admission`: what the refusal
-    of a parked request was decided on.
-    """
+    """A request cannot be placed. Nothing is reserved."""
 
     request_id: str
-    code: str
-    message: str
-    retry_after_s: float | None = None
+    code: str  # name of the gRPC status
+    message: str  # for people
+    retry_after_s: float | None = None  # when to ask again, s from now; None: unknown
     gateway_id: str = ""
+    # Whether the only cause is that another replica owns the pool, or that this replica has just started.
     not_serving: bool = False
     pool: str = ""
+    # If not empty, the refusal (INVALID_ARGUMENT) is only for the call that named this model, since another request has the id.
     asked_model: str = ""
-    place: int = 0
-    admission: AdmissionRecord | None = None
+    place: int = 0  # in the queue of parked requests that it had, from 1; 0 if it was not parked
+    admission: AdmissionRecord | None = None  # what the refusal of a parked request was decided on
 
 
 class Parked(msgspec.Struct, frozen=True, gc=False):
-    """A request waits until its session is let in, for at most `bound_s` from now. `place`: its place in the queue, from 1."""
+    """A request waits until its session is let in."""
 
     request_id: str
     gateway_id: str
     pool: str
-    place: int
-    bound_s: float
+    place: int  # in the queue, from 1
+    bound_s: float  # how long it waits from now at most
 
 
 class Move(msgspec.Struct, frozen=True, gc=False):

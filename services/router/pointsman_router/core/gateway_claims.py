@@ -53,4 +53,4 @@ class GatewayClaims:
 
     def expire(self, now: float) -> None:
         """Remove claims that have ended. Mutates."""
-        self._claims = {name: one for name, one in self._claims.items() if one.until > now}
+        self._claims = {name: claim for name, claim in self._claims.items() if claim.until > now}

@@ -58,10 +58,10 @@ class IdleSessions(msgspec.Struct, frozen=True, gc=False):
     exposure_s: Observed
 
     def __post_init__(self) -> None:
-        for one in (self.tokens, self.returns, self.exposure_s):
-            if len(one) != len(KINDS) or any(len(bins) != BINS for bins in one):
+        for bins_by_kind in (self.tokens, self.returns, self.exposure_s):
+            if len(bins_by_kind) != len(KINDS) or any(len(bins) != BINS for bins in bins_by_kind):
                 raise ValueError("other kinds or bins")
-            if min(map(min, one)) < 0:
+            if min(map(min, bins_by_kind)) < 0:
                 raise ValueError("a negative number")
         if not min(map(min, self.exposure_s)):
             raise ValueError("no exposure")

@@ -47,10 +47,14 @@ class SettledReplicas:
 
         Return "" if this is `own_id` itself or no replica, or if that replica was offered the pool before and did not keep it.
         """
-        one = preferred(pool, self._since)
-        if one in ("", own_id) or now - self._since[one] < self._settle_s or pool in self._offered.get(one, ()):
+        replica = preferred(pool, self._since)
+        if (
+            replica in ("", own_id)
+            or now - self._since[replica] < self._settle_s
+            or pool in self._offered.get(replica, ())
+        ):
             return ""
-        return one
+        return replica
 
     def offered(self, pool: str, router_id: str) -> None:
         """Record that the pool was handed over to `router_id`. Mutates."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from pointsman_common.core.block_keys import KEY_TOKENS
-from pointsman_router.core.first_choice import MANY, KeptLoads, PoolLoads
 from pointsman_router.core.instances.circuit_breaker import CIRCUIT_OPEN
 from pointsman_router.core.instances.instance_registry import CandidateSnapshot, InstanceRecord, InstanceRegistry
 from pointsman_router.core.instances.saturation import SATURATED, SaturationLimits
@@ -25,6 +24,7 @@ from pointsman_router.core.load.recent_migrations import Migrations
 from pointsman_router.core.load.reservations import Reservation, Reservations
 from pointsman_router.core.prefill_curve import NO_PREFILLS, PrefillCurve, PrefillSums
 from pointsman_router.core.prefix.lower_tiers import LowerBlocks
+from pointsman_router.core.shortlist import MAX_FULL_VIEW, KeptLoads, PoolLoads
 from pointsman_router.core.types import (
     NONE_REFUSED,
     NOTHING_UNSEEN,
@@ -47,7 +47,7 @@ EXCLUDED_STATES = {
 FAILED_BEFORE = "failed_before"
 
 
-class Views:
+class FleetViewBuilder:
     """Builds FleetViews. Changes nothing but cached data. `stale_report_s`: age up to which engines' own figures are used, s."""
 
     def __init__(
@@ -73,25 +73,25 @@ class Views:
         self._facts = PoolFactsCache(instances, prefix_knowledge, prefill_observer)
 
     def view(
-        self, request: PlacementRequest, pool: str, decision_number: int, now: float, *, few: bool = False
+        self, request: PlacementRequest, pool: str, decision_number: int, now: float, *, shortlisted: bool = False
     ) -> FleetView:
-        """Return a view of all instances of `pool` that answer to the request's model; with `few`, and more than MANY instances,
-        of a first choice of them. O(instances considered + look-ups of the prompt's keys)."""
+        """Return a view of all instances of `pool` that answer to the request's model; with `shortlisted`, of
+        a shortlist of them if they are more than MAX_FULL_VIEW. O(instances considered + look-ups of the prompt's keys)."""
         self._follow_reservations()
         owner = self._affinity.owner(pool, request.session, now) if request.session_id else ""
         members, unseen = self._instances.members(pool, request.model), NOTHING_UNSEEN
         shares = self._instances.shares(pool, request.model)
         drawn = shares.drawn(pool, request.session or request.request_id) if shares else ()
-        if few and len(members) > MANY:
+        if shortlisted and len(members) > MAX_FULL_VIEW:
             loads = self._loads.of(pool, self._instances.lists(pool), members)
-            if chosen := self._first_choice(loads, request, shares, (*drawn, owner), decision_number, now):
+            if chosen := self._shortlist(loads, request, shares, (*drawn, owner), decision_number, now):
                 members, unseen = chosen, loads.unseen(chosen)
         snapshots = self._snapshots(members, now)
         tokens = request.input_tokens
         # An engine reuses whole blocks of its own size, and always computes the last token itself.
         reusable = max(tokens - 1, 0)
         keys = request.keys if len(request.keys) * KEY_TOKENS <= reusable else request.keys[: reusable // KEY_TOKENS]
-        blocks, provisional, lower = self._prefix_knowledge.match(keys, [one.candidate for one in snapshots])
+        blocks, provisional, lower = self._prefix_knowledge.match(keys, [snapshot.candidate for snapshot in snapshots])
         priced = self._pricer(pool) if lower else None
         candidates = []
         for snapshot in snapshots:
@@ -116,21 +116,24 @@ class Views:
                 candidates[number] = structs.replace(candidate, provisional_tokens=extra)
         if (own := self._reservations.partial_prefill(request.request_id)) is not None:
             candidates = [
-                _with_own_remainder(one, own) if one.instance_id == own.instance_id else one for one in candidates
+                _with_own_remainder(candidate, own) if candidate.instance_id == own.instance_id else candidate
+                for candidate in candidates
             ]
         if request.single_instance:
-            candidates = [structs.replace(one, kv_gives="", kv_takes="") for one in candidates]
+            candidates = [structs.replace(candidate, kv_gives="", kv_takes="") for candidate in candidates]
         if all(candidate.produces_only for candidate in candidates):
-            candidates = [structs.replace(one, produces_only=False) for one in candidates]
+            candidates = [structs.replace(candidate, produces_only=False) for candidate in candidates]
         if not any(_may_serve(candidate) for candidate in candidates):
             # An instance that may fail is better than none.
             candidates = [
-                structs.replace(one, excluded="") if one.excluded == CIRCUIT_OPEN else one for one in candidates
+                structs.replace(candidate, excluded="") if candidate.excluded == CIRCUIT_OPEN else candidate
+                for candidate in candidates
             ]
         if shares:
             withheld = shares.withheld(candidates, drawn, owner)
             candidates = [
-                structs.replace(one, excluded=CANARY) if one.instance_id in withheld else one for one in candidates
+                structs.replace(candidate, excluded=CANARY) if candidate.instance_id in withheld else candidate
+                for candidate in candidates
             ]
         kinds = {candidate.prefill_backlog.hardware for candidate in candidates}
         curves = {kind: self._prefill_observer.curve(pool, kind) for kind in sorted(kinds)}
@@ -182,8 +185,10 @@ class Views:
     def _excluded(self, pool: str, model: str, now: float) -> set[str]:
         """Return the reasons for which instances of `pool` that answer to `model` are excluded; "" stands for a placeable one."""
         self._follow_reservations()
-        seen = [one.candidate for one in self._snapshots(self._instances.members(pool, model), now)]
-        return {one.excluded for one in seen if not one.produces_only} or {one.excluded for one in seen}
+        seen = [snapshot.candidate for snapshot in self._snapshots(self._instances.members(pool, model), now)]
+        return {candidate.excluded for candidate in seen if not candidate.produces_only} or {
+            candidate.excluded for candidate in seen
+        }
 
     def forget_pool(self, pool: str) -> None:
         """Drop what is kept of a pool that was removed. Mutates."""
@@ -208,7 +213,7 @@ class Views:
         self._loads.changed(touched)
         touched.clear()
 
-    def _first_choice(
+    def _shortlist(
         self,
         loads: PoolLoads,
         request: PlacementRequest,
@@ -226,7 +231,7 @@ class Views:
             return self._eligible(record, request, now)
 
         def of_weight(least: float, shares: SessionShares) -> list[InstanceRecord]:
-            return chosen(lambda one: shares.weight(one.info.instance_id) >= least and eligible(one))
+            return chosen(lambda candidate: shares.weight(candidate.info.instance_id) >= least and eligible(candidate))
 
         if shares is None:
             return chosen(eligible)

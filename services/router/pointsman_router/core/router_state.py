@@ -18,7 +18,7 @@ from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.admission.cache_capacity import CacheCapacity
 from pointsman_router.core.admission.session_admission import AdmissionSettings, SessionAdmission
 from pointsman_router.core.admission_rule import AdmissionOutcome
-from pointsman_router.core.agent_reports import Reports
+from pointsman_router.core.agent_reports import AgentReports
 from pointsman_router.core.analysis.decision_replay import redecide
 from pointsman_router.core.instances.circuit_breaker import Circuit, CircuitSettings
 from pointsman_router.core.instances.gone_pools import GonePools
@@ -32,21 +32,21 @@ from pointsman_router.core.load.reservations import Reservations
 from pointsman_router.core.ownership import OwnedPools
 from pointsman_router.core.policy.auto import admission_choice
 from pointsman_router.core.policy.base import Policy, TakenPolicy
-from pointsman_router.core.policy_views import Views
+from pointsman_router.core.policy_views import FleetViewBuilder
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerTiers
 from pointsman_router.core.priority import Priority
 from pointsman_router.core.requests.decider import AllSaturated, Decider
 from pointsman_router.core.requests.gateway_events import GatewayEvents
 from pointsman_router.core.requests.hold_queue import HoldQueue, QueueSettings
-from pointsman_router.core.requests.moves import Moves
+from pointsman_router.core.requests.moves import RequestMoves
 from pointsman_router.core.requests.open_requests import OpenRequests
 from pointsman_router.core.requests.parking import PARKED, Parking
 from pointsman_router.core.requests.place_or_hold import HeldRequests
-from pointsman_router.core.requests.placed_requests import Plans
+from pointsman_router.core.requests.placed_requests import PlacementPlans
 from pointsman_router.core.requests.retry_after import RetryAfter
 from pointsman_router.core.requests.session_owners import SessionOwners
-from pointsman_router.core.requests.unfinished_work import Steps, UnfinishedWork
+from pointsman_router.core.requests.unfinished_work import UnfinishedWork, WorkSteps
 from pointsman_router.core.startup_gate import StartupGate
 from pointsman_router.core.types import Decision, PlacementRequest, PoolFacts
 
@@ -120,7 +120,7 @@ class RouterState:
         )
         self.affinity = Affinity(settings.affinity_ttl_s)
         self.migrations = Migrations(settings.migration_window_s)
-        self.views = Views(
+        self.views = FleetViewBuilder(
             self.instances,
             self.prefix_knowledge,
             self.reservations,
@@ -152,7 +152,7 @@ class RouterState:
         id_prefix = f"{router_id}.{seed}" if seed else router_id
         self._decider = Decider(policy, self.instances, self.views, settings.retry_after_s, id_prefix)
         retry_after = RetryAfter(settings.retry_after_s)
-        self._plans = Plans(
+        self._plans = PlacementPlans(
             self.requests,
             self._decider,
             self.instances,
@@ -177,7 +177,7 @@ class RouterState:
         self.parking = Parking(
             self.requests, self.admission, self.held_requests, self.instances, settings.retry_after_s
         )
-        self._reports = Reports(
+        self._reports = AgentReports(
             self.instances,
             self.index,
             self.prefix_knowledge,
@@ -188,7 +188,7 @@ class RouterState:
             stale_report_s=settings.stale_report_s,
             lost_instance_s=settings.lost_instance_s,
         )
-        self._moves = Moves(self.instances, self.requests, self.reservations, self._decider)
+        self._moves = RequestMoves(self.instances, self.requests, self.reservations, self._decider)
         self.owned = OwnedPools(everything=owns_all)
         self._sessions = SessionOwners(self.affinity, self.instances, self.owned)
         self._startup_gate = StartupGate(settings.startup_wait_s)
@@ -270,7 +270,7 @@ class RouterState:
         if len(self.parking.queue) and not self._work and not isinstance(event, EVENTS_WITHOUT_RETRY):
             effects = [*effects, *self._let_in(event, effects, now)]
         if not len(self.held_requests.queue):
-            self.reservations.eased.clear()
+            self.reservations.less_busy.clear()
         if not self._work and _may_let_requests_move(event):
             effects = [*effects, *self._moves.next(now)]
         return effects
@@ -322,10 +322,10 @@ class RouterState:
                 return self._plans.first_token(event, now)
             case ev.Finished():
                 return self._plans.finished(event, now)
-            case ev.GatewayTold(gateway_id, told):
-                if self._gateways.is_anothers(told.request_id, gateway_id):
-                    return [ev.ReportIgnored(told.request_id, gateway_id)]
-                return self._apply(told, now)
+            case ev.GatewayReported(gateway_id, report):
+                if self._gateways.is_anothers(report.request_id, gateway_id):
+                    return [ev.ReportIgnored(report.request_id, gateway_id)]
+                return self._apply(report, now)
             case ev.DrainsChanged():
                 changed = self.instances.drain(event.incarnations, event.moving)
                 return [ev.FleetChanged()] if changed else []
@@ -389,7 +389,9 @@ class RouterState:
             return late
         if isinstance(verdict, AllSaturated):
             queue = self.held_requests.queue
-            before = sum(queue.count(verdict.pool, one) for one in Priority if one.level >= request.priority.level)
+            before = sum(
+                queue.count(verdict.pool, priority) for priority in Priority if priority.level >= request.priority.level
+            )
             why = f"it would be held or refused; {queue.count(verdict.pool)} wait, {before} of them {request.priority} or higher"
             return self.held_requests.refusal(request, verdict.pool, "", why)
         return replace(verdict, decision_id="dry-run") if isinstance(verdict, Decision) else verdict
@@ -435,7 +437,7 @@ class RouterState:
 
     # ---- operators, the store and time ----
 
-    def _pool_taken(self, event: ev.PoolTaken, now: float) -> Steps:
+    def _pool_taken(self, event: ev.PoolTaken, now: float) -> WorkSteps:
         why = f"{event.pool!r} was owned by another router for a moment"
         waited = [*self.held_requests.drop_pool(event.pool, why), *self.parking.drop_pool(event.pool, why)]
         self.owned.take(event.pool)
@@ -472,8 +474,8 @@ class RouterState:
                 asked = event.stream.request
             case ev.StepDone() | ev.FirstToken() | ev.Finished():
                 request_id = event.request_id
-            case ev.GatewayTold():
-                request_id = event.told.request_id
+            case ev.GatewayReported():
+                request_id = event.report.request_id
             case _:
                 return None
         request_id = asked.request_id if asked is not None else request_id
@@ -487,13 +489,13 @@ class RouterState:
         why = f"this router does not own {pool!r} any more"
         return [*self.held_requests.drop_pool(pool, why), *self.parking.drop_pool(pool, why), ev.FleetChanged()]
 
-    def _pool_lost(self, pool: str, now: float) -> Steps:
+    def _pool_lost(self, pool: str, now: float) -> WorkSteps:
         self._close_circuits(pool)
         self.admission.forget_pool(pool)
         yield [ev.FleetChanged()]
         yield from self._forget_requests(pool, now)
 
-    def _forget_requests(self, pool: str, now: float) -> Steps:
+    def _forget_requests(self, pool: str, now: float) -> WorkSteps:
         remaining = self.reservations.of_pool(pool)
         while remaining:
             # Looked up again, since its lease may have ended between two parts.
@@ -561,5 +563,5 @@ class RouterState:
 def _may_let_requests_move(event: ev.Event) -> bool:
     """Return whether further requests may leave the instances that operators empty after `event`. Not after the end of one that
     has left: its rest is to be placed first."""
-    told = event.told if isinstance(event, ev.GatewayTold) else event
-    return isinstance(told, ev.Tick | ev.DrainsChanged | ev.FirstToken)
+    report = event.report if isinstance(event, ev.GatewayReported) else event
+    return isinstance(report, ev.Tick | ev.DrainsChanged | ev.FirstToken)

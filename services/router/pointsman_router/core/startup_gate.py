@@ -35,7 +35,7 @@ class StartupGate:
     def expect(self, instance_ids: Iterable[str], instances: InstanceRegistry, now: float) -> bool:
         """Also wait for those of these instances that have not synced yet. All pools are then checked again, so one that had
         started may be starting again. Return whether any instance is newly waited for. Mutates."""
-        missing = {one for one in instance_ids if _missing(instances, one)} - self._expected
+        missing = {instance_id for instance_id in instance_ids if _missing(instances, instance_id)} - self._expected
         if self.over(now) or not missing:
             return False
         self._expected |= missing
@@ -47,7 +47,7 @@ class StartupGate:
         adds instances. Mutates."""
         if self.over(now) or pool in self._started:
             return False
-        self._expected = {one for one in self._expected if _missing(instances, one)}
+        self._expected = {instance_id for instance_id in self._expected if _missing(instances, instance_id)}
         states = {record.state for record in (instances.members(pool, pool) if pool else instances.records())}
         if self._expected or InstanceState.READY not in states or InstanceState.SYNCING in states:
             return True

@@ -88,18 +88,16 @@ class WrongKv(msgspec.Struct, frozen=True, gc=False):
 
 
 class KvTransfer(msgspec.Struct, frozen=True, gc=False):
-    """How an engine transfers KV: the protocol of its connector (MOONCAKE, NIXL), the base URL of its bootstrap server, and the
-    sides of a transfer it can be. KV goes between engines of equal `cache_dtype` only. `layerwise`: the engine needs both
-    requests of a transfer at once. `wrong_from`: the engines, running or not, whose KV did not have the sender's checksums when
-    it arrived here. `engine_id`: the id by which receivers name this engine; empty if unknown."""
+    """How an engine transfers KV."""
 
-    protocol: str
-    bootstrap_url: str = ""
-    role: KvRole = KvRole.BOTH
-    cache_dtype: str = ""
-    layerwise: bool = False
+    protocol: str  # of its connector: MOONCAKE, NIXL
+    bootstrap_url: str = ""  # base URL of its bootstrap server; empty: none
+    role: KvRole = KvRole.BOTH  # the sides of a transfer that it can be
+    cache_dtype: str = ""  # KV goes between engines of equal dtype only
+    layerwise: bool = False  # whether the engine needs both requests of a transfer at once
+    # The engines, running or not, whose KV did not have the sender's checksums when it arrived here.
     wrong_from: tuple[WrongKv, ...] = ()
-    engine_id: str = ""
+    engine_id: str = ""  # the id by which receivers name this engine; empty if unknown
 
     @property
     def refused(self) -> RefusedSenders:
@@ -107,43 +105,39 @@ class KvTransfer(msgspec.Struct, frozen=True, gc=False):
         if not self.wrong_from:
             return NONE_REFUSED
         return RefusedSenders(
-            tuple(sorted({one.engine_id or one.bootstrap_url for one in self.wrong_from} - {""})),
-            tuple(sorted({one.bootstrap_url for one in self.wrong_from} - {""})),
+            tuple(sorted({sender.engine_id or sender.bootstrap_url for sender in self.wrong_from} - {""})),
+            tuple(sorted({sender.bootstrap_url for sender in self.wrong_from} - {""})),
         )
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
-    """One engine (one data-parallel rank of it) during one incarnation, as its agent described it.
-
-    `block_size`, `kv_capacity_tokens` and `max_model_len` are in tokens; the latter two are 0 if unknown. `hardware`: a name that
-    all equally fast instances share. `long_prefill_token_threshold`: vLLM's setting of that name, in tokens; 0: none or unknown.
-    `sparse_prefixes`: a prefix can be cached although a shorter one is not. `events_unusable`: the engine's KV events do not show
-    its keys. `shared_storage`: name of the store in which the engine keeps STORAGE blocks; instances with the same name can load
-    each other's; empty: no other one can. `kv_token_bytes`: KV of one token over all layers, in bytes; 0 if unknown.
-    """
+    """One engine (one data-parallel rank of it) during one incarnation, as its agent described it."""
 
     instance_id: str
-    incarnation: str
-    url: str
-    model: str
-    served_names: tuple[str, ...] = ()
-    lora_names: tuple[str, ...] = ()
-    model_root: str = ""
-    block_size: int = 16
-    kv_capacity_tokens: int = 0
-    max_model_len: int = 0
+    incarnation: str  # changes with each start of the engine
+    url: str  # base URL at which it answers requests
+    model: str  # name of the pool: the engine's first served model name
+    served_names: tuple[str, ...] = ()  # all model names that the engine answers to, without adapters
+    lora_names: tuple[str, ...] = ()  # the LoRA adapters that the engine has loaded
+    model_root: str = ""  # path or hub id of its tokenizer; HUB_ID@REVISION if it reports its revision
+    block_size: int = 16  # in tokens
+    kv_capacity_tokens: int = 0  # 0 if unknown
+    max_model_len: int = 0  # in tokens; 0 if unknown
+    # Its index among the ranks that the server at `url` serves; None: the server has one.
     data_parallel_rank: int | None = None
-    exact_prefix: bool = True
-    prefix_reason: str = ""
-    engine_version: str = ""
-    node: str = ""
-    kv_transfer: KvTransfer | None = None
-    hardware: str = ""
-    long_prefill_token_threshold: int = 0
-    sparse_prefixes: bool = False
-    events_unusable: bool = False
+    exact_prefix: bool = True  # whether its keys come from its own KV events
+    prefix_reason: str = ""  # why they do not, for people
+    engine_version: str = ""  # as its GET /version returns it
+    node: str = ""  # host name of the agent's node
+    kv_transfer: KvTransfer | None = None  # None: it transfers no KV
+    hardware: str = ""  # a name that all equally fast instances share
+    long_prefill_token_threshold: int = 0  # vLLM's setting of that name, in tokens; 0: none or unknown
+    sparse_prefixes: bool = False  # whether a prefix can be cached although a shorter one is not
+    events_unusable: bool = False  # whether the engine's KV events do not show its keys
+    # Name of the store in which the engine keeps STORAGE blocks; instances with the same name can load each other's; empty: no
+    # other one can.
     shared_storage: str = ""
-    kv_token_bytes: int = 0
+    kv_token_bytes: int = 0  # KV of one token over all layers, in bytes; 0 if unknown
 
 
 class Gpu(msgspec.Struct, frozen=True, gc=False):
@@ -156,38 +150,36 @@ class Gpu(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepTotals(msgspec.Struct, frozen=True, gc=False):
-    """Sums over all steps of an engine since its start: their time without pauses, s, their tokens, and pairs (see PrefillWork).
-    `prefills`: number of prompts whose last token was computed. `prefill_seconds`: time of the steps with prompt tokens."""
+    """Sums over all steps of an engine since its start."""
 
-    steps: int = 0
-    seconds: float = 0.0
-    decode_tokens: int = 0
-    prefill_tokens: int = 0
-    prefill_pairs: int = 0
-    prefills: int = 0
-    prefill_seconds: float = 0.0
+    steps: int = 0  # number of steps with tokens
+    seconds: float = 0.0  # their time, without the pauses between them
+    decode_tokens: int = 0  # tokens of requests whose prompts are complete
+    prefill_tokens: int = 0  # prompt tokens that were computed
+    prefill_pairs: int = 0  # pairs of these tokens (see PrefillWork)
+    prefills: int = 0  # number of prompts whose last token was computed
+    prefill_seconds: float = 0.0  # time of the steps with prompt tokens
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
-    """One load sample with the engine's own figures. `sampled_at` is in s on the router's clock; counters start with the engine.
-    `suspended`: why the engine accepts requests and does not compute them; empty if it computes. `prefill_tokens_left`: tokens
-    that the prompts in the engine's batch still need. It and `steps` are None if the engine does not report its steps."""
+    """One load sample with the engine's own figures. Counters start with the engine."""
 
-    sampled_at: float
-    running: int = 0
-    waiting: int = 0
-    kv_usage: float = 0.0
-    generation_tokens: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    external_prefix_cache_queries: int = 0
-    external_prefix_cache_hits: int = 0
-    preemptions: int = 0
-    healthy: bool = True
+    sampled_at: float  # s on the router's clock
+    running: int = 0  # requests in the engine's batch
+    waiting: int = 0  # requests in the engine's queue
+    kv_usage: float = 0.0  # share of its KV blocks that are in use, 0 to 1
+    generation_tokens: int = 0  # counter of generated tokens
+    prefix_cache_queries: int = 0  # counter of prompt tokens looked up in the local prefix cache
+    prefix_cache_hits: int = 0  # counter of those found there
+    external_prefix_cache_queries: int = 0  # counter of prompt tokens looked up through a KV connector
+    external_prefix_cache_hits: int = 0  # counter of those found there
+    preemptions: int = 0  # counter
+    healthy: bool = True  # whether the engine answers its agent
     gpus: tuple[Gpu, ...] = ()
-    suspended: str = ""
+    suspended: str = ""  # why the engine accepts requests and does not compute them; empty if it computes
+    # Tokens that the prompts in the engine's batch still need; None if it does not report its steps.
     prefill_tokens_left: int | None = None
-    steps: StepTotals | None = None
+    steps: StepTotals | None = None  # None if the engine does not report its steps
 
 
 def session_name(tenant: str, session_id: str) -> str:
@@ -196,43 +188,30 @@ def session_name(tenant: str, session_id: str) -> str:
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
-    """A request to be placed. `keys`: the block keys of the prompt's full 16-token blocks (pointsman_common.core.block_keys).
-
-    `age_s`: how long the request has waited for its first step (between two steps: time since it came), s. `deadline_s`: how much
-    longer its gateway waits, s. `sliceable_tokens`: length of the longest prefix of its prompt that its gateway can have computed
-    alone. `single_instance`: the instance that answers must also prefill. `priority`: the class of its client's key. `weight`:
-    its tenant's share of the class. `ttft_deadline_s`: how soon its client needs the first token, s.
-
-    For session admission. `continues`: its last message answers the model (a tool result), so the session is under way. `parent`:
-    the session that started this one and waits for it; empty: none. `parkable`: its gateway waits longer when the request is
-    parked. `parked_s`: how long earlier owners of the pool parked it, s. `admitted`: its admission, if one was decided.
-
-    `resumed`: it continues a stream whose instance is gone. `movable`: its gateway can move it to another instance, also
-    after its answer has begun.
-    """
+    """A request to be placed."""
 
     request_id: str
-    model: str
-    input_tokens: int
-    keys: Sequence[int] = ()
-    tenant: str = ""
-    session_id: str = ""
-    max_output_tokens: int = 0
-    exclude: tuple[str, ...] = ()
-    deadline_s: float | None = None
-    age_s: float = 0.0
-    sliceable_tokens: int = 0
-    single_instance: bool = False
-    priority: Priority = Priority.STANDARD
-    weight: float = 1.0
-    ttft_deadline_s: float | None = None
-    continues: bool = False
-    parent: str = ""
-    parkable: bool = False
-    parked_s: float = 0.0
-    resumed: bool = False
-    movable: bool = False
-    admitted: AdmissionRecord | None = None
+    model: str  # as the client sent it: the pool's name, another of its served names, or an adapter's
+    input_tokens: int  # length of the prompt; an estimate without its tokenizer
+    keys: Sequence[int] = ()  # block keys of the prompt's full 16-token blocks (pointsman_common.core.block_keys)
+    tenant: str = ""  # sessions of different tenants are different
+    session_id: str = ""  # unique within the tenant; empty if unknown
+    max_output_tokens: int = 0  # the client's limit; 0: none
+    exclude: tuple[str, ...] = ()  # instances at which an earlier attempt failed
+    deadline_s: float | None = None  # how much longer its gateway waits, s
+    age_s: float = 0.0  # how long it has waited for its first step (between two steps: time since it came), s
+    sliceable_tokens: int = 0  # length of the longest prefix of its prompt that its gateway can have computed alone
+    single_instance: bool = False  # whether the instance that answers must also prefill
+    priority: Priority = Priority.STANDARD  # the class of its client's key
+    weight: float = 1.0  # its tenant's share of the class
+    ttft_deadline_s: float | None = None  # how soon its client needs the first token, s
+    continues: bool = False  # its last message answers the model (a tool result), so the session is under way
+    parent: str = ""  # the session that started this one and waits for it; empty: none
+    parkable: bool = False  # its gateway waits longer when the request is parked
+    parked_s: float = 0.0  # how long earlier owners of the pool parked it, s
+    resumed: bool = False  # it continues a stream whose instance is gone
+    movable: bool = False  # its gateway can move it to another instance, also after its answer has begun
+    admitted: AdmissionRecord | None = None  # its admission, if one was decided
 
     @property
     def session(self) -> str:
@@ -241,26 +220,23 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class PrefillBacklog(msgspec.Struct, frozen=True, gc=False):
-    """The prefill work of an instance that a new prompt has to wait for.
+    """The prefill work of an instance that a new prompt has to wait for."""
 
-    `queue`: the open prefills in order of arrival, LISTED_PREFILLS at most, each (tokens left, tokens of the prompt that are
-    there). `advanced_at`: when progress of the first one was last seen, s on the view's clock. `remainders`: the parts still to
-    be placed of prompts of which slices are computed here, each (request id, tokens left, tokens that will be there before
-    these). They are expected to be placed here, too. Of more than LISTED_PREFILLS the newest are listed, and always that of the
-    request that is decided on. `unlisted` and `unlisted_remainders`: the sums of all others. `requests`: number of requests
-    without a first token, paused ones included. `chunk_limit`: maximum number of tokens of one prompt that the engine computes in
-    a step (long_prefill_token_threshold), so that other prompts progress beside it; 0: none or unknown.
-    """
-
+    # The open prefills in order of arrival, LISTED_PREFILLS at most, each (tokens left, tokens of the prompt that are there).
     queue: tuple[tuple[int, int], ...] = ()
-    advanced_at: float = 0.0
+    advanced_at: float = 0.0  # when progress of the first one was last seen, s on the view's clock
+    # The parts still to be placed of prompts of which slices are computed here, each (request id, tokens left, tokens that will
+    # be there before these). They are expected to be placed here, too. Of more than LISTED_PREFILLS the newest are listed, and
+    # always that of the request that is decided on.
     remainders: tuple[tuple[str, int, int], ...] = ()
-    requests: int = 0
+    requests: int = 0  # number of requests without a first token, paused ones included
+    # Maximum number of tokens of one prompt that the engine computes in a step (long_prefill_token_threshold), so that other
+    # prompts progress beside it; 0: none or unknown.
     chunk_limit: int = 0
-    block_size: int = 16
-    hardware: str = ""
-    unlisted: PrefillSums = NO_PREFILLS
-    unlisted_remainders: PrefillSums = NO_PREFILLS
+    block_size: int = 16  # of the engine, in tokens
+    hardware: str = ""  # the key of the instance's curve in FleetView.curves
+    unlisted: PrefillSums = NO_PREFILLS  # the sums of the prefills that are not in `queue`
+    unlisted_remainders: PrefillSums = NO_PREFILLS  # the sums of the parts that are not in `remainders`
 
 
 NO_BACKLOG = PrefillBacklog()
@@ -269,46 +245,41 @@ NO_BACKLOG = PrefillBacklog()
 class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One instance as one decision saw it: its load, and how much of this prompt it has cached, in tokens.
 
-    `excluded`: why the instance must not be chosen; empty if it may. `reported_at`: when the reported figures (running, waiting,
-    kv_usage) were sampled, s on the view's clock; None before the first report. `stale`: these figures are too old to be used.
-    `provisional_tokens`: the part of the cached tokens that an answer just computed, and that no event has confirmed yet.
-    `recent_migrations`: number of OFFLOAD decisions within StateSettings.migration_window_s by which this instance answers. While
-    such a request prefills elsewhere, no other counter of this instance includes it. `kv_capacity_tokens` is 0 if unknown.
-    `kv_gives`, `kv_takes`: the kinds of KV that the instance can send and receive (empty: none). KV can go from one candidate to
-    another if the former's `kv_gives` equals the latter's `kv_takes`, and the latter does not refuse the former: its
-    `kv_engine_id` or, if that is unknown, its `kv_url`, the bootstrap server. `kv_refuses`: the engines whose KV was wrong here.
-    `produces_only`: the engine computes KV for other engines and answers no requests. `kv_load`: the tokens that it has below its
-    GPU. Cached tokens include them, minus the price of loading them: input tokens = cached_tokens + new_tokens, and the engine
-    computes new_tokens - kv_load.price_tokens.
+    Input tokens = cached_tokens + new_tokens, and the engine computes new_tokens - kv_load.price_tokens. KV can go from one
+    candidate to another if the former's `kv_gives` equals the latter's `kv_takes`, and the latter does not refuse the former.
     """
 
     instance_id: str
     incarnation: str
     state: InstanceState
-    cached_tokens: int
-    new_tokens: int
-    num_requests: int
-    pending_prefill_tokens: int
-    ongoing_decode_tokens: int
-    ongoing_tokens: int
-    running: int
-    waiting: int
-    kv_usage: float
+    cached_tokens: int  # those below its GPU included, minus the price of loading them
+    new_tokens: int  # all others of the prompt
+    num_requests: int  # its open requests
+    pending_prefill_tokens: int  # of their prompts, not computed yet
+    ongoing_decode_tokens: int  # input tokens of those in decode
+    ongoing_tokens: int  # input tokens of all of them
+    running: int  # requests in the engine's batch, as reported
+    waiting: int  # requests in the engine's queue, as reported
+    kv_usage: float  # share of its KV blocks in use, 0 to 1, as reported
+    # When the reported figures were sampled, s on the view's clock; None before the first report.
     reported_at: float | None
-    excluded: str = ""
+    excluded: str = ""  # why the instance must not be chosen; empty if it may
+    # Number of OFFLOAD decisions within StateSettings.migration_window_s by which this instance answers. While such a request
+    # prefills elsewhere, no other counter of this instance includes it.
     recent_migrations: int = 0
-    kv_capacity_tokens: int = 0
-    stale: bool = False
+    kv_capacity_tokens: int = 0  # 0 if unknown
+    stale: bool = False  # whether the reported figures are too old to be used
+    # The part of the cached tokens that an answer just computed, and that no event has confirmed yet.
     provisional_tokens: int = 0
-    prefix_source: PrefixSource = PrefixSource.NONE
-    kv_gives: str = "MOONCAKE"
-    kv_takes: str = "MOONCAKE"
-    kv_url: str = ""
-    kv_engine_id: str = ""
-    kv_refuses: RefusedSenders = NONE_REFUSED
-    prefill_backlog: PrefillBacklog = NO_BACKLOG
-    produces_only: bool = False
-    kv_load: KvLoad = NO_LOAD
+    prefix_source: PrefixSource = PrefixSource.NONE  # the source of its cached tokens
+    kv_gives: str = "MOONCAKE"  # the kind of KV that it can send; empty: none
+    kv_takes: str = "MOONCAKE"  # the kind of KV that it can receive; empty: none
+    kv_url: str = ""  # its bootstrap server, by which it is refused if its id is unknown
+    kv_engine_id: str = ""  # the id by which it is refused; empty if unknown
+    kv_refuses: RefusedSenders = NONE_REFUSED  # the engines whose KV was wrong here
+    prefill_backlog: PrefillBacklog = NO_BACKLOG  # what a new prompt waits for
+    produces_only: bool = False  # whether the engine computes KV for other engines and answers no requests
+    kv_load: KvLoad = NO_LOAD  # the tokens that it has below its GPU
 
     @property
     def present_tokens(self) -> int:
@@ -367,24 +338,18 @@ NO_FACTS = PoolFacts()
 
 
 class FleetView(msgspec.Struct, frozen=True, gc=False):
-    """Everything that a policy may use, besides the request. `decision_number` counts the pool's decisions, for round-robin
-    tie-breaks; `now` is in s.
+    """Everything that a policy may use, besides the request."""
 
-    `candidates` are all instances of the pool. A policy with `looks_at_few` gets a first choice (first_choice.py) of a large
-    pool, and in `unseen` the sums over the other instances.
-
-    `curves`: the prefill curve of each kind of hardware among the candidates. `mean_work`: mean prefill work of a request.
-    `facts`: what is known of the pool as a whole.
-    """
-
+    # All instances of the pool, or a shortlist of a large one for a policy with `uses_shortlist` (shortlist.py).
     candidates: tuple[Candidate, ...]
-    session_owner: str = ""
-    decision_number: int = 0
-    now: float = 0.0
+    session_owner: str = ""  # the instance that owns the session; empty: none
+    decision_number: int = 0  # counts the pool's decisions, for round-robin tie-breaks
+    now: float = 0.0  # s on the router's clock
+    # The prefill curve of each kind of hardware among the candidates.
     curves: Mapping[str, PrefillCurve] = msgspec.field(default_factory=dict)
-    mean_work: PrefillWork = PrefillWork()
-    unseen: Unseen = NOTHING_UNSEEN
-    facts: PoolFacts = NO_FACTS
+    mean_work: PrefillWork = PrefillWork()  # mean prefill work of a request
+    unseen: Unseen = NOTHING_UNSEEN  # the sums over the instances that are no candidates
+    facts: PoolFacts = NO_FACTS  # what is known of the pool as a whole
 
     def find(self, instance_id: str) -> Candidate | None:
         """Return the candidate with this id, or None."""
@@ -396,19 +361,25 @@ class FleetView(msgspec.Struct, frozen=True, gc=False):
     def eligible(self) -> tuple[Candidate, ...]:
         """Return the candidates that may be chosen to answer."""
         # A list, since a generator takes twice the time: a decision calls this several times.
-        return tuple([one for one in self.candidates if not one.excluded and not one.produces_only])
+        return tuple(
+            [candidate for candidate in self.candidates if not candidate.excluded and not candidate.produces_only]
+        )
 
     def available(self) -> tuple[Candidate, ...]:
         """Return the candidates that may be chosen to answer or to prefill."""
-        return tuple([one for one in self.candidates if not one.excluded])
+        return tuple([candidate for candidate in self.candidates if not candidate.excluded])
 
     def sources_of(self, decode: Candidate) -> tuple[Candidate, ...]:
         """Return the candidates that may be chosen to prefill for `decode`."""
-        return tuple([one for one in self.candidates if not one.excluded and one.can_give_kv_to(decode)])
+        return tuple(
+            [candidate for candidate in self.candidates if not candidate.excluded and candidate.can_give_kv_to(decode)]
+        )
 
     def targets_of(self, prefill: Candidate) -> tuple[Candidate, ...]:
         """Return the candidates that may be chosen to answer from KV that `prefill` computes."""
-        return tuple([one for one in self.candidates if not one.excluded and prefill.can_give_kv_to(one)])
+        return tuple(
+            [candidate for candidate in self.candidates if not candidate.excluded and prefill.can_give_kv_to(candidate)]
+        )
 
     def report_age_s(self, candidate: Candidate) -> float | None:
         """Return the age of a candidate's reported figures, s; None before the first report."""
@@ -416,43 +387,37 @@ class FleetView(msgspec.Struct, frozen=True, gc=False):
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
-    """One part of a plan: what `instance_id` does, and why. `prefix_tokens`: length of the prefix that is computed (PREFILL
-    only). `kv_source`: the instance whose KV is used; empty: none."""
+    """One part of a plan."""
 
-    kind: StepKind
+    kind: StepKind  # what the instance does
     instance_id: str
-    reason: str
-    prefix_tokens: int = 0
-    kv_source: str = ""
+    reason: str  # why, in one word
+    prefix_tokens: int = 0  # length of the prefix that is computed (PREFILL only)
+    kv_source: str = ""  # the instance whose KV is used; empty: none
 
 
 class PolicyResult(msgspec.Struct, frozen=True, gc=False):
-    """A policy's answer: the plan, the reason in one word, and the scores that were compared (lower is better; finite).
-
-    If a policy may offload, `reason` says why it did or did not (prefill_idle_decode_busy, decode_idle, ...), and the reason of
-    each step is the rule that found the instance (session_affinity, least_load_x_work, offload, migrate). `figures`: other values
-    that were compared, by name with the unit at the end (`gain_s`). `owner`: the session's new owner; empty: the last step's
-    instance.
-
-    A result without steps holds the request, for at most `max_hold_s` after it first came (0: as long as the router allows). Of
-    the held requests, the one with the lowest `queue_penalty_s` minus its age is tried first. The request is tried again when
-    something frees at the instance `waits_for` (empty: at any instance).
+    """A policy's answer. Without steps it holds the request.
 
     Steps that end with a PREFILL are the beginning of a plan: after the last of them the policy is asked again.
-
-    A policy that leaves the choice to another one names it in `policy`, and says why in `policy_reason`, in one word.
     """
 
+    # The plan. The reason of each step is the rule that found the instance (session_affinity, least_load_x_work, offload,
+    # migrate).
     steps: tuple[Step, ...]
+    # In one word. If a policy may offload, why it did or did not (prefill_idle_decode_busy, decode_idle, ...).
     reason: str
+    # Those that were compared: lower is better; finite.
     scores: Mapping[str, float] = msgspec.field(default_factory=dict)
+    # Other values that were compared, by name with the unit at the end (`gain_s`).
     figures: Mapping[str, float] = msgspec.field(default_factory=dict)
-    owner: str = ""
-    max_hold_s: float = 0.0
+    owner: str = ""  # the session's new owner; empty: the last step's instance
+    max_hold_s: float = 0.0  # how long the request is held after it first came; 0: as long as the router allows
+    # Of the held requests, the one with the lowest penalty minus its age is tried first.
     queue_penalty_s: float | None = None
-    waits_for: str = ""
-    policy: str = ""
-    policy_reason: str = ""
+    waits_for: str = ""  # the request is tried again when something frees at this instance; empty: at any
+    policy: str = ""  # the policy to which this one leaves the choice
+    policy_reason: str = ""  # why it does, in one word
 
 
 class PolicyRef(msgspec.Struct, frozen=True, gc=False):
@@ -476,16 +441,16 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     view: FleetView
     policy: PolicyRef
     result: PolicyResult
-    route_class: str
-    mode: str
-    cached_tokens: int
-    runner_up: str
-    margin: float | None
-    key_count: int
-    degraded: bool = False
-    notes: tuple[str, ...] = ()
-    previous_id: str = ""
-    kv_load: KvLoad = NO_LOAD
+    route_class: str  # of the request on the chosen instance
+    mode: str  # the form of the plan
+    cached_tokens: int  # tokens of the prompt predicted to be cached on the chosen instance
+    runner_up: str  # id of the second best instance; empty: none
+    margin: float | None  # the runner-up's score minus that of the chosen instance; None if scores did not decide
+    key_count: int  # number of block keys of the prompt
+    degraded: bool = False  # whether the shared store was away
+    notes: tuple[str, ...] = ()  # other influences on the placement, as words (`owner_draining`, `hold_expired`, ...)
+    previous_id: str = ""  # id of the decision on the previous part of the request's prompt; empty for the first
+    kv_load: KvLoad = NO_LOAD  # that of the instance with `cached_tokens`
 
     @property
     def present_tokens(self) -> int:

@@ -30,38 +30,39 @@ _SWEPT_WITH_A_REPORT = 4
 
 @dataclass(frozen=True, slots=True)
 class KeyReport:
-    """A gateway process's report on one key. Limits: 0 for none. See KeyReport in placement.proto."""
+    """A gateway process's report on one key. Limits hold for all gateways together; 0: none. See KeyReport in placement.proto."""
 
-    key: bytes
+    key: bytes  # digest of the API key's digest
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
-    max_in_flight: int = 0
-    used_requests: float = 0.0
-    used_tokens: float = 0.0
-    in_flight: int = 0
-    returned_requests: float = 0.0
-    returned_tokens: float = 0.0
-    returned_slots: int = 0
-    wanted: bool = False
-    level_requests: float = 0.0
-    level_tokens: float = 0.0
-    held_requests: float = 0.0
-    held_tokens: float = 0.0
-    held_slots: int = 0
+    max_in_flight: int = 0  # requests
+    used_requests: float = 0.0  # since the last report
+    used_tokens: float = 0.0  # since the last report; negative if an earlier estimate was too high
+    in_flight: int = 0  # requests at this process now
+    returned_requests: float = 0.0  # of the lease, unused
+    returned_tokens: float = 0.0  # of the lease, unused
+    returned_slots: int = 0  # for requests in flight, unused
+    wanted: bool = False  # whether the gateway requests more
+    level_requests: float = 0.0  # what no gateway holds, as this one last received it
+    level_tokens: float = 0.0  # what no gateway holds, as this one last received it
+    held_requests: float = 0.0  # what its lease had left before `used_requests`
+    held_tokens: float = 0.0  # what its lease had left before `used_tokens`
+    held_slots: int = 0  # what its lease has left
+    # Whether the gateway has no lease any more, and has admitted requests by its share of the limit.
     lease_ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class KeyGrant:
-    """How much is added to a gateway's lease of a key, and the levels (what no gateway holds) after that."""
+    """How much is added to a gateway's lease of a key."""
 
     key: bytes
-    requests: float
-    tokens: float
-    slots: int
-    level_requests: float
-    level_tokens: float
-    wanted: bool
+    requests: float  # added
+    tokens: float  # added
+    slots: int  # for requests in flight, added
+    level_requests: float  # what no gateway holds after that
+    level_tokens: float  # what no gateway holds after that
+    wanted: bool  # as in the report; a grant of 0 then means that nothing is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,20 +168,20 @@ class UsageAccounts:
                     account.in_flight.pop(process, None)
             record.open_keys.clear()
         grants = []
-        for one in reports:
+        for report in reports:
             self._forget_idle(now)
-            grants.append(self._take(process, record, one, now, full=full))
+            grants.append(self._take(process, record, report, now, full=full))
         while len(self._accounts) > MAX_ACCOUNTS:
             self._accounts.popitem(last=False)
         return UsageAnswer(max(1, len(self._gateways)), known is None and not full, grants)
 
-    def _take(self, process: str, record: _Process, one: KeyReport, now: float, *, full: bool) -> KeyGrant:
-        account = self._accounts.get(one.key)
+    def _take(self, process: str, record: _Process, report: KeyReport, now: float, *, full: bool) -> KeyGrant:
+        account = self._accounts.get(report.key)
         if account is None:
-            requests, tokens = one.requests_per_minute, one.tokens_per_minute
+            requests, tokens = report.requests_per_minute, report.tokens_per_minute
             account = _Account(_Level(requests, requests, now), _Level(tokens, tokens, now), now, now)
-            self._accounts[one.key] = account
-        self._accounts.move_to_end(one.key)
+            self._accounts[report.key] = account
+        self._accounts.move_to_end(report.key)
         account.heard_at = now
         for gateway in [gateway for gateway, lease in account.leases.items() if now - lease.heard_at > LEASE_S]:
             del account.leases[gateway]
@@ -188,51 +189,56 @@ class UsageAccounts:
         if lease is None:
             lease = account.leases[record.gateway] = _Lease()
             if now - account.began_at <= TAKEOVER_S:
-                self._take_over(account, lease, one)
-        if one.lease_ended:
+                self._take_over(account, lease, report)
+        if report.lease_ended:
             # What was granted counts as used, so that it is not withheld from other gateways.
             lease.requests, lease.tokens, lease.slots = 0.0, 0.0, 0
         elif full:
             # Grants on the previous stream may not have reached the gateway.
-            lease.requests, lease.tokens = min(lease.requests, one.held_requests), min(lease.tokens, one.held_tokens)
+            lease.requests, lease.tokens = (
+                min(lease.requests, report.held_requests),
+                min(lease.tokens, report.held_tokens),
+            )
         lease.heard_at = now
-        account.requests.per_minute, account.tokens.per_minute = one.requests_per_minute, one.tokens_per_minute
+        account.requests.per_minute, account.tokens.per_minute = report.requests_per_minute, report.tokens_per_minute
         account.requests.fill(sum(held.requests for held in account.leases.values()), now)
         account.tokens.fill(sum(held.tokens for held in account.leases.values()), now)
-        if one.requests_per_minute:
-            lease.requests = account.requests.settle(lease.requests, one.used_requests, one.returned_requests)
-        if one.tokens_per_minute:
-            lease.tokens = account.tokens.settle(lease.tokens, one.used_tokens, one.returned_tokens)
-        if full or one.lease_ended:
-            lease.slots = min(one.held_slots, one.max_in_flight)
+        if report.requests_per_minute:
+            lease.requests = account.requests.settle(lease.requests, report.used_requests, report.returned_requests)
+        if report.tokens_per_minute:
+            lease.tokens = account.tokens.settle(lease.tokens, report.used_tokens, report.returned_tokens)
+        if full or report.lease_ended:
+            lease.slots = min(report.held_slots, report.max_in_flight)
         else:
             # A request that began used a slot of the lease; one that ended returned its slot to the lease.
-            begun = one.in_flight - account.in_flight.get(process, 0)
-            lease.slots = max(0, min(lease.slots - begun, one.max_in_flight) - one.returned_slots)
+            begun = report.in_flight - account.in_flight.get(process, 0)
+            lease.slots = max(0, min(lease.slots - begun, report.max_in_flight) - report.returned_slots)
         account.in_flight.pop(process, None)
-        record.open_keys.discard(one.key)
-        if one.in_flight:
-            account.in_flight[process] = one.in_flight
-            record.open_keys.add(one.key)
+        record.open_keys.discard(report.key)
+        if report.in_flight:
+            account.in_flight[process] = report.in_flight
+            record.open_keys.add(report.key)
         requests = tokens = slots = 0
-        if one.wanted:
+        if report.wanted:
             parts = len(account.leases) + 1
-            requests = account.requests.grant(parts) if one.requests_per_minute else 0
-            tokens = account.tokens.grant(parts) if one.tokens_per_minute else 0
+            requests = account.requests.grant(parts) if report.requests_per_minute else 0
+            tokens = account.tokens.grant(parts) if report.tokens_per_minute else 0
             taken = sum(account.in_flight.values()) + sum(held.slots for held in account.leases.values())
-            free = one.max_in_flight - taken
+            free = report.max_in_flight - taken
             slots = max(free // parts, 1) if free >= 1 else 0
             lease.requests += requests
             lease.tokens += tokens
             lease.slots += slots
-        return KeyGrant(one.key, requests, tokens, slots, account.requests.level, account.tokens.level, one.wanted)
+        return KeyGrant(
+            report.key, requests, tokens, slots, account.requests.level, account.tokens.level, report.wanted
+        )
 
     @staticmethod
-    def _take_over(account: _Account, lease: _Lease, one: KeyReport) -> None:
-        account.requests.level = min(account.requests.level, one.level_requests)
-        account.tokens.level = min(account.tokens.level, one.level_tokens)
-        lease.requests = min(one.held_requests, one.requests_per_minute)
-        lease.tokens = min(one.held_tokens, one.tokens_per_minute)
+    def _take_over(account: _Account, lease: _Lease, report: KeyReport) -> None:
+        account.requests.level = min(account.requests.level, report.level_requests)
+        account.tokens.level = min(account.tokens.level, report.level_tokens)
+        lease.requests = min(report.held_requests, report.requests_per_minute)
+        lease.tokens = min(report.held_tokens, report.tokens_per_minute)
 
     def _forget_silent(self, now: float) -> None:
         while self._processes:

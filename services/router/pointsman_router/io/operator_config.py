@@ -40,15 +40,14 @@ class Drain(msgspec.Struct, frozen=True, gc=False, order=True):
 
 
 class Change(NamedTuple):
-    """A change of one part of the operator config: the instance ("" for the policy), the kind of the part, its values now and
-    before, the operator's reason, and when the part was set (unix s)."""
+    """A change of one part of the operator config."""
 
-    instance_id: str
-    kind: str
-    now: object
-    before: object
-    reason: str
-    set_at: float
+    instance_id: str  # empty for the policy
+    kind: str  # of the part
+    now: object  # the part's values
+    before: object  # its values until then
+    reason: str  # the operator's
+    set_at: float  # when the part was set, unix s
 
 
 class OperatorConfig(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -35,7 +35,7 @@ from pointsman_router.core.types import InstanceInfo, PlacementRequest
 from pointsman_router.core.usage_accounts import UsageAccounts
 from pointsman_router.io.convert import gateway_messages, usage_messages
 from pointsman_router.io.convert.operator_messages import policy_etag
-from pointsman_router.io.convert.told_fleet import ToldFleet
+from pointsman_router.io.convert.sent_fleet import SentFleet
 from pointsman_router.io.operator_config import OperatorConfig, contradictions
 from pointsman_router.io.settings import RouterSettings
 from pointsman_router.io.store.redis_store import RedisStore
@@ -65,13 +65,12 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class ReplicaInfo(msgspec.Struct, omit_defaults=True):
-    """What a replica reports to the others with each heartbeat: its policy, its console's URL ("": no console), its version, its
-    start time (unix s) and its load. None and "" also mean: not reported."""
+    """What a replica reports to the others with each heartbeat. None and "" also mean: not reported."""
 
-    policy: tuple[str, dict[str, float | bool | str]] | None = None
-    console_url: str = ""
+    policy: tuple[str, dict[str, float | bool | str]] | None = None  # name and settings
+    console_url: str = ""  # empty: no console
     version: str = ""
-    started_at: Annotated[float, msgspec.Meta(ge=0, lt=1e11)] | None = None
+    started_at: Annotated[float, msgspec.Meta(ge=0, lt=1e11)] | None = None  # unix s
     open_requests: _Count | None = None
     held_requests: _Count | None = None
     gateways: _Count | None = None
@@ -170,9 +169,9 @@ class Router:
         self._ready = False
         self._goes_on = False  # the next turn of the event loop is scheduled to apply unfinished work
         self._retry_at = math.inf  # when the next timer for held requests fires, monotonic s
-        self._told_fleet = ToldFleet(settings.ownerless_timeout_s)
+        self._sent_fleet = SentFleet(settings.ownerless_timeout_s)
         self._fleet_untold = False  # the fleet has changed, and _tell_fleet has not run since
-        self._told_shared_names: dict[str, list[str]] = {}
+        self._logged_shared_names: dict[str, list[str]] = {}
         self._operator_config = OperatorConfig()  # as last received from the store
         if url:
             self.store = RedisStore(
@@ -355,7 +354,10 @@ class Router:
                 case ev.Move():
                     self.telemetry.moves.labels("lost" if effect.lost else "drain").inc()
                     self._tell_gateway(effect)
-        if isinstance(ended := event.told if isinstance(event, ev.GatewayTold) else event, ev.Finished) and not ignored:
+        if (
+            isinstance(ended := event.report if isinstance(event, ev.GatewayReported) else event, ev.Finished)
+            and not ignored
+        ):
             if self.spans is not None:
                 self.spans.ended(ended.request_id)
             # Callers that still wait for the placement would wait for ever: a held request that ends has no other answer.
@@ -405,11 +407,11 @@ class Router:
     def _tell_shared_names(self) -> None:
         shared = self.state.instances.shared_names
         for name, pools in shared.items():
-            if self._told_shared_names.get(name) != pools:
+            if self._logged_shared_names.get(name) != pools:
                 log.warning(
                     "several pools share a model name; requests for it go to the first", name=name, models=pools
                 )
-        self._told_shared_names = shared
+        self._logged_shared_names = shared
 
     def opened(self, hello: ev.GatewayHello, stream: GatewayStream) -> None:
         """Register the stream that a gateway opened under an id that it has claimed, and send it the fleet. The gateway's answers
@@ -418,7 +420,7 @@ class Router:
             before.batch_queue.end()
         # Send pending changes to the other gateways first: the new stream begins with the fleet as it was last sent to all.
         self._tell_gateways()
-        stream.send(fleet=self._told_fleet.whole())
+        stream.send(fleet=self._sent_fleet.whole())
         self.gateways[hello.gateway_id] = stream
         self.submit(hello)
 
@@ -461,7 +463,7 @@ class Router:
         except asyncio.CancelledError:
             if callers.keys() == {answer}:
                 ended = ev.Finished(request.request_id, "CANCELLED", error="the caller left")
-                self.submit(ev.GatewayTold("", ended))
+                self.submit(ev.GatewayReported("", ended))
             raise
         finally:
             callers.pop(answer, None)
@@ -533,7 +535,7 @@ class Router:
     def _tell_gateways(self) -> None:
         """Send all gateways what has changed of the fleet since the last update."""
         pools = self.state.instances.pools()
-        update = self._told_fleet.update(pools, self.store.owner, starting=not self._ready)
+        update = self._sent_fleet.update(pools, self.store.owner, starting=not self._ready)
         if update is None:
             return
         response = placement_pb2.SessionResponse(fleet_update=update)
@@ -597,16 +599,18 @@ class Router:
         before, self._operator_config = self._operator_config, config
         # Not logged: orders that were lifted before this router received them, as a router that starts does.
         changes = [
-            one for one in config.changes(before) if one.kind != "policy" and (one.now != one.before or one.reason)
+            change
+            for change in config.changes(before)
+            if change.kind != "policy" and (change.now != change.before or change.reason)
         ]
-        for one in changes[:MAX_LOGGED_CHANGES]:
+        for change in changes[:MAX_LOGGED_CHANGES]:
             log.info(
                 "operators changed an instance's order",
-                instance=one.instance_id,
-                kind=one.kind,
-                now=one.now,
-                before=one.before,
-                reason=one.reason,
+                instance=change.instance_id,
+                kind=change.kind,
+                now=change.now,
+                before=change.before,
+                reason=change.reason,
             )
         if (left := len(changes) - MAX_LOGGED_CHANGES) > 0:
             log.info("operators changed more orders", count=left)
@@ -627,8 +631,8 @@ class Router:
             yield ev.MeanWorkSet(mean_work, pool)
         if (admission := self.state.admission.pools.get(pool)) is not None:
             yield ev.IdleSessionsSet(admission.ledger.idle(), pool)
-        for one in self.state.reservations.of_pool(pool):
-            reservation = self.state.reservations.get(one.request_id)
+        for listed in self.state.reservations.of_pool(pool):
+            reservation = self.state.reservations.get(listed.request_id)
             if reservation is not None and reservation.pool == pool:
                 yield ev.Reserved(reservation)
         yield None

@@ -16,16 +16,15 @@ MAX_EARLY_ENDS = 10_000
 
 @dataclass(frozen=True)
 class ArrivedRequest:
-    """A request as received. `at` is its arrival in unix s. `keys` are the keys of its prompt's full blocks, empty if they cannot
-    be computed. `max_output_tokens` is 0 if the request has no limit."""
+    """A request as received."""
 
     request_id: str
-    at: float
+    at: float  # its arrival, unix s
     model: str
     session: str
     input_tokens: int
-    keys: tuple[int, ...]
-    max_output_tokens: int = 0
+    keys: tuple[int, ...]  # of its prompt's full blocks; empty if they cannot be computed
+    max_output_tokens: int = 0  # 0: no limit
 
 
 @dataclass(frozen=True)

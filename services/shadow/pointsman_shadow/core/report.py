@@ -23,8 +23,8 @@ def print_report(console: Console, summary: Mapping[str, Any], policy: str, assu
     for model, found in summary["models"].items():
         _print_model(console, model, found, policy, assumed)
     if excluded := summary["excluded"]:
-        told = ", ".join(f"{count:,} {reason}" for reason, count in excluded.items())
-        console.print(f"excluded: {told}", highlight=False)
+        excluded_counts = ", ".join(f"{count:,} {reason}" for reason, count in excluded.items())
+        console.print(f"excluded: {excluded_counts}", highlight=False)
     if now := summary.get("now"):
         _print_now(console, now, policy)
 
@@ -77,7 +77,7 @@ def _print_model(console: Console, model: str, found: Mapping[str, Any], policy:
     table = make_table("instance", "requests as placed", "cached", "requests by Pointsman", "cached")
     for name in sorted({*recorded["instances"], *counterfactual["instances"]}):
         row = [side["instances"].get(name, {"requests": 0, "cached_tokens": 0}) for side in (recorded, counterfactual)]
-        table.add_row(name, *(f"{one[key]:,}" for one in row for key in ("requests", "cached_tokens")))
+        table.add_row(name, *(f"{side[key]:,}" for side in row for key in ("requests", "cached_tokens")))
     console.print(table)
 
 

@@ -40,16 +40,15 @@ class LivePlacement:
 
 @dataclass
 class LivePlacementTotals:
-    """Totals of live placements. `same`, `actual_cached_tokens` and `would_be_cached_tokens` count only the `placed` requests,
-    whose instance is known."""
+    """Totals of live placements."""
 
     asked: int = 0
     unanswered: int = 0
     cached_tokens: int = 0
-    placed: int = 0
-    same: int = 0
-    actual_cached_tokens: int = 0
-    would_be_cached_tokens: int = 0
+    placed: int = 0  # requests whose instance is known
+    same: int = 0  # of the placed ones only
+    actual_cached_tokens: int = 0  # of the placed ones only
+    would_be_cached_tokens: int = 0  # of the placed ones only
 
     def add(self, now: LivePlacement, instance: str) -> None:
         """Count a live placement. `instance` is the one that the other router chose, empty if unknown. Mutates."""
@@ -134,12 +133,15 @@ class FleetQueries:
         if not steps:
             self.totals.unanswered += 1
             return None
-        cached = {one.instance_id: one.cached_tokens for one in answer.decision.candidates}
+        cached = {candidate.instance_id: candidate.cached_tokens for candidate in answer.decision.candidates}
         return LivePlacement(steps[-1].instance.instance_id, cached)
 
     def summary(self) -> dict[str, Any]:
         """Return the totals as JSON. `engines` has the engines' own counters since their first report."""
-        pairs = [(one.last[0] - one.first[0], one.last[1] - one.first[1]) for one in self._counters.values()]
+        pairs = [
+            (counters.last[0] - counters.first[0], counters.last[1] - counters.first[1])
+            for counters in self._counters.values()
+        ]
         return vars(self.totals) | {
             "engines": {
                 "queried_tokens": sum(queries for queries, _ in pairs),
@@ -162,13 +164,13 @@ def models_of(answer: fleet_pb2.ListInstancesResponse) -> dict[str, ServedModel]
         by_model.setdefault(status.instance.model, []).append(status.instance)
     return {
         model: ServedModel(
-            tuple(dict.fromkeys(name for one in instances for name in one.served_names)),
-            tuple(dict.fromkeys(name for one in instances for name in one.lora_names)),
+            tuple(dict.fromkeys(name for instance in instances for name in instance.served_names)),
+            tuple(dict.fromkeys(name for instance in instances for name in instance.lora_names)),
             instances[0].model_root,
             ModelEngines(
-                tuple(sorted(one.instance_id for one in instances)),
-                min((one.kv_capacity_tokens for one in instances if one.kv_capacity_tokens), default=0),
-                min((one.max_model_len for one in instances if one.max_model_len), default=0),
+                tuple(sorted(instance.instance_id for instance in instances)),
+                min((instance.kv_capacity_tokens for instance in instances if instance.kv_capacity_tokens), default=0),
+                min((instance.max_model_len for instance in instances if instance.max_model_len), default=0),
             ),
         )
         for model, instances in by_model.items()

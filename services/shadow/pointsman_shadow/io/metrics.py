@@ -54,19 +54,19 @@ class ShadowMetrics:
         name = "pointsman_shadow_excluded_total"
         return {reason: int(self.registry.get_sample_value(name, {"reason": reason}) or 0) for reason in LEFT_OUT}
 
-    def compared(self, one: RequestPair) -> None:
+    def compared(self, pair: RequestPair) -> None:
         """Count a request that has ended in both fleets."""
-        if not (one.recorded.ok and one.counterfactual.ok):
+        if not (pair.recorded.ok and pair.counterfactual.ok):
             self.excluded.labels("unserved").inc()
             return
-        request = one.request
+        request = pair.request
         self.requests.labels(str(bool(request.instance)).lower()).inc()
         self.prompt_tokens.inc(request.input_length)
-        for placement, record in (("recorded", one.recorded), ("pointsman", one.counterfactual)):
+        for placement, record in (("recorded", pair.recorded), ("pointsman", pair.counterfactual)):
             self.cached_tokens.labels(placement).inc(record.cached_tokens or 0)
             self.ttft.labels(placement).observe(record.ttft_s or 0.0)
-        if request.instance == one.counterfactual.instance:
+        if request.instance == pair.counterfactual.instance:
             self.same.inc()
-        if request.cached_tokens is not None and request.instance == one.recorded.instance:
+        if request.cached_tokens is not None and request.instance == pair.recorded.instance:
             self.said_tokens.inc(request.cached_tokens)
-            self.said_modelled_tokens.inc(one.recorded.cached_tokens or 0)
+            self.said_modelled_tokens.inc(pair.recorded.cached_tokens or 0)

@@ -42,13 +42,13 @@ class Backlog:
         self._came = asyncio.Event()
         self._reading: MirroredRequest | None = None
 
-    def put(self, one: MirroredRequest) -> None:
+    def put(self, request: MirroredRequest) -> None:
         """Add a request, or drop and count it if the queue is full. Mutates."""
-        if self._bytes + len(one.body) > self._max_bytes:
+        if self._bytes + len(request.body) > self._max_bytes:
             self._telemetry.excluded.labels("backlog").inc()
             return
-        self._bytes += len(one.body)
-        self._waiting.append(one)
+        self._bytes += len(request.body)
+        self._waiting.append(request)
         self._came.set()
 
     async def get(self) -> MirroredRequest:
@@ -57,9 +57,9 @@ class Backlog:
         while not self._waiting:
             self._came.clear()
             await self._came.wait()
-        self._reading = one = self._waiting.popleft()
-        self._bytes -= len(one.body)
-        return one
+        self._reading = request = self._waiting.popleft()
+        self._bytes -= len(request.body)
+        return request
 
     @property
     def read_until(self) -> float:

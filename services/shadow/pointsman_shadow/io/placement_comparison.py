@@ -105,25 +105,25 @@ class PlacementComparison:
         self._begin_s.setdefault(request.model, request.timestamp_ms / 1e3)
         if self._record is not None:
             self._record.write(msgspec.json.encode(request) + b"\n")
-        for one in fleets.submit(request):
-            self._note(one)
+        for pair in fleets.submit(request):
+            self._note(pair)
 
     def finish(self) -> None:
         """Simulate until all requests have ended, and close the files. Mutates."""
         for fleets in self._fleets.values():
-            for one in fleets.finish():
-                self._note(one)
+            for pair in fleets.finish():
+                self._note(pair)
         for file in (self._record, self._compared, self._decisions):
             if file is not None:
                 file.close()
 
-    def _note(self, one: RequestPair) -> None:
+    def _note(self, pair: RequestPair) -> None:
         with self._lock:
-            self._totals[one.request.model].add(one)
+            self._totals[pair.request.model].add(pair)
         if self._compared is not None:
-            self._compared.write(msgspec.json.encode(line_of(one)) + b"\n")
+            self._compared.write(msgspec.json.encode(line_of(pair)) + b"\n")
         if self._on_compared is not None:
-            self._on_compared(one)
+            self._on_compared(pair)
 
     def _tell_decisions(
         self, model: str
@@ -145,9 +145,9 @@ class PlacementComparison:
         return tell
 
 
-def line_of(one: RequestPair) -> dict[str, Any]:
+def line_of(pair: RequestPair) -> dict[str, Any]:
     """Return a compared request as JSON, without its blocks. Times are in s; `at` is unix time."""
-    request = one.request
+    request = pair.request
     return {
         "id": request.request_id,
         "at": request.timestamp_ms / 1e3,
@@ -164,7 +164,7 @@ def line_of(one: RequestPair) -> dict[str, Any]:
                 "decision": record.decision,
                 "reason": record.reason,
             }
-            for kind, record in (("recorded", one.recorded), ("counterfactual", one.counterfactual))
+            for kind, record in (("recorded", pair.recorded), ("counterfactual", pair.counterfactual))
         },
     }
 

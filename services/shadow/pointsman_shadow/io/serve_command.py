@@ -64,7 +64,7 @@ class ShadowService:
             if settings.instances:
                 self._comparison.add_engines(model, ModelEngines(tuple(settings.instances)))
         # The engines that the router reported last, by model.
-        self._told: dict[str, tuple[str, ...]] = {}
+        self._logged_names: dict[str, tuple[str, ...]] = {}
         # By request id, until the request is compared. Those of requests that fail, or that were compared before, stay.
         self._live_placements: OrderedDict[str, LivePlacement] = OrderedDict()
         # Whether the log has whole requests. These are known only when they have ended.
@@ -108,9 +108,13 @@ class ShadowService:
 
     async def _understand(self) -> None:
         while True:
-            one = await self._backlog.get()
+            mirrored = await self._backlog.get()
             await self._read(
-                one.path, one.headers, one.body, one.at, None if self._settings.access_log else RequestOutcome()
+                mirrored.path,
+                mirrored.headers,
+                mirrored.body,
+                mirrored.at,
+                None if self._settings.access_log else RequestOutcome(),
             )
 
     async def _read(self, path: str, headers: Headers, body: bytes, at: float, ended: RequestOutcome | None) -> None:
@@ -177,9 +181,9 @@ class ShadowService:
             self._comparison.add_engines(name, ModelEngines(names, engines.kv_capacity_tokens, engines.max_model_len))
             if self._comparison.engines_of(name) == names:
                 log.info("the engines of a model are set", model=name, instances=len(names))
-            elif self._told.get(name) != names:
+            elif self._logged_names.get(name) != names:
                 log.warning("the engines of a model have changed; its modelled fleets have not", model=name)
-            self._told[name] = names
+            self._logged_names[name] = names
 
     async def _compare(self, stop: asyncio.Event) -> None:
         while not stop.is_set():

@@ -13,8 +13,8 @@ from typing import Any
 from pointsman_gateway.core.api.api_call import Endpoint
 
 # Name in `vllm_xargs` by which the gateway asks for the ids of an answer, or has it continued
-# (connector/pointsman_connector/told_answer.py).
-TOLD_FIELD = "pointsman_answer"
+# (connector/pointsman_connector/answer_record.py).
+RECORD_FIELD = "pointsman_answer"
 # Fields with which the rest follows from the prompt and the answer's tokens, whatever their values: of all APIs, of OpenAI's, of
 # each one.
 _FREE_EVERYWHERE = frozenset(

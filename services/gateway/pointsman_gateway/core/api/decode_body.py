@@ -75,10 +75,15 @@ def _is_small_tree(value: Any) -> bool:
     while level:
         objects += len(level)
         items += sum(map(len, level))
-        items += sum(_items_in_text(one.get("arguments")) for one in level if type(one) is dict)
+        items += sum(_items_in_text(entry.get("arguments")) for entry in level if type(entry) is dict)
         if objects > LIGHT_OBJECTS or items > LIGHT_ITEMS:
             return False
-        level = [part for one in level for part in (one.values() if type(one) is dict else one) if type(part) in _INNER]
+        level = [
+            part
+            for entry in level
+            for part in (entry.values() if type(entry) is dict else entry)
+            if type(part) in _INNER
+        ]
     return True
 
 

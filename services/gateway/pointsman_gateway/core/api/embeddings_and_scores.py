@@ -42,7 +42,7 @@ def check_input(body: dict[str, Any]) -> None:
     given = body.get("input")
     texts = given if isinstance(given, list) else [given]
     good = is_token_ids(given) or (
-        bool(texts) and all(isinstance(one, str | dict) or is_token_ids(one) for one in texts)
+        bool(texts) and all(isinstance(text, str | dict) or is_token_ids(text) for text in texts)
     )
     if not good:
         raise invalid_parameter("input", "a string, a list of strings, or a list of token ids")
@@ -80,5 +80,5 @@ def check_detokenize(body: Mapping[str, Any]) -> None:
 def _check_side(body: Mapping[str, Any], name: str) -> None:
     value = body.get(name)
     texts = value if isinstance(value, list) else [value]
-    if not texts or not all(isinstance(one, str | dict | list) for one in texts):
+    if not texts or not all(isinstance(text, str | dict | list) for text in texts):
         raise invalid_parameter(name, "a text or a list of texts")

@@ -150,8 +150,8 @@ def reports_error(event: bytes) -> bool:
         return True
     if not isinstance(found, dict):
         return b"event: error" in event.splitlines()
-    told = found.get("error") or found.get("type") == "error" or found.get("object") == "error"
-    return bool(told) or was_aborted(event)
+    reported = found.get("error") or found.get("type") == "error" or found.get("object") == "error"
+    return bool(reported) or was_aborted(event)
 
 
 def redact_error_event(error_format: ErrorFormat, event: bytes, sequence_number: int = 0) -> bytes:

@@ -44,7 +44,7 @@ def check_completion(body: dict[str, Any]) -> None:
     good = (isinstance(prompt, str) and prompt) or (
         isinstance(prompt, list)
         and bool(prompt)
-        and (is_token_ids(prompt) or all((isinstance(one, str) and one) or is_token_ids(one) for one in prompt))
+        and (is_token_ids(prompt) or all((isinstance(part, str) and part) or is_token_ids(part) for part in prompt))
     )
     if not good:
         raise invalid_parameter("prompt", "a string, a list of strings, or a list of token ids")

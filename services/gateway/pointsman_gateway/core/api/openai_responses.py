@@ -108,7 +108,7 @@ def storing_instance(id_: str, tenant: str, instance_ids: Iterable[str]) -> str 
     found = _ID.fullmatch(id_)
     if found is None or found[2] != _tag(tenant, 8):
         return None
-    return next((one for one in instance_ids if instance_tag(one) == found[1]), None)
+    return next((instance_id for instance_id in instance_ids if instance_tag(instance_id) == found[1]), None)
 
 
 def not_stored(id_: str) -> ApiRequestError:
@@ -210,11 +210,11 @@ def _tools(tools: Iterable[Any]) -> Iterable[dict[str, Any]]:
             )
         elif kind == "namespace":
             inner = tool.get("tools")
-            if not isinstance(inner, list) or not all(isinstance(one, dict) for one in inner):
+            if not isinstance(inner, list) or not all(isinstance(part, dict) for part in inner):
                 raise Unconvertible("a namespace without tools")
-            for one in inner:
-                if one.get("type") == "function":
-                    yield _function({**one, "name": _flat_name(tool.get("name"), one.get("name"))})
+            for part in inner:
+                if part.get("type") == "function":
+                    yield _function({**part, "name": _flat_name(tool.get("name"), part.get("name"))})
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:

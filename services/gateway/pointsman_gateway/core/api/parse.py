@@ -9,7 +9,7 @@ import msgspec
 
 from pointsman_gateway.core.api import anthropic_messages, embeddings_and_scores, openai_chat, openai_responses
 from pointsman_gateway.core.api.api_call import ApiCall, ClientRules, Endpoint, with_fields
-from pointsman_gateway.core.api.continuable import TOLD_FIELD, is_continuable, is_continuable_by_text
+from pointsman_gateway.core.api.continuable import RECORD_FIELD, is_continuable, is_continuable_by_text
 from pointsman_gateway.core.api.decode_body import decode_body
 from pointsman_gateway.core.api.errors import ApiRequestError
 from pointsman_gateway.core.api.field_checks import check_model
@@ -17,7 +17,7 @@ from pointsman_gateway.core.api.prompt_length import check_items
 
 # Fields that a client may not set, because they control the engine's internals (docs/security.md).
 FORBIDDEN_FIELDS = ("kv_transfer_params", "ec_transfer_params", "priority")
-FORBIDDEN_XARGS = ("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", TOLD_FIELD)
+FORBIDDEN_XARGS = ("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", RECORD_FIELD)
 
 # Fields whose effect on the prompt's tokens is known only to the engine. Requests with them are answered, without block keys.
 OPAQUE_FIELDS = ("prompt_embeds", "truncate_prompt_tokens", "chat_template", "mm_processor_kwargs", "suffix")
@@ -131,7 +131,7 @@ def estimated_tokens(call: ApiCall) -> int:
         prompts = call.body.get("prompt") or ""
         if isinstance(prompts, str) or isinstance(prompts[0], int):
             prompts = [prompts]
-        return sum(max(1, len(one) // 4 if isinstance(one, str) else len(one)) for one in prompts)
+        return sum(max(1, len(text) // 4 if isinstance(text, str) else len(text)) for text in prompts)
     length = 0
     rest: list[Any] = (
         [call.body.get(name) for name in _PROMPTS[call.endpoint]] if call.endpoint in _PROMPTS else [call.body]

@@ -82,7 +82,10 @@ def _normal(entry: str) -> tuple[str, int]:
 
 def served_endpoint(metadata: Mapping[str, Struct], attributes: Mapping[str, Struct]) -> str:
     """Return the endpoint that answered, as a proxy reports it; empty if it does not."""
-    for found, name in ((metadata.get(NAMESPACE), SERVED), *((one, UPSTREAM_ADDRESS) for one in attributes.values())):
+    for found, name in (
+        (metadata.get(NAMESPACE), SERVED),
+        *((attribute, UPSTREAM_ADDRESS) for attribute in attributes.values()),
+    ):
         if found is not None and name in found and isinstance(value := found[name], str):
             return value
     return ""
@@ -90,5 +93,5 @@ def served_endpoint(metadata: Mapping[str, Struct], attributes: Mapping[str, Str
 
 def target_at(served: str, endpoints: Mapping[str, Target]) -> Target | None:
     """Return the instance at the endpoint `served`, None if it is none of `endpoints`."""
-    told = _normal(served)
-    return next((target for one, target in endpoints.items() if _normal(one) == told), None)
+    address = _normal(served)
+    return next((target for endpoint, target in endpoints.items() if _normal(endpoint) == address), None)

@@ -1,8 +1,8 @@
 """Continues an answer whose instance is gone at another instance.
 
 An engine with the connector package tells before each event of a stream the token ids that the event stands for, in an SSE
-comment (connector/pointsman_connector/told_answer.py). A request that has the told answer is answered with what follows, by an
-engine with the package. Pure.
+comment (connector/pointsman_connector/answer_record.py). A request that has the answer record is answered with what follows, by
+an engine with the package. Pure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from array import array
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import KEY_TOKENS, extend_keys
 from pointsman_gateway.core.api import with_fields
-from pointsman_gateway.core.api.continuable import TOLD_FIELD
+from pointsman_gateway.core.api.continuable import RECORD_FIELD
 from pointsman_gateway.core.memory_budget import MemoryBudget
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.tokens.token_cache import TokenIds
@@ -21,9 +21,9 @@ from pointsman_gateway.core.tokens.token_cache import TokenIds
 _IDS = re.compile(rb"\d+")
 
 
-def with_told_answer(payload: bytes, told: bytes) -> bytes:
-    """Return the body of a request that asks its engine for token ids, and to go on after the told answer, if there is one."""
-    return with_fields(payload, {"vllm_xargs": {TOLD_FIELD: told.decode("ascii")}})
+def with_answer_record(payload: bytes, record: bytes) -> bytes:
+    """Return the body of a request that asks its engine for token ids, and to go on after the answer of `record`, if any."""
+    return with_fields(payload, {"vllm_xargs": {RECORD_FIELD: record.decode("ascii")}})
 
 
 class Continuations:
@@ -49,9 +49,9 @@ class Continuations:
         return True
 
 
-def ids_of(told: bytes) -> TokenIds:
-    """Return the token ids of a told answer."""
-    return array("I", map(int, _IDS.findall(told)))
+def ids_of(record: bytes) -> TokenIds:
+    """Return the token ids of an answer record."""
+    return array("I", map(int, _IDS.findall(record)))
 
 
 def copy_of(placement: placement_pb2.PlacementRequest) -> placement_pb2.PlacementRequest:

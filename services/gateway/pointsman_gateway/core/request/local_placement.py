@@ -32,11 +32,11 @@ def least_inflight(
 ) -> str | None:
     """Return the instance with the fewest open requests; None if all are excluded. Among several with the fewest, `round_robin`
     selects one."""
-    ready = [one for one in ids if one not in exclude]
+    ready = [instance_id for instance_id in ids if instance_id not in exclude]
     if not ready:
         return None
-    least = min(inflight.get(one, 0) for one in ready)
-    best = [one for one in ready if inflight.get(one, 0) == least]
+    least = min(inflight.get(instance_id, 0) for instance_id in ready)
+    best = [instance_id for instance_id in ready if inflight.get(instance_id, 0) == least]
     return best[round_robin % len(best)]
 
 
@@ -55,15 +55,15 @@ def fallbacks(
     if step.target.rank is not None:
         return []
     others = [
-        one
-        for one in instances
-        if one.url != step.target.url
-        and not one.HasField("data_parallel_rank")
-        and one.kv_transfer.role != agent_pb2.KV_ROLE_PRODUCER
-        and one.instance_id not in exclude
+        instance
+        for instance in instances
+        if instance.url != step.target.url
+        and not instance.HasField("data_parallel_rank")
+        and instance.kv_transfer.role != agent_pb2.KV_ROLE_PRODUCER
+        and instance.instance_id not in exclude
     ]
 
     def order(one: placement_pb2.InstanceRef) -> tuple[bool, int, str]:
         return one.instance_id != step.runner_up, inflight.get(one.instance_id, 0), one.instance_id
 
-    return [target_of(one) for one in nsmallest(count, others, key=order)]
+    return [target_of(instance) for instance in nsmallest(count, others, key=order)]

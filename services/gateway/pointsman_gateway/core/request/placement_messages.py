@@ -26,9 +26,9 @@ def attempt_request(
     if answer:
         # A server that is gone has taken all of its ranks with it.
         instances = context.state.pool.instances
-        gone = {one.url for one in instances if one.instance_id in exclude}
-        ranks = (one.instance_id for one in instances if one.url in gone)
-        request.exclude.extend(one for one in ranks if one not in exclude)
+        gone = {instance.url for instance in instances if instance.instance_id in exclude}
+        ranks = (instance.instance_id for instance in instances if instance.url in gone)
+        request.exclude.extend(instance_id for instance_id in ranks if instance_id not in exclude)
     if context.trace is not None:
         request.traceparent = context.trace.placement_context(attempt_id).traceparent
     return request

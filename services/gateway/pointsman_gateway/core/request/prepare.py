@@ -194,11 +194,11 @@ def _elsewhere(call: ApiCall, state: PoolState, tenant: str) -> list[str]:
     """
     if not call.previous_response_id:
         return []
-    ids = [one.instance_id for one in state.pool.instances]
+    ids = [instance.instance_id for instance in state.pool.instances]
     here = storing_instance(call.previous_response_id, tenant, ids)
     if here is None:
         raise not_stored(call.previous_response_id)
-    return [one for one in ids if one != here]
+    return [instance_id for instance_id in ids if instance_id != here]
 
 
 def _chain(keys: BlockKeys, prompt: Prompt) -> BlockKeys:

@@ -45,7 +45,7 @@ def continued_text(
     try:
         body = msgspec.json.decode(payload)
         longer = _with_text(endpoint, body, text)
-        before, after = (_tokens(endpoint, one, tokenizer) for one in (body, longer))
+        before, after = (_tokens(endpoint, asked, tokenizer) for asked in (body, longer))
     except (msgspec.MsgspecError, Unrenderable, ApiRequestError):
         return None
     ids, last = after[len(before) :], before[-LAST_TOKENS:]

@@ -137,21 +137,21 @@ def with_session_end(endpoint: Endpoint, payload: bytes) -> bytes:
 
 def nixl_fetch(answer: bytes) -> KvTransferParams:
     """Return the parameters, from P's `answer`, that make D fetch the KV that P keeps. Raises TransferError if P keeps none."""
-    told = check_prefilled(answer)
-    if not told.kv_transfer_params:
+    prefilled = check_prefilled(answer)
+    if not prefilled.kv_transfer_params:
         raise TransferError("the prefill's answer has no kv_transfer_params")
-    return KvTransferParams(told.kv_transfer_params)
+    return KvTransferParams(prefilled.kv_transfer_params)
 
 
 def check_prefilled(answer: bytes) -> PrefillResponse:
     """Parse P's answer to a prefill. Raises TransferError unless it shows that P computed the whole prompt and keeps its KV."""
     try:
-        told = msgspec.json.decode(answer, type=PrefillResponse)
+        prefilled = msgspec.json.decode(answer, type=PrefillResponse)
     except msgspec.MsgspecError:
         raise TransferError("the prefill's answer is no completion") from None
-    if not told.choices or told.choices[0].finish_reason != "length":
+    if not prefilled.choices or prefilled.choices[0].finish_reason != "length":
         raise TransferError("the prefill stopped early")
-    return told
+    return prefilled
 
 
 def release_request(transfer: KvTransferParams) -> tuple[str, bytes]:
@@ -177,10 +177,10 @@ def engine_id_of(answer: bytes, rank: int | None) -> str:
 def earlier_slices_evicted(answer: bytes, prefilled_before: int) -> bool:
     """Whether the answer to a slice shows that the slices before it are no longer in the cache."""
     try:
-        told = msgspec.json.decode(answer, type=PrefillResponse)
+        prefilled = msgspec.json.decode(answer, type=PrefillResponse)
     except msgspec.MsgspecError:
         return False
-    details = told.usage.prompt_tokens_details if told.usage else None
+    details = prefilled.usage.prompt_tokens_details if prefilled.usage else None
     return details is not None and (details.cached_tokens or 0) + SLACK_TOKENS < prefilled_before
 
 

@@ -19,8 +19,8 @@ from pointsman_gateway.core.api import (
     reports_error,
     was_aborted,
 )
+from pointsman_gateway.core.streaming.id_comments import ids_in, incomplete, without_comments
 from pointsman_gateway.core.streaming.stream_tail import StreamTail
-from pointsman_gateway.core.streaming.told_comments import incomplete, told_in, without_comments
 from pointsman_gateway.core.streaming.usage_and_end import StreamEnd
 
 # Maximum size of a held incomplete event, bytes. A longer one is sent in parts.
@@ -39,10 +39,10 @@ class SseFilter:
     byte for byte the instance's. `hide_usage` drops events that have usage and no choices. The filter keeps the tail of the
     stream, from which its end and usage are read.
 
-    With `tells` the instance may tell the token ids of its events in comments (told_comments.py), which are not sent. They are
-    collected in `told` if another instance can go on with the answer, else it is None. If the instance does not tell, the events
-    themselves may be collected in `texts`, from their "choices" on, up to `texts_limit` bytes. While another instance can go on,
-    an error of this one is not sent either: the stream is cut before it.
+    With `tells` the instance may tell the token ids of its events in comments (id_comments.py), which are not sent. They are
+    collected in `record` if another instance can go on with the answer, else it is None. If the instance does not tell, the
+    events themselves may be collected in `texts`, from their "choices" on, up to `texts_limit` bytes. While another instance can
+    go on, an error of this one is not sent either: the stream is cut before it.
     """
 
     # A chunk touches all of these fields. They are few because with many open streams none is in the CPU cache.
@@ -55,15 +55,15 @@ class SseFilter:
         "_tail",
         "count",
         "mid_event",
+        "record",
         "tells",
         "texts",
         "texts_limit",
-        "told",
     )
 
     def __init__(self, endpoint: Endpoint, *, hide_usage: bool = False, tells: bool = False) -> None:
         self.tells = tells
-        self.told: bytearray | None = None
+        self.record: bytearray | None = None
         self.texts: bytearray | None = None
         self.texts_limit = 0
         self._cut = False  # nothing more is sent of this instance's answer
@@ -104,8 +104,8 @@ class SseFilter:
                 return b""
             if chunk[at] == _COMMENT:
                 end = chunk.find(b"\n", at)
-                if self.told is not None:
-                    self.told += chunk[at:end].partition(b"x")[0]
+                if self.record is not None:
+                    self.record += chunk[at:end].partition(b"x")[0]
                 events = chunk[end + 2 :]
                 chunk = b"%x\r\n%b" % (len(events) - 2, events)
             elif (texts := self.texts) is not None:
@@ -127,7 +127,7 @@ class SseFilter:
         mid_event = self.mid_event
         if piece.endswith(_ENDS):
             self.mid_event = False
-        elif end := max(piece.rfind(one) + len(one) if one in piece else 0 for one in _ENDS):
+        elif end := max(piece.rfind(end_mark) + len(end_mark) if end_mark in piece else 0 for end_mark in _ENDS):
             piece, self._held = piece[:end], piece[end:]
             self.mid_event = False
         elif len(piece) <= MAX_HELD_BYTES and not mid_event:
@@ -151,7 +151,7 @@ class SseFilter:
     def flush(self) -> bytes:
         """Return the held bytes at the end of the stream, if the last event is incomplete. Mutates."""
         held, self._held = self._held, b""
-        if (self.told is not None or self.texts is not None) and not self.stream_end(held).complete:
+        if (self.record is not None or self.texts is not None) and not self.stream_end(held).complete:
             return b""
         if held:
             held, self.mid_event = self._let_out(held, self.mid_event), True
@@ -173,7 +173,7 @@ class SseFilter:
     @property
     def can_continue(self) -> bool:
         """Whether what the client got is known by its tokens, and ends with a whole event."""
-        return self.told is not None and _has_ids(self.told) and not self.mid_event
+        return self.record is not None and _has_ids(self.record) and not self.mid_event
 
     def begin_again(self) -> None:
         """Go on with the answer of another instance, whose first event follows what the client has. Mutates."""
@@ -193,8 +193,8 @@ class SseFilter:
         if b"error" in piece or was_aborted(piece):
             piece = self._without_errors(EVENT_END.split(piece), mid_event)
         if self.tells:
-            if self.told is not None:
-                self.told += told_in(piece)
+            if self.record is not None:
+                self.record += ids_in(piece)
             piece = without_comments(piece)
             if self.texts is not None:
                 self._add_text(piece)
@@ -217,10 +217,10 @@ class SseFilter:
             if self.texts is not None and _HAS_TEXT.search(self.texts + before) and reports_error(events[at]):
                 self._cut, self._held, self.mid_event = True, b"", False
                 return before
-            if self.told is not None and reports_error(events[at]):
+            if self.record is not None and reports_error(events[at]):
                 # The comment of the error's event goes with it: the client gets neither.
                 kept = before if at < 2 or not events[at - 2].startswith(b":") else b"".join(events[: at - 2])
-                if _has_ids(self.told) or _has_ids(told_in(kept)):
+                if _has_ids(self.record) or _has_ids(ids_in(kept)):
                     self._cut, self._held, self.mid_event = True, b"", False
                     return kept
             events[at] = redact_error_event(self._tail.endpoint.error_format, events[at], self._next_number(before))
@@ -235,8 +235,8 @@ class SseFilter:
         )
 
 
-def _has_ids(told: bytes | bytearray) -> bool:
-    return bool(told.strip(b":."))
+def _has_ids(record: bytes | bytearray) -> bool:
+    return bool(record.strip(b":."))
 
 
 def _without_usage(piece: bytes) -> bytes:

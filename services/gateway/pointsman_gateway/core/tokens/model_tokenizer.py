@@ -75,7 +75,7 @@ class PendingPrompt:
         self._most_tokens = most_tokens
         self._media = media
         self._steady = steady
-        texts = [one for one in prompts if isinstance(one, _Text)]
+        texts = [prompt for prompt in prompts if isinstance(prompt, _Text)]
         self.missing_chars = sum(
             len(piece) for text in texts for piece, ids in zip(text.pieces, text.found, strict=True) if ids is None
         )
@@ -90,8 +90,8 @@ class PendingPrompt:
         """Return the tokenised prompt. Raises Unrenderable. May run in any thread, and releases the interpreter lock for long
         texts."""
         every: list[TokenIds] = []
-        for one in self._prompts:
-            every.append(self._tokenizer.tokens(one, self._most_tokens) if isinstance(one, _Text) else one)
+        for prompt in self._prompts:
+            every.append(self._tokenizer.tokens(prompt, self._most_tokens) if isinstance(prompt, _Text) else prompt)
             if self._most_tokens and len(every[-1]) > self._most_tokens:
                 break
         return Prompt(every[0], tuple(map(len, every)), self._media, self._steady)
@@ -146,12 +146,15 @@ class ModelTokenizer:
         given = call.body["prompt"]
         if isinstance(given, str) or isinstance(given[0], int):
             given = [given]
-        for one in given:
-            if isinstance(one, str):
-                self._check_chars(call.endpoint, one, context)
+        for prompt in given:
+            if isinstance(prompt, str):
+                self._check_chars(call.endpoint, prompt, context)
         return PendingPrompt(
             self,
-            [self._text(one, add_special_tokens=add) if isinstance(one, str) else array("I", one) for one in given],
+            [
+                self._text(prompt, add_special_tokens=add) if isinstance(prompt, str) else array("I", prompt)
+                for prompt in given
+            ],
             context,
         )
 
@@ -246,13 +249,13 @@ class ModelTokenizer:
         try:
             # encode() holds the interpreter lock; encode_batch_fast() releases it.
             encoded = [
-                one
+                encoding
                 for batch in batches
-                for one in self._tokenizer.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
+                for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
             ]
         except (TypeError, UnicodeError) as error:
             raise Unrenderable("a text with half a surrogate pair") from error
-        return [array("I", one.ids) for one in encoded]
+        return [array("I", encoding.ids) for encoding in encoded]
 
     def _rendered(self, body: dict[str, Any]) -> Rendered:
         template = self._tool_template if body.get("tools") is not None else self._template

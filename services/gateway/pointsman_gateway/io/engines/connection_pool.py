@@ -59,7 +59,7 @@ class ConnectionPool:
         """Close connections that were idle for more than KEEPALIVE_S. Fail answers that are silent for more than idle_s, and
         silent connections whose peer is dead (dead_connections.py)."""
         for connections in list(self._idle.values()):
-            for connection in [one for one in connections if now - one.since > KEEPALIVE_S]:
+            for connection in [unused for unused in connections if now - unused.since > KEEPALIVE_S]:
                 connections.remove(connection)
                 connection.abort()
         silent: dict[Peer, list[UpstreamConnection]] = {}
@@ -69,7 +69,7 @@ class ConnectionPool:
                 connection.give_up("went silent")
             elif silence >= SILENT_S and (peer := connection.peer) is not None:
                 silent.setdefault(peer, []).append(connection)
-        for peer in [one for one in silent if self._dead_connections.is_dead(one)]:
+        for peer in [peer for peer in silent if self._dead_connections.is_dead(peer)]:
             for connection in silent.pop(peer):
                 connection.give_up("went silent, and nobody listens there any more")
         for peer in self._dead_connections.due(silent, now):
@@ -84,7 +84,7 @@ class ConnectionPool:
     def lost(self, url: str) -> None:
         """Note that the router has lost the agent of the instance at `url`: silent answers fail if it takes no connections."""
         origin, _, _ = _origin(url)
-        for peer in {one.peer for one in self.connections if one.origin == origin}:
+        for peer in {connection.peer for connection in self.connections if connection.origin == origin}:
             if peer is not None:
                 self._dead_connections.lost(peer)
 

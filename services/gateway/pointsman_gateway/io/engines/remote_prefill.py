@@ -194,11 +194,11 @@ class RemotePrefill:
         if transfer is not None and source is not None and self._fetcher is None:
             # P itself is the most likely to be reachable, but with NIXL it cannot be its own peer.
             first = [source] if source.kv_protocol == kv.MOONCAKE else []
-            others = [one for one in (*self._planned, *self._pool()) if one.url != source.url]
+            others = [target for target in (*self._planned, *self._pool()) if target.url != source.url]
             able = {
-                one.url: one
-                for one in (*first, *others)
-                if one.can_consume_kv and one.kv_protocol == source.kv_protocol
+                target.url: target
+                for target in (*first, *others)
+                if target.can_consume_kv and target.kv_protocol == source.kv_protocol
             }
             self._releases.begin(transfer, list(able.values())[:RELEASE_TRIES])
         self._transfer = self._source = self._fetcher = None

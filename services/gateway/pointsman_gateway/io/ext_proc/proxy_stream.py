@@ -127,7 +127,7 @@ class ProxyStream:
         self._request: ProxiedRequest | None = None
         self._work: asyncio.Future[Response | None] | None = None
         self._reader: asyncio.Task[None] | None = None  # reads the request
-        self._told_to_end = False
+        self._must_end = False
         self._disorder = False
         self._endpoints: dict[str, Target] = {}  # those that the proxy was given, the first one first
         self._answer: UpstreamResponse | None = None
@@ -153,7 +153,7 @@ class ProxyStream:
         except _Refused as refused:
             await self._context.write(self._immediate(refused.response))
         except asyncio.CancelledError:
-            if self._reader is None or not self._told_to_end:
+            if self._reader is None or not self._must_end:
                 raise
             await self._context.write(self._immediate(shutting_down(self._streams.handler, self._path())))
         finally:
@@ -163,7 +163,7 @@ class ProxyStream:
 
     def cancel(self) -> None:
         """End the request; its client gets an error."""
-        self._told_to_end = True
+        self._must_end = True
         if self._work is not None:
             self._work.cancel()
         elif self._reader is not None:
@@ -280,8 +280,8 @@ class ProxyStream:
             if message.request_body.end_of_stream:
                 return b"".join(parts)
 
-    def _wrong_mode(self, told: pb.ProtocolConfiguration) -> Response | None:
-        if told.request_body_mode == told.response_body_mode == pb.BODY_SEND_MODE_FULL_DUPLEX_STREAMED:
+    def _wrong_mode(self, configured: pb.ProtocolConfiguration) -> Response | None:
+        if configured.request_body_mode == configured.response_body_mode == pb.BODY_SEND_MODE_FULL_DUPLEX_STREAMED:
             return None
         return self._error(
             500, "The proxy must send both bodies in the mode FULL_DUPLEX_STREAMED.", "wrong_processing_mode"
@@ -307,7 +307,7 @@ class ProxyStream:
         """Return the ids of the instances that the proxy does not allow."""
         if (subset := self._subset) is None:
             return []
-        found = await asyncio.gather(*(self._streams.addresses.of(one) for one in targets))
+        found = await asyncio.gather(*(self._streams.addresses.of(target) for target in targets))
         return [one.instance_id for one, at in zip(targets, found, strict=True) if not subset.allows(*at)]
 
     async def post(
@@ -341,7 +341,9 @@ class ProxyStream:
             return first
         found = target_at(self._served, self._endpoints)
         if found is None:
-            found = target_at(self._served, {endpoint(*self._streams.addresses.known(one)): one for one in every()})
+            found = target_at(
+                self._served, {endpoint(*self._streams.addresses.known(target)): target for target in every()}
+            )
         if found is None:
             log.warning("a proxy asked an unknown instance", chosen=first.instance_id, endpoint=self._served)
         return found or first

@@ -99,6 +99,6 @@ class Server:
     def _sweep(self) -> None:
         self.date = {"Date": formatdate(usegmt=True)}
         now = time.monotonic()
-        for connection in [one for one in self.connections if one.deadline < now]:
+        for connection in [expected for expected in self.connections if expected.deadline < now]:
             connection.overdue(now)
         self._sweeping = asyncio.get_running_loop().call_later(self._sweep_s, self._sweep)

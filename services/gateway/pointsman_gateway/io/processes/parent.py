@@ -33,8 +33,8 @@ def run_processes(settings: GatewaySettings, child: Child) -> None:
     """Run `child` in `settings.processes` processes until SIGTERM or SIGINT. Blocks. Raises OSError if the address is in use,
     SystemExit if a process cannot start."""
     stop, stopped = socket.socketpair()
-    for one in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(one, lambda *_: stopped.send(b"."))
+    for stop_signal in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(stop_signal, lambda *_: stopped.send(b"."))
     with tempfile.TemporaryDirectory(prefix="pointsman-gateway-") as folder, _reserved(settings.listen) as port:
         bound = port.getsockname()[1]
         family = _ProcessGroup(settings, f"{settings.listen.rpartition(':')[0]}:{bound}", Path(folder), child)
@@ -102,7 +102,7 @@ class _ProcessGroup:
                         pass  # the process died; its sentinel is handled below
                     del self._unready[number]
                     reader.close()
-            for number in [sentinels[one] for one in readable if one in sentinels]:
+            for number in [sentinels[sentinel] for sentinel in readable if sentinel in sentinels]:
                 process = self._running.pop(number)
                 process.join()
                 if number not in served:

@@ -55,8 +55,8 @@ class SiblingProcesses:
 
     async def page(self) -> bytes:
         """Return the metrics of all processes that answer, as one page with the number of these processes."""
-        told = await asyncio.gather(*(self._ask(number) for number in range(self.count)))
-        return merged([page for page in told if page])
+        pages = await asyncio.gather(*(self._ask(number) for number in range(self.count)))
+        return merged([page for page in pages if page])
 
     async def _ask(self, number: int) -> str:
         try:

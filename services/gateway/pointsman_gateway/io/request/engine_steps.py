@@ -11,7 +11,7 @@ from pointsman_gateway.core.forwarded_headers import client_headers
 from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.memory_budget import Holding
 from pointsman_gateway.core.request.attempt import Attempt
-from pointsman_gateway.core.request.continuation import ids_of, with_told_answer
+from pointsman_gateway.core.request.continuation import ids_of, with_answer_record
 from pointsman_gateway.core.request.local_placement import fallbacks
 from pointsman_gateway.core.request.placement_messages import target_of
 from pointsman_gateway.core.request.request_context import RequestContext
@@ -34,9 +34,9 @@ from pointsman_gateway.core.request.transfer_params import (
     slice_request,
     with_session_end,
 )
+from pointsman_gateway.core.streaming.id_comments import without_comments
 from pointsman_gateway.core.streaming.rest_of_text import RestOfText
 from pointsman_gateway.core.streaming.sse import SseFilter
-from pointsman_gateway.core.streaming.told_comments import without_comments
 from pointsman_gateway.core.streaming.usage_and_end import StreamEnd, usage_of
 from pointsman_gateway.core.tokens.token_cache import TokenIds
 from pointsman_gateway.io.engines.engine_client import (
@@ -54,7 +54,7 @@ from pointsman_gateway.io.request.shared_context import SharedContext
 
 # Maximum number of an answer's tokens for whose ids memory is reserved.
 OPEN_TOKENS = 8_192
-# The same for the chunks of an answer whose ids are not told, and the size of a chunk as it is kept, bytes.
+# The same for the chunks of an answer whose ids the engine does not send, and the size of a chunk as it is kept, bytes.
 TEXT_TOKENS, TEXT_TOKEN_BYTES = 2_048, 130
 _JSON = {"Content-Type": "application/json"}
 NOT_IMPLEMENTED = 501  # not retried: no other instance of the model implements it either
@@ -82,7 +82,7 @@ class EngineSteps:
             context.call,
             context.transfer_obstacle,
             context.headers_of,
-            lambda: [target_of(one) for one in context.state.pool.instances],
+            lambda: [target_of(instance) for instance in context.state.pool.instances],
         )
         self._last_slice: tuple[str, int] | None = None  # instance id and end of the last slice, in tokens
         self._upstream: UpstreamResponse | None = None
@@ -107,14 +107,14 @@ class EngineSteps:
         return self._sse.count
 
     @property
-    def told(self) -> bytes:
-        """What the client has of an answer, as its engines told it (continuation.py)."""
-        return bytes(self._sse.told or b"")
+    def answer_record(self) -> bytes:
+        """What the client has of an answer, by the token ids that its engines sent (continuation.py)."""
+        return bytes(self._sse.record or b"")
 
     @property
     def answer_ids(self) -> TokenIds:
         """The token ids of the answer so far, as the engine that goes on with it gets them."""
-        return ids_of(self.told) if self._text is None else self._text.ids
+        return ids_of(self.answer_record) if self._text is None else self._text.ids
 
     def keep_prompt(self) -> None:
         """Release what only sending needs, but for the body of an answer that may be continued elsewhere, while there is memory
@@ -129,10 +129,10 @@ class EngineSteps:
         call, sse = self._context.call, self._sse
         size = len(call.payload)
         if upstream.arrived.startswith(b":"):
-            # The told ids take some six bytes each. Few answers are as long as they may be.
+            # The ids take some six bytes each. Few answers are as long as they may be.
             size += 6 * min(call.max_output_tokens or OPEN_TOKENS, OPEN_TOKENS)
             if keep := self._kept.take(size):
-                sse.told = bytearray()
+                sse.record = bytearray()
             return keep
         # An engine without the connector package.
         limit = TEXT_TOKEN_BYTES * (min(call.max_output_tokens or TEXT_TOKENS, TEXT_TOKENS) + 8)
@@ -224,9 +224,9 @@ class EngineSteps:
             if self._context.ends_session and self._shared.mark_session_ends and step.kv_source is None:
                 payload = with_session_end(call.endpoint, payload)
             payload = await self._remote_prefill.payload(step, payload, early=early)
-            told = self.told
+            record = self.answer_record
             if self._tells and self._text is None:
-                payload = with_told_answer(payload, told)
+                payload = with_answer_record(payload, record)
             with self._remote_prefill.fetching(step):
                 answer = self._upstream = await self._post(step, payload)
                 if 300 <= answer.status < 400:
@@ -242,7 +242,7 @@ class EngineSteps:
                     raise UpstreamError("the answer began with an error", 500)
                 if streamed and was_aborted(answer.arrived):
                     raise AbortedByEngine
-                if told and not (streamed and answer.arrived.startswith(b":")):
+                if record and not (streamed and answer.arrived.startswith(b":")):
                     # Its events would repeat what the client has. It has not failed.
                     answer.close()
                     return UpstreamFailed("the instance cannot continue an answer", answer.status, innocent=True)

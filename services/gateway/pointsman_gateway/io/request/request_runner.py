@@ -218,7 +218,7 @@ class RequestRunner:
     async def _place_locally(self, effect: ev.PlaceLocally) -> ev.Event:
         """Choose an instance in the gateway, without a router."""
         shared, request = self._shared, self._request_of(effect.attempt_id, effect.exclude)
-        instances = {one.instance_id: one for one in self._context.state.pool.instances}
+        instances = {instance.instance_id: instance for instance in self._context.state.pool.instances}
         shared.round_robin += 1
         placed = place_locally(
             effect.attempt_id,

@@ -50,7 +50,7 @@ class UnplacedProxy:
         `held` counts the size of the answer. Raises ApiRequestError. Mutates `held`.
         """
         found = self.pools.resolve(model)
-        instances = {one.instance_id: one for one in found[0].pool.instances} if found else {}
+        instances = {instance.instance_id: instance for instance in found[0].pool.instances} if found else {}
         tried: tuple[str, ...] = ()
         for _ in range(_TRIES):
             self.round_robin += 1
@@ -78,7 +78,9 @@ class UnplacedProxy:
         found = STORED_RESPONSE_PATH.fullmatch(request.path)
         assert found is not None, "the route matched"
         id_ = unquote(found[1])
-        instances = {one.instance_id: one for state in self.pools.states() for one in state.pool.instances}
+        instances = {
+            instance.instance_id: instance for state in self.pools.states() for instance in state.pool.instances
+        }
         here = storing_instance(id_, tenant, instances)
         if here is None:
             raise not_stored(id_)

@@ -149,9 +149,9 @@ class LeaseClient:
     def _release(self) -> None:
         """Wake all requests that wait for a lease, so that they try again."""
         waiting, self._waiting = self._waiting, {}
-        for one in waiting.values():
-            if not one.done():
-                one.set_result(None)
+        for waiting_call in waiting.values():
+            if not waiting_call.done():
+                waiting_call.set_result(None)
 
     def _report(self) -> None:
         """Send the regular report. While no router accounts for limits, send an empty one instead, up to _MAX_UNANSWERED."""
@@ -189,8 +189,8 @@ class LeaseClient:
         now = time.monotonic()
         self._limiter.count_gateways(answer.gateways, now)
         self._limiter.granted(answer.keys, now)
-        for one in answer.keys:
-            waiting = self._waiting.pop(one.key, None) if one.wanted else None
+        for grant in answer.keys:
+            waiting = self._waiting.pop(grant.key, None) if grant.wanted else None
             if waiting is not None and not waiting.done():
                 waiting.set_result(None)
         self._full = self._full or answer.tell_all

@@ -126,12 +126,12 @@ class RouterClient:
 
     def inflight(self) -> dict[str, int]:
         """Return the number of open requests by instance id."""
-        return Counter(one.instance_id for one in self._requests.values() if one.instance_id)
+        return Counter(request.instance_id for request in self._requests.values() if request.instance_id)
 
     @property
     def open_count(self) -> int:
         """Number of requests that are placed and not finished."""
-        return sum(bool(one.instance_id) for one in self._requests.values())
+        return sum(bool(request.instance_id) for request in self._requests.values())
 
     def usage_session(self) -> RouterSession | None:
         """Return the session with the router that accounts for API keys' limits; None if there is none.
@@ -268,9 +268,9 @@ class RouterClient:
         message = placement_pb2.SessionRequest(
             end_session=placement_pb2.EndSession(tenant=tenant, session_id=session_id)
         )
-        told = {router_id for router_id, _ in self._announced_epochs.values()}
+        owners = {router_id for router_id, _ in self._announced_epochs.values()}
         for session in self._sessions.values():
-            if session.connected and session.router_id in told:
+            if session.connected and session.router_id in owners:
                 session.send(message, REPORT_DELAY_S)
 
     @property
@@ -281,7 +281,9 @@ class RouterClient:
     async def explain(self, request: placement_pb2.PlacementRequest, timeout_s: float) -> fleet_pb2.Decision:
         """Return the decision that a router would make on `request`, without a reservation. Raises NoRouter and
         grpc.aio.AioRpcError."""
-        session = self._route(request.model) or next((one for one in self._sessions.values() if one.connected), None)
+        session = self._route(request.model) or next(
+            (other for other in self._sessions.values() if other.connected), None
+        )
         if session is None or session.channel is None:
             raise NoRouter
         stub = fleet_pb2_grpc.FleetServiceStub(session.channel)  # type: ignore[arg-type]
@@ -405,14 +407,14 @@ class RouterClient:
         return placement_pb2.GatewayHello(
             gateway_id=self._gateway_id,
             secret=self._secret,
-            open_streams=[one.open_stream() for one in requests if one.instance_id],
-            waiting_request_ids=[one.request.request_id for one in requests if one.asking],
-            known_instance_ids=[one.instance_id for pool in self._owners.pools() for one in pool.instances],
+            open_streams=[request.open_stream() for request in requests if request.instance_id],
+            waiting_request_ids=[request.request.request_id for request in requests if request.asking],
+            known_instance_ids=[instance.instance_id for pool in self._owners.pools() for instance in pool.instances],
         )
 
     def _session_up(self, session: RouterSession) -> None:
         self._routes.clear()
-        if sum(one.connected for one in self._sessions.values()) == 1:
+        if sum(session.connected for session in self._sessions.values()) == 1:
             self._on_connected(True)
         for pool, (router_id, _) in list(self._announced_epochs.items()):
             if router_id == session.router_id:
@@ -427,9 +429,9 @@ class RouterClient:
         if not self.connected:
             self._lost_at = time.monotonic()
             self._on_connected(False)
-        for one in list(self._requests.values()):
-            if one.session is session:
-                self._detach(one)
+        for request in list(self._requests.values()):
+            if request.session is session:
+                self._detach(request)
         if self.connected and not self._closing:
             self._fleet_changed()
         self.on_routes()
@@ -541,12 +543,12 @@ class RouterClient:
 
     def _reroute(self) -> None:
         """Submit each waiting request whose session is not the right one, or which has none, to the right router."""
-        for one in list(self._requests.values()):
-            if one.answer is None or one.answer.done():
+        for request in list(self._requests.values()):
+            if request.answer is None or request.answer.done():
                 continue
-            target = self._route(one.request.model, one.session)
-            if target is None or target is one.session:
+            target = self._route(request.request.model, request.session)
+            if target is None or target is request.session:
                 continue
-            if one.session is not None:
-                self._detach(one)
-            self._submit(one)
+            if request.session is not None:
+                self._detach(request)
+            self._submit(request)

@@ -17,7 +17,7 @@ from pointsman_common.io.auth import CallMetadata
 from pointsman_common.io.batch_queue import BatchQueue
 from pointsman_common.io.channel import END_OF_STREAM
 from pointsman_common.io.local_calls import LocalChannel
-from pointsman_gateway.core.told_fleet import OutOfStep
+from pointsman_gateway.core.known_fleet import OutOfStep
 
 log = structlog.get_logger()
 
@@ -163,8 +163,8 @@ class RouterSession:
                 log.info("session with router", router=self.address, router_id=welcome.router_id, epoch=welcome.epoch)
                 self._on_up(self)
                 while (message := await call.read()) is not END_OF_STREAM:
-                    for one in message.batch.responses if message.HasField("batch") else (message,):
-                        self._on_message(self, one)
+                    for response in message.batch.responses if message.HasField("batch") else (message,):
+                        self._on_message(self, response)
             finally:
                 writer.cancel()
                 await asyncio.gather(writer, return_exceptions=True)

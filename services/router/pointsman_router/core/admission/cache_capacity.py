@@ -22,16 +22,15 @@ MOST_BELOW = 16.0
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a pool's caches hold. `tokens`: the KV of the instances that may answer, plus that of the tiers below them at its
-    worth; 0 if unknown, for `reason`. In the study of admission, 0.9 of it parks twice as many near a fleet's limit, and with
-    1.1 of it a burst's sessions take longer. `largest`: KV of the largest instance. `ids`: the instances. `hardware`: that of
-    most of them."""
+    """What a pool's caches hold. In the study of admission, 0.9 of it parks twice as many near a fleet's limit, and with 1.1 of
+    it a burst's sessions take longer."""
 
+    # KV of the instances that may answer, plus that of the tiers below them at its worth; 0 if unknown.
     tokens: float = 0.0
-    largest: int = 0
-    ids: tuple[str, ...] = ()
-    hardware: str = ""
-    reason: str = "no instance of the pool is ready"
+    largest: int = 0  # KV of the largest instance, tokens
+    ids: tuple[str, ...] = ()  # the instances
+    hardware: str = ""  # that of most of them
+    reason: str = "no instance of the pool is ready"  # why `tokens` is unknown
 
 
 class _Held(NamedTuple):
@@ -61,16 +60,16 @@ class CacheCapacity:
 
     def of(self, pool: str, instances: Iterable[InstanceRecord]) -> Capacity:
         """Return the capacity of a pool with these instances. O(instances). Mutates what is remembered of them."""
-        records = [one for one in instances if one.state in SERVING and not one.produces_only]
-        serving = [one.info for one in records]
+        records = [record for record in instances if record.state in SERVING and not record.produces_only]
+        serving = [record.info for record in records]
         if not serving:
             return Capacity()
-        ids = tuple(one.instance_id for one in serving)
-        kinds = [one.hardware for one in serving]
+        ids = tuple(info.instance_id for info in serving)
+        kinds = [info.hardware for info in serving]
         hardware = max(sorted(set(kinds)), key=kinds.count)
-        sizes = [one.kv_capacity_tokens for one in serving]
+        sizes = [info.kv_capacity_tokens for info in serving]
         if not all(sizes):
-            unknown = next(one.instance_id for one in serving if not one.kv_capacity_tokens)
+            unknown = next(info.instance_id for info in serving if not info.kv_capacity_tokens)
             return Capacity(0.0, 0, ids, hardware, f"the KV capacity of {unknown} is unknown")
         tiers = self._knowledge.lower_tiers or pool in self._held
         below = self._below(pool, records) if tiers else 0.0
@@ -83,22 +82,22 @@ class CacheCapacity:
 
     def _below(self, pool: str, records: Sequence[InstanceRecord]) -> float:
         before = self._held.get(pool, {})
-        held = self._held[pool] = {one.info.instance_id: self._held_by(one, before) for one in records}
+        held = self._held[pool] = {record.info.instance_id: self._held_by(record, before) for record in records}
         worths: dict[tuple[str, int], tuple[float, float]] = {}
         total = 0.0
         # Store -> KV of the instances that use it, what they have above it, the sum of what they have reported, its worth. An
         # instance that shares none has a store of its own.
         stores: dict[tuple[str, str], list[float]] = {}
         for record in records:
-            one = record.info
-            kind = one.hardware, one.kv_token_bytes
+            info = record.info
+            kind = info.hardware, info.kv_token_bytes
             if kind not in worths:
                 worths[kind] = self._worths(pool, *kind)
             host_worth, storage_worth = worths[kind]
-            _, host, storage = held[one.instance_id]
-            gpu = one.kv_capacity_tokens
+            _, host, storage = held[info.instance_id]
+            gpu = info.kv_capacity_tokens
             total += _beyond(host, gpu, gpu) * host_worth
-            store = self._knowledge.lower_tiers.store_of(one.instance_id) or (pool, f" {one.instance_id}")
+            store = self._knowledge.lower_tiers.store_of(info.instance_id) or (pool, f" {info.instance_id}")
             sums = stores.setdefault(store, [0.0, 0.0, 0.0, storage_worth])
             for at, tokens in enumerate((gpu, max(gpu, host), storage)):
                 sums[at] += tokens
@@ -108,7 +107,7 @@ class CacheCapacity:
 
     def _different_blocks(self, pool: str, records: Sequence[InstanceRecord]) -> int:
         different = self._knowledge.lower_tiers.different(TIER_STORAGE)
-        if any(one.state is InstanceState.SYNCING for one in records):
+        if any(record.state is InstanceState.SYNCING for record in records):
             different = max(different, self._different.get(pool, 0))
         self._different[pool] = different
         return different

@@ -83,8 +83,8 @@ class ReturnChances:
         self._exposure_s[kind][bin_] += max(idle_s - EDGES_S[bin_], 0.0)
         self._unread[kind] += 1
         if sum(returns) > MOST_RETURNS:
-            self._returns[kind] = [one / 2 for one in returns]
-            self._exposure_s[kind] = [one / 2 for one in self._exposure_s[kind]]
+            self._returns[kind] = [count / 2 for count in returns]
+            self._exposure_s[kind] = [seconds / 2 for seconds in self._exposure_s[kind]]
 
     def _computed(self, kind: AnswerKind) -> list[float]:
         hazards = [a / b for a, b in zip(self._returns[kind], self._exposure_s[kind], strict=True)]

@@ -51,15 +51,14 @@ class AdmissionSettings:
 
 
 class AdmissionStatus(NamedTuple):
-    """Session admission of one pool, for operators. `off_reason`: why it cannot work; empty if it can. Sizes in tokens.
-    `recomputed_share`: share of the last minute's prefill that was computed before, and evicted."""
+    """Session admission of one pool, for operators. Sizes in tokens."""
 
-    armed: bool
-    off_reason: str
-    sessions: int
-    weighted: float
-    capacity: float
-    recomputed_share: float
+    armed: bool  # whether the caches evict what is needed again
+    off_reason: str  # why it cannot work; empty if it can
+    sessions: int  # number of sessions that are counted
+    weighted: float  # sum of the sizes of the sessions under way, each times its chance to need its KV soon
+    capacity: float  # what the pool's caches hold
+    recomputed_share: float  # share of the last minute's prefill that was computed before, and evicted
 
 
 @dataclass(slots=True)
@@ -186,7 +185,7 @@ class SessionAdmission:
         if keys:
             prefix = state.ledger.known_prefix(name, keys) if known else 0
             if prefix or not known:
-                cached = max((one.cached_tokens for one in view.candidates), default=0)
+                cached = max((candidate.cached_tokens for candidate in view.candidates), default=0)
             again = min(max(prefix - cached, 0), new)
         state.recomputation.add(new, again, now)
         # What is cached of the prompt of a session that an earlier owner of the pool has placed is its own.

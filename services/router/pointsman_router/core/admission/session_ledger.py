@@ -36,31 +36,25 @@ _NONE_YET, _SEVERAL = -1, -2
 
 
 class CountedSession(msgspec.Struct, gc=False):
-    """One session. Only SessionLedger changes it.
-
-    `tokens`: its last prompt and answer. `open`, `open_tokens`: its open requests and their prompts. `since`: when its last
-    answer ended. `shared`: tokens that it has in common with other sessions, up to the key `group`. `tail`, `middle`: the last
-    key of its last prompt, and the one in the middle of what is not shared, at these places. `counted`: its part of its tenant's
-    sum. `over`: its client has ended it, while a request was open.
-    """
+    """One session. Only SessionLedger changes it."""
 
     name: str
     tenant: str
-    tokens: int = 0
-    open: int = 0
-    open_tokens: int = 0
-    since: float = 0.0
-    kind: AnswerKind = AnswerKind.FIRST_OTHER
-    turns: int = 0
-    bin: int = OPEN
-    shared: int = 0
+    tokens: int = 0  # its last prompt and answer
+    open: int = 0  # number of its open requests
+    open_tokens: int = 0  # their prompts
+    since: float = 0.0  # when its last answer ended, s
+    kind: AnswerKind = AnswerKind.FIRST_OTHER  # how its last answer ended
+    turns: int = 0  # number of its answers
+    bin: int = OPEN  # how long it has been idle (return_chances.py), or OPEN
+    shared: int = 0  # tokens that it has in common with other sessions, up to the key `group`
     group: int = 0
-    tail: int = 0
-    tail_at: int = -1
-    middle: int = 0
-    middle_at: int = -1
-    counted: float = 0.0
-    over: bool = False
+    tail: int = 0  # the last key of its last prompt
+    tail_at: int = -1  # its place
+    middle: int = 0  # the key in the middle of what is not shared
+    middle_at: int = -1  # its place
+    counted: float = 0.0  # its part of its tenant's sum
+    over: bool = False  # its client has ended it, while a request was open
 
     @property
     def size(self) -> int:
@@ -227,23 +221,27 @@ class SessionLedger:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a sum or a list contradicts the sessions."""
-        assert sum(not one.open for one in self.sessions.values()) <= self._max
+        assert sum(not session.open for session in self.sessions.values()) <= self._max
         assert self._shared_sum == sum(self._copies(*group) for group in self._groups.values())
-        assert self._open_sum == sum(one.size for one in self.sessions.values() if one.open)
+        assert self._open_sum == sum(session.size for session in self.sessions.values() if session.open)
         for kind in KINDS:
             for bin_ in range(BINS):
-                inside = [one for one in self.sessions.values() if not one.open and (one.kind, one.bin) == (kind, bin_)]
-                assert self._idle[kind][bin_].keys() == {one.name for one in inside}
-                assert self._sums[kind][bin_] == sum(one.size for one in inside)
-        assert all((one.bin == OPEN) is bool(one.open) for one in self.sessions.values())
+                inside = [
+                    session
+                    for session in self.sessions.values()
+                    if not session.open and (session.kind, session.bin) == (kind, bin_)
+                ]
+                assert self._idle[kind][bin_].keys() == {session.name for session in inside}
+                assert self._sums[kind][bin_] == sum(session.size for session in inside)
+        assert all((session.bin == OPEN) is bool(session.open) for session in self.sessions.values())
         groups: dict[int, int] = {}
-        for one in self.sessions.values():
-            if one.shared:
-                groups[one.group] = groups.get(one.group, 0) + 1
+        for session in self.sessions.values():
+            if session.shared:
+                groups[session.group] = groups.get(session.group, 0) + 1
         assert groups == {key: members for key, (members, _) in self._groups.items()}
         assert all(self.sessions[name].tail == key for key, (name, _) in self._tails.items())
         for tenant, total in self._tenants.items():
-            own = sum(one.counted for one in self.sessions.values() if one.tenant == tenant)
+            own = sum(session.counted for session in self.sessions.values() if session.tenant == tenant)
             assert abs(total - own) <= 1e-6 * (1.0 + abs(total)), tenant
 
     # ---- shared prefixes and marks ----

@@ -15,26 +15,22 @@ FAILED_STEPS = ("prefill_failed:", "serve_failed:")
 
 @dataclass(slots=True)
 class OutcomeGroup:
-    """The decisions of one class, mode and reason: counts, tokens, and times in s.
-
-    `outcomes`: number of decisions by how the requests ended. `reported`: number of requests for which the engine reported its
-    cached tokens; the reported input tokens, and the predicted and reported cached tokens, are of these only. `first_tokens_s`:
-    times to the first byte of the answers.
-    """
+    """The decisions of one class, mode and reason."""
 
     route_class: str
     mode: str
     reason: str
-    decided: int = 0
-    outcomes: Counter[str] = field(default_factory=Counter)
+    decided: int = 0  # number of decisions
+    outcomes: Counter[str] = field(default_factory=Counter)  # number of decisions by how the requests ended
+    # Number of decisions of which a step failed, and one SERVE without another instance's KV answered instead.
     fell_back: int = 0
-    held: int = 0
-    input_tokens: int = 0
-    reported: int = 0
-    reported_input_tokens: int = 0
-    predicted_cached_tokens: int = 0
-    reported_cached_tokens: int = 0
-    first_tokens_s: list[float] = field(default_factory=list)
+    held: int = 0  # number of decisions whose request was held first
+    input_tokens: int = 0  # of all prompts
+    reported: int = 0  # number of requests for which the engine reported its cached tokens
+    reported_input_tokens: int = 0  # of these requests only
+    predicted_cached_tokens: int = 0  # of these requests only
+    reported_cached_tokens: int = 0  # of these requests only
+    first_tokens_s: list[float] = field(default_factory=list)  # times to the first byte of the answers
 
     def add(self, decision: Decision, outcome: str, finished: Finished | None) -> None:
         """Count one decision. Mutates."""
@@ -71,7 +67,9 @@ class OutcomeStats:
 
     def groups(self) -> list[OutcomeGroup]:
         """Return the groups, largest first."""
-        return sorted(self._groups.values(), key=lambda one: (-one.decided, one.route_class, one.mode, one.reason))
+        return sorted(
+            self._groups.values(), key=lambda group: (-group.decided, group.route_class, group.mode, group.reason)
+        )
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:

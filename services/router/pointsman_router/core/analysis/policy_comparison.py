@@ -29,20 +29,16 @@ class ComparisonGroup:
 
 @dataclass(slots=True)
 class PolicyComparison:
-    """Sums over the decisions that were added; "would" means under the other policy.
+    """Sums over the decisions that were added; "would" means under the other policy."""
 
-    `changed`: number of decisions that would use other instances; a prompt in slices on the same instance is no change. `held`:
-    how many of these would be held instead of placed. `cached_tokens_change`: cached tokens that would be, minus those recorded,
-    over all that would be placed. `ttft_change_s`: the same for the expected TTFT, over the `timed` ones. `changes`: the first
-    changed decisions, each as recorded and as it would be.
-    """
-
-    decided: int = 0
+    decided: int = 0  # number of decisions
+    # Number of those that would use other instances; a prompt in slices on the same instance is no change.
     changed: int = 0
-    held: int = 0
-    cached_tokens_change: int = 0
-    timed: int = 0
-    ttft_change_s: float = 0.0
+    held: int = 0  # how many of these would be held instead of placed
+    cached_tokens_change: int = 0  # cached tokens that would be, minus those recorded, over all that would be placed
+    timed: int = 0  # number of decisions whose expected TTFT is known
+    ttft_change_s: float = 0.0  # the expected TTFT that would be, minus that recorded, over these
+    # The first changed decisions, each as recorded and as it would be.
     changes: list[tuple[Decision, Decision]] = field(default_factory=list)
     _groups: dict[tuple[str, str], ComparisonGroup] = field(default_factory=dict)
 
@@ -78,14 +74,14 @@ def ttft_change_s(was: Decision, would: Decision) -> float | None:
 
 def _expected_ttft_s(decision: Decision) -> float | None:
     steps, view = decision.result.steps, decision.view
-    one = view.find(steps[0].instance_id) if steps else None
-    if one is None:
+    candidate = view.find(steps[0].instance_id) if steps else None
+    if candidate is None:
         return None
-    curve = view.curves.get(one.prefill_backlog.hardware, DEFAULT_CURVE)
+    curve = view.curves.get(candidate.prefill_backlog.hardware, DEFAULT_CURVE)
     if curve == DEFAULT_CURVE:
         return None
-    _, wait_s = prefills_ahead(one.prefill_backlog, curve, one.new_tokens, view.now)
-    return wait_s + one.prefill_s(curve)
+    _, wait_s = prefills_ahead(candidate.prefill_backlog, curve, candidate.new_tokens, view.now)
+    return wait_s + candidate.prefill_s(curve)
 
 
 def _places(decision: Decision) -> list[str]:

@@ -71,7 +71,7 @@ class PoolBacklogs:
         held(class) seconds of prefill of the requests in the router's queue, of parked sessions' first prompts, and of those
                     parts of sliced prompts that are not placed yet, of `class` or a lighter one; by the mean of the curves over
                     the instances
-        instances   the placeable instances that gateways are told of (PoolInfo.instances)
+        instances   the placeable instances that gateways know (PoolInfo.instances)
 
         Engines compute prompts in order of arrival, so a new request waits for all that is placed, whatever its class.
         The router's queue is shortest first, so there it waits for its own class and lighter ones. HEAVY is therefore the whole
@@ -87,31 +87,31 @@ class PoolBacklogs:
             try:
                 next(parts)
             except StopIteration as end:
-                told: dict[str, Mapping[str, float]] = end.value
-                return told
+                backlogs: dict[str, Mapping[str, float]] = end.value
+                return backlogs
 
     def in_parts(self, now: float) -> Generator[None, None, dict[str, Mapping[str, float]]]:
         """As `at`, but yields after each instance, so that the caller can handle events in between; the generator returns the
         result."""
         waiting = self._held()
-        told: dict[str, Mapping[str, float]] = {}
+        backlogs: dict[str, Mapping[str, float]] = {}
         for pool in self._instances.pools():
             held = waiting.pop(pool.model, {})
-            told[pool.model] = yield from self._backlog(pool, held, now)
+            backlogs[pool.model] = yield from self._backlog(pool, held, now)
         for model, held in waiting.items():
             # A pool whose last instance is gone, and whose requests wait for another.
-            told[model] = _by_class(held, self._prefill_observer.curve(model, ""), 0.0, 1)
-        return told
+            backlogs[model] = _by_class(held, self._prefill_observer.curve(model, ""), 0.0, 1)
+        return backlogs
 
     def _held(self) -> dict[str, dict[str, _Waiting]]:
         """Return pool -> class -> the prefills still to be placed."""
         waiting: dict[str, dict[str, _Waiting]] = {}
         for held in chain(self._queue, self._parked):
             _add(waiting.setdefault(held.pool, {}), held.new_tokens, held.request.input_tokens)
-        for one in self._reservations.partial_prefills():
+        for partial in self._reservations.partial_prefills():
             # Between two slices the request is in the queue, and is counted above.
-            if self._queue.get(one.request_id) is None:
-                _add(waiting.setdefault(one.pool, {}), one.remainder_tokens, one.input_tokens)
+            if self._queue.get(partial.request_id) is None:
+                _add(waiting.setdefault(partial.pool, {}), partial.remainder_tokens, partial.input_tokens)
         return waiting
 
     def _backlog(
@@ -157,8 +157,8 @@ def _mean_curve(curves: Mapping[str, PrefillCurve], kinds: Mapping[str, int]) ->
 
 
 def _by_class(held: Mapping[str, _Waiting], curve: PrefillCurve, placed: float, instances: int) -> Mapping[str, float]:
-    told, work = {}, placed
+    backlogs, work = {}, placed
     for name in ROUTE_CLASSES:
         work += held[name].seconds(curve) if name in held else 0.0
-        told[name] = work / instances
-    return told
+        backlogs[name] = work / instances
+    return backlogs

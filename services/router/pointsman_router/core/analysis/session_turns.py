@@ -27,7 +27,7 @@ class SessionTurns:
     """The turns of chosen sessions, named by pool and session, counted from decisions that come newest first."""
 
     def __init__(self, chosen: Iterable[tuple[str, str]]) -> None:
-        self._turns = {one: Turns() for one in chosen}
+        self._turns = {name: Turns() for name in chosen}
 
     def of(self, pool: str, session: str) -> Turns:
         """Return the counts of one of the chosen sessions."""
@@ -44,9 +44,9 @@ class SessionTurns:
         if decision.previous_id or request.exclude or not (turns := self._turns.get((decision.pool, request.session))):
             return
         whole = decision.mode == "COLOCATED" and decision.result.steps[-1].kind is StepKind.SERVE
-        told = finished.cached_tokens if finished is not None and whole else None
+        reported = finished.cached_tokens if finished is not None and whole else None
         turns.turns += 1
         turns.input_tokens += request.input_tokens
-        turns.cached_tokens += decision.cached_tokens if told is None else min(told, request.input_tokens)
+        turns.cached_tokens += decision.cached_tokens if reported is None else min(reported, request.input_tokens)
         if turns.turns == 1:
             turns.last_input_tokens = request.input_tokens

@@ -15,13 +15,13 @@ from pointsman_router.core.router_state import RouterState
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums over the instances of one or several pools. The `kv` figures are over the `reports` that are fresh."""
+    """Sums over the instances of one or several pools."""
 
     open_requests: int = 0
     pending_tokens: int = 0
-    reports: int = 0
-    kv_usage: float = 0.0
-    kv_max: float = math.nan
+    reports: int = 0  # number of those that are fresh
+    kv_usage: float = 0.0  # over the fresh reports
+    kv_max: float = math.nan  # over the fresh reports
 
     def add_kv(self, usage: float) -> None:
         """Count one fresh report. Mutates."""
@@ -41,17 +41,19 @@ def take_sample(state: RouterState, history: FleetHistory, now: float) -> Iterat
     for record in state.instances.records():
         sample = _instance(state, record, now)
         history.sample_instance(record.info.instance_id, sample, now)
-        for one in (sums.setdefault(sample.model, _Sums()), total):
+        for pool_sums in (sums.setdefault(sample.model, _Sums()), total):
             if not math.isnan(sample.open_requests):
                 counters = state.reservations.counters(record.info.instance_id)
-                one.open_requests += counters.num_requests
-                one.pending_tokens += counters.pending_prefill_tokens
-            if not math.isnan(sample.kv_usage) and (one is not total or state.owned.owns(sample.model)):
-                one.add_kv(sample.kv_usage)
+                pool_sums.open_requests += counters.num_requests
+                pool_sums.pending_tokens += counters.pending_prefill_tokens
+            if not math.isnan(sample.kv_usage) and (pool_sums is not total or state.owned.owns(sample.model)):
+                pool_sums.add_kv(sample.kv_usage)
         yield
-    for model, one in sums.items():
+    for model, pool_sums in sums.items():
         queue = state.held_requests.queue
-        history.sample_pool(model, _pool(state.owned.owns(model), one, queue.count(model), backlogs.get(model)), now)
+        history.sample_pool(
+            model, _pool(state.owned.owns(model), pool_sums, queue.count(model), backlogs.get(model)), now
+        )
         yield
     # The total's backlog is the longest of the pools, since a request waits in one pool only.
     longest = max(

@@ -51,30 +51,29 @@ class InstanceMeasure(IntEnum):
 
 @dataclass(slots=True)
 class PoolSample:
-    """A sample of a pool. Unless `owned`, this router knows nothing of the pool's requests, and only the KV figures count (NaN
-    without a fresh report)."""
+    """A sample of a pool."""
 
-    owned: bool
-    held: int = 0
+    owned: bool  # if not, this router knows nothing of the pool's requests, and only the KV figures count
+    held: int = 0  # requests
     open_requests: int = 0
-    pending_tokens: int = 0
+    pending_tokens: int = 0  # prompt tokens placed and not computed yet
     backlog_s: float = 0.0
-    kv_mean: float = math.nan
-    kv_max: float = math.nan
+    kv_mean: float = math.nan  # share of KV blocks in use, 0 to 1; NaN without a fresh report
+    kv_max: float = math.nan  # the highest of an instance; NaN without a fresh report
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceSample:
-    """A sample of an instance; NaN: unknown. `lookups` and `hits` are its engine's counters of prompt tokens since the start of
-    `incarnation`; `lookups` is None without a fresh report."""
+    """A sample of an instance; NaN: unknown."""
 
     model: str
     incarnation: str
     open_requests: float
-    running: float
-    kv_usage: float
+    running: float  # requests in the engine's batch
+    kv_usage: float  # share of KV blocks in use, 0 to 1
+    # Its engine's counter of prompt tokens since the start of `incarnation`; None without a fresh report.
     lookups: int | None = None
-    hits: int = 0
+    hits: int = 0  # the same, of those that were cached
 
 
 class _Mean:

@@ -28,10 +28,10 @@ class CircuitSettings:
 class Circuit:
     """The circuit of one incarnation. Requests that fail by their own fault are not counted: they end as REJECTED."""
 
-    failures: int = 0
+    failures: int = 0  # in a row
     refusals: int = 0  # requests answered 5xx in a row; the requests themselves may have caused this
     opened: int = 0  # how many times in a row the circuit opened; 0: closed
-    until: float = 0.0
+    until: float = 0.0  # when the next trial may begin, s
     trial: str = ""  # id of the request on trial, which shows whether the instance has recovered
 
     def open(self, now: float) -> bool:

@@ -17,16 +17,15 @@ MAX_INSTANCE_ID, MAX_REASON = 256, 300
 
 
 class InstanceOrder(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """An operator's order for one instance. `cordoned`: nothing new goes to the instance. `weight` (0 to 1): the part of its fair
-    share of new sessions that it gets. Both have the operator's reason and the time of the last change, in s since 1970. If two
-    routers have different orders, the later change is in force. So a lifted order is kept for a while, without effect."""
+    """An operator's order for one instance. If two routers have different orders, the later change is in force. So a lifted order
+    is kept for a while, without effect."""
 
-    cordoned: bool = False
-    weight: float = 1.0
-    cordon_reason: str = ""
-    weight_reason: str = ""
-    cordon_set_at: float = 0.0
-    weight_set_at: float = 0.0
+    cordoned: bool = False  # nothing new goes to the instance
+    weight: float = 1.0  # the part of its fair share of new sessions that it gets, 0 to 1
+    cordon_reason: str = ""  # the operator's
+    weight_reason: str = ""  # the operator's
+    cordon_set_at: float = 0.0  # time of the last change, s since 1970
+    weight_set_at: float = 0.0  # time of the last change, s since 1970
 
     @property
     def in_force(self) -> bool:
@@ -43,14 +42,13 @@ NO_ORDER = InstanceOrder()
 
 
 class OrderChange(msgspec.Struct, frozen=True, gc=False):
-    """A change of one instance's order at `set_at` (s since 1970). Fields that are None stay unchanged. `reason`: the reason of
-    the cordon, the weight or both that are set here; it is removed with them."""
+    """A change of one instance's order. Fields that are None stay unchanged."""
 
     instance_id: str
-    set_at: float
-    cordoned: bool | None = None
-    weight: float | None = None
-    reason: str | None = None
+    set_at: float  # s since 1970
+    cordoned: bool | None = None  # as in InstanceOrder
+    weight: float | None = None  # as in InstanceOrder
+    reason: str | None = None  # of the cordon, the weight or both that are set here; it is removed with them
 
 
 class InvalidOrder(ValueError):
@@ -105,7 +103,7 @@ def changed_orders(orders: Mapping[str, InstanceOrder], change: OrderChange) -> 
             weight_reason=reason if change.weight < 1.0 else "",
             weight_set_at=later(change.set_at, before.weight_set_at),
         )
-    if after.in_force and not before.in_force and sum(one.in_force for one in orders.values()) >= MAX_ORDERS:
+    if after.in_force and not before.in_force and sum(order.in_force for order in orders.values()) >= MAX_ORDERS:
         raise TooManyOrders
     return bounded_orders({**orders, change.instance_id: after})
 

@@ -21,42 +21,37 @@ from pointsman_router.core.types import Candidate, InstanceInfo, InstanceState, 
 
 
 class CandidateSnapshot(msgspec.Struct, frozen=True, gc=False):
-    """The part of a candidate that does not depend on the request, valid for decisions from `since` to before `until` (s). The
-    candidate has no cached and no new tokens."""
+    """The part of a candidate that does not depend on the request."""
 
-    candidate: Candidate
-    block_size: int
-    kv_token_bytes: int
-    since: float
-    until: float
+    candidate: Candidate  # without cached and new tokens
+    block_size: int  # in tokens
+    kv_token_bytes: int  # KV of one token, bytes; 0 if unknown
+    since: float  # valid for decisions from then, s
+    until: float  # and before then, s
 
 
 @dataclass(slots=True)
 class InstanceRecord:
-    """One instance: its identity, the state of its reports, and its last load. Times are in s on the router's clock.
-
-    `candidate_snapshot`: the cached result of the last decision (policy_views.py), kept until forget_snapshot.
-    """
+    """One instance: its identity, the state of its reports, and its last load. Times are in s on the router's clock."""
 
     info: InstanceInfo
     sync: ReportSync
-    stream_id: int
-    heard_at: float
-    report_interval_s: float = 0.0
-    # Minimum interval between two loads that the agent was told, s (0: none), and whether the agent can be told one.
-    load_interval_s: float = 0.0
-    key_interval_s: float = 0.0
-    accepts_pace: bool = False
-    lost_at: float | None = None
+    stream_id: int  # of its agent
+    heard_at: float  # when its agent's last message came
+    report_interval_s: float = 0.0  # maximum interval between two of its agent's messages; 0: unknown
+    load_interval_s: float = 0.0  # minimum interval between two loads that the agent received; 0: none
+    key_interval_s: float = 0.0  # the same for changes of keys
+    accepts_pace: bool = False  # whether the agent accepts such intervals
+    lost_at: float | None = None  # when its stream ended without a goodbye; None: it has one
     draining: bool = False
-    order: InstanceOrder = NO_ORDER
-    load: Load | None = None
+    order: InstanceOrder = NO_ORDER  # the operators'
+    load: Load | None = None  # None before the first report
     prediction_audit: PredictionAudit = field(default_factory=PredictionAudit)
     # As prediction_audit, of the tokens that the instance should load from lower tiers.
     load_audit: PredictionAudit = field(default_factory=PredictionAudit)
     idle_reports: IdleReports = field(default_factory=IdleReports)
     circuit: Circuit = field(default_factory=Circuit)
-    candidate_snapshot: CandidateSnapshot | None = None
+    candidate_snapshot: CandidateSnapshot | None = None  # kept until forget_snapshot (policy_views.py)
 
     def become(self, other: InstanceRecord) -> None:
         """Copy all fields of another incarnation's record, so that lists of instances keep this record. Mutates."""
@@ -109,15 +104,14 @@ class InstanceRecord:
 
 @dataclass(frozen=True, slots=True)
 class PoolInfo:
-    """The names that a model's instances answer to, and the placeable instances by id, in no order. `max_model_len`: the smallest
-    of all instances, tokens; 0 if unknown."""
+    """The names that a model's instances answer to, and its placeable instances."""
 
     model: str
     served_names: tuple[str, ...]
-    lora_names: tuple[str, ...]
-    model_root: str
-    max_model_len: int
-    instances: Mapping[str, InstanceInfo]
+    lora_names: tuple[str, ...]  # of adapters
+    model_root: str  # of the first instance that has one
+    max_model_len: int  # the smallest of all instances, tokens; 0 if unknown
+    instances: Mapping[str, InstanceInfo]  # by id, in no order
 
 
 class _Traits:
@@ -242,10 +236,12 @@ class _Pool:
         if self._info is None:
             self._info = PoolInfo(
                 model=self.model,
-                served_names=tuple(sorted({name for one in self._alike for name in one.served_names} - {self.model})),
-                lora_names=tuple(sorted({name for one in self._alike for name in one.lora_names})),
-                model_root=next((one.info.model_root for one in self.records if one.info.model_root), ""),
-                max_model_len=min((one.max_model_len for one in self._alike if one.max_model_len), default=0),
+                served_names=tuple(
+                    sorted({name for record in self._alike for name in record.served_names} - {self.model})
+                ),
+                lora_names=tuple(sorted({name for record in self._alike for name in record.lora_names})),
+                model_root=next((record.info.model_root for record in self.records if record.info.model_root), ""),
+                max_model_len=min((record.max_model_len for record in self._alike if record.max_model_len), default=0),
                 # If all circuits are open, failing instances are better than none, as in the router's own decisions.
                 instances=dict(self._closed or self._opened),
             )
@@ -259,15 +255,18 @@ class _Pool:
             alike.setdefault(_Traits(record.info), {})[_id_of(record)] = record
         assert self._alike == alike
         assert self._answering == {
-            name: {one for one in alike if name in one.names} for name in {name for one in alike for name in one.names}
+            name: {record for record in alike if name in record.names}
+            for name in {name for record in alike for name in record.names}
         }
         up = [record for record in self.records if record.state in _PLACEABLE]
-        told = [record for record in up if not record.circuit.opened] or up
+        announced = [record for record in up if not record.circuit.opened] or up
         info = self.info()
-        assert {one: id(known) for one, known in info.instances.items()} == {_id_of(one): id(one.info) for one in told}
+        assert {instance_id: id(known) for instance_id, known in info.instances.items()} == {
+            _id_of(record): id(record.info) for record in announced
+        }
         for name, members in self._members.items():
             assert members == [record for record in self.records if _answers(record, name)]
-            assert any(members is one for one in self.lists.values())
+            assert any(members is listed for listed in self.lists.values())
         for members in self.lists.values():
             if (shares := self._shares.get(id(members))) is not None:
                 assert vars(shares) == vars(_shares_of(members))
@@ -357,7 +356,7 @@ class InstanceRegistry:
         return (
             record is not None
             and record.produces_only
-            and any(not one.produces_only for one in self.members(pool, model))
+            and any(not record.produces_only for record in self.members(pool, model))
         )
 
     def add(self, info: InstanceInfo, stream_id: int, now: float) -> InstanceRecord:

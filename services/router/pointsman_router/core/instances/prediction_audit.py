@@ -24,18 +24,16 @@ AGAIN_S = 60.0
 
 @dataclass(slots=True)
 class PredictionAudit:
-    """The audit of one incarnation. `failures`: number of failed audits. `events_rejected`: the events were wrong twice within
-    `AGAIN_S` and are not used again. `since`: requests placed before it are no evidence. `suspended_until`: the approximate index
-    counts as empty until then.
+    """The audit of one incarnation. Times are in s.
 
     Answers are observed first and judged later, after the next message of their instance's agent.
     """
 
-    failures: int = 0
-    reason: str = ""
-    events_rejected: bool = False
-    since: float = 0.0
-    suspended_until: float = 0.0
+    failures: int = 0  # number of failed audits
+    reason: str = ""  # what the last one found
+    events_rejected: bool = False  # the events were wrong twice within `AGAIN_S` and are not used again
+    since: float = 0.0  # requests placed before it are no evidence
+    suspended_until: float = 0.0  # the approximate index counts as empty until then
     _short: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _unjudged: deque[tuple[bool, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _failed_at: float | None = None

@@ -36,7 +36,7 @@ class SessionShares:
     def __init__(self, members: Sequence[tuple[str, float, bool]]) -> None:
         self._weights = {name: weight for name, weight, _ in members if weight < 1.0}
         # For each kind (produces KV only or not): the kind, its weighted instances, and the ends of their shares.
-        self._lines: list[tuple[bool, list[str], list[float]]] = []
+        self._shares: list[tuple[bool, list[str], list[float]]] = []
         for kind in (False, True):
             alike = [weight for _, weight, produces_only in members if produces_only is kind]
             weighted = [
@@ -45,7 +45,9 @@ class SessionShares:
                 if produces_only is kind and weight < 1.0
             ]
             if weighted:
-                self._lines.append((kind, [name for name, _ in weighted], list(accumulate(one for _, one in weighted))))
+                self._shares.append(
+                    (kind, [name for name, _ in weighted], list(accumulate(weight for _, weight in weighted)))
+                )
 
     def __bool__(self) -> bool:
         return bool(self._weights)
@@ -58,7 +60,7 @@ class SessionShares:
         """Return the weighted instances, at most one of each kind, that `session` goes to if it is new. `session`: the session's
         name, or the id of a request without a session. The result is the same in all processes."""
         found = []
-        for kind, names, ends in self._lines:
+        for kind, names, ends in self._shares:
             point = xxh3_64_intdigest(f"{pool}\n{kind}\n{session}".encode()) / 2**64
             if (at := bisect_right(ends, point)) < len(names):
                 found.append(names[at])
@@ -67,10 +69,10 @@ class SessionShares:
     def withheld(self, candidates: Iterable[Candidate], drawn: Sequence[str], owner: str) -> set[str]:
         """Return the candidates that the request must not go to because of their weights. If the session's `owner` is placeable,
         the session is not new: it may stay there, and goes to no other weighted instance."""
-        placeable = [one for one in candidates if not one.excluded]
+        placeable = [candidate for candidate in candidates if not candidate.excluded]
         withheld: set[str] = set()
         for kind in (False, True):
-            alike = [one.instance_id for one in placeable if one.produces_only is kind]
+            alike = [candidate.instance_id for candidate in placeable if candidate.produces_only is kind]
             chosen = [] if owner in alike else [name for name in alike if name in drawn]
             withheld.update(set(alike).difference(chosen or self._of_most_weight(alike, owner)))
         return withheld

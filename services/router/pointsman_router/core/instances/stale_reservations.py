@@ -48,11 +48,11 @@ def stale_reservations(
     """Return the stale reservations of an idle instance: in decode, with a lease because their gateway's session is gone, open
     for `STALE_AFTER_S`, and opened before the first of the idle reports."""
     return [
-        one
-        for one in reservations
-        if one.phase is Phase.DECODE
-        and one.gateway_id
-        and one.lease_until is not None
-        and (opened := opened_at(one.request_id)) <= now - STALE_AFTER_S
+        reservation
+        for reservation in reservations
+        if reservation.phase is Phase.DECODE
+        and reservation.gateway_id
+        and reservation.lease_until is not None
+        and (opened := opened_at(reservation.request_id)) <= now - STALE_AFTER_S
         and opened < idle_since
     ]

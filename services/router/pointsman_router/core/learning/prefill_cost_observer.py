@@ -39,17 +39,16 @@ _STEPS_INTERVAL_S = 0.02
 
 @dataclass(slots=True)
 class _Watched:
-    """The watched prefills of one instance. `opened`: request id -> (time of opening, number), in order of arrival. `mixed`:
-    prefills with numbers up to this one are not learned from. `advanced_at`: when the first prefill last progressed. `freed_at`:
-    when a prefill last ended. `steps`: the last totals of an engine that reports its steps."""
+    """The watched prefills of one instance."""
 
-    # Not a dict: finding its first key takes a step for each key that was removed before.
+    # Request id -> (time of opening, number), in order of arrival. Not a dict: finding its first key takes a step for each key
+    # that was removed before.
     opened: OrderedDict[str, tuple[float, int]] = field(default_factory=OrderedDict)
-    number: int = 0
-    mixed: int = 0
-    advanced_at: float = 0.0
-    freed_at: float = 0.0
-    steps: StepTotals | None = None
+    number: int = 0  # of the prefill opened last
+    mixed: int = 0  # prefills with numbers up to this one are not learned from
+    advanced_at: float = 0.0  # when the first prefill last progressed, s
+    freed_at: float = 0.0  # when a prefill last ended, s
+    steps: StepTotals | None = None  # the last totals of an engine that reports its steps
 
 
 class PrefillObserver:
@@ -65,7 +64,7 @@ class PrefillObserver:
         self._watched: dict[str, _Watched] = {}
         self._fits: dict[tuple[str, str], PrefillCurveFit] = {}
         self._means: dict[str, MeanWork] = {}
-        self._told: dict[str, MeanWork] = {}
+        self._stored_means: dict[str, MeanWork] = {}
         self._steps_learned_at: dict[tuple[str, str], float] = {}
         self._loads = LoadPriceObserver()
 
@@ -105,16 +104,16 @@ class PrefillObserver:
         """Count a request that was placed with `new` tokens after `cached` ones. Return the new mean work if it differs enough
         from the one returned last, else None. Mutates."""
         mean_work = self._means[pool] = self._means.get(pool, MeanWork()).after(new, cached)
-        if not mean_work.differs_from(self._told.get(pool, MeanWork())):
+        if not mean_work.differs_from(self._stored_means.get(pool, MeanWork())):
             return None
-        self._told[pool] = mean_work
+        self._stored_means[pool] = mean_work
         return mean_work
 
     def take_over(self, pool: str, mean_work: MeanWork | None) -> None:
         """Start with the mean work that the pool's previous owner stored. Mutates."""
-        self._told.pop(pool, None)
+        self._stored_means.pop(pool, None)
         if mean_work is not None:
-            self._means[pool] = self._told[pool] = mean_work
+            self._means[pool] = self._stored_means[pool] = mean_work
 
     def opened(self, reservation: Reservation, info: InstanceInfo | None, now: float) -> None:
         """Start to observe the prefill of a step that was reserved. Mutates; O(1)."""
@@ -189,7 +188,7 @@ class PrefillObserver:
         self._fits = {key: fit for key, fit in self._fits.items() if key[0] != pool}
         self._steps_learned_at = {key: at for key, at in self._steps_learned_at.items() if key[0] != pool}
         self._means.pop(pool, None)
-        self._told.pop(pool, None)
+        self._stored_means.pop(pool, None)
         self._loads.forget_pool(pool)
 
     def check_invariants(self) -> None:
@@ -198,11 +197,13 @@ class PrefillObserver:
             numbers = [number for _, number in watched.opened.values()]
             assert numbers == sorted(numbers), instance_id
             queue = [
-                one.request_id
-                for one in self._reservations.open_prefills(instance_id)
-                if one.pending_tokens > 0 or one.request_id in watched.opened
+                reservation.request_id
+                for reservation in self._reservations.open_prefills(instance_id)
+                if reservation.pending_tokens > 0 or reservation.request_id in watched.opened
             ]
-            assert [one for one in queue if one in watched.opened] == list(watched.opened), instance_id
+            assert [request_id for request_id in queue if request_id in watched.opened] == list(watched.opened), (
+                instance_id
+            )
             assert self._first(instance_id, watched) == (queue[0] if queue else None), instance_id
             for request_id in watched.opened:
                 reservation = self._reservations.get(request_id)

@@ -19,25 +19,21 @@ NO_KEYS: Sequence[int] = ()
 
 @dataclass(slots=True, eq=False)
 class OpenPrompt:
-    """One open request's prompt on the instance of its step.
-
-    `target_tokens`: tokens of the prompt that are on the instance after the step. `cached_tokens`: how many of them were
-    predicted to be cached. `device_tokens`: those of them that were predicted to be on the GPU. `reached`: number of leading
-    blocks known to be there. `evicted`: a part of the predicted prefix was evicted while the request waited, so the engine's
-    report of cached tokens says nothing about the index. `learned`: the keys already count as cached. `last_key`: the last key of
-    the predicted prefix on the GPU, while it is watched after the prefill.
-    """
+    """One open request's prompt on the instance of its step."""
 
     request_id: str
     instance_id: str
-    opened_at: float
-    keys: Sequence[int] = NO_KEYS
-    cached_tokens: int = 0
-    device_tokens: int = 0
-    target_tokens: int = 0
-    reached: int = 0
+    opened_at: float  # s
+    keys: Sequence[int] = NO_KEYS  # block keys of the prompt
+    cached_tokens: int = 0  # how many tokens were predicted to be cached
+    device_tokens: int = 0  # those of them that were predicted to be on the GPU
+    target_tokens: int = 0  # tokens of the prompt that are on the instance after the step
+    reached: int = 0  # number of leading blocks known to be there
+    # A part of the predicted prefix was evicted while the request waited, so the engine's report of cached tokens says nothing
+    # about the index.
     evicted: bool = False
-    learned: bool = False
+    learned: bool = False  # the keys already count as cached
+    # The last key of the predicted prefix on the GPU, while it is watched after the prefill.
     last_key: int | None = None
 
     @property

@@ -44,12 +44,11 @@ SILENT_INTERVALS, LEAST_SILENCE_S = 2, 2.0
 
 @dataclass(slots=True)
 class PrefixKnowledge:
-    """Combines all sources of prefix knowledge. `stale_keys_s`: time since the last message of an instance's agent after which
-    its cache counts as empty, s."""
+    """Combines all sources of prefix knowledge."""
 
     index: PrefixIndex
     instances: InstanceRegistry
-    stale_keys_s: float
+    stale_keys_s: float  # time since the last message of an instance's agent after which its cache counts as empty, s
     prefill_observer: PrefillObserver
     prefill_progress: PrefillProgress = field(default_factory=PrefillProgress)
     provisional: ProvisionalBlocks = field(default_factory=ProvisionalBlocks)
@@ -85,7 +84,7 @@ class PrefixKnowledge:
         if not keys:
             return _NOTHING
         events = PrefixSource.EVENTS
-        exact = [one.instance_id for one in candidates if one.prefix_source is events]
+        exact = [candidate.instance_id for candidate in candidates if candidate.prefix_source is events]
         blocks = self.index.leading_blocks(keys, exact)
         provisional = {}
         for instance_id in self.provisional.instance_ids() if len(self.provisional) else ():
@@ -95,7 +94,9 @@ class PrefixKnowledge:
                     blocks[instance_id], provisional[instance_id] = reach, reach - confirmed
         lower = self._lower_blocks(keys, blocks) if self.lower_tiers else _NOTHING.lower
         if len(exact) < len(candidates):
-            learned = [one.instance_id for one in candidates if one.prefix_source is PrefixSource.APPROXIMATE]
+            learned = [
+                candidate.instance_id for candidate in candidates if candidate.prefix_source is PrefixSource.APPROXIMATE
+            ]
             blocks |= self.approximate_index.leading_blocks(keys, learned)
         return PrefixMatches(blocks, provisional, lower)
 

@@ -27,15 +27,15 @@ MAX_ENDED = 10_000
 
 
 class _Session(msgspec.Struct, frozen=True, gc=False):
-    """A session and its owner. `came_back`: the session had an owner before this assignment. `chunk`: the number of its chunk."""
+    """A session and its owner."""
 
     # gc=False, because a full collection that visits a million sessions takes 0.16 s. Dicts of them are not visited either.
 
     name: str
-    owner: str
-    expires: float
-    came_back: bool
-    chunk: int
+    owner: str  # instance id
+    expires: float  # s
+    came_back: bool  # the session had an owner before this assignment
+    chunk: int  # the number of its chunk
 
 
 class _PoolSessions:
@@ -175,9 +175,9 @@ class Affinity:
         first. Sessions may be added and removed during the iteration."""
 
         def of(pool: str) -> Iterator[tuple[float, str, str, str]]:
-            return ((one.expires, pool, one.name, one.owner) for one in self._pools[pool].newest())
+            return ((session.expires, pool, session.name, session.owner) for session in self._pools[pool].newest())
 
-        latest_first = heapq.merge(*map(of, self._pools), key=lambda one: one[0], reverse=True)
+        latest_first = heapq.merge(*map(of, self._pools), key=lambda listed: listed[0], reverse=True)
         for expires, pool, session, owner in latest_first:
             if expires <= now:
                 return
@@ -212,14 +212,14 @@ class Affinity:
             assert all(sessions.shards.values())
             assert all(sessions.chunks.values())
             assert list(sessions.chunks) == sorted(sessions.chunks)
-            of_shards = {name: one for shard in sessions.shards.values() for name, one in shard.items()}
-            of_chunks = {name: one for chunk in sessions.chunks.values() for name, one in chunk.items()}
+            of_shards = {name: owner for shard in sessions.shards.values() for name, owner in shard.items()}
+            of_chunks = {name: owner for chunk in sessions.chunks.values() for name, owner in chunk.items()}
             assert of_shards == of_chunks
-            expires = [one.expires for one in of_chunks.values()]
+            expires = [chunk.expires for chunk in of_chunks.values()]
             assert expires == sorted(expires), pool
             owned = counts.setdefault(pool, {})
-            for one in of_chunks.values():
-                owned[one.owner] = owned.get(one.owner, 0) + 1
+            for chunk in of_chunks.values():
+                owned[chunk.owner] = owned.get(chunk.owner, 0) + 1
             count += len(of_chunks)
         assert counts == self._owned
         assert self._count == count
@@ -250,7 +250,7 @@ class Affinity:
         return known.expires > now
 
     def _oldest(self) -> tuple[str, str]:
-        pool, sessions = min(self._pools.items(), key=lambda one: one[1].oldest().expires)
+        pool, sessions = min(self._pools.items(), key=lambda pool_sessions: pool_sessions[1].oldest().expires)
         return pool, sessions.oldest().name
 
 

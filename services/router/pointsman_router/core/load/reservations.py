@@ -20,23 +20,21 @@ from pointsman_router.core.types import LISTED_PREFILLS, Phase
 
 
 class Reservation(msgspec.Struct, frozen=True, gc=False):
-    """The load of one request on one instance. `input_tokens`: tokens of the prompt. `new_tokens`: those that the step must
-    compute. `cached_tokens`: those before them, which are cached. `prefilled_tokens`: how many of the new tokens are computed, by
-    the instance's events. `kv_load`: what the instance loads from lower tiers first. Its price counts as new tokens."""
+    """The load of one request on one instance."""
 
     request_id: str
-    gateway_id: str
+    gateway_id: str  # empty: the unary form
     instance_id: str
     decision_id: str
-    input_tokens: int
-    new_tokens: int
-    step_index: int = 0
+    input_tokens: int  # tokens of the prompt
+    new_tokens: int  # those that the step must compute, the price of `kv_load` included
+    step_index: int = 0  # of its step in the plan
     phase: Phase = Phase.PREFILL
-    lease_until: float | None = None
-    prefilled_tokens: int = 0
+    lease_until: float | None = None  # when it ends without a report, s; None: no lease runs
+    prefilled_tokens: int = 0  # how many of the new tokens are computed, by the instance's events
     pool: str = ""
-    cached_tokens: int = 0
-    kv_load: KvLoad = NO_LOAD
+    cached_tokens: int = 0  # tokens of the prompt before the new ones, which are cached
+    kv_load: KvLoad = NO_LOAD  # what the instance loads from lower tiers first
 
     @property
     def pending_tokens(self) -> int:
@@ -62,15 +60,14 @@ class Reservation(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Counters:
-    """The sums over the open requests of one instance (the terms of the policies' formulas, and of the pool's backlog).
-    `pending_prefills`: number of requests with tokens that are not computed yet."""
+    """The sums over the open requests of one instance (the terms of the policies' formulas, and of the pool's backlog)."""
 
     num_requests: int = 0
-    pending_prefill_tokens: int = 0
-    ongoing_decode_tokens: int = 0
-    ongoing_tokens: int = 0
-    pending_prefills: int = 0
-    pending_pairs: int = 0
+    pending_prefill_tokens: int = 0  # not computed yet
+    ongoing_decode_tokens: int = 0  # input tokens of the requests in decode
+    ongoing_tokens: int = 0  # input tokens of all requests
+    pending_prefills: int = 0  # number of requests with tokens that are not computed yet
+    pending_pairs: int = 0  # of tokens that are not computed yet (PrefillWork)
 
     def add(self, reservation: Reservation, sign: int) -> None:
         """Add (sign 1) or subtract (sign -1) a reservation. Mutates."""
@@ -147,12 +144,12 @@ def _pairs(entry: tuple[int, int] | tuple[str, int, int]) -> int:
 class Reservations:
     """All open reservations, one per request id, and their sums by instance.
 
-    `touched`: the instances whose sums have changed. `eased`: the instances that have less to do. Their readers clear them.
+    `touched`: the instances whose sums have changed. `less_busy`: the instances that have less to do. Their readers clear them.
     """
 
     def __init__(self) -> None:
         self.touched: set[str] = set()
-        self.eased: set[str] = set()
+        self.less_busy: set[str] = set()
         self._open: dict[str, Reservation] = {}
         self._counters: dict[str, Counters] = {}
         self._of_instance: dict[str, dict[str, None]] = {}
@@ -247,7 +244,7 @@ class Reservations:
 
     def of_pool(self, pool: str) -> list[Reservation]:
         """Return the open reservations of one pool. O(open reservations)."""
-        return [one for one in self._open.values() if one.pool == pool]
+        return [reservation for reservation in self._open.values() if reservation.pool == pool]
 
     def first_token(self, request_id: str) -> Reservation | None:
         """Move a request from prefill to decode and return its reservation; None (no effect) if it is unknown or in decode.
@@ -267,7 +264,7 @@ class Reservations:
             moved = replace(reservation, prefilled_tokens=min(tokens, reservation.new_tokens))
             self._open[request_id] = moved
             self.touched.add(moved.instance_id)
-            self.eased.add(moved.instance_id)
+            self.less_busy.add(moved.instance_id)
             counters = self._counters[moved.instance_id]
             counters.add_pending(reservation, -1)
             counters.add_pending(moved, 1)
@@ -288,7 +285,7 @@ class Reservations:
             counters.add(reservation, -1)
             self.touched.add(reservation.instance_id)
             del self._of_instance[reservation.instance_id][request_id]
-            self.eased.add(reservation.instance_id)
+            self.less_busy.add(reservation.instance_id)
             if not counters.num_requests:
                 del self._counters[reservation.instance_id]
                 del self._of_instance[reservation.instance_id]
@@ -309,13 +306,17 @@ class Reservations:
         elif request_id in self._prefilling.get(instance_id, ()):
             # The prefill has tokens to compute again, which is rare. It keeps its old place in the order.
             pending = self._pending[instance_id] = _Prefills()
-            for one in map(self._open.__getitem__, self._prefilling[instance_id]):
-                if one.pending_tokens:
-                    pending.put(one.request_id, _left(one))
+            for prefilling in map(self._open.__getitem__, self._prefilling[instance_id]):
+                if prefilling.pending_tokens:
+                    pending.put(prefilling.request_id, _left(prefilling))
 
     def expired(self, now: float) -> list[Reservation]:
         """Return the reservations whose lease has ended at `now` (s)."""
-        return [one for one in self._open.values() if one.lease_until is not None and one.lease_until <= now]
+        return [
+            reservation
+            for reservation in self._open.values()
+            if reservation.lease_until is not None and reservation.lease_until <= now
+        ]
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the sums are not those of the open reservations."""
@@ -325,17 +326,29 @@ class Reservations:
             sums.setdefault(reservation.instance_id, Counters()).add(reservation, 1)
         assert sums == self._counters, (sums, self._counters)
         assert self._of_instance.keys() == self._counters.keys()
-        placed = {one: instance for instance, ids in self._of_instance.items() for one in ids}
-        assert placed == {one.request_id: one.instance_id for one in self._open.values()}
-        listed = {(instance, one) for instance, ids in self._prefilling.items() for one in ids}
-        pending = {(one.instance_id, one.request_id) for one in self._open.values() if one.pending_tokens > 0}
+        placed = {request_id: instance for instance, ids in self._of_instance.items() for request_id in ids}
+        assert placed == {reservation.request_id: reservation.instance_id for reservation in self._open.values()}
+        listed = {(instance, request_id) for instance, ids in self._prefilling.items() for request_id in ids}
+        pending = {
+            (reservation.instance_id, reservation.request_id)
+            for reservation in self._open.values()
+            if reservation.pending_tokens > 0
+        }
         assert pending <= listed, (pending, listed)
         assert all(self._open[request_id].instance_id == instance for instance, request_id in listed)
         for instance_id, numbers in self._prefilling.items():
             assert list(numbers.values()) == sorted(numbers.values())
-            here = [self._open[one] for one in numbers]
-            _check(self._pending, instance_id, {one.request_id: _left(one) for one in here if one.pending_tokens > 0})
-            _check(self._partial, instance_id, {one.request_id: one.remainder for one in here if one.remainder[1] > 0})
+            here = [self._open[request_id] for request_id in numbers]
+            _check(
+                self._pending,
+                instance_id,
+                {reservation.request_id: _left(reservation) for reservation in here if reservation.pending_tokens > 0},
+            )
+            _check(
+                self._partial,
+                instance_id,
+                {reservation.request_id: reservation.remainder for reservation in here if reservation.remainder[1] > 0},
+            )
         assert self._pending.keys() | self._partial.keys() <= self._prefilling.keys()
 
 

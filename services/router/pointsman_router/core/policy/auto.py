@@ -72,7 +72,7 @@ class Auto(Policy):
     """
 
     name: ClassVar[str] = "auto"
-    looks_at_few: ClassVar[bool] = True
+    uses_shortlist: ClassVar[bool] = True
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         taken = self.taken(view.facts)

@@ -54,13 +54,13 @@ def switch(default: bool, doc: str) -> Any:
     return field(default=default, metadata={"switch": True, "doc": doc})
 
 
-def bounds(one: Field[Any]) -> str:
+def bounds(setting: Field[Any]) -> str:
     """Return a setting's allowed values as text: "0 to 1", "cost or heuristic", "true or false"."""
-    if options := one.metadata.get("options"):
+    if options := setting.metadata.get("options"):
         return " or ".join(options)
-    if "switch" in one.metadata:
+    if "switch" in setting.metadata:
         return "true or false"
-    return f"{one.metadata['low']:g} to {one.metadata['high']:g}"
+    return f"{setting.metadata['low']:g} to {setting.metadata['high']:g}"
 
 
 def summary(kind: type[Policy]) -> str:
@@ -85,7 +85,7 @@ class Policy(ABC):
     name: ClassVar[str]
     # Whether the policy prefers the less loaded of two equally cached instances, and needs only FleetView.unseen of the instances
     # that it does not choose. Such a policy gets only a part of a large pool as candidates.
-    looks_at_few: ClassVar[bool] = False
+    uses_shortlist: ClassVar[bool] = False
 
     @abstractmethod
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
@@ -108,13 +108,13 @@ class Policy(ABC):
 
     @cached_property
     def _ref(self) -> PolicyRef:
-        return PolicyRef(self.name, {one.name: getattr(self, one.name) for one in fields(self)})
+        return PolicyRef(self.name, {field_.name: getattr(self, field_.name) for field_ in fields(self)})
 
 
 def build(kind: type[Policy], settings: Mapping[str, object]) -> Policy:
     """Return a policy of class `kind` with `settings` over its defaults. Raises SettingError for an unknown setting or a value
     out of range."""
-    known: dict[str, Field[Any]] = {one.name: one for one in fields(kind)}
+    known: dict[str, Field[Any]] = {field_.name: field_ for field_ in fields(kind)}
     values: dict[str, Any] = {}
     for name, value in settings.items():
         if name not in known:
@@ -123,20 +123,20 @@ def build(kind: type[Policy], settings: Mapping[str, object]) -> Policy:
     return kind(**values)
 
 
-def _checked(one: Field[Any], value: object) -> float | str | bool:
-    name = f"settings.{one.name}"
-    if options := one.metadata.get("options"):
+def _checked(setting: Field[Any], value: object) -> float | str | bool:
+    name = f"settings.{setting.name}"
+    if options := setting.metadata.get("options"):
         if not isinstance(value, str) or value not in options:
-            raise SettingError(name, f"must be {bounds(one)}")
+            raise SettingError(name, f"must be {bounds(setting)}")
         return value
-    if "switch" in one.metadata:
+    if "switch" in setting.metadata:
         if not isinstance(value, bool):
-            raise SettingError(name, f"must be {bounds(one)}")
+            raise SettingError(name, f"must be {bounds(setting)}")
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise SettingError(name, "must be a number")
-    if not one.metadata["low"] <= value <= one.metadata["high"]:
-        raise SettingError(name, f"{value:g} is outside {bounds(one)}")
+    if not setting.metadata["low"] <= value <= setting.metadata["high"]:
+        raise SettingError(name, f"{value:g} is outside {bounds(setting)}")
     return float(value)
 
 
@@ -203,8 +203,8 @@ def lowest(
 ) -> Candidate:
     """Return the candidate with the least score (`scores` by instance id); ties by `then`, then in turn. `candidates` must not be
     empty."""
-    low = min([scores[one.instance_id] for one in candidates])
-    equal = [one for one in rotated(candidates, decision_number) if scores[one.instance_id] == low]
+    low = min([scores[candidate.instance_id] for candidate in candidates])
+    equal = [candidate for candidate in rotated(candidates, decision_number) if scores[candidate.instance_id] == low]
     return min(equal, key=then) if then and len(equal) > 1 else equal[0]
 
 

@@ -52,7 +52,7 @@ class LeastRequests(Policy):
     """
 
     name: ClassVar[str] = "least_requests"
-    looks_at_few: ClassVar[bool] = True
+    uses_shortlist: ClassVar[bool] = True
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         eligible = view.eligible()
@@ -73,7 +73,7 @@ class Sticky(Policy):
     """
 
     name: ClassVar[str] = "sticky"
-    looks_at_few: ClassVar[bool] = True
+    uses_shortlist: ClassVar[bool] = True
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         for candidate in view.eligible():

@@ -37,7 +37,8 @@ class Elastic(Unified):
         transfer = transfer_base_s + transfer_token_s * D.new
     Decider `heuristic`, in tokens: offload iff D is decoding, P.ongoing_tokens < D.ongoing_tokens, and
         P.ongoing_tokens <= prefill_overload_factor * mean(ongoing_tokens)
-    Neither decider uses the tokens that are new on P; the decision's figures include them.
+    Neither decider uses the tokens that are new on P; the decision's figures include them. It sees all of a large pool, since P
+    is the one with the fewest input tokens, or only prefills; a part of the pool is chosen by neither.
 
     Reasons: `prefill_idle_decode_busy` (offloaded), `decode_idle` (no decode on D that a prefill would slow down),
     `transfer_dominates` (no gain even if P were idle), `prefill_overloaded`, `below_threshold` (not HEAVY), `no_other_instance`.
@@ -47,7 +48,7 @@ class Elastic(Unified):
     """
 
     name: ClassVar[str] = "elastic"
-    looks_at_few: ClassVar[bool] = False
+    uses_shortlist: ClassVar[bool] = False
 
     decider: str = choice("cost", ("cost", "heuristic"), "what decides on an offload")
     heavy_new_tokens: float = setting(HEAVY_NEW_TOKENS, 1.0, 1e9, "new tokens from which a request is HEAVY")
@@ -64,20 +65,26 @@ class Elastic(Unified):
         below = self.below_ceiling(view.eligible())
         chosen = colocated.steps[0].instance_id
         decode = least(
-            below, view.decision_number, lambda one: (-one.cached_tokens, one.instance_id != chosen, one.ongoing_tokens)
+            below,
+            view.decision_number,
+            lambda candidate: (-candidate.cached_tokens, candidate.instance_id != chosen, candidate.ongoing_tokens),
         )
         if decode.new_tokens < self.heavy_new_tokens:
             return replace(colocated, reason=BELOW_THRESHOLD)
-        others = tuple(one for one in self.below_ceiling(available) if one.can_give_kv_to(decode))
+        others = tuple(candidate for candidate in self.below_ceiling(available) if candidate.can_give_kv_to(decode))
         if not others:
             return replace(colocated, reason=NO_OTHER_INSTANCE)
         prefill = least(
-            others, view.decision_number, lambda one: (one.ongoing_tokens, one.new_tokens, one.num_requests)
+            others,
+            view.decision_number,
+            lambda candidate: (candidate.ongoing_tokens, candidate.new_tokens, candidate.num_requests),
         )
         if self.decider == "cost":
             reason, figures = self._cost(prefill, decode)
         else:
-            reason, figures = self._heuristic(prefill, decode, mean(one.ongoing_tokens for one in available))
+            reason, figures = self._heuristic(
+                prefill, decode, mean(candidate.ongoing_tokens for candidate in available)
+            )
         figures = {**figures, "decode_new_tokens": decode.new_tokens, "prefill_new_tokens": prefill.new_tokens}
         if reason != PREFILL_IDLE_DECODE_BUSY:
             return replace(colocated, reason=reason, figures=figures)

@@ -65,7 +65,7 @@ class Foresight(Policy):
     """
 
     name: ClassVar[str] = "foresight"
-    looks_at_few: ClassVar[bool] = True
+    uses_shortlist: ClassVar[bool] = True
 
     slice_factor: float = setting(
         0.3, 0.0, 1e6, "length of a slice, in multiples of the mean request cost; 0: no slices"
@@ -102,27 +102,29 @@ class Foresight(Policy):
         eligible = rotated(view.eligible(), view.decision_number)
         curves, now = view.curves, view.now
         unit = _mean_cost_s(view)
-        own = [one.prefill_s(curves.get(one.prefill_backlog.hardware, DEFAULT_CURVE)) for one in eligible]
+        own = [
+            candidate.prefill_s(curves.get(candidate.prefill_backlog.hardware, DEFAULT_CURVE)) for candidate in eligible
+        ]
         least = min(own)
         unseen = view.unseen
-        without_prefill = sum([not one.prefill_backlog.requests for one in eligible])
+        without_prefill = sum([not candidate.prefill_backlog.requests for candidate in eligible])
         idle = (without_prefill + unseen.instances - unseen.prefilling) / (len(eligible) + unseen.instances)
         scores: dict[str, float] = {}
         best, best_score, best_cost, second = eligible[0], math.inf, own[0], math.inf
         # In ascending order of own cost. Once this alone exceeds the second least score, no later instance can be best or second.
         for at in sorted(range(len(own)), key=own.__getitem__):
-            one, cost = eligible[at], own[at]
+            candidate, cost = eligible[at], own[at]
             score = cost + self.lost_cache_weight * (cost - least)
             if score > second:
                 break
-            if one.num_requests:
-                curve = curves.get(one.prefill_backlog.hardware, DEFAULT_CURVE)
-                score += self._load(request, one, cost, curve, now, idle)
-                if 0 < one.kv_capacity_tokens < _open_tokens(request, one):
+            if candidate.num_requests:
+                curve = curves.get(candidate.prefill_backlog.hardware, DEFAULT_CURVE)
+                score += self._load(request, candidate, cost, curve, now, idle)
+                if 0 < candidate.kv_capacity_tokens < _open_tokens(request, candidate):
                     score += self.overflow_factor * unit
-            scores[one.instance_id] = score
+            scores[candidate.instance_id] = score
             if score < best_score:
-                best, best_score, best_cost, second = one, score, cost, best_score
+                best, best_score, best_cost, second = candidate, score, cost, best_score
             elif score < second:
                 second = score
         curve = curves.get(best.prefill_backlog.hardware, DEFAULT_CURVE)
@@ -146,14 +148,14 @@ class Foresight(Policy):
         return replace(self, light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT)
 
     def _load(
-        self, request: PlacementRequest, one: Candidate, cost: float, curve: PrefillCurve, now: float, idle: float
+        self, request: PlacementRequest, candidate: Candidate, cost: float, curve: PrefillCurve, now: float, idle: float
     ) -> float:
         """Return what an instance's other requests add to its score, s."""
-        work = one.prefill_backlog
+        work = candidate.prefill_backlog
         interference = self.interference + self.busy_interference * (1.0 - idle)
-        added = interference * cost * max(one.num_requests - work.requests, 0)
+        added = interference * cost * max(candidate.num_requests - work.requests, 0)
         if work.queue:
-            added += prefills_ahead(work, curve, one.new_tokens, now)[1]
+            added += prefills_ahead(work, curve, candidate.new_tokens, now)[1]
         if work.remainders and idle:
             remainders = [
                 curve.cost_s(left, there) for who, left, there in work.remainders if who != request.request_id
@@ -161,41 +163,41 @@ class Foresight(Policy):
             added += self.remainder_weight * idle * (sum(remainders) + curve.sums_s(work.unlisted_remainders))
         return added
 
-    def _slice(self, request: PlacementRequest, one: Candidate, curve: PrefillCurve, unit: float) -> int:
+    def _slice(self, request: PlacementRequest, candidate: Candidate, curve: PrefillCurve, unit: float) -> int:
         """Return the length of the prefix that the instance has after the next slice, in tokens; 0: the whole rest goes at
         once."""
         if not self.slice_factor:
             return 0
-        there = one.present_tokens
+        there = candidate.present_tokens
         # Behind each slice others go first, so in slices of one length the longest prompts of a busy instance wait most of all.
         seconds = self.slice_factor * unit + self.slice_growth * request.age_s
         tokens = max(curve.tokens_in(seconds, there), self.slice_min_tokens)
         tokens = min(tokens, request.sliceable_tokens - there)
         if tokens < self.slice_min_tokens or tokens * (1 + SMALL_REST) >= request.input_tokens - there:
             return 0
-        block = one.prefill_backlog.block_size
+        block = candidate.prefill_backlog.block_size
         end = there + max(int(tokens) // block, 1) * block
         return end if end <= request.sliceable_tokens and end < request.input_tokens else 0
 
 
-def _less_left(request: PlacementRequest, one: Candidate, cost: float, curve: PrefillCurve) -> float:
+def _less_left(request: PlacementRequest, candidate: Candidate, cost: float, curve: PrefillCurve) -> float:
     """Return the seconds left of other prompts on the instance that have less left than this one, which takes `cost` s there.
 
     Prompts that alternated slice by slice would all end when the last one does. So one of two prompts is always first. Both are
     compared by what was left after their last slices there: otherwise each could wait for the other because its own part was
     evicted. Prompts that are not listed all count as their mean.
     """
-    remainders = {who: curve.cost_s(left, there) for who, left, there in one.prefill_backlog.remainders}
+    remainders = {who: curve.cost_s(left, there) for who, left, there in candidate.prefill_backlog.remainders}
     cost = min(cost, remainders.pop(request.request_id, cost))
     less = sum([rest for rest in remainders.values() if rest < cost])
-    others = one.prefill_backlog.unlisted_remainders
+    others = candidate.prefill_backlog.unlisted_remainders
     return less + curve.sums_s(others) if others.prefills and curve.cost_s(*others.mean()) < cost else less
 
 
-def _open_tokens(request: PlacementRequest, one: Candidate) -> int:
+def _open_tokens(request: PlacementRequest, candidate: Candidate) -> int:
     """Return the prompt tokens of all requests that would be open on an instance, this one counted once."""
-    there = any(who == request.request_id for who, *_ in one.prefill_backlog.remainders)
-    return one.ongoing_tokens + (0 if there else request.input_tokens)
+    there = any(who == request.request_id for who, *_ in candidate.prefill_backlog.remainders)
+    return candidate.ongoing_tokens + (0 if there else request.input_tokens)
 
 
 def _mean_cost_s(view: FleetView) -> float:

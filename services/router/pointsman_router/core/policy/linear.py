@@ -14,7 +14,8 @@ from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResul
 class Linear(Policy):
     """Least input tokens of open requests, less cached tokens.
 
-    argmin score = load_weight * ongoing_tokens - cache_weight * cached_tokens, in tokens; ties in turn.
+    argmin score = load_weight * ongoing_tokens - cache_weight * cached_tokens, in tokens; ties in turn. It sees all of a large
+    pool, since an instance with the fewest input tokens may have many requests.
 
     Reasons: `linear`.
     Source: the reference system's first baseline (w1 and w2; its values are not known, both are 1 here).
@@ -28,8 +29,9 @@ class Linear(Policy):
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         eligible = view.eligible()
         scores = {
-            one.instance_id: self.load_weight * one.ongoing_tokens - self.cache_weight * one.cached_tokens
-            for one in eligible
+            candidate.instance_id: self.load_weight * candidate.ongoing_tokens
+            - self.cache_weight * candidate.cached_tokens
+            for candidate in eligible
         }
         return serve(lowest(eligible, scores, view.decision_number), "linear", scores)
 
@@ -50,7 +52,7 @@ class Additive(Policy):
     """
 
     name: ClassVar[str] = "additive"
-    looks_at_few: ClassVar[bool] = True
+    uses_shortlist: ClassVar[bool] = True
 
     overload_factor: float = setting(
         2.0, 0.0, 1e6, "maximum load and cost of the owner, in multiples of the mean load and the least cost"
@@ -61,18 +63,18 @@ class Additive(Policy):
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         eligible = view.eligible()
         scores = {
-            one.instance_id: one.num_requests * self.decode_iteration_s
-            + (one.pending_prefill_tokens + one.new_tokens) / self.throughput
-            for one in eligible
+            candidate.instance_id: candidate.num_requests * self.decode_iteration_s
+            + (candidate.pending_prefill_tokens + candidate.new_tokens) / self.throughput
+            for candidate in eligible
         }
         best = lowest(eligible, scores, view.decision_number)
-        tokens = sum([one.ongoing_tokens for one in eligible]) + view.unseen.ongoing_tokens
+        tokens = sum([candidate.ongoing_tokens for candidate in eligible]) + view.unseen.ongoing_tokens
         limit = tokens / (len(eligible) + view.unseen.instances) * self.overload_factor
-        for one in eligible:
+        for candidate in eligible:
             if (
-                one.instance_id == view.session_owner
-                and one.ongoing_tokens <= limit
-                and scores[one.instance_id] <= scores[best.instance_id] * self.overload_factor
+                candidate.instance_id == view.session_owner
+                and candidate.ongoing_tokens <= limit
+                and scores[candidate.instance_id] <= scores[best.instance_id] * self.overload_factor
             ):
-                return serve(one, "session_affinity", scores)
+                return serve(candidate, "session_affinity", scores)
         return serve(best, "least_cost", scores)

@@ -14,7 +14,7 @@ from pointsman_router.core.types import Candidate, FleetView, PlacementRequest, 
 
 @dataclass(frozen=True)
 class _LeastWork(Policy):
-    looks_at_few: ClassVar[bool] = True
+    uses_shortlist: ClassVar[bool] = True
 
     @abstractmethod
     def score(self, candidate: Candidate) -> float:
@@ -22,9 +22,11 @@ class _LeastWork(Policy):
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         eligible = view.eligible()
-        scores: Mapping[str, float] = {one.instance_id: float(self.score(one)) for one in eligible}
+        scores: Mapping[str, float] = {candidate.instance_id: float(self.score(candidate)) for candidate in eligible}
         # Idle instances all score 0 under `lmetric`, so without this tie-break it would ignore their caches.
-        best = lowest(eligible, scores, view.decision_number, lambda one: (one.new_tokens, one.num_requests))
+        best = lowest(
+            eligible, scores, view.decision_number, lambda candidate: (candidate.new_tokens, candidate.num_requests)
+        )
         return serve(best, self.name, scores)
 
 

@@ -28,7 +28,8 @@ class Migrate(Unified):
     Picker `rotation` uses the targets in turn, without regard to caches. `cache_rich` ("Mechanism B") picks the most cached
     tokens; ties by load, then in turn. Plan: PREFILL on the host, SERVE on the target. The host's load does not include
     recent_migrations, so that decodes that moved to it lately do not move others away. With rotate_affinity the session belongs
-    to the target afterwards, else to the host. Scores are `unified`'s; figures are host_load and target_load.
+    to the target afterwards, else to the host. Scores are `unified`'s; figures are host_load and target_load. It sees all of a
+    large pool, since the instances with the fewest requests may all be waiting for decodes that move to them.
 
     Reasons: `migrate`, `below_threshold`, `host_idle`, `no_lighter_instance`. If the decode stays, the reason of the step is one
     of `unified`'s.
@@ -36,7 +37,7 @@ class Migrate(Unified):
     """
 
     name: ClassVar[str] = "migrate"
-    looks_at_few: ClassVar[bool] = False
+    uses_shortlist: ClassVar[bool] = False
 
     picker: str = choice("rotation", ("rotation", "cache_rich"), "how a target is picked")
     min_new_tokens: float = setting(LIGHT_NEW_TOKENS, 1.0, 1e9, "new tokens on the host from which a decode may move")
@@ -50,17 +51,17 @@ class Migrate(Unified):
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         colocated = super().choose(request, view, rng)
         below = self.below_ceiling(view.eligible())
-        host = next(one for one in below if one.instance_id == colocated.steps[0].instance_id)
+        host = next(candidate for candidate in below if candidate.instance_id == colocated.steps[0].instance_id)
         if host.new_tokens < self.min_new_tokens:
             return replace(colocated, reason="below_threshold")
         if host.ongoing_decode_tokens < self.min_prefill_decode_busy:
             return replace(colocated, reason="host_idle")
         targets = tuple(
-            one
-            for one in view.targets_of(host)
-            if one in below
-            and effective_load(one) <= self.target_load_ratio * host.num_requests
-            and host.num_requests - effective_load(one) >= self.min_load_gap
+            candidate
+            for candidate in view.targets_of(host)
+            if candidate in below
+            and effective_load(candidate) <= self.target_load_ratio * host.num_requests
+            and host.num_requests - effective_load(candidate) >= self.min_load_gap
         )
         if not targets:
             return replace(colocated, reason="no_lighter_instance", figures={"host_load": host.num_requests})
@@ -79,7 +80,7 @@ class Migrate(Unified):
     def _pick(self, targets: tuple[Candidate, ...], decision_number: int) -> Candidate:
         if self.picker == "rotation":
             return targets[decision_number % len(targets)]
-        return least(targets, decision_number, lambda one: (-one.cached_tokens, effective_load(one)))
+        return least(targets, decision_number, lambda candidate: (-candidate.cached_tokens, effective_load(candidate)))
 
 
 def effective_load(candidate: Candidate) -> int:

@@ -32,7 +32,7 @@ class Unified(Policy):
     """
 
     name: ClassVar[str] = "unified"
-    looks_at_few: ClassVar[bool] = True
+    uses_shortlist: ClassVar[bool] = True
 
     overload_factor: float = setting(
         1.3, 0.0, 1e6, "maximum requests of the owner for affinity, as a multiple of the mean"
@@ -49,9 +49,11 @@ class Unified(Policy):
         below = self.below_ceiling(eligible, view.unseen)
         weight = self.decode_weight
         scores = {
-            one.instance_id: (one.pending_prefill_tokens + one.new_tokens + weight * one.ongoing_decode_tokens)
-            * (one.num_requests or 1)
-            for one in eligible
+            candidate.instance_id: (
+                candidate.pending_prefill_tokens + candidate.new_tokens + weight * candidate.ongoing_decode_tokens
+            )
+            * (candidate.num_requests or 1)
+            for candidate in eligible
         }
         requests = sum([candidate.num_requests for candidate in eligible]) + view.unseen.num_requests
         limit = requests / (len(eligible) + view.unseen.instances) * self.overload_factor
@@ -81,5 +83,5 @@ class Unified(Policy):
         )
 
 
-def _work(one: Candidate) -> tuple[int, int]:
-    return one.new_tokens, one.num_requests
+def _work(candidate: Candidate) -> tuple[int, int]:
+    return candidate.new_tokens, candidate.num_requests

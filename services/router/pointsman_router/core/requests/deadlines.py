@@ -27,15 +27,16 @@ def least_prefill_s(request: PlacementRequest, pool: str, view: FleetView, sampl
     if not request.keys or view.unseen.instances:
         return 0.0
     least = inf
-    for one in view.candidates:
-        if one.excluded not in ("", SATURATED):
+    for candidate in view.candidates:
+        if candidate.excluded not in ("", SATURATED):
             continue
-        hardware = one.prefill_backlog.hardware
-        if not one.exact or samples(pool, hardware) < SURE_SAMPLES or hardware not in view.curves:
+        hardware = candidate.prefill_backlog.hardware
+        if not candidate.exact or samples(pool, hardware) < SURE_SAMPLES or hardware not in view.curves:
             return 0.0
         least = min(
             least,
-            SURE_SHARE * view.curves[hardware].cost_s(request.input_tokens - one.present_tokens, one.present_tokens),
+            SURE_SHARE
+            * view.curves[hardware].cost_s(request.input_tokens - candidate.present_tokens, candidate.present_tokens),
         )
     return 0.0 if least == inf else least
 

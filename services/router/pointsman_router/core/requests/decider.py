@@ -9,7 +9,7 @@ from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.instances.saturation import SATURATED
 from pointsman_router.core.policy.base import Policy, decide
 from pointsman_router.core.policy.decision_rng import rng_of
-from pointsman_router.core.policy_views import Views
+from pointsman_router.core.policy_views import FleetViewBuilder
 from pointsman_router.core.types import Decision, FleetView, PlacementRequest
 
 
@@ -29,7 +29,7 @@ class Decider:
     unreachable."""
 
     def __init__(
-        self, policy: Policy, instances: InstanceRegistry, views: Views, retry_after_s: float, id_prefix: str
+        self, policy: Policy, instances: InstanceRegistry, views: FleetViewBuilder, retry_after_s: float, id_prefix: str
     ) -> None:
         self.policy = policy
         self.degraded = False
@@ -48,9 +48,9 @@ class Decider:
         if not pool:
             return ev.Refused(request.request_id, "NOT_FOUND", f"no instance serves a model {request.model!r}")
         policy = policy or self.policy
-        view = self._views.view(request, pool, self._numbers.get(pool, 0), now, few=policy.looks_at_few)
+        view = self._views.view(request, pool, self._numbers.get(pool, 0), now, shortlisted=policy.uses_shortlist)
         if not view.eligible():
-            if any(one.excluded == SATURATED and not one.produces_only for one in view.candidates):
+            if any(candidate.excluded == SATURATED and not candidate.produces_only for candidate in view.candidates):
                 return AllSaturated(pool, view)
             why = f"no instance of {pool!r} can take the request now"
             return ev.Refused(request.request_id, "UNAVAILABLE", why, self._retry_after_s, pool=pool)

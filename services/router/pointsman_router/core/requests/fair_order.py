@@ -14,7 +14,7 @@ Work is counted in tokens: the request's prefill, plus REQUEST_TOKENS for everyt
 3. Requests of one tenant: least rank first.
 
 A class without waiting requests has no state. All changes cost O(log n) comparisons, and a shift within lists of references. The
-first k requests of the order cost O(lines + k log k), independent of how many wait.
+first k requests of the order cost O(queues + k log k), independent of how many wait.
 """
 
 from __future__ import annotations
@@ -31,23 +31,22 @@ import msgspec
 REQUEST_TOKENS = 512
 
 
-# What requests wait for: (requested model, the instance that must have less to do; empty: any instance).
-Line = tuple[str, str]
+# A queue, by what its requests wait for: (requested model, the instance that must have less to do; empty: any instance).
+QueueKey = tuple[str, str]
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """A request that waits. `level`: its class (0: lowest). `cost`: in tokens. `weight`: that of its tenant. `rank`: its place
-    within its tenant, least first. Requests with the same `line` wait for the same. `starts_at`: the served work / weight with
-    which its tenant begins to wait (None: that of the tenants that wait already)."""
+    """A request that waits."""
 
     request_id: str
     tenant: str
-    line: Line
-    level: int
-    rank: float
-    since: float
-    cost: float
-    weight: float
+    queue_key: QueueKey  # what it waits for
+    level: int  # its class; 0: lowest
+    rank: float  # its place within its tenant, least first
+    since: float  # breaks ties of `rank`, s
+    cost: float  # in tokens
+    weight: float  # that of its tenant
+    # The served work / weight with which its tenant begins to wait; None: that of the tenants that wait already.
     starts_at: float | None = None
 
 
@@ -59,14 +58,13 @@ _Turn = tuple[float, int, str]
 
 @dataclass(slots=True)
 class _Tenant:
-    """A tenant with waiting requests of one class. `served` and `waiting`: served and waiting work, in tokens / weight. Of two
-    tenants with equal `served` the one with the lower `number` goes first. `lines`: line -> the tenant's requests by rank."""
+    """A tenant with waiting requests of one class."""
 
     name: str
-    number: int
-    served: float
-    waiting: float = 0.0
-    lines: dict[Line, _Ranked] = field(default_factory=dict)
+    number: int  # of two tenants with equal `served`, that with the lower number goes first
+    served: float  # served work, tokens / weight
+    waiting: float = 0.0  # waiting work, tokens / weight
+    queues: dict[QueueKey, _Ranked] = field(default_factory=dict)  # its requests by rank
 
     @property
     def turn(self) -> _Turn:
@@ -84,9 +82,9 @@ class _Class:
         self.owed = 0.0
         self.count = 0
         self.tenants: dict[str, _Tenant] = {}
-        # turns: line -> the turns of the tenants that wait in it. ends: the turn of each tenant after all of its waiting requests
-        # are served.
-        self.turns: dict[Line, list[_Turn]] = {}
+        # turns: queue -> the turns of the tenants that wait in it. ends: the turn of each tenant after all of its waiting
+        # requests are served.
+        self.turns: dict[QueueKey, list[_Turn]] = {}
         self.ends: list[_Turn] = []
         self._costs: list[float] = []
         # _clock: served work / weight with which a tenant begins to wait. _ahead: the same of tenants that no longer wait and are
@@ -119,7 +117,7 @@ class _Class:
         tenant = self.tenants[entry.tenant]
         _discard(self.ends, tenant.end)
         self._unlist(tenant, entry)
-        if tenant.lines:
+        if tenant.queues:
             insort(self.ends, tenant.end)
         else:
             del self.tenants[entry.tenant]
@@ -136,34 +134,34 @@ class _Class:
     def serve(self, entry: Entry, cost: float) -> None:
         tenant = self.tenants[entry.tenant]
         self._clock = max(self._clock, tenant.served)
-        for line in tenant.lines:
-            _discard(self.turns[line], tenant.turn)
+        for key in tenant.queues:
+            _discard(self.turns[key], tenant.turn)
         _discard(self.ends, tenant.end)
         tenant.served += cost / entry.weight
-        for line in tenant.lines:
-            insort(self.turns[line], tenant.turn)
+        for key in tenant.queues:
+            insort(self.turns[key], tenant.turn)
         insort(self.ends, tenant.end)
         self.remove(entry)
 
     def _list(self, tenant: _Tenant, entry: Entry) -> None:
-        if entry.line not in tenant.lines:
-            tenant.lines[entry.line] = []
-            insort(self.turns.setdefault(entry.line, []), tenant.turn)
-        insort(tenant.lines[entry.line], _listed(entry))
+        if entry.queue_key not in tenant.queues:
+            tenant.queues[entry.queue_key] = []
+            insort(self.turns.setdefault(entry.queue_key, []), tenant.turn)
+        insort(tenant.queues[entry.queue_key], _listed(entry))
         tenant.waiting += entry.cost / entry.weight
         insort(self._costs, entry.cost)
 
     def _unlist(self, tenant: _Tenant, entry: Entry) -> None:
-        ranked = tenant.lines[entry.line]
+        ranked = tenant.queues[entry.queue_key]
         _discard(ranked, _listed(entry))
         tenant.waiting -= entry.cost / entry.weight
         del self._costs[bisect_left(self._costs, entry.cost)]
         if not ranked:
-            del tenant.lines[entry.line]
-            turns = self.turns[entry.line]
+            del tenant.queues[entry.queue_key]
+            turns = self.turns[entry.queue_key]
             _discard(turns, tenant.turn)
             if not turns:
-                del self.turns[entry.line]
+                del self.turns[entry.queue_key]
 
     def _keep_ahead(self, tenant: _Tenant) -> None:
         if tenant.served > self._clock:
@@ -177,44 +175,44 @@ class _Class:
         names = [tenant] if tenant is not None else (name for _, _, name in reversed(self.ends))
         for name in names:
             if name in self.tenants:
-                lines = [reversed(line) for line in self.tenants[name].lines.values()]
-                yield from (listed[2] for listed in merge(*lines, reverse=True))
+                queues = [reversed(queue) for queue in self.tenants[name].queues.values()]
+                yield from (listed[2] for listed in merge(*queues, reverse=True))
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the lists are inconsistent."""
-        lines = [line for tenant in self.tenants.values() for line in tenant.lines.values()]
-        assert self.count == sum(map(len, lines)) > 0
-        assert all(line and line == sorted(line, key=lambda listed: listed[:3]) for line in lines)
+        queues = [queue for tenant in self.tenants.values() for queue in tenant.queues.values()]
+        assert self.count == sum(map(len, queues)) > 0
+        assert all(queue and queue == sorted(queue, key=lambda listed: listed[:3]) for queue in queues)
         turns = {
-            line: sorted(one.turn for one in self.tenants.values() if line in one.lines)
-            for line in {line for one in self.tenants.values() for line in one.lines}
+            key: sorted(tenant.turn for tenant in self.tenants.values() if key in tenant.queues)
+            for key in {key for tenant in self.tenants.values() for key in tenant.queues}
         }
         assert self.turns == turns
-        assert self.ends == sorted(one.end for one in self.tenants.values())
-        assert self._costs == sorted(entry.cost for line in lines for *_, entry in line)
+        assert self.ends == sorted(tenant.end for tenant in self.tenants.values())
+        assert self._costs == sorted(entry.cost for queue in queues for *_, entry in queue)
         assert not self._ahead.keys() & self.tenants.keys()
         assert len(self._ahead) <= self._prune_at
         for tenant in self.tenants.values():
-            waiting = sum(entry.cost / entry.weight for line in tenant.lines.values() for *_, entry in line)
+            waiting = sum(entry.cost / entry.weight for queue in tenant.queues.values() for *_, entry in queue)
             assert abs(tenant.waiting - waiting) <= 1e-6 * (1.0 + waiting)
 
 
 class _ClassWalk:
-    """Iterates over the order of a class without changing the class. `full`: lines whose requests are skipped; may grow during
+    """Iterates over the order of a class without changing the class. `full`: queues whose requests are skipped; may grow during
     the walk."""
 
-    def __init__(self, of: _Class, full: Collection[Line]) -> None:
+    def __init__(self, of: _Class, full: Collection[QueueKey]) -> None:
         self.owed = of.owed
         self.dearest = of.dearest
         self._of = of
         self._full = full
-        # _firsts: for each line the turn of its first tenant from which nothing was taken (a heap). _passed: line -> the place of
-        # that tenant in the line's turns.
-        self._firsts = [(turns[0], line) for line, turns in of.turns.items() if line not in full]
+        # _firsts: for each queue the turn of its first tenant from which nothing was taken (a heap). _passed: queue -> the place
+        # of that tenant in the queue's turns.
+        self._firsts = [(turns[0], key) for key, turns in of.turns.items() if key not in full]
         heapify(self._firsts)
-        self._passed: dict[Line, int] = {}
-        # Tenant -> for each of its lines the first request that was not taken, and how many were taken (a heap).
-        self._lines: dict[str, list[tuple[float, float, str, Entry, int]]] = {}
+        self._passed: dict[QueueKey, int] = {}
+        # Tenant -> for each of its queues the first request that was not taken, and how many were taken (a heap).
+        self._heads: dict[str, list[tuple[float, float, str, Entry, int]]] = {}
         self._taken_from: set[str] = set()
         self._again: list[_Turn] = []  # turns of the tenants in _taken_from, as if the taken requests had been served
         self._turn: _Turn = 0.0, 0, ""
@@ -223,8 +221,8 @@ class _ClassWalk:
         """Return the next request; None if none is left."""
         while turns := [*self._again[:1], *self._first_turn()]:
             self._turn = min(turns)
-            if lines := self._lines_of(self._turn[2]):
-                return lines[0][3]
+            if heads := self._heads_of(self._turn[2]):
+                return heads[0][3]
             heappop(self._again)
         return None
 
@@ -234,40 +232,40 @@ class _ClassWalk:
         if name in self._taken_from:
             heappop(self._again)
         self._taken_from.add(name)
-        lines = self._lines[name]
-        ranked, place = self._of.tenants[name].lines[entry.line], lines[0][4] + 1
+        heads = self._heads[name]
+        ranked, place = self._of.tenants[name].queues[entry.queue_key], heads[0][4] + 1
         if place < len(ranked):
-            heapreplace(lines, (*ranked[place], place))
+            heapreplace(heads, (*ranked[place], place))
         else:
-            heappop(lines)
+            heappop(heads)
         heappush(self._again, (served + entry.cost / entry.weight, number, name))
 
     def _first_turn(self) -> list[_Turn]:
         """Return the first turn among the tenants from which nothing was taken, as a list of one or none."""
         while self._firsts:
-            turn, line = self._firsts[0]
-            if line in self._full:
+            turn, key = self._firsts[0]
+            if key in self._full:
                 heappop(self._firsts)
             elif turn[2] not in self._taken_from:
                 return [turn]
             else:
-                turns, place = self._of.turns[line], self._passed.get(line, 0) + 1
-                self._passed[line] = place
+                turns, place = self._of.turns[key], self._passed.get(key, 0) + 1
+                self._passed[key] = place
                 if place < len(turns):
-                    heapreplace(self._firsts, (turns[place], line))
+                    heapreplace(self._firsts, (turns[place], key))
                 else:
                     heappop(self._firsts)
         return []
 
-    def _lines_of(self, tenant: str) -> list[tuple[float, float, str, Entry, int]]:
-        lines = self._lines.get(tenant)
-        if lines is None:
-            of = self._of.tenants[tenant].lines
-            lines = self._lines[tenant] = [(*ranked[0], 0) for line, ranked in of.items() if line not in self._full]
-            heapify(lines)
-        while lines and lines[0][3].line in self._full:
-            heappop(lines)
-        return lines
+    def _heads_of(self, tenant: str) -> list[tuple[float, float, str, Entry, int]]:
+        heads = self._heads.get(tenant)
+        if heads is None:
+            of = self._of.tenants[tenant].queues
+            heads = self._heads[tenant] = [(*ranked[0], 0) for key, ranked in of.items() if key not in self._full]
+            heapify(heads)
+        while heads and heads[0][3].queue_key in self._full:
+            heappop(heads)
+        return heads
 
 
 class PoolOrder:
@@ -278,15 +276,15 @@ class PoolOrder:
         self._classes: dict[int, _Class] = {}
 
     def __len__(self) -> int:
-        return sum(one.count for one in self._classes.values())
+        return sum(waiting.count for waiting in self._classes.values())
 
     def count(self, level: int) -> int:
         """Return how many requests of a class wait."""
         return self._classes[level].count if level in self._classes else 0
 
-    def lines(self) -> set[Line]:
-        """Return the lines in which requests wait."""
-        return {line for one in self._classes.values() for line in one.turns}
+    def queue_keys(self) -> set[QueueKey]:
+        """Return the queues in which requests wait."""
+        return {key for waiting in self._classes.values() for key in waiting.turns}
 
     def add(self, entry: Entry) -> None:
         """Add a waiting request. Mutates."""
@@ -300,30 +298,30 @@ class PoolOrder:
         self._forget_empty(entry.level)
 
     def replace(self, old: Entry, new: Entry) -> None:
-        """Replace an entry by one with another line, rank or cost; all else must be equal. Mutates."""
+        """Replace an entry by one with another queue, rank or cost; all else must be equal. Mutates."""
         self._classes[old.level].replace(old, new)
 
     def serve(self, entry: Entry, cost: float) -> None:
         """Remove a request that was served, and charge its tenant and class with `cost` tokens. Mutates."""
-        one = self._classes[entry.level]
-        one.owed = max(one.owed - cost, 0.0)
+        served = self._classes[entry.level]
+        served.owed = max(served.owed - cost, 0.0)
         for level, lower in self._classes.items():
             if level < entry.level:
                 lower.owed = self._owed(lower, cost)
-        one.serve(entry, cost)
+        served.serve(entry, cost)
         self._forget_empty(entry.level)
 
-    def walk(self, full: Collection[Line] = ()) -> Iterator[str]:
-        """Yield the ids in the order in which the requests are served if all can be placed. The caller may add lines to `full`
+    def walk(self, full: Collection[QueueKey] = ()) -> Iterator[str]:
+        """Yield the ids in the order in which the requests are served if all can be placed. The caller may add queues to `full`
         between two ids: their requests are skipped from then on, and the id that was yielded last then counts as not tried. The
         caller must not change anything else during the walk."""
         walks = [(level, _ClassWalk(self._classes[level], full)) for level in sorted(self._classes, reverse=True)]
         while heads := [(level, walk, head) for level, walk in walks if (head := walk.head()) is not None]:
             # The lowest class first. Otherwise its request would also wait for what is owed to the classes between.
-            lower = (one for one in reversed(heads[1:]) if one[1].owed >= one[2].cost)
+            lower = (head for head in reversed(heads[1:]) if head[1].owed >= head[2].cost)
             level, chosen, entry = next(lower, heads[0])
             yield entry.request_id
-            if entry.line in full:
+            if entry.queue_key in full:
                 continue
             chosen.owed = max(chosen.owed - entry.cost, 0.0)
             chosen.take(entry)
@@ -338,9 +336,9 @@ class PoolOrder:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the order is inconsistent."""
-        for one in self._classes.values():
-            assert one.owed >= 0.0
-            one.check_invariants()
+        for waiting in self._classes.values():
+            assert waiting.owed >= 0.0
+            waiting.check_invariants()
 
     def _owed(self, of: _Class | _ClassWalk, cost: float) -> float:
         """Return what a lower class is owed after `cost` tokens of a higher class were served. It does not grow further once it

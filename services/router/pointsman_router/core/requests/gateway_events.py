@@ -15,45 +15,44 @@ from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.ownership import OwnedPools
-from pointsman_router.core.policy_views import Views
+from pointsman_router.core.policy_views import FleetViewBuilder
 from pointsman_router.core.requests.open_requests import OpenRequests
 from pointsman_router.core.requests.parking import Parking
 from pointsman_router.core.requests.place_or_hold import HeldRequests
-from pointsman_router.core.requests.placed_requests import MAX_STEPS, Plans, placed_effect
+from pointsman_router.core.requests.placed_requests import MAX_STEPS, PlacementPlans, placed_effect
 from pointsman_router.core.requests.refusals import not_serving
 from pointsman_router.core.requests.request_state import RequestState, Stage
-from pointsman_router.core.requests.unfinished_work import Steps
+from pointsman_router.core.requests.unfinished_work import WorkSteps
 from pointsman_router.core.startup_gate import StartupGate
 from pointsman_router.core.types import Decision, PlacementRequest, StepKind
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayEvents:
-    """Applies the events of gateways to the router's state. `gateway_lease_s`: how long the requests of a gateway without a
-    stream stay open, s."""
+    """Applies the events of gateways to the router's state."""
 
     requests: OpenRequests
     held_requests: HeldRequests
     parking: Parking
-    plans: Plans
+    plans: PlacementPlans
     instances: InstanceRegistry
     prefix_knowledge: PrefixKnowledge
-    views: Views
+    views: FleetViewBuilder
     owned: OwnedPools
     startup_gate: StartupGate
-    gateway_lease_s: float
+    gateway_lease_s: float  # how long the requests of a gateway without a stream stay open, s
 
     # ---- streams ----
 
-    def hello(self, hello: ev.GatewayHello, now: float) -> Steps:
-        """Apply a gateway's hello: its stream began, or it was told that this replica owns other pools. Each step of the iterator
+    def hello(self, hello: ev.GatewayHello, now: float) -> WorkSteps:
+        """Apply a gateway's hello: its stream began, or it learned that this replica owns other pools. Each step of the iterator
         ends or takes over one request. Mutates."""
         announced = {stream.request.request_id: stream for stream in hello.open_streams}
         between = frozenset(held.request.request_id for held in self.held_requests.queue if held.previous_id)
         self.held_requests.drop_gateway(hello.gateway_id, keep=hello.waiting | between.intersection(announced))
         self.parking.drop_gateway(hello.gateway_id, keep=hello.waiting)
         if self.startup_gate.expect(
-            {*hello.known, *(one.instance_id for one in hello.open_streams)}, self.instances, now
+            {*hello.known, *(stream.instance_id for stream in hello.open_streams)}, self.instances, now
         ):
             yield [ev.FleetChanged()]
         for reservation in self.requests.reservations_of(hello.gateway_id):

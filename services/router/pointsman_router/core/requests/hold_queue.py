@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from pointsman_router.core.priority import PRIORITIES, Priority
-from pointsman_router.core.requests.fair_order import REQUEST_TOKENS, Entry, Line, PoolOrder
+from pointsman_router.core.requests.fair_order import REQUEST_TOKENS, Entry, PoolOrder, QueueKey
 from pointsman_router.core.types import PlacementRequest
 
 # Ageing rate that stands for 0, tokens/s. It is so low that no wait outweighs a single token.
@@ -42,37 +42,27 @@ class QueueSettings:
 
 
 class HeldRequest(msgspec.Struct, frozen=True, gc=False):
-    """A request that waits. `since`: when it first came, at any router. `answer_by`: when it is answered at the latest.
-
-    `for_room`: whether it waits for an unsaturated instance; otherwise the policy holds it. `new_tokens`: the least prefill that
-    it needed on any instance at its last trial. `queue_penalty_s`: the policy's queue penalty, s (None: none was set).
-    `previous_id`: the decision on the part of its plan that is done; empty while it waits for its first step. `first_token_by`:
-    when its client needs the first token. `start_by`: when it must be placed for that (inf: no limit). `waits_for`: the instance
-    that must first have less to do, by the policy; empty: any instance.
-
-    `parked`: it waits for the admission of its session, before anything else (parking.py). `asked_at`: when its client asked for
-    it last, if it is parked. `tenant_load`: the weighted size of its tenant's sessions for the tenant's weight, then.
-    """
+    """A request that waits. Times are in s."""
 
     request: PlacementRequest
-    gateway_id: str
+    gateway_id: str  # of the gateway that asked; empty: the unary form
     pool: str
-    since: float
-    answer_by: float
-    reason: str
-    new_tokens: int
-    for_room: bool
-    queue_penalty_s: float | None = None
-    previous_id: str = ""
-    first_token_by: float = inf
-    start_by: float = inf
-    waits_for: str = ""
-    parked: bool = False
-    asked_at: float = 0.0
-    tenant_load: float | None = None
+    since: float  # when it first came, at any router
+    answer_by: float  # when it is answered at the latest
+    reason: str  # why it waits
+    new_tokens: int  # the least prefill that it needed on any instance at its last trial
+    for_room: bool  # whether it waits for an unsaturated instance; otherwise the policy holds it
+    queue_penalty_s: float | None = None  # the policy's; None: none was set
+    previous_id: str = ""  # the decision on the part of its plan that is done; empty while it waits for its first step
+    first_token_by: float = inf  # when its client needs the first token
+    start_by: float = inf  # when it must be placed for that; inf: no limit
+    waits_for: str = ""  # the instance that must first have less to do, by the policy; empty: any instance
+    parked: bool = False  # whether it waits for the admission of its session, before anything else (parking.py)
+    asked_at: float = 0.0  # when its client asked for it last, if it is parked
+    tenant_load: float | None = None  # the weighted size of its tenant's sessions for the tenant's weight, then
 
     @property
-    def line(self) -> Line:
+    def queue_key(self) -> QueueKey:
         """What the request waits for: (model, instance)."""
         return self.request.model, self.waits_for
 
@@ -205,9 +195,9 @@ class HoldQueue:
         self._orders[held.pool].serve(self._entries[request_id], new_tokens + REQUEST_TOKENS)
         self._forget(held)
 
-    def lines(self, pool: str) -> set[Line]:
-        """Return the lines in which requests of `pool` wait."""
-        return self._orders[pool].lines() if pool in self._orders else set()
+    def queue_keys(self, pool: str) -> set[QueueKey]:
+        """Return the queues in which requests of `pool` wait."""
+        return self._orders[pool].queue_keys() if pool in self._orders else set()
 
     @property
     def next_end(self) -> float:
@@ -218,12 +208,12 @@ class HoldQueue:
         """Return at most `most` requests whose end has passed, earliest end first."""
         return [self._by_id[request_id] for ends_at, request_id in self._ends[:most] if ends_at <= now]
 
-    def order(self, pool: str, full: Collection[Line] = ()) -> Iterator[HeldRequest]:
+    def order(self, pool: str, full: Collection[QueueKey] = ()) -> Iterator[HeldRequest]:
         """Yield the waiting requests of `pool` in the order in which they are tried, computed one by one. The caller may add
-        lines to `full` during the walk, whose requests are skipped from then on. It must not change the queue before the walk
+        queues to `full` during the walk, whose requests are skipped from then on. It must not change the queue before the walk
         ends."""
         order = self._orders.get(pool)
-        return (self._by_id[one] for one in order.walk(full)) if order is not None else iter(())
+        return (self._by_id[request_id] for request_id in order.walk(full)) if order is not None else iter(())
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the orders and the requests disagree, or a limit is exceeded."""
@@ -271,10 +261,10 @@ class HoldQueue:
 
     def _count(self, held: HeldRequest, change: int) -> None:
         if held.for_room:
-            line = held.pool, held.request.model
-            self._for_room[line] += change
-            if not self._for_room[line]:
-                del self._for_room[line]
+            name = held.pool, held.request.model
+            self._for_room[name] += change
+            if not self._for_room[name]:
+                del self._for_room[name]
 
     def _entry(self, held: HeldRequest) -> Entry:
         request = held.request
@@ -286,7 +276,7 @@ class HoldQueue:
         return Entry(
             request_id=request.request_id,
             tenant=request.tenant if self.settings.fair else "",
-            line=held.line,
+            queue_key=held.queue_key,
             level=request.priority.level,
             rank=since + queue_penalty_s,
             since=since,

@@ -29,17 +29,17 @@ LOOK_EVERY_S, LOOK_IN_VAIN_S = 0.05, 0.4
 MOST_DECISIONS = 32
 
 
-class _Told(NamedTuple):
+class _Notice(NamedTuple):
     """When a request was told to leave, or could not be, and how often."""
 
     at: float
     times: int
 
 
-_UNTOLD = _Told(-inf, 0)
+_NO_NOTICE = _Notice(-inf, 0)
 
 
-class Moves:
+class RequestMoves:
     """The requests that were told to leave, and when."""
 
     def __init__(
@@ -53,14 +53,14 @@ class Moves:
         self._requests = requests
         self._reservations = reservations
         self._decider = decider
-        self._told: dict[str, _Told] = {}
+        self._notices: dict[str, _Notice] = {}
         self._look_at = -inf
 
     def next(self, now: float) -> list[ev.Effect]:
         """Return which requests leave now; none if it is too early for another look. Mutates."""
         moving = self._instances.moving()
         if not moving:
-            self._told.clear()
+            self._notices.clear()
             return []
         if now < self._look_at:
             return []
@@ -68,61 +68,61 @@ class Moves:
         for record in moving:
             here = self._reservations.of_instance(record.info.instance_id)
             sources.setdefault(record.info.model, []).extend(here)
-        there = {one.request_id for reservations in sources.values() for one in reservations}
-        self._told = {request_id: told for request_id, told in self._told.items() if request_id in there}
+        there = {reservation.request_id for reservations in sources.values() for reservation in reservations}
+        self._notices = {request_id: notice for request_id, notice in self._notices.items() if request_id in there}
         effects = [effect for pool, here in sources.items() for effect in self._of_pool(pool, here, now)]
         self._look_at = now + (LOOK_EVERY_S if effects else LOOK_IN_VAIN_S)
         return effects
 
     def _of_pool(self, pool: str, here: list[Reservation], now: float) -> list[ev.Effect]:
-        leaving = sum(now - self._told_of(one).at < LEAVES_WITHIN_S for one in here)
+        leaving = sum(now - self._notice_of(reservation).at < LEAVES_WITHIN_S for reservation in here)
         room = min(self._room(pool) - leaving, MOST_DECISIONS)
         if room <= 0 or self._requests.queue.count(pool):
             return []  # A request that leaves would have to wait, while it makes progress where it is.
-        due = [one for one in here if now - self._told_of(one).at >= TELL_AGAIN_S]
+        due = [reservation for reservation in here if now - self._notice_of(reservation).at >= TELL_AGAIN_S]
         effects: list[ev.Effect] = []
         targets: set[str] = set()
-        for one in heapq.nsmallest(MOST_DECISIONS, due, key=self._order):
-            told = self._told_of(one)
-            if (asked := self._asked(one)) is None:
-                self._told[one.request_id] = _Told(now - LEAVES_WITHIN_S, told.times + 1)
+        for reservation in heapq.nsmallest(MOST_DECISIONS, due, key=self._order):
+            notice = self._notice_of(reservation)
+            if (asked := self._asked(reservation)) is None:
+                self._notices[reservation.request_id] = _Notice(now - LEAVES_WITHIN_S, notice.times + 1)
                 continue
             # The decisions of a look do not see each other: each has an instance of its own.
             verdict = self._decider.decide(replace(asked, exclude=(*asked.exclude, *targets)), now)
             if isinstance(verdict, AllSaturated) or (targets and not isinstance(verdict, Decision)):
                 break
             if not isinstance(verdict, Decision):  # No other instance may have it.
-                self._told[one.request_id] = _Told(now - LEAVES_WITHIN_S, told.times + 1)
+                self._notices[reservation.request_id] = _Notice(now - LEAVES_WITHIN_S, notice.times + 1)
                 continue
             if not verdict.result.steps:  # The policy would hold it.
                 continue
             targets.add(verdict.instance_id)
-            self._told[one.request_id] = _Told(now, told.times + 1)
-            effects.append(ev.Move(one.request_id, one.gateway_id))
+            self._notices[reservation.request_id] = _Notice(now, notice.times + 1)
+            effects.append(ev.Move(reservation.request_id, reservation.gateway_id))
             if len(effects) >= room:
                 break
         return effects
 
-    def _told_of(self, one: Reservation) -> _Told:
-        return self._told.get(one.request_id, _UNTOLD)
+    def _notice_of(self, reservation: Reservation) -> _Notice:
+        return self._notices.get(reservation.request_id, _NO_NOTICE)
 
-    def _order(self, one: Reservation) -> tuple[int, int, str]:
-        """What was told in vain comes last. Then what costs least comes first: so the number of streams falls fastest, and the
-        costly ones may end by themselves."""
-        return self._told_of(one).times, _cost(one), one.request_id
+    def _order(self, reservation: Reservation) -> tuple[int, int, str]:
+        """Requests that were told in vain come last. Then what costs least comes first: so the number of streams falls fastest,
+        and the costly ones may end by themselves."""
+        return self._notice_of(reservation).times, _cost(reservation), reservation.request_id
 
-    def _asked(self, one: Reservation) -> PlacementRequest | None:
+    def _asked(self, reservation: Reservation) -> PlacementRequest | None:
         """Return as what a request would be placed if it left its instance; None if it cannot leave."""
-        state = self._requests.placed(one.request_id)
-        if not one.gateway_id or state is None or (asked := state.request) is None or not asked.movable:
+        state = self._requests.placed(reservation.request_id)
+        if not reservation.gateway_id or state is None or (asked := state.request) is None or not asked.movable:
             return None
-        if (plan := state.plan) is not None and plan.result.steps[one.step_index].kind is not StepKind.SERVE:
+        if (plan := state.plan) is not None and plan.result.steps[reservation.step_index].kind is not StepKind.SERVE:
             return None
-        begun = one.phase is Phase.DECODE
+        begun = reservation.phase is Phase.DECODE
         return replace(
             asked,
             keys=state.keys,
-            exclude=(*asked.exclude, one.instance_id),
+            exclude=(*asked.exclude, reservation.instance_id),
             single_instance=asked.single_instance or begun,
             sliceable_tokens=0 if begun else asked.sliceable_tokens,
             continues=asked.continues or begun,
@@ -131,17 +131,20 @@ class Moves:
 
     def _room(self, pool: str) -> int:
         """Return how many more requests may be under way to the pool's other instances."""
-        others = [one for one in self._instances.members(pool, pool) if one.state is InstanceState.READY]
+        others = [record for record in self._instances.members(pool, pool) if record.state is InstanceState.READY]
         if not others:
             return 0
-        free = sum(not self._reservations.prefills(one.info.instance_id) for one in others)
-        return free or 1 - sum(self._arriving(one.info.instance_id) for one in others)
+        free = sum(not self._reservations.prefills(record.info.instance_id) for record in others)
+        return free or 1 - sum(self._arriving(record.info.instance_id) for record in others)
 
     def _arriving(self, instance_id: str) -> int:
         """Return how many continued answers an instance is computing the beginning of."""
-        states = (self._requests.placed(one.request_id) for one in self._reservations.open_prefills(instance_id))
+        states = (
+            self._requests.placed(reservation.request_id)
+            for reservation in self._reservations.open_prefills(instance_id)
+        )
         asked = (state.request for state in states if state is not None)
-        return sum(one is not None and one.resumed for one in asked)
+        return sum(request is not None and request.resumed for request in asked)
 
 
 def _cost(reservation: Reservation) -> int:

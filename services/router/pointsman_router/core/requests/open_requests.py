@@ -2,8 +2,8 @@
 
 Each transition changes the request's RequestState and updates every index: the reservations and their sums, the queue of held
 requests, the watched prompts, the prefill observer, and the request on trial in an instance's circuit. No other code updates them
-for a request, so none of them can keep a request that has moved or ended. (Plans reports to an instance's circuit what answers
-show about the instance.)
+for a request, so none of them can keep a request that has moved or ended. (PlacementPlans reports to an instance's circuit what
+answers show about the instance.)
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class OpenRequests:
     def reservations_of(self, gateway_id: str) -> list[Reservation]:
         """Return the reservations of a gateway's requests. O(open requests)."""
         taken = [state.reservation for state in self._open.values() if state.reservation is not None]
-        return [one for one in taken if one.gateway_id == gateway_id]
+        return [state for state in taken if state.gateway_id == gateway_id]
 
     def opened_at(self, request_id: str) -> float:
         """Return when the current step of an open request was reserved; inf without a step."""
@@ -227,8 +227,8 @@ class OpenRequests:
         where = dict.fromkeys(step.instance_id for step in decision.result.steps)
         seen = tuple(
             replace(found, prefill_backlog=NO_BACKLOG)
-            for one in where
-            if (found := decision.view.find(one)) is not None
+            for instance_id in where
+            if (found := decision.view.find(instance_id)) is not None
         )
         self._open[request_id].decision = replace(
             decision,
@@ -300,17 +300,17 @@ class OpenRequests:
     def check_invariants(self) -> None:
         """Raise AssertionError, with the request's story, if an index contradicts the requests."""
         for name, state in self._open.items():
-            told = f"{name}: {state.tell()}"
-            assert state.request_id == name, told
-            assert name not in self._ended, told
-            assert state.stage not in (Stage.NEW, Stage.ENDED), told
-            assert self._reservations.get(name) is state.reservation, told
+            story = f"{name}: {state.tell()}"
+            assert state.request_id == name, story
+            assert name not in self._ended, story
+            assert state.stage not in (Stage.NEW, Stage.ENDED), story
+            assert self._reservations.get(name) is state.reservation, story
             waits = self.parked.get(name) or self.queue.get(name)
-            assert waits is state.held, told
-            assert (state.prompt is None) is (state.reservation is None), told
+            assert waits is state.held, story
+            assert (state.prompt is None) is (state.reservation is None), story
             if state.reservation is not None and state.prompt is not None:
-                assert state.prompt.instance_id == state.reservation.instance_id, told
-                assert not (state.held and state.reservation.pending_tokens), f"a hold reserves nothing: {told}"
+                assert state.prompt.instance_id == state.reservation.instance_id, story
+                assert not (state.held and state.reservation.pending_tokens), f"a hold reserves nothing: {story}"
         assert len(self._reservations) == sum(state.reservation is not None for state in self)
         assert len(self.queue) + len(self.parked) == sum(state.held is not None for state in self)
         assert all(held.parked for held in self.parked)

@@ -217,7 +217,9 @@ class Parking:
     def _parked(self, held: HeldRequest, now: float) -> ev.Parked:
         request = held.request
         ahead = sum(
-            self.queue.count(held.pool, one) for one in type(request.priority) if one.level >= request.priority.level
+            self.queue.count(held.pool, priority)
+            for priority in type(request.priority)
+            if priority.level >= request.priority.level
         )
         return ev.Parked(request.request_id, held.gateway_id, held.pool, max(ahead, 1), max(held.answer_by - now, 0.0))
 

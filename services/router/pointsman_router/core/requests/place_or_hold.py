@@ -21,13 +21,13 @@ from pointsman_router.core.instances.saturation import SATURATED
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.load.reservations import Reservations
 from pointsman_router.core.policy.unified import Unified
-from pointsman_router.core.policy_views import Views
+from pointsman_router.core.policy_views import FleetViewBuilder
 from pointsman_router.core.requests.deadlines import SURE_SHARE, lateness, least_prefill_s
 from pointsman_router.core.requests.decider import AllSaturated, Decider, DecideResult
-from pointsman_router.core.requests.fair_order import Line
+from pointsman_router.core.requests.fair_order import QueueKey
 from pointsman_router.core.requests.hold_queue import HeldRequest
 from pointsman_router.core.requests.open_requests import OpenRequests
-from pointsman_router.core.requests.placed_requests import Plans
+from pointsman_router.core.requests.placed_requests import PlacementPlans
 from pointsman_router.core.requests.refusals import not_serving
 from pointsman_router.core.requests.retry_after import RetryAfter
 from pointsman_router.core.types import Decision, PlacementRequest, StepKind
@@ -54,38 +54,35 @@ MARGIN_S = 1.0
 
 @dataclass(slots=True)
 class _Trial:
-    """One trial of a pool's held requests. `decisions`: how many more decisions it may make. `tries`: how many of them may leave
-    their requests held. `decided`: the lines in which it has decided. `effects`, `changes`: effects to return, and changes of the
-    queue to make after the trial."""
+    """One trial of a pool's held requests."""
 
-    decisions: int
-    tries: int
-    # lists: how many more lists of instances it may find full. room: id of a list -> whether it has room, as found since the last
-    # placement.
-    lists: int = MOST_DECISIONS
+    decisions: int  # how many more it may make
+    tries: int  # how many of them may leave their requests held
+    lists: int = MOST_DECISIONS  # how many more lists of instances it may find full
+    # Id of a list -> whether it has room, as found since the last placement.
     room: dict[int, bool] = field(default_factory=dict)
-    decided: set[Line] = field(default_factory=set)
-    effects: list[ev.Effect] = field(default_factory=list)
-    changes: list[Callable[[], object]] = field(default_factory=list)
+    decided: set[QueueKey] = field(default_factory=set)  # the queues in which it has decided
+    effects: list[ev.Effect] = field(default_factory=list)  # to return
+    changes: list[Callable[[], object]] = field(default_factory=list)  # of the queue, to make after the trial
 
 
 class HeldRequests:
     """Answers or holds the requests of a RouterState. `decider` decides on them, `plans` carries decisions out.
 
-    Requests with the same model that wait for the same instance (or for any) form a line. A trial decides, in order, on the
-    requests of the lines for which something was freed, until too many stay held. The next trials continue with the lines that it
-    did not reach. So a request waits only behind requests of its own line. When the fleet or the time has changed, a trial tries
-    all lines, unless earlier trials left some.
+    Requests with the same model that wait for the same instance (or for any) form a queue. A trial decides, in order, on the
+    requests of the queues for which something was freed, until too many stay held. The next trials continue with the queues that
+    it did not reach. So a request waits only behind requests of its own queue. When the fleet or the time has changed, a trial
+    tries all queues, unless earlier trials left some.
 
-    `reservations.eased` names the instances that have less to do. A trial removes those whose lines it has tried.
+    `reservations.less_busy` names the instances that have less to do. A trial removes those whose queues it has tried.
     """
 
     def __init__(
         self,
         requests: OpenRequests,
         decider: Decider,
-        plans: Plans,
-        views: Views,
+        plans: PlacementPlans,
+        views: FleetViewBuilder,
         instances: InstanceRegistry,
         reservations: Reservations,
         prefill_observer: PrefillObserver,
@@ -98,7 +95,7 @@ class HeldRequests:
         self._plans = plans
         self._views = views
         self._instances = instances
-        self._eased = reservations.eased
+        self._less_busy = reservations.less_busy
         self._curve_samples = prefill_observer.samples
         self._retry_after = retry_after
         self._retry_after_s = retry_after_s
@@ -110,10 +107,10 @@ class HeldRequests:
         self._tried_many_at: dict[str, float] = {}
         self._due: dict[str, float] = {}
         self._ends_due = inf
-        # By pool. _freed: present if something was freed since the last trial, for all lines (True), or only for the lines that
-        # wait for an eased instance or for any (False). _rest: lines that earlier trials did not reach.
+        # By pool. _freed: present if something was freed since the last trial, for all queues (True), or only for the queues that
+        # wait for a less busy instance or for any (False). _rest: queues that earlier trials did not reach.
         self._freed: dict[str, bool] = {}
-        self._rest: dict[str, set[Line]] = {}
+        self._rest: dict[str, set[QueueKey]] = {}
 
     @property
     def retry_at(self) -> float | None:
@@ -157,13 +154,13 @@ class HeldRequests:
         return [effect for pool in pools for effect in self._retry(pool, now, now)]
 
     def retry_all(self, now: float) -> list[ev.Effect]:
-        """The fleet has changed, which may have freed anything: try the held requests of all pools and lines, as `retry`.
+        """The fleet has changed, which may have freed anything: try the held requests of all pools and queues, as `retry`.
         Mutates."""
         return [effect for pool in self.queue.pools() for effect in self._retry(pool, now, now, everywhere=True)]
 
     def reported(self, pool: str, instance_id: str, now: float) -> list[ev.Effect]:
         """An instance of the pool reported its load, which may have freed something: try the pool, now or soon. Mutates."""
-        self._eased.add(instance_id)
+        self._less_busy.add(instance_id)
         return self._retry(pool, now, self._tried_at.get(pool, -inf) + REPORT_RETRY_S)
 
     def retry_due(self, now: float) -> list[ev.Effect]:
@@ -258,10 +255,10 @@ class HeldRequests:
         if held.first_token_by < inf:
             least_s = least_prefill_s(held.request, verdict.pool, verdict.view, self._curve_samples)
         if isinstance(verdict, AllSaturated):
-            new = min(one.new_tokens for one in verdict.view.candidates if one.excluded == SATURATED)
+            new = min(candidate.new_tokens for candidate in verdict.view.candidates if candidate.excluded == SATURATED)
             start_by = held.first_token_by - least_s
             return replace(held, reason=SATURATED, new_tokens=new, for_room=True, start_by=start_by, waits_for="")
-        result, new = verdict.result, min(one.new_tokens for one in verdict.view.eligible())
+        result, new = verdict.result, min(candidate.new_tokens for candidate in verdict.view.eligible())
         answer_by = min(held.answer_by, held.since + result.max_hold_s) if result.max_hold_s else held.answer_by
         # A request that could be placed but queues behind others waits for room as they do.
         for_room = bool(result.steps)
@@ -289,17 +286,17 @@ class HeldRequests:
         return []
 
     def _serve(self, pool: str, now: float, tries: int) -> list[ev.Effect]:
-        """Try the pool's held requests until `tries` of them stay held: first the lines for which something was freed, then, with
-        at least half of the tries, the lines that earlier trials did not reach. Lines that this trial does not reach are tried
-        after RETRY_S. Mutates."""
+        """Try the pool's held requests until `tries` of them stay held: first the queues for which something was freed, then,
+        with at least half of the tries, the queues that earlier trials did not reach. Queues that this trial does not reach are
+        tried after RETRY_S. Mutates."""
         self._tried_at[pool] = now
         self._paid_until[pool] = max(self._paid_until.get(pool, -inf), now) + RETRY_S
         self._due.pop(pool, None)
-        lines = self.queue.lines(pool)
-        rest, freed = self._rest.pop(pool, set()) & lines, self._freed.pop(pool, None)
+        keys = self.queue.queue_keys(pool)
+        rest, freed = self._rest.pop(pool, set()) & keys, self._freed.pop(pool, None)
         everywhere = freed is True and not rest
-        first = {line for line in lines if everywhere or (line[1] in self._eased if line[1] else freed is not None)}
-        self._eased.difference_update(instance_id for _, instance_id in first)
+        first = {key for key in keys if everywhere or (key[1] in self._less_busy if key[1] else freed is not None)}
+        self._less_busy.difference_update(instance_id for _, instance_id in first)
         trial = _Trial(max(tries, MOST_DECISIONS), tries - tries // 2 if rest else tries)
         left = self._try(pool, first, trial, now)
         if rest := rest - first | (left & rest) - trial.decided:
@@ -313,26 +310,27 @@ class HeldRequests:
             self._due[pool] = now + RETRY_S
         return trial.effects
 
-    def _try(self, pool: str, lines: set[Line], trial: _Trial, now: float) -> set[Line]:
-        """Try the requests of these lines in order until a limit of the trial is reached; return the lines still to be tried."""
-        if not lines:
+    def _try(self, pool: str, keys: set[QueueKey], trial: _Trial, now: float) -> set[QueueKey]:
+        """Try the requests of these queues in order until a limit of the trial is reached; return the queues still to be
+        tried."""
+        if not keys:
             return set()
-        full = self.queue.lines(pool) - lines
-        stay_held: set[Line] = set()
+        full = self.queue.queue_keys(pool) - keys
+        stay_held: set[QueueKey] = set()
         for held in self.queue.order(pool, full):
-            request_id, line = held.request.request_id, held.line
-            if not self._room(pool, line[0], trial, now):
-                # Later requests of this line have no room either. Other lines may: an adapter is loaded on some instances only.
-                full.add(line)
+            request_id, key = held.request.request_id, held.queue_key
+            if not self._room(pool, key[0], trial, now):
+                # Later requests of this queue have no room either. Other queues may: an adapter is loaded on some instances only.
+                full.add(key)
                 if not trial.lists:
-                    return lines - full
+                    return keys - full
                 continue
             if not trial.tries:
-                return lines - full - stay_held
+                return keys - full - stay_held
             if not trial.decisions:
-                return lines - full
+                return keys - full
             trial.decisions -= 1
-            trial.decided.add(line)
+            trial.decided.add(key)
             verdict = self._decider.decide(_aged(held, now), now)
             if _elsewhere(verdict, held):
                 trial.changes.append(partial(self._requests.leave_queue, request_id))
@@ -347,7 +345,7 @@ class HeldRequests:
                 trial.room.clear()
             else:
                 trial.tries -= 1
-                stay_held.add(line)
+                stay_held.add(key)
                 if not isinstance(verdict, ev.Refused):
                     trial.changes.append(partial(self._requests.change_hold, self._judged(held, verdict)))
         return set()
@@ -366,11 +364,11 @@ class HeldRequests:
         saturated: dict[tuple[str, int], bool] = {}
         for held in self.queue.expired(now, ENDS_AT_ONCE):
             request, why = held.request, f"held for {now - held.since:.1f} s"
-            line = held.pool, id(self._instances.members(held.pool, request.model))
+            members = held.pool, id(self._instances.members(held.pool, request.model))
             if self._needs_no_view(held):
-                if line not in saturated:
-                    saturated[line] = self._views.saturated(held.pool, request.model, now)
-                if saturated[line]:
+                if members not in saturated:
+                    saturated[members] = self._views.saturated(held.pool, request.model, now)
+                if saturated[members]:
                     effects += self._refused(held, why, now)
                     self._requests.leave_queue(request.request_id)
                     continue

@@ -33,7 +33,7 @@ MAX_NOTE = 100
 MAX_STEPS = 10_000
 
 
-class Plans:
+class PlacementPlans:
     """Carries out decisions, step by step. `place_lease_s`: lease of a placement of the unary form, which no gateway follows,
     s."""
 

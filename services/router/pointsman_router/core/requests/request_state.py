@@ -52,22 +52,18 @@ class InvalidTransitionError(RuntimeError):
 
 
 class RequestState(msgspec.Struct, gc=False):
-    """All that is known of one request. Only OpenRequests changes it, and updates each index with the change.
-
-    `held`: the request waits for its first step or, if it has a reservation, for the rest of its plan. `reservation`: that of its
-    current step, the same object as in Reservations. `prompt`: the progress of this step. `decision`: the last decision, with all
-    steps of the plan so far; after the end it marks the id as used. `announced`: the request as its gateway announced it, if this
-    router has no decision on it and it can be moved. `counted`: the name under which session admission counts its
-    session; empty if it does not.
-    """
+    """All that is known of one request. Only OpenRequests changes it, and updates each index with the change."""
 
     request_id: str
+    # The request waits for its first step or, if it has a reservation, for the rest of its plan.
     held: HeldRequest | None = None
-    reservation: Reservation | None = None
-    prompt: OpenPrompt | None = None
+    reservation: Reservation | None = None  # that of its current step, the same object as in Reservations
+    prompt: OpenPrompt | None = None  # the progress of this step
+    # The last decision, with all steps of the plan so far; after the end it marks the id as used.
     decision: Decision | None = None
+    # The request as its gateway announced it, if this router has no decision on it and it can be moved.
     announced: PlacementRequest | None = None
-    counted: str = ""
+    counted: str = ""  # the name under which session admission counts its session; empty if it does not
     # Time, name and detail of each transition, one after another in one flat tuple, so that a story is a single object.
     story: tuple[float | str, ...] = ()
 
@@ -127,5 +123,5 @@ class RequestState(msgspec.Struct, gc=False):
     def tell(self) -> str:
         """Return the stage and the story in one line, for errors; times are on the router's clock."""
         lines = zip(self.story[::3], self.story[1::3], self.story[2::3], strict=True)
-        told = ", then ".join(f"{name}{detail and ': '}{detail} at {at:.3f} s" for at, name, detail in lines)
-        return f"{self.stage.value} ({told})" if told else self.stage.value
+        story = ", then ".join(f"{name}{detail and ': '}{detail} at {at:.3f} s" for at, name, detail in lines)
+        return f"{self.stage.value} ({story})" if story else self.stage.value

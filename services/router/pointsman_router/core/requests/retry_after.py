@@ -40,8 +40,8 @@ class RetryAfter:
     def seconds(self, pool: str, priority: Priority, waited_s: float = 0.0) -> float:
         """Return the retry-after time of a request that was refused after `waited_s`: the longest of this wait and the mean waits
         of its class and of higher ones, which go first. At least `least_s`, at most MOST_S or `least_s` if longer."""
-        first = [one for one in Priority if one.level >= priority.level]
-        waits = [mean.seconds for one in first if (mean := self._means.get((pool, one))) is not None]
+        first = [other for other in Priority if other.level >= priority.level]
+        waits = [mean.seconds for other in first if (mean := self._means.get((pool, other))) is not None]
         return min(max(self._least_s, waited_s, *waits), max(MOST_S, self._least_s))
 
     def expire(self, now: float) -> None:

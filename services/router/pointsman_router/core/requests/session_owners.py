@@ -47,6 +47,6 @@ class SessionOwners:
         disowned = self._affinity.end(event.session, now)
         effects: list[ev.Effect] = [ev.SessionDisowned(event.session, pool) for pool in disowned]
         if event.gateway_id:
-            pools = tuple(one.model for one in self._instances.pools() if self._owned.owns(one.model))
+            pools = tuple(pool.model for pool in self._instances.pools() if self._owned.owns(pool.model))
             effects.append(ev.SessionEndApplied(event.gateway_id, event.tenant, event.session_id, pools))
         return effects

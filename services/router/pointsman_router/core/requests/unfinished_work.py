@@ -18,10 +18,10 @@ from pointsman_router.core import events_and_effects as ev
 PART = 128
 
 # Yields the effects of one step at a time. A step is applied when its effects are yielded.
-Steps = Iterator[list[ev.Effect]]
+WorkSteps = Iterator[list[ev.Effect]]
 
 # Events that change one request, the requests of a pool, or requests in any pool.
-_OF_A_REQUEST = (ev.PlaceRequested, ev.StreamOpened, ev.StepDone, ev.FirstToken, ev.Finished, ev.GatewayTold)
+_OF_A_REQUEST = (ev.PlaceRequested, ev.StreamOpened, ev.StepDone, ev.FirstToken, ev.Finished, ev.GatewayReported)
 _TAKING = (ev.PoolTaken, ev.SessionsRead)
 _OF_A_POOL = (*_TAKING, ev.PoolLost)
 # A session may have requests in any pool, and its end must stay between those that came before and after it.
@@ -34,7 +34,7 @@ class UnfinishedWork:
 
     def __init__(self, pool_of: Callable[[ev.Event], str | None]) -> None:
         self._pool_of = pool_of
-        self._steps: Steps | None = None
+        self._steps: WorkSteps | None = None
         self._waiting: deque[ev.Event] = deque()
         # The pools that the work and the deferred events concern. They stay until all work is done, since events of one request
         # must keep their order.
@@ -45,7 +45,7 @@ class UnfinishedWork:
         """Return whether any work is left."""
         return self._steps is not None or bool(self._waiting)
 
-    def begin(self, event: ev.Event, steps: Steps) -> list[ev.Effect]:
+    def begin(self, event: ev.Event, steps: WorkSteps) -> list[ev.Effect]:
         """Apply the first part of `event`. No other event may be in progress. Mutates."""
         assert self._steps is None
         self._steps = steps

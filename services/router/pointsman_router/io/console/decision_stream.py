@@ -107,8 +107,8 @@ class DecisionStream:
             self._log.unwatch(watch)
 
     async def _message(self, news: list[LoggedDecision], dropped: int) -> str:
-        told: list[dict[str, Any]] = []
+        decisions: list[dict[str, Any]] = []
         for logged in news[-AT_MOST:]:
-            told.append(json_format.MessageToDict(self._to_wire(logged)))
+            decisions.append(json_format.MessageToDict(self._to_wire(logged)))
             await asyncio.sleep(0)  # Let placements run in between.
-        return f"data: {json.dumps({'decisions': told, 'skipped': len(news) - len(told) + dropped})}\n\n"
+        return f"data: {json.dumps({'decisions': decisions, 'skipped': len(news) - len(decisions) + dropped})}\n\n"

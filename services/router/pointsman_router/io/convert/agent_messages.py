@@ -98,7 +98,7 @@ def kv_to_wire(kv: KvTransfer | None) -> agent_pb2.KvTransfer | None:
         role=_KV_ROLES[kv.role],
         cache_dtype=kv.cache_dtype,
         layerwise=kv.layerwise,
-        wrong_from=[agent_pb2.WrongKv(**asdict(one)) for one in kv.wrong_from],
+        wrong_from=[agent_pb2.WrongKv(**asdict(sender)) for sender in kv.wrong_from],
         engine_id=kv.engine_id,
     )
 
@@ -113,7 +113,7 @@ def _kv_transfer(wire: agent_pb2.Instance) -> KvTransfer | None:
     if role is None:
         return None
     wrong_from = tuple(
-        WrongKv(one.bootstrap_url, one.engine_id, one.requests) for one in kv.wrong_from[:MAX_WRONG_SENDERS]
+        WrongKv(sender.bootstrap_url, sender.engine_id, sender.requests) for sender in kv.wrong_from[:MAX_WRONG_SENDERS]
     )
     return KvTransfer(protocol, kv.bootstrap_url, role, kv.cache_dtype, kv.layerwise, wrong_from, kv.engine_id)
 

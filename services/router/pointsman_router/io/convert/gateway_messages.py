@@ -39,9 +39,13 @@ _MAX_WEIGHT = 1_000
 
 def _cached_by_tier(wire: placement_pb2.Finished) -> Mapping[int, int] | None:
     """Return the cached tokens by tier; None if none are reported or the report is impossible."""
-    told: dict[int, int] = {one.tier: one.tokens for one in wire.cached_by_tier}
-    fits = len(told) == len(wire.cached_by_tier) and told.keys() <= _TIERS and sum(told.values()) <= wire.cached_tokens
-    return told if told and fits else None
+    by_tier: dict[int, int] = {cached.tier: cached.tokens for cached in wire.cached_by_tier}
+    fits = (
+        len(by_tier) == len(wire.cached_by_tier)
+        and by_tier.keys() <= _TIERS
+        and sum(by_tier.values()) <= wire.cached_tokens
+    )
+    return by_tier if by_tier and fits else None
 
 
 def _keys(wire: placement_pb2.PlacementRequest) -> array[int]:

@@ -117,9 +117,9 @@ def group_to_wire(group: OutcomeGroup) -> fleet_pb2.SummarizeDecisionsResponse.G
 def policy_description(kind: type[Policy]) -> fleet_pb2.PolicyDescription:
     """Describe a policy that can be set: the first sentence of its docstring, and its settings."""
     wire = fleet_pb2.PolicyDescription(name=kind.name, summary=summary(kind))
-    for one in fields(kind):
-        setting = wire.settings.add(name=one.name, bounds=bounds(one), meaning=one.metadata["doc"])
-        default: Any = one.default
+    for field in fields(kind):
+        setting = wire.settings.add(name=field.name, bounds=bounds(field), meaning=field.metadata["doc"])
+        default: Any = field.default
         match default:
             case bool():
                 setting.default_value.bool_value = default
@@ -321,7 +321,8 @@ def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: 
     if candidates:
         view = decision.view
         wire.candidates.extend(
-            _candidate(one, view.report_age_s(one), result.scores.get(one.instance_id)) for one in view.candidates
+            _candidate(candidate, view.report_age_s(candidate), result.scores.get(candidate.instance_id))
+            for candidate in view.candidates
         )
     if request.admitted is not None:
         wire.admission.CopyFrom(_admission(request.admitted))

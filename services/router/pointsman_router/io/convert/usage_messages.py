@@ -20,37 +20,43 @@ def usage_reports(wire: placement_pb2.UsageReport) -> list[KeyReport]:
     hours."""
     return [
         KeyReport(
-            key=one.key,
-            requests_per_minute=one.requests_per_minute,
-            tokens_per_minute=one.tokens_per_minute,
-            max_in_flight=min(one.max_in_flight, _MAX_IN_FLIGHT),
-            used_requests=one.used_requests,
-            used_tokens=one.used_tokens,
-            in_flight=one.in_flight,
-            returned_requests=one.returned_requests,
-            returned_tokens=one.returned_tokens,
-            returned_slots=one.returned_slots,
-            wanted=one.wanted,
-            level_requests=one.level_requests,
-            level_tokens=one.level_tokens,
-            held_requests=one.held_requests,
-            held_tokens=one.held_tokens,
-            held_slots=one.held_slots,
-            lease_ended=one.lease_ended,
+            key=report.key,
+            requests_per_minute=report.requests_per_minute,
+            tokens_per_minute=report.tokens_per_minute,
+            max_in_flight=min(report.max_in_flight, _MAX_IN_FLIGHT),
+            used_requests=report.used_requests,
+            used_tokens=report.used_tokens,
+            in_flight=report.in_flight,
+            returned_requests=report.returned_requests,
+            returned_tokens=report.returned_tokens,
+            returned_slots=report.returned_slots,
+            wanted=report.wanted,
+            level_requests=report.level_requests,
+            level_tokens=report.level_tokens,
+            held_requests=report.held_requests,
+            held_tokens=report.held_tokens,
+            held_slots=report.held_slots,
+            lease_ended=report.lease_ended,
         )
-        for one in wire.keys[:_MAX_USAGE_KEYS]
-        if _is_possible(one)
+        for report in wire.keys[:_MAX_USAGE_KEYS]
+        if _is_possible(report)
     ]
 
 
-def _is_possible(one: placement_pb2.KeyReport) -> bool:
+def _is_possible(report: placement_pb2.KeyReport) -> bool:
     # NaN fails each of the comparisons.
-    amounts = (one.used_requests, one.returned_requests, one.returned_tokens, one.held_requests, one.held_tokens)
-    levels = (one.used_tokens, one.level_requests, one.level_tokens)
+    amounts = (
+        report.used_requests,
+        report.returned_requests,
+        report.returned_tokens,
+        report.held_requests,
+        report.held_tokens,
+    )
+    levels = (report.used_tokens, report.level_requests, report.level_tokens)
     return (
-        len(one.key) == _USAGE_KEY_BYTES
-        and max(one.requests_per_minute, one.tokens_per_minute) <= _MAX_LIMIT
-        and max(one.in_flight, one.returned_slots, one.held_slots) <= _MAX_IN_FLIGHT
+        len(report.key) == _USAGE_KEY_BYTES
+        and max(report.requests_per_minute, report.tokens_per_minute) <= _MAX_LIMIT
+        and max(report.in_flight, report.returned_slots, report.held_slots) <= _MAX_IN_FLIGHT
         and all(0 <= amount <= _MAX_LIMIT for amount in amounts)
         and all(-_MAX_LIMIT <= level <= _MAX_LIMIT for level in levels)
     )
@@ -63,14 +69,14 @@ def usage_answer_to_wire(answer: UsageAnswer) -> placement_pb2.UsageAnswer:
         tell_all=answer.tell_all,
         keys=[
             placement_pb2.KeyGrant(
-                key=one.key,
-                requests=one.requests,
-                tokens=one.tokens,
-                slots=one.slots,
-                level_requests=one.level_requests,
-                level_tokens=one.level_tokens,
-                wanted=one.wanted,
+                key=grant.key,
+                requests=grant.requests,
+                tokens=grant.tokens,
+                slots=grant.slots,
+                level_requests=grant.level_requests,
+                level_tokens=grant.level_tokens,
+                wanted=grant.wanted,
             )
-            for one in answer.grants
+            for grant in answer.grants
         ],
     )

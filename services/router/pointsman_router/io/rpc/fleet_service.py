@@ -166,7 +166,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         wanted = _filter(request.filter)
         found = list(itertools.islice(self._router.decisions.newest(wanted.matches, before), size + 1))
         return fleet_pb2.ListDecisionsResponse(
-            decisions=[self.without_candidates(one) async for one in in_turns(found[:size])],
+            decisions=[self.without_candidates(logged) async for logged in in_turns(found[:size])],
             next_page_token=self._next_page(found, size, attrgetter("number"), request),
         )
 
@@ -222,8 +222,8 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
             recorded = list(itertools.islice(newest, request.last or 1))
         comparison = PolicyComparison()
         async with self._deciding_again:
-            async for one in in_turns(recorded):
-                comparison.add(one.decision, self._router.state.what_if(one.decision, policy))
+            async for logged in in_turns(recorded):
+                comparison.add(logged.decision, self._router.state.what_if(logged.decision, policy))
         return operator_messages.what_if_to_wire(comparison)
 
     async def SummarizeDecisions(  # noqa: N802
@@ -235,8 +235,8 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         newest = self._router.decisions.newest(_filter(request.filter).matches)
         found = list(itertools.islice(newest, request.last or DEFAULT_SUMMARIZED))
         outcomes = OutcomeStats()
-        async for one in in_turns(found):
-            outcomes.add(one.decision, one.outcome, one.finished)
+        async for logged in in_turns(found):
+            outcomes.add(logged.decision, logged.outcome, logged.finished)
         return fleet_pb2.SummarizeDecisionsResponse(
             decided=len(found),
             oldest=timestamp(found[-1].unix_s) if found else None,
@@ -282,8 +282,8 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         if not names:
             return
         counted = SessionTurns(names)
-        async for one in in_turns(logged):
-            counted.add(one.decision, one.finished)
+        async for decided in in_turns(logged):
+            counted.add(decided.decision, decided.finished)
         for wire, name in zip(answer.sessions, names, strict=True):
             turns = counted.of(*name)
             wire.turns, wire.input_tokens = turns.turns, turns.input_tokens

@@ -43,13 +43,13 @@ class HistoryLists(PagedLists):
             **self._times(history.pool_buckets(now), POOL_STEP_S, now),
             next_page_token=self._next_page(found, size, itemgetter(0), request),
         )
-        told = [(answer.pools.add(model=name), row) for name, row in found[:size]]
+        answered = [(answer.pools.add(model=name), row) for name, row in found[:size]]
         if not request.model and after is None:
             answer.total.SetInParent()
-            told.append((answer.total, history.total))
-        async for (wire, row), measure in in_turns(itertools.product(told, wanted)):
+            answered.append((answer.total, history.total))
+        async for (wire, row), measure in in_turns(itertools.product(answered, wanted)):
             _add_series(wire, row, measure, history, now)
-        for wire, row in told:
+        for wire, row in answered:
             if row.owned_since is not None:
                 wire.owned_since.CopyFrom(_wall(row.owned_since, now))
         return answer

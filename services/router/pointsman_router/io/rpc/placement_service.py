@@ -105,24 +105,24 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
         state = self._router.state
         request_id, pool = request.finished.request_id, state.instances.pool_of(request.model)
         if state.reservations.get(request_id) is None and state.held_requests.queue.get(request_id) is None:
-            asked = [pool] if pool else [one.model for one in state.instances.pools()]
-            elsewhere = next((one for one in asked if not state.owned.owns(one)), "")
+            asked = [pool] if pool else [known.model for known in state.instances.pools()]
+            elsewhere = next((model for model in asked if not state.owned.owns(model)), "")
             if elsewhere:
                 refused = not_serving(
                     request_id, elsewhere, "the request is not known here; another router may have placed it"
                 )
                 await abort(context, refusal_status(refused, self._router.owner_elsewhere(refused)))
-        self._router.submit(ev.GatewayTold("", gateway_messages.finished(request.finished)))
+        self._router.submit(ev.GatewayReported("", gateway_messages.finished(request.finished)))
         return placement_pb2.FinishResponse()
 
     async def _read(self, gateway_id: str, context: SessionContext) -> None:
         while (message := await context.read()) is not END_OF_STREAM:
-            for one in message.batch.requests if message.HasField("batch") else (message,):
-                if one.HasField("hello"):
-                    again = await gateway_messages.gateway_hello(one.hello)
+            for request in message.batch.requests if message.HasField("batch") else (message,):
+                if request.HasField("hello"):
+                    again = await gateway_messages.gateway_hello(request.hello)
                     self._router.submit(replace(again, gateway_id=gateway_id))
                 else:
-                    self._take(gateway_id, one)
+                    self._take(gateway_id, request)
 
     def _take(self, gateway_id: str, message: placement_pb2.SessionRequest) -> None:
         match message.WhichOneof("kind"):
@@ -135,13 +135,13 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
                 self._router.place(ev.PlaceRequested(asked, gateway_id), message.place.traceparent)
                 return
             case "step_done":
-                event: ev.Event = ev.GatewayTold(gateway_id, gateway_messages.step_done(message.step_done))
+                event: ev.Event = ev.GatewayReported(gateway_id, gateway_messages.step_done(message.step_done))
             case "open_stream":
                 event = ev.StreamOpened(gateway_id, gateway_messages.open_stream(message.open_stream))
             case "first_token":
-                event = ev.GatewayTold(gateway_id, gateway_messages.first_token(message.first_token))
+                event = ev.GatewayReported(gateway_id, gateway_messages.first_token(message.first_token))
             case "finished":
-                event = ev.GatewayTold(gateway_id, gateway_messages.finished(message.finished))
+                event = ev.GatewayReported(gateway_id, gateway_messages.finished(message.finished))
             case "end_session":
                 ended = message.end_session
                 event = ev.SessionEnded(ended.tenant, ended.session_id, gateway_id)

@@ -16,12 +16,12 @@ def replicas_to_wire(router: Router) -> fleet_pb2.ListReplicasResponse:
     """Return the control plane as `router` sees it."""
     state, store, now = router.state, router.store, asyncio.get_running_loop().time()
     answer = fleet_pb2.ListReplicasResponse(this_replica=_router_status(router))
-    for one in store.replicas():
-        heartbeat_age = None if one.seen_at is None else duration(now - one.seen_at)
-        replica_info = ReplicaInfo.read(one.replica_info)
+    for replica in store.replicas():
+        heartbeat_age = None if replica.seen_at is None else duration(now - replica.seen_at)
+        replica_info = ReplicaInfo.read(replica.replica_info)
         answer.replicas.add(
-            router_id=one.router_id,
-            address=one.address,
+            router_id=replica.router_id,
+            address=replica.address,
             heartbeat_age=heartbeat_age,
             policy=operator_messages.policy_to_wire(PolicyRef(*replica_info.policy)) if replica_info.policy else None,
             console_url=replica_info.console_url,
@@ -31,9 +31,9 @@ def replicas_to_wire(router: Router) -> fleet_pb2.ListReplicasResponse:
             held_requests=replica_info.held_requests,
             gateways=replica_info.gateways,
         )
-    for one in store.lost_replicas():
-        age = None if one.seen_at is None else duration(now - one.seen_at)
-        answer.lost_replicas.add(router_id=one.router_id, heartbeat_age=age)
+    for replica in store.lost_replicas():
+        age = None if replica.seen_at is None else duration(now - replica.seen_at)
+        answer.lost_replicas.add(router_id=replica.router_id, heartbeat_age=age)
     for pool in state.instances.pools():
         owned = state.owned.owns(pool.model)
         answer.pools.add(

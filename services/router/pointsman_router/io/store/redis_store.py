@@ -65,39 +65,35 @@ class _Reading:
 
     mean_work: MeanWork | None = None
     idle_sessions: IdleSessions | None = None
-    idle_age_s: float = 0.0
-    reservations: dict[str, Reservation] = field(default_factory=dict)
-    reservations_read: bool = False
-    sessions: int = 0
-    cursor: int = 0
+    idle_age_s: float = 0.0  # how old `idle_sessions` are
+    reservations: dict[str, Reservation] = field(default_factory=dict)  # read so far
+    reservations_read: bool = False  # whether all are
+    sessions: int = 0  # number that was read
+    cursor: int = 0  # Redis' cursor of the next page; 0: the first, or none
 
 
 @dataclass(slots=True)
 class _Pool:
-    """One pool as this replica knows it. Times are on the event loop's clock.
-
-    `epoch`: the epoch of this replica's ownership (0: not the owner). `seen`: the highest epoch of any owner. `held_until`: end
-    of this replica's lease. `free_since`: since when the pool has no owner. `pending`: changes to be written, and callbacks that
-    wait for the changes before them. `reading`: progress of reading a newly taken pool; None once all is read. `unwritten`: what
-    a rewrite has yet to write, with a None as `snapshot` yields it. `told_after`: callbacks that wait until a rewrite has written
-    the reservations; None if it has.
-    """
+    """One pool as this replica knows it. Times are on the event loop's clock, in s."""
 
     name: str
     lease_key: str
     # Redis keys of: epoch, number of the last change, open reservations, session owners, their expiry, what the owner learned.
     state_keys: list[str]
-    epoch: int = 0
-    seen: int = 0
+    epoch: int = 0  # of this replica's ownership; 0: not the owner
+    seen: int = 0  # the highest epoch of any owner
     owner: Owner | None = None
-    held_until: float = 0.0
-    free_since: float | None = None
+    held_until: float = 0.0  # end of this replica's lease
+    free_since: float | None = None  # since when the pool has no owner
+    # Changes to be written, and callbacks that wait for the changes before them.
     pending: deque[list[str] | Stored] = field(default_factory=deque)
     number: int = 1  # number of the first pending change
     written: int = 0  # number of the last change that Redis is known to hold
-    reading: _Reading | None = None
+    reading: _Reading | None = None  # progress of reading a newly taken pool; None once all is read
+    # What a rewrite has yet to write, with a None as `snapshot` yields it.
     unwritten: Iterator[StoreEffect | None] | None = None
-    told_after: list[Stored] | None = None
+    # Callbacks that wait until a rewrite has written the reservations; None if it has.
+    after_rewrite: list[Stored] | None = None
     given_up: bool = False  # to be released and removed with the next heartbeat
     paged_at: float = 0.0  # when its last page was read or rewritten
 
@@ -303,7 +299,7 @@ class RedisStore:
                     continue
                 # Reset only after all pools were written: one pool's success must not hide that another's writes always fail.
                 self._write_failures = 0
-                if self._returning and all(pool.told_after is None for pool in self._pools.values()):
+                if self._returning and all(pool.after_rewrite is None for pool in self._pools.values()):
                     self._returned()
                 now = loop.time()
                 if paged is not None:
@@ -321,7 +317,7 @@ class RedisStore:
 
     async def _poll(self) -> None:
         self._poll_at = asyncio.get_running_loop().time() + self._lease_s / 4
-        told, version, config, known, lost = await self._heartbeat(
+        live_replies, version, config, known, lost = await self._heartbeat(
             keys=list(self._fleet_keys.values()),
             args=[
                 self._router_id,
@@ -332,7 +328,7 @@ class RedisStore:
                 self._kept_digest,
             ],
         )
-        live = self._met(told, lost)
+        live = self._met(live_replies, lost)
         if config or int(version) != self._kept_config[0]:
             self._keeps_config(int(version), config)
         while self._config != self._kept_config[1]:
@@ -360,18 +356,18 @@ class RedisStore:
                 await self._hand_over(pool, successor)
                 break  # One pool at a time, since gateways repeat all requests that the pool holds.
 
-    def _met(self, told: list[list[str | int]], lost: list[list[str | int]]) -> list[str]:
+    def _met(self, live: list[list[str | int]], lost: list[list[str | int]]) -> list[str]:
         """Record the live and the lost replicas that HEARTBEAT returned. Return the ids of the live ones."""
         self.answered_at = now = asyncio.get_running_loop().time()
         self._replicas = sorted(
             (
                 Replica(str(router_id), str(address), now - int(silent_ms) / 1e3, str(replica_info))
-                for router_id, address, silent_ms, replica_info in told
+                for router_id, address, silent_ms, replica_info in live
             ),
-            key=lambda one: one.router_id,
+            key=lambda replica: replica.router_id,
         )
         self._lost_replicas = [Replica(str(router_id), "", now - int(silent_ms) / 1e3) for router_id, silent_ms in lost]
-        return [one.router_id for one in self._replicas]
+        return [replica.router_id for replica in self._replicas]
 
     def _take(self, pool: _Pool, live: list[str], now: float) -> int:
         """Return the `take` argument of ACQUIRE. The preferred replica takes a free pool at once, the others half a lease later.
@@ -428,11 +424,11 @@ class RedisStore:
     async def _own(self, pool: _Pool, epoch: int, *, rewrite: bool) -> None:
         if epoch == pool.epoch:
             if rewrite and pool.taken:
-                waiting = [*(pool.told_after or []), *(item for item in pool.pending if callable(item))]
+                waiting = [*(pool.after_rewrite or []), *(item for item in pool.pending if callable(item))]
                 self._forget_changes(pool)
                 # Sessions in Redis that are not read yet must not be cleared.
                 pool.pending.append(["clear_open" if pool.reading else "clear"])
-                pool.unwritten, pool.told_after = self._snapshot(pool.name), waiting
+                pool.unwritten, pool.after_rewrite = self._snapshot(pool.name), waiting
             return
         kept = await self._redis.hgetall(pool.state_keys[-1])
         seconds, micros = await self._redis.time() if "idle" in kept else (0, 0)
@@ -457,7 +453,7 @@ class RedisStore:
         self._on_event(ev.PoolLost(pool.name))
 
     async def _forget_given_up(self) -> None:
-        for pool in [one for one in self._pools.values() if one.given_up]:
+        for pool in [pool for pool in self._pools.values() if pool.given_up]:
             if pool.reading or pool.unwritten:
                 continue
             if pool.epoch:
@@ -501,7 +497,7 @@ class RedisStore:
                 log.info("read all sessions of a pool", pool=pool.name, sessions=reading.sessions)
             return
         opened = {name: _read(value, Reservation) for name, value in values.items()}
-        reading.reservations |= {name: one for name, one in opened.items() if one is not None}
+        reading.reservations |= {name: reservation for name, reservation in opened.items() if reservation is not None}
         if not reading.cursor:
             self._take_over(pool, reading)
 
@@ -517,7 +513,7 @@ class RedisStore:
     def _urgent(self) -> bool:
         """Return whether any pool's reservations are still to be read or rewritten. Placements wait for this."""
         return self._writing and any(
-            pool.epoch and (not pool.taken or pool.told_after is not None) for pool in self._pools.values()
+            pool.epoch and (not pool.taken or pool.after_rewrite is not None) for pool in self._pools.values()
         )
 
     def _next_paged(self) -> _Pool | None:
@@ -540,21 +536,21 @@ class RedisStore:
             if effect is None:
                 break
             pool.pending.append(_change(effect))
-            if number == (PAGE if pool.told_after is None else BATCH):
+            if number == (PAGE if pool.after_rewrite is None else BATCH):
                 return
         else:
             pool.unwritten = None
             pool.pending.append(["complete"])
-        if pool.told_after is not None:
-            pool.pending.extend(pool.told_after)
-            pool.told_after = None
+        if pool.after_rewrite is not None:
+            pool.pending.extend(pool.after_rewrite)
+            pool.after_rewrite = None
 
     async def _flush(self, pool: _Pool, until: float = math.inf, *, page: bool = True) -> None:
         """Write the changes that are pending now, at most until `until`, and, if `page`, the next page of a rewrite. Changes that
         are recorded meanwhile wait for the next call. Under full load there are always some, and leases and other pools' changes
         must not wait for them."""
         loop = asyncio.get_running_loop()
-        if pool.unwritten is not None and len(pool.pending) < BATCH and (page or pool.told_after is not None):
+        if pool.unwritten is not None and len(pool.pending) < BATCH and (page or pool.after_rewrite is not None):
             self._next_page(pool)
         left = len(pool.pending)
         while left and pool.epoch and self._writing:
@@ -582,8 +578,8 @@ class RedisStore:
         used again, since some changes may be on the way to Redis."""
         dropped, pool.pending, pool.unwritten = pool.pending, deque(), None
         pool.number += sum(isinstance(item, list) for item in dropped)
-        dropped.extend(pool.told_after or ())
-        pool.told_after = None
+        dropped.extend(pool.after_rewrite or ())
+        pool.after_rewrite = None
         return dropped
 
     def _drop_pending(self, pool: _Pool, *, kept: bool) -> None:

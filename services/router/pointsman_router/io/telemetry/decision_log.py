@@ -40,17 +40,15 @@ _LISTED_BYTES = 16
 
 
 class LoggedDecision(msgspec.Struct, frozen=True, gc=False):
-    """A decision with the time when it was made (unix s), the time that deciding took (s), and how its request ended (None while
-    it runs). `number` is the decision's position in the log, from 1. `held_bytes` estimates the memory that it adds to that of
-    the decision before it."""
+    """A decision as the log has it."""
 
     decision: Decision
-    unix_s: float
-    decide_s: float
-    finished: Finished | None = None
-    dry_run: bool = False
-    number: int = 0
-    held_bytes: int = 0
+    unix_s: float  # when it was made
+    decide_s: float  # how long deciding took
+    finished: Finished | None = None  # how its request ended; None while it runs
+    dry_run: bool = False  # whether nothing was placed by it
+    number: int = 0  # the decision's position in the log, from 1
+    held_bytes: int = 0  # estimate of the memory that it adds to that of the decision before it
 
     @property
     def outcome(self) -> str:
@@ -62,15 +60,15 @@ class LoggedDecision(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class DecisionFilter:
-    """A filter of decisions; an empty field matches all. `since_unix_s` and `until_unix_s` are inclusive, unix s."""
+    """A filter of decisions; an empty field matches all."""
 
     session_id: str = ""
-    instance_id: str = ""
+    instance_id: str = ""  # of any step
     route_class: str = ""
     reason: str = ""
     request_id: str = ""
-    since_unix_s: float = 0.0
-    until_unix_s: float = math.inf
+    since_unix_s: float = 0.0  # inclusive
+    until_unix_s: float = math.inf  # inclusive
 
     def matches(self, logged: LoggedDecision) -> bool:
         """Return whether a decision matches all fields."""
@@ -298,20 +296,24 @@ def decided_line(logged: LoggedDecision) -> bytes:
 
 def line_bytes(decision: Decision) -> int:
     """Estimate the length of the file's line for a decision without encoding it, in bytes."""
-    backlogs = [one.prefill_backlog for one in decision.view.candidates]
+    backlogs = [candidate.prefill_backlog for candidate in decision.view.candidates]
     return (
         _LINE_BYTES
         + _CANDIDATE_LINE_BYTES * len(backlogs)
-        + _QUEUED_LINE_BYTES * sum([len(one.queue) for one in backlogs])
-        + _REMAINDER_LINE_BYTES * sum([len(one.remainders) for one in backlogs])
+        + _QUEUED_LINE_BYTES * sum([len(backlog.queue) for backlog in backlogs])
+        + _REMAINDER_LINE_BYTES * sum([len(backlog.remainders) for backlog in backlogs])
     )
 
 
 def _held_bytes(decision: Decision, before: LoggedDecision | None) -> int:
     """Estimate the memory that a decision adds to that of the decision `before` it, in bytes. The snapshot of an instance, with
     its backlog, is a new object only if the instance changed in between (policy_views.py)."""
-    known = {id(one.prefill_backlog) for one in before.decision.view.candidates} if before is not None else set()
-    backlogs = [one.prefill_backlog for one in decision.view.candidates]
-    changed = [one for one in backlogs if id(one) not in known]
-    listed = sum([len(one.queue) + len(one.remainders) for one in changed])
+    known = (
+        {id(candidate.prefill_backlog) for candidate in before.decision.view.candidates}
+        if before is not None
+        else set()
+    )
+    backlogs = [candidate.prefill_backlog for candidate in decision.view.candidates]
+    changed = [backlog for backlog in backlogs if id(backlog) not in known]
+    listed = sum([len(backlog.queue) + len(backlog.remainders) for backlog in changed])
     return _DECISION_BYTES + _CANDIDATE_BYTES * len(backlogs) + _CHANGED_BYTES * len(changed) + _LISTED_BYTES * listed

@@ -176,7 +176,7 @@ class EventMetrics:
 
     def keep_instances(self, instances: InstanceRegistry) -> None:
         """Remove the series of instances that are no longer known, since pod names change over the years. O(series)."""
-        for values in [one for one in self._placements if instances.get(one[0]) is None]:
+        for values in [placement for placement in self._placements if instances.get(placement[0]) is None]:
             self._placements.forget(values)
 
     def refused(self, code: str) -> None:

@@ -63,14 +63,14 @@ class StateCollector(Collector):
 
     def _orders(self) -> Metric:
         orders = self._state.instances.orders.values()
-        told = GaugeMetricFamily(
+        family = GaugeMetricFamily(
             f"{NAME}instance_orders",
             "Operators' orders in force, including those for unknown instances",
             labels=["kind"],
         )
-        told.add_metric(["cordon"], sum(order.cordoned for order in orders))
-        told.add_metric(["weight"], sum(order.weight < 1.0 for order in orders))
-        return told
+        family.add_metric(["cordon"], sum(order.cordoned for order in orders))
+        family.add_metric(["weight"], sum(order.weight < 1.0 for order in orders))
+        return family
 
     def _models(self) -> Iterator[Metric]:
         state = self._state
@@ -86,8 +86,8 @@ class StateCollector(Collector):
             owned.add_metric([model], float(state.owned.owns(model)))
             for priority in Priority:
                 held.add_metric([model, priority], state.held_requests.queue.count(model, priority))
-            for one in InstanceState:
-                instances.add_metric([model, one], counts[model, one])
+            for health in InstanceState:
+                instances.add_metric([model, health], counts[model, health])
         yield from (owned, held, instances)
         yield from self._admission()
         yield self._backlog()
@@ -99,13 +99,11 @@ class StateCollector(Collector):
         """Yield the session admission of the pools that this replica owns and whose sessions are admitted."""
         state, now = self._state, self._clock()
         models = [pool.model for pool in state.instances.pools()]
-        models = [one for one in models if state.owned.owns(one) and state.admission.applies(one, now)]
-        if not models:
-            return
+        models = [model for model in models if state.owned.owns(model) and state.admission.applies(model, now)]
         parked = GaugeMetricFamily(
             f"{NAME}parked_requests", "New sessions that are parked, by priority class", labels=["model", "priority"]
         )
-        told = [
+        families = [
             GaugeMetricFamily(NAME + name, documentation, labels=["model"])
             for name, documentation in (
                 ("admission_armed", "1 while new sessions are parked if they do not fit"),
@@ -119,13 +117,13 @@ class StateCollector(Collector):
                 parked.add_metric([model, priority], state.parking.queue.count(model, priority))
             status = state.admission.status(model, now)
             figures = (float(status.armed), status.weighted, status.capacity, status.recomputed_share)
-            for family, figure in zip(told, figures, strict=True):
+            for family, figure in zip(families, figures, strict=True):
                 family.add_metric([model], figure)
-        yield from (parked, *told)
+        yield from (parked, *families)
 
     def _backlog(self) -> Metric:
         """Return the backlog of the pools that this replica owns. An idle pool has 0, so that an autoscaler finds a value."""
-        told = GaugeMetricFamily(
+        family = GaugeMetricFamily(
             f"{NAME}backlog_seconds",
             "Seconds of prefill that a new request of the route class waits for, per placeable instance",
             labels=["model", "route_class"],
@@ -133,12 +131,12 @@ class StateCollector(Collector):
         for model, classes in sorted(self._backlogs.at(self._clock()).items()):
             if self._state.owned.owns(model):
                 for name, seconds in classes.items():
-                    told.add_metric([model, name], seconds)
-        return told
+                    family.add_metric([model, name], seconds)
+        return family
 
     def _curve_samples(self) -> Metric:
         """Return the number of samples of each prefill curve; 0 for a curve without samples."""
-        told = GaugeMetricFamily(
+        family = GaugeMetricFamily(
             f"{NAME}prefill_curve_samples",
             "Samples that the curve was learned from: prefills, or reports of steps; from 50 on, requests are refused that would "
             "miss their TTFT deadline",
@@ -147,12 +145,12 @@ class StateCollector(Collector):
         kinds = {(record.info.model, record.info.hardware) for record in self._state.instances.records()}
         for model, hardware in sorted(kinds):
             if self._state.owned.owns(model):
-                told.add_metric([model, hardware], self._state.prefill_observer.samples(model, hardware))
-        return told
+                family.add_metric([model, hardware], self._state.prefill_observer.samples(model, hardware))
+        return family
 
     def _pool_policies(self) -> Metric:
         """Return the policy that decides for each pool that this replica owns."""
-        told = GaugeMetricFamily(
+        family = GaugeMetricFamily(
             f"{NAME}pool_policy",
             "1 for the policy that decides for the pool, with the reason for which policy auto takes it (empty: not auto)",
             labels=["model", "policy", "reason"],
@@ -161,12 +159,12 @@ class StateCollector(Collector):
         for model in sorted({record.info.model for record in self._state.instances.records()}):
             if self._state.owned.owns(model):
                 taken, _ = self._state.pool_policy(model, now)
-                told.add_metric([model, taken.policy.name, taken.reason], 1.0)
-        return told
+                family.add_metric([model, taken.policy.name, taken.reason], 1.0)
+        return family
 
     def _load_samples(self) -> Metric:
         """Return the number of samples of each price of loading KV; none for a tier without samples."""
-        told = GaugeMetricFamily(
+        family = GaugeMetricFamily(
             f"{NAME}load_price_samples",
             "Samples that the price of loading KV was learned from, by tier: host, storage",
             labels=["model", "hardware", "tier"],
@@ -175,8 +173,8 @@ class StateCollector(Collector):
         for model, hardware in sorted(kinds):
             for tier in ("host", "storage"):
                 if samples := self._state.prefill_observer.load_samples(model, hardware, tier):
-                    told.add_metric([model, hardware, tier], samples)
-        return told
+                    family.add_metric([model, hardware, tier], samples)
+        return family
 
     def _instances(self) -> Iterator[Metric]:
         state, now, records = self._state, self._clock(), self._state.instances.records()
@@ -191,38 +189,42 @@ class StateCollector(Collector):
         yield prediction_audit_failures
 
         def family(name: str, documentation: str, value: Callable[[InstanceRecord, str], float | None]) -> Metric:
-            told = GaugeMetricFamily(NAME + name, documentation, labels=["instance"])
+            metric = GaugeMetricFamily(NAME + name, documentation, labels=["instance"])
             for record in records:
                 instance = record.info.instance_id
                 if (figure := value(record, instance)) is not None:
-                    told.add_metric([instance], figure)
-            return told
+                    metric.add_metric([instance], figure)
+            return metric
 
         counters = state.reservations.counters
         refused = refused_senders(record.info for record in records)
-        yield family("open_requests", "Open reservations", lambda _, one: counters(one).num_requests)
+        yield family("open_requests", "Open reservations", lambda _, instance: counters(instance).num_requests)
         yield family(
             "pending_prefill_tokens",
             "Prefill tokens not computed yet",
-            lambda _, one: counters(one).pending_prefill_tokens,
+            lambda _, instance: counters(instance).pending_prefill_tokens,
         )
         yield family(
             "engine_prefill_tokens",
             "Tokens that the prompts in the engine's batch still need, as the engine reports them",
             lambda record, _: _of(record, "prefill_tokens_left"),
         )
-        yield family("keys", "Block keys in the exact index", lambda _, one: state.index.count(one))
-        yield family("host_keys", "Block keys in host memory", lambda _, one: state.lower_tiers.count(one, TIER_HOST))
-        yield family("storage_keys", "Block keys in storage", lambda _, one: state.lower_tiers.count(one, TIER_STORAGE))
+        yield family("keys", "Block keys in the exact index", lambda _, instance: state.index.count(instance))
+        yield family(
+            "host_keys", "Block keys in host memory", lambda _, instance: state.lower_tiers.count(instance, TIER_HOST)
+        )
+        yield family(
+            "storage_keys", "Block keys in storage", lambda _, instance: state.lower_tiers.count(instance, TIER_STORAGE)
+        )
         yield family(
             "approximate_keys",
             "Block keys in the approximate index",
-            lambda _, one: state.prefix_knowledge.approximate_index.count(one),
+            lambda _, instance: state.prefix_knowledge.approximate_index.count(instance),
         )
         yield family(
             "wrong_kv_senders",
             "Known instances that must not send KV to the instance, because their KV differed from its checksums",
-            lambda _, one: len(refused.get(one, ())),
+            lambda _, instance: len(refused.get(instance, ())),
         )
         yield family(
             "report_age_seconds", "Time since the agent's last message", lambda record, _: now - record.heard_at

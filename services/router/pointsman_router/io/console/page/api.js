@@ -58,7 +58,7 @@ export function call(method, request = {}) {
 }
 
 /** Receive decisions as server-sent events until the stream ends or `signal` aborts. EventSource cannot send the token's header. */
-export async function watch(signal, opened, told) {
+export async function watch(signal, opened, received) {
   const response = await reach(async () => answered(await fetch("/api/decisions", { headers: headers(), signal })));
   opened();
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -69,7 +69,7 @@ export async function watch(signal, opened, told) {
     const events = (text + value).split("\n\n");
     text = events.pop();
     for (const event of events) {
-      if (event.startsWith("data: ")) told(JSON.parse(event.slice("data: ".length)));
+      if (event.startsWith("data: ")) received(JSON.parse(event.slice("data: ".length)));
     }
   }
 }

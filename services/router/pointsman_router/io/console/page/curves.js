@@ -19,7 +19,7 @@ function svg(tag, attributes = {}, ...children) {
 export function round(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((one) => one * power).find((one) => one >= value * 0.9999);
+  return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value * 0.9999);
 }
 
 /** {newest, least, most} of a series, in which unknown values are NaN; undefined if no value is known. */
@@ -67,7 +67,7 @@ export class Curves {
     // The cursor stays at its time while the chart moves on, until that is the oldest time.
     const index = here === undefined ? -1 : Math.max(times.findIndex((time) => Math.abs(time - here) < step / 2), 0);
     Object.assign(this, { times, values, step, index });
-    const most = values.map(summed).reduce((high, one) => Math.max(high, one?.most ?? 0), 0);
+    const most = values.map(summed).reduce((high, sum) => Math.max(high, sum?.most ?? 0), 0);
     const top = this.top ?? round(most);
     this.x = (time) => LEFT + ((time - from) / (to - from)) * (WIDTH - LEFT - RIGHT);
     this.y = (value) => HEIGHT - BOTTOM - (Math.min(value, top) / top) * (HEIGHT - TOP - BOTTOM);
@@ -106,11 +106,11 @@ export class Curves {
   }
 
   #summary() {
-    const told = this.lines.map(({ name }, number) => {
+    const parts = this.lines.map(({ name }, number) => {
       const sum = summed(this.values[number]);
       return sum ? `${name}: now ${this.#text(sum.newest)}, ${this.show(sum.least)} to ${this.show(sum.most)}` : `${name}: no values`;
     });
-    return `${this.title} over the last 15 minutes. ${told.join(". ")}.`;
+    return `${this.title} over the last 15 minutes. ${parts.join(". ")}.`;
   }
 
   #draw(top, from, to, seen) {

@@ -35,7 +35,7 @@ export function link(href, text) {
 /** A router's name and address, as a link to its console if this browser can probably reach it. */
 export function consoleOf({ routerId, address }, replicas) {
   const text = `${routerId} (${address})`;
-  const url = replicas.find((one) => one.routerId === routerId)?.consoleUrl ?? "";
+  const url = replicas.find((replica) => replica.routerId === routerId)?.consoleUrl ?? "";
   const local = (host) => /^(localhost|127\..*|\[::1\])$/.test(host);
   const reachable = /^https?:\/\//.test(url) && (!local(new URL(url).hostname) || local(location.hostname));
   return reachable ? link(url, text) : text;

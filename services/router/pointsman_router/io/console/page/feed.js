@@ -50,7 +50,7 @@ export class Feed {
           pause = 500;
           this.#set("live");
           this.#catchUp();
-        }, (news) => this.#told(news));
+        }, (news) => this.#received(news));
       } catch (error) {
         if (signal.aborted) return;
         if (!(error instanceof CallError)) reportError(error);
@@ -69,7 +69,7 @@ export class Feed {
     try {
       const { decisions = [] } = await this.app.call("ListDecisions", { pageSize: 200 });
       const newer = this.newest.reverse();
-      this.decisions = new Map([...decisions.reverse(), ...newer].map((one) => [one.decisionId, one]));
+      this.decisions = new Map([...decisions.reverse(), ...newer].map((decision) => [decision.decisionId, decision]));
       this.#tell();
     } catch (error) {
       // The list is requested again with the next connection.
@@ -77,11 +77,11 @@ export class Feed {
     }
   }
 
-  #told({ decisions = [], skipped = 0 }) {
+  #received({ decisions = [], skipped = 0 }) {
     let made = num(skipped);
-    for (const one of decisions) {
-      made += this.decisions.has(one.decisionId) ? 0 : 1;
-      this.decisions.set(one.decisionId, one);
+    for (const decision of decisions) {
+      made += this.decisions.has(decision.decisionId) ? 0 : 1;
+      this.decisions.set(decision.decisionId, decision);
     }
     this.counts.push([Date.now(), made]);
     for (const id of this.decisions.keys()) {

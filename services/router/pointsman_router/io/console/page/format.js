@@ -8,9 +8,9 @@ export const seconds = (duration) => (duration === undefined ? undefined : parse
 export const count = (value) => grouped.format(num(value));
 export const bare = (name, prefix) => (name ?? "").replace(prefix, "");
 /** The enum values of a decision, or of a group of decisions, without prefix: LIGHT, OFFLOAD, OK. */
-export const classOf = (one) => bare(one.routeClass, "ROUTE_CLASS_");
-export const modeOf = (one) => bare(one.mode, "PLACEMENT_MODE_");
-export const outcomeOf = (one) => bare(one.outcome, "DECISION_OUTCOME_");
+export const classOf = (decision) => bare(decision.routeClass, "ROUTE_CLASS_");
+export const modeOf = (decision) => bare(decision.mode, "PLACEMENT_MODE_");
+export const outcomeOf = (decision) => bare(decision.outcome, "DECISION_OUTCOME_");
 
 /** A share, 0 to 1, in per cent; "–" if unknown. */
 export function percent(share, digits = 0) {

@@ -39,9 +39,9 @@ export class HeatMap {
       onblur: () => this.#point(-1, -1),
       onclick: (event) => this.rows.length && this.open(this.rows[this.#at(event)[0]]),
     }, this.canvas, this.mark);
-    this.told = el("output", { className: "told", "aria-live": "polite" });
+    this.readout = el("output", { className: "readout", "aria-live": "polite" });
     this.axis = el("div", { className: "axis", "aria-hidden": "true" }, ...["−15 min", "−10 min", "−5 min", "now"].map((text) => el("span", {}, text)));
-    this.element = el("div", { hidden: true }, this.legend, el("div", { className: "map" }, this.names, this.grid, this.axis), this.told);
+    this.element = el("div", { hidden: true }, this.legend, el("div", { className: "map" }, this.names, this.grid, this.axis), this.readout);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#draw());
   }
 
@@ -52,7 +52,7 @@ export class HeatMap {
     Object.assign(this, { rows, from, step, columns, show });
     const most = rows.reduce((high, { values }) => values.reduce((a, b) => (b > a ? b : a), high), 0);
     this.bounds = bounds(most, scale);
-    this.labels.forEach((one, number) => setText(one, `up to ${show(this.bounds[number])}`));
+    this.labels.forEach((label, number) => setText(label, `up to ${show(this.bounds[number])}`));
     this.height = Math.min(Math.max(Math.floor(HEIGHT_PX / Math.max(rows.length, 1)), LEAST_ROW_PX), TALLEST_ROW_PX);
     this.grid.setAttribute("aria-label", `${label}. ${rows.length} instances by the last 15 minutes. Arrow keys move, Enter opens the instance; the table below has the same values.`);
     this.element.hidden = !rows.length;
@@ -107,7 +107,7 @@ export class HeatMap {
     const on = row >= 0 && column >= 0;
     this.mark.hidden = !on;
     if (!on) {
-      setText(this.told, "Point at a cell, or use the arrow keys, to read its value.");
+      setText(this.readout, "Point at a cell, or use the arrow keys, to read its value.");
       return;
     }
     const { id, values } = this.rows[row];
@@ -116,7 +116,7 @@ export class HeatMap {
     this.mark.style.setProperty("width", `${100 / this.columns}%`);
     this.mark.style.setProperty("top", `${row * this.height}px`);
     this.mark.style.setProperty("height", `${this.height}px`);
-    setText(this.told, `${id} from ${timeOf(this.from + column * this.step)} on: ${Number.isFinite(value) ? this.show(value) : "unknown"}`);
+    setText(this.readout, `${id} from ${timeOf(this.from + column * this.step)} on: ${Number.isFinite(value) ? this.show(value) : "unknown"}`);
   }
 
   #at(event) {

@@ -116,7 +116,7 @@ async function poll() {
 function tellElsewhere() {
   const { thisReplica = {}, replicas = [], pools = [] } = app.replicas;
   const others = pools.filter((pool) => pool.owner && pool.owner.routerId !== thisReplica.routerId);
-  const policies = new Set(replicas.filter((one) => one.policy).map((one) => policyText(one.policy)));
+  const policies = new Set(replicas.filter((replica) => replica.policy).map((replica) => policyText(replica.policy)));
   const said = [];
   if (replicas.length > 1) said.push(`This is what ${thisReplica.routerId} sees, one router of ${replicas.length}. `);
   if (others.length) {
@@ -125,9 +125,9 @@ function tellElsewhere() {
     said.push(". ");
   }
   if (policies.size > 1) said.push("The routers do not place by the same policy. ", link("#/replicas", "See Replicas"), ".");
-  const whole = said.map((one) => one.outerHTML ?? one).join("");
-  if (at("elsewhere").dataset.told !== whole) {
-    at("elsewhere").dataset.told = whole;
+  const whole = said.map((part) => part.outerHTML ?? part).join("");
+  if (at("elsewhere").dataset.shown !== whole) {
+    at("elsewhere").dataset.shown = whole;
     at("elsewhere").replaceChildren(...said);
   }
   at("elsewhere").hidden = !said.length;
@@ -166,9 +166,9 @@ function show(anew = false) {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
   const [name, ...rest] = (path || "fleet").split("/");
   const id = unescaped(rest.join("/"));
-  for (const one of at("nav").children) {
-    if (one.hash === `#/${name}`) one.setAttribute("aria-current", "page");
-    else one.removeAttribute("aria-current");
+  for (const link of at("nav").children) {
+    if (link.hash === `#/${name}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
   }
   if (!anew && route === location.hash) return;
   const moved = route !== "" && route !== location.hash;
@@ -180,8 +180,8 @@ function show(anew = false) {
     main.replaceChildren(el("p", { className: "empty" }, text));
     return;
   }
-  const [list, one] = VIEWS[name] ?? VIEWS.fleet;
-  view = (id && one ? one : list)(app, id || new URLSearchParams(query));
+  const [list, details] = VIEWS[name] ?? VIEWS.fleet;
+  view = (id && details ? details : list)(app, id || new URLSearchParams(query));
   main.replaceChildren(view.element);
   document.title = `${view.title} – Pointsman`;
   view.refresh?.()?.catch?.(lost);

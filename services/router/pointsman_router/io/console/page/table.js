@@ -68,7 +68,7 @@ export class Table {
   }
 
   #sorted(rows) {
-    const column = this.columns.find((one) => one.id === this.sort?.id);
+    const column = this.columns.find((column) => column.id === this.sort?.id);
     if (!column) return rows;
     const sign = this.sort.down ? -1 : 1;
     const keyed = rows.map((row) => [column.value(row), row]);

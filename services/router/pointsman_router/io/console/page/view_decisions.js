@@ -48,7 +48,7 @@ function matching(filter) {
 export function decisionsView(app, query) {
   const filter = Object.fromEntries(FIELDS.map(([name]) => [name, query.get(name) ?? ""]));
   const filtered = Object.values(filter).some(Boolean);
-  const table = new Table({ label: "Decisions, newest first", columns: DECISION_COLUMNS, key: (one) => one.decisionId, empty: "No decision yet: send a request through a gateway." });
+  const table = new Table({ label: "Decisions, newest first", columns: DECISION_COLUMNS, key: (decision) => decision.decisionId, empty: "No decision yet: send a request through a gateway." });
   const news = el("span", { className: "muted" });
   let paused = false;
   let older = [];
@@ -58,21 +58,21 @@ export function decisionsView(app, query) {
   const all = () => {
     const matches = matching(filter);
     const live = app.feed.newest.filter(matches);
-    const known = new Set(live.map((one) => one.decisionId));
-    return [...live, ...older.filter((one) => !known.has(one.decisionId))];
+    const known = new Set(live.map((decision) => decision.decisionId));
+    return [...live, ...older.filter((decision) => !known.has(decision.decisionId))];
   };
   const draw = (force = false) => {
     let rows = all();
     if (busy() && !force) {
-      const fresh = rows.filter((one) => !drawn.has(one.decisionId)).length;
+      const fresh = rows.filter((decision) => !drawn.has(decision.decisionId)).length;
       // The rows stay, but their requests may have ended in the meantime.
-      const now = new Map(rows.map((one) => [one.decisionId, one]));
+      const now = new Map(rows.map((decision) => [decision.decisionId, decision]));
       rows = [...drawn.keys()].map((id) => now.get(id) ?? drawn.get(id));
       setText(news, fresh ? `${count(fresh)} new, ${paused ? "paused" : "held back while you are in the list"}` : paused ? "paused" : "");
     } else {
       setText(news, { live: `${app.feed.rate.toFixed(1)} /s`, full: "too many viewers: refreshed every few seconds", lost: "connection lost, reconnecting" }[app.feed.state] ?? "");
     }
-    drawn = new Map(rows.map((one) => [one.decisionId, one]));
+    drawn = new Map(rows.map((decision) => [decision.decisionId, decision]));
     table.update(rows);
   };
   const pause = el("button", {
@@ -107,7 +107,7 @@ export function decisionsView(app, query) {
 
 function field(name, title, value) {
   const input = name === "class"
-    ? el("select", {}, ...["", "LIGHT", "MEDIUM", "HEAVY"].map((one) => el("option", { value: one, selected: one === value }, one.toLowerCase() || "any")))
+    ? el("select", {}, ...["", "LIGHT", "MEDIUM", "HEAVY"].map((name) => el("option", { value: name, selected: name === value }, name.toLowerCase() || "any")))
     : el("input", { value, size: name === "request" ? 20 : 14, spellcheck: false, autocomplete: "off", className: name === "session" ? "filter" : "" });
   return { input, label: el("label", {}, title, input) };
 }

@@ -12,10 +12,10 @@ export const besidesOf = (status) => {
   const state = bare(status.underlyingState, "INSTANCE_STATE_");
   return [stateOf(status), "READY"].includes(state) ? "" : state.toLowerCase();
 };
-export const sourceOf = (one) => bare(one.prefixSource, "PREFIX_SOURCE_").toLowerCase();
+export const sourceOf = (status) => bare(status.prefixSource, "PREFIX_SOURCE_").toLowerCase();
 export const STATE_TONES = { READY: "good", SYNCING: "wait", DRAINING: "wait", CORDONED: "wait", SUSPENDED: "wait", UNHEALTHY: "bad", LOST: "bad" };
 /** The orders for an instance: "cordoned: a new disk, weight 0.1: canary"; "" without an order. */
-export const orderedOf = (one) => [one.cordoned ? withReason("cordoned", one.cordonReason) : "", weightOf(one) && withReason(weightOf(one), one.weightReason)].filter(Boolean).join(", ");
+export const orderedOf = (status) => [status.cordoned ? withReason("cordoned", status.cordonReason) : "", weightOf(status) && withReason(weightOf(status), status.weightReason)].filter(Boolean).join(", ");
 const withReason = (ordered, reason) => (reason ? `${ordered}: ${reason}` : ordered);
 /** The weight of an instance, "weight 0.1"; "" if it is 1. */
 export const weightOf = (status) => (num(status.weight ?? 1) < 1 ? `weight ${num(status.weight)}` : "");
@@ -143,9 +143,9 @@ class OrdersForNobody {
     if (Date.now() - this.askedAt < ORDERS_MS) return;
     this.askedAt = Date.now();
     const { orders = [] } = await this.app.list("ListInstanceOrders", "orders");
-    const nobodys = orders.filter((one) => !one.instanceKnown);
+    const nobodys = orders.filter((order) => !order.instanceKnown);
     this.element.hidden = !nobodys.length;
-    this.list.replaceChildren(...nobodys.map((one) => this.row(one)));
+    this.list.replaceChildren(...nobodys.map((order) => this.row(order)));
   }
 
   row(order) {
@@ -160,23 +160,23 @@ class OrdersForNobody {
 
 function sums(app) {
   const instances = app.fleet.instances ?? [];
-  const sum = (get) => instances.reduce((total, one) => total + num(get(one)), 0);
+  const sum = (get) => instances.reduce((total, status) => total + num(get(status)), 0);
   const states = {};
-  for (const one of instances) states[stateOf(one)] = (states[stateOf(one)] ?? 0) + 1;
+  for (const status of instances) states[stateOf(status)] = (states[stateOf(status)] ?? 0) + 1;
   const others = Object.entries(states).filter(([name]) => name !== "READY").map(([name, n]) => `${n} ${name.toLowerCase()}`);
-  const usage = instances.filter((one) => one.load && !one.stale).map((one) => num(one.load.kvUsage));
+  const usage = instances.filter((status) => status.load && !status.stale).map((status) => num(status.load.kvUsage));
   const mean = usage.length ? usage.reduce((a, b) => a + b, 0) / usage.length : undefined;
-  const queries = sum((one) => one.load?.prefixCacheQueries);
-  const stale = instances.filter((one) => one.stale).length;
+  const queries = sum((status) => status.load?.prefixCacheQueries);
+  const stale = instances.filter((status) => status.stale).length;
   const held = num(app.fleet.heldRequests);
   return [
     ["Ready", `${count(states.READY)} of ${count(instances.length)}`, others.join(", "), states.UNHEALTHY || states.LOST ? "bad" : ""],
-    ["Open requests", count(sum((one) => one.numRequests)), `${count(sum((one) => one.load?.running))} running, ${count(sum((one) => one.load?.waiting))} waiting`],
+    ["Open requests", count(sum((status) => status.numRequests)), `${count(sum((status) => status.load?.running))} running, ${count(sum((status) => status.load?.waiting))} waiting`],
     ["Held", count(held), "wait for a placement", held ? "wait" : ""],
-    ["To prefill", `${count(sum((one) => one.pendingPrefillTokens))} tok`, `${count(sum((one) => one.ongoingDecodeTokens))} tok decoding`],
+    ["To prefill", `${count(sum((status) => status.pendingPrefillTokens))} tok`, `${count(sum((status) => status.ongoingDecodeTokens))} tok decoding`],
     ["KV used", mean === undefined ? "–" : `${percent(mean)} %`, usage.length ? `at most ${percent(usage.reduce((a, b) => Math.max(a, b), 0))} %` : "no fresh reports"],
-    ["Prefix hits", queries ? `${percent(sum((one) => one.load?.prefixCacheHits) / queries)} %` : "–", "by token, since the engines' start"],
-    ["Sessions", count(sum((one) => one.sessions)), "with an owner"],
+    ["Prefix hits", queries ? `${percent(sum((status) => status.load?.prefixCacheHits) / queries)} %` : "–", "by token, since the engines' start"],
+    ["Sessions", count(sum((status) => status.sessions)), "with an owner"],
     ["Decisions", `${app.feed.rate.toFixed(1)} /s`, "over 10 s"],
     ["Stale reports", count(stale), "not used in decisions", stale ? "wait" : "", "stale"],
   ];

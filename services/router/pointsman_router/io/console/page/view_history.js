@@ -52,18 +52,18 @@ export function historyView(app, query) {
   let rows = [];
   let drawn;
 
-  const curves = CHARTS.map((chart) => new Curves(chart, (index) => curves.forEach((one) => one.point(index))));
+  const curves = CHARTS.map((chart) => new Curves(chart, (index) => curves.forEach((curve) => curve.point(index))));
   const map = new HeatMap(({ id }) => { location.hash = instanceHref(id); });
   const table = new Table({ label: "Instances over the last 15 minutes", columns: columns(() => MEASURES[measure].show), key: (row) => row.id, sort: { id: "id", down: false }, pageSize: 25, narrow: true, empty: "No instance has been seen yet." });
   const since = el("span", { className: "muted" });
   const shown = el("span", { className: "muted" });
   const pools = el("select", { onchange: (event) => chosen({ pool: event.target.value }) }, el("option", { value: "" }, "all pools of this router"));
   const option = (value, text, selected) => el("option", { value, selected }, text);
-  const measures = el("select", { onchange: (event) => chosen({ measure: event.target.value }) }, ...Object.entries(MEASURES).map(([name, one]) => option(name, one.name, name === measure)));
+  const measures = el("select", { onchange: (event) => chosen({ measure: event.target.value }) }, ...Object.entries(MEASURES).map(([name, described]) => option(name, described.name, name === measure)));
   const orders = el("select", { onchange: (event) => { order = event.target.value; show(); } }, option("id", "name", true), option("newest", "newest value, highest first"), option("most", "highest value, highest first"));
 
-  function chosen({ pool: model = pool, measure: one = measure }) {
-    [pool, measure, due] = [model, one, { pools: 0, instances: 0 }];
+  function chosen({ pool: model = pool, measure: wanted = measure }) {
+    [pool, measure, due] = [model, wanted, { pools: 0, instances: 0 }];
     history.replaceState(null, "", `#/history?${new URLSearchParams({ ...(pool && { pool }), measure })}`);
     refresh().catch(app.lost);
   }
@@ -73,32 +73,32 @@ export function historyView(app, query) {
     const now = Date.now();
     const asked = `${pool} ${measure}`;
     const wanted = { pools: now >= due.pools, instances: now >= due.instances };
-    const told = {
+    const answers = {
       // The first page has the total, whatever its size.
       pools: wanted.pools ? await app.call("ListPoolHistories", pool ? { model: pool } : { pageSize: 1 }) : null,
       instances: wanted.instances ? await pages(app, { ...(pool && { model: pool }), measure: `INSTANCE_MEASURE_${measure}` }) : null,
     };
     if (asked !== `${pool} ${measure}`) return; // The user has chosen something else in the meantime.
     // Values change only when a step ends, so the next request waits for that.
-    if (told.pools) due.pools = now + 4500;
-    if (told.instances?.entries.length) due.instances = now + 14500;
-    if (told.pools) showPools(told.pools);
-    if (told.instances) {
-      [rows, drawn] = [told.instances.entries, framed(told.instances.first)];
+    if (answers.pools) due.pools = now + 4500;
+    if (answers.instances?.entries.length) due.instances = now + 14500;
+    if (answers.pools) showPools(answers.pools);
+    if (answers.instances) {
+      [rows, drawn] = [answers.instances.entries, framed(answers.instances.first)];
       rows = rows.map(({ start, ...row }) => ({ ...row, id: row.instanceId, values: aligned(numbers(row.values), start, drawn) }));
       rows.sort((a, b) => names.compare(a.id, b.id));
       show();
     }
   };
 
-  function showPools(told) {
-    const { from, to, step, seen } = framed(told);
-    const one = pool ? told.pools?.find((row) => row.model === pool) : told.total;
-    const series = new Map((one?.series ?? []).map((row) => [row.measure.replace("POOL_MEASURE_", ""), numbers(row.values)]));
+  function showPools(answer) {
+    const { from, to, step, seen } = framed(answer);
+    const poolHistory = pool ? answer.pools?.find((row) => row.model === pool) : answer.total;
+    const series = new Map((poolHistory?.series ?? []).map((row) => [row.measure.replace("POOL_MEASURE_", ""), numbers(row.values)]));
     const steps = Math.max(Math.round((to - seen) / step), 0);
     const times = Array.from({ length: steps }, (_, index) => seen + index * step);
     CHARTS.forEach(({ lines }, number) => curves[number].update(times, lines.map((line) => series.get(line.measure) ?? times.map(() => NaN)), { from, to, step, seen }));
-    setText(since, sinceText(pool, told, one));
+    setText(since, sinceText(pool, answer, poolHistory));
   }
 
   /** Add missing pools to the choice: those with instances, and the chosen one. */
@@ -128,7 +128,7 @@ export function historyView(app, query) {
   const element = el(
     "section", {},
     el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "History"), el("label", {}, "of", pools), since),
-    el("div", { className: "charts" }, ...curves.map((one) => one.element)),
+    el("div", { className: "charts" }, ...curves.map((curve) => curve.element)),
     el("h2", { className: "section" }, "Instances"),
     el("div", { className: "filters" }, el("label", {}, "Colours show", measures), el("label", {}, "sorted by", orders), filter, shown),
     map.element,
@@ -144,24 +144,24 @@ async function pages(app, request) {
   do {
     const page = await app.call("ListInstanceHistories", token ? { ...request, pageToken: token } : request);
     first ??= page;
-    entries.push(...(page.instances ?? []).map((one) => ({ ...one, start: at(page.startTime) })));
+    entries.push(...(page.instances ?? []).map((entry) => ({ ...entry, start: at(page.startTime) })));
     token = page.nextPageToken;
   } while (token);
   return { first, entries };
 }
 
 /** The time frame of a response: begin, end and step of the drawing (ms), number of steps, and begin of the values (ms). */
-function framed(told) {
-  const step = seconds(told.step) * 1000, window = seconds(told.window) * 1000, to = at(told.endTime);
-  return { from: to - window, to, step, seen: at(told.startTime), columns: Math.round(window / step) };
+function framed(answer) {
+  const step = seconds(answer.step) * 1000, window = seconds(answer.window) * 1000, to = at(answer.endTime);
+  return { from: to - window, to, step, seen: at(answer.startTime), columns: Math.round(window / step) };
 }
 
-function sinceText(pool, told, one) {
-  const seen = `As this router has seen it since ${timeOf(at(told.observedSince))}, its start.`;
-  if (!one?.ownedSince) return `${seen} It does not place ${pool ? "this pool's requests: their owner knows these" : "any pool's requests"}.`;
+function sinceText(pool, answer, poolHistory) {
+  const seen = `As this router has seen it since ${timeOf(at(answer.observedSince))}, its start.`;
+  if (!poolHistory?.ownedSince) return `${seen} It does not place ${pool ? "this pool's requests: their owner knows these" : "any pool's requests"}.`;
   // owned_since comes from a sample, so it is a few seconds late even if the router has placed since its start.
-  const taken = at(one.ownedSince) - at(told.observedSince) > 5000;
-  return taken ? `${seen} It has placed ${pool ? "this pool's requests" : "requests"} since ${timeOf(at(one.ownedSince))}.` : seen;
+  const taken = at(poolHistory.ownedSince) - at(answer.observedSince) > 5000;
+  return taken ? `${seen} It has placed ${pool ? "this pool's requests" : "requests"} since ${timeOf(at(poolHistory.ownedSince))}.` : seen;
 }
 
 function columns(text) {

@@ -9,8 +9,8 @@ import { besidesOf, decisionsOf, hitRate, orderedOf, sourceOf, stateOf, STATE_TO
 import { SESSION_COLUMNS } from "./view_sessions.js";
 
 export function instanceView(app, id) {
-  const decisions = new Table({ label: "Decisions for it", columns: DECISION_COLUMNS, key: (one) => one.decisionId, pageSize: 25, empty: "No decision in the log placed a request on it." });
-  const sessions = new Table({ label: "Sessions it owns", narrow: true, columns: SESSION_COLUMNS.filter(({ id }) => id !== "owner"), key: (one) => `${one.tenant}/${one.sessionId}/${one.model}`, pageSize: 25, empty: "It owns no session." });
+  const decisions = new Table({ label: "Decisions for it", columns: DECISION_COLUMNS, key: (decision) => decision.decisionId, pageSize: 25, empty: "No decision in the log placed a request on it." });
+  const sessions = new Table({ label: "Sessions it owns", narrow: true, columns: SESSION_COLUMNS.filter(({ id }) => id !== "owner"), key: (session) => `${session.tenant}/${session.sessionId}/${session.model}`, pageSize: 25, empty: "It owns no session." });
   const about = el("div", {});
   const button = (text, ask) => el("button", { type: "button", disabled: true, onclick: () => status && ask(app, status) }, text);
   const drain = button("Drain", askDrain);
@@ -25,14 +25,14 @@ export function instanceView(app, id) {
     el("h2", {}, "Sessions "), sessions.element,
   );
   const refresh = async () => {
-    status = app.fleet?.instances?.find((one) => one.instance.instanceId === id);
+    status = app.fleet?.instances?.find((known) => known.instance.instanceId === id);
     if (!app.fleet) return;
     about.replaceChildren(status ? described(status) : el("p", { className: "empty" }, "The router does not know this instance."));
     drain.textContent = status && stateOf(status) === "DRAINING" ? "Resume" : "Drain";
     cordon.textContent = status?.cordoned ? "Uncordon" : "Cordon";
-    for (const one of [drain, cordon, weight]) {
-      one.disabled = !status || !app.who.operate;
-      one.title = app.who.operate ? "" : "Needs an operator's token";
+    for (const operation of [drain, cordon, weight]) {
+      operation.disabled = !status || !app.who.operate;
+      operation.title = app.who.operate ? "" : "Needs an operator's token";
     }
     const [made, owned] = await Promise.all([
       app.call("ListDecisions", { filter: { instanceId: id }, pageSize: 25 }),
@@ -94,7 +94,7 @@ function described(status) {
       ["KV block", `${count(instance.blockSize)} tok`],
       ["Longest context", num(instance.maxModelLen) ? `${count(instance.maxModelLen)} tok` : ""],
       ["KV transfer", transfer ? `${bare(transfer.protocol, "KV_PROTOCOL_").toLowerCase()}, ${bare(transfer.role, "KV_ROLE_").toLowerCase() || "both sides"}` : "none"],
-      ...(transfer?.wrongFrom ?? []).map((one) => ["Wrong KV", `from ${one.bootstrapUrl}, in ${count(one.requests)} requests; not used`]),
+      ...(transfer?.wrongFrom ?? []).map((sender) => ["Wrong KV", `from ${sender.bootstrapUrl}, in ${count(sender.requests)} requests; not used`]),
     ])),
   );
 }

@@ -6,7 +6,7 @@ import { Table } from "./table.js";
 import { Tiles } from "./tiles.js";
 import { classText, meaningOf } from "./words.js";
 
-const outcome = (name) => (group) => num(group.outcomes?.find((one) => outcomeOf(one) === name)?.decided);
+const outcome = (name) => (group) => num(group.outcomes?.find((counted) => outcomeOf(counted) === name)?.decided);
 const counted = (id, title, get, hint, tone) => ({ id, title, hint, num: true, value: get, text: (group) => (get(group) ? count(get(group)) : "–"), tone: tone && ((group) => (get(group) ? tone : "")) });
 /** A column that is mostly 0: shown only if some value is not. */
 const seldom = (...column) => ({ ...counted(...column), shown: (groups) => groups.some(column[2]) });

@@ -9,33 +9,33 @@ import { reasonText } from "./words.js";
 // Age of a heartbeat above which a router is shown as quiet, s. Routers send four heartbeats per lease, which is 1 s by default; the store
 // removes a router that is silent for a lease.
 const QUIET_S = 1;
-const told = (value, show = count) => (value === undefined ? "unknown" : show(value));
+const orUnknown = (value, show = count) => (value === undefined ? "unknown" : show(value));
 
 export function replicasView(app) {
   let pools = [];
   let thisReplica = {};
   let ours = null;
   const owned = (replica) => pools.filter((pool) => pool.owner?.routerId === replica.routerId).map((pool) => pool.model);
-  const isThis = (one) => one.routerId === thisReplica.routerId;
-  const members = (pool) => (app.fleet?.instances ?? []).filter((one) => one.instance.model === pool.model);
-  const sum = (pool, get) => members(pool).reduce((total, one) => total + num(get(one)), 0);
+  const isThis = (replica) => replica.routerId === thisReplica.routerId;
+  const members = (pool) => (app.fleet?.instances ?? []).filter((status) => status.instance.model === pool.model);
+  const sum = (pool, get) => members(pool).reduce((total, status) => total + num(get(status)), 0);
   const isOurs = (pool) => pool.owner?.routerId === thisReplica.routerId;
   // A column that only the pool's owner knows: its open and held requests and the like.
   const here = (id, title, unit, hint, get) => ({ id, title, unit, hint, num: true, value: (p) => (isOurs(p) ? get(p) : undefined), text: (p) => (isOurs(p) ? count(get(p)) : "–"), note: (p) => (isOurs(p) ? "" : "Only its owner knows this"), shown: (rows) => rows.some(isOurs) });
   const routers = new Table({
     label: "Routers",
-    key: (one) => one.routerId,
-    tone: (one) => (isThis(one) ? "chosen" : ""),
+    key: (replica) => replica.routerId,
+    tone: (replica) => (isThis(replica) ? "chosen" : ""),
     columns: [
       { id: "router", title: "Router", value: (r) => r.routerId },
       { id: "state", title: "State", pill: true, value: (r) => (isThis(r) ? "serves this page" : seconds(r.heartbeatAge) > QUIET_S ? "quiet" : "alive"), tone: (r) => (seconds(r.heartbeatAge) > QUIET_S ? "bad" : "good") },
       { id: "pools", title: "Places for", wrap: true, hint: "The pools that it owns", value: (r) => owned(r).join(", ") || "no pool" },
-      { id: "open", title: "Open", unit: "req", num: true, hint: "Requests that it placed and that are not finished", value: (r) => r.openRequests, text: (r) => told(r.openRequests) },
-      { id: "held", title: "Held", unit: "req", num: true, hint: "Requests that wait in it for a placement", value: (r) => r.heldRequests, text: (r) => told(r.heldRequests) },
-      { id: "gateways", title: "Gateways", num: true, hint: "Gateways connected to it", value: (r) => r.gateways, text: (r) => told(r.gateways) },
+      { id: "open", title: "Open", unit: "req", num: true, hint: "Requests that it placed and that are not finished", value: (r) => r.openRequests, text: (r) => orUnknown(r.openRequests) },
+      { id: "held", title: "Held", unit: "req", num: true, hint: "Requests that wait in it for a placement", value: (r) => r.heldRequests, text: (r) => orUnknown(r.heldRequests) },
+      { id: "gateways", title: "Gateways", num: true, hint: "Gateways connected to it", value: (r) => r.gateways, text: (r) => orUnknown(r.gateways) },
       { id: "policy", title: "Policy", pill: true, value: (r) => r.policy?.name ?? "unknown", hint: "Red if it differs from the policy of the router that serves this page", note: (r) => (r.policy ? policyText(r.policy) : ""), tone: (r) => (r.policy && ours && policyText(r.policy) !== policyText(ours) ? "bad" : "none") },
       { id: "version", title: "Version", value: (r) => r.version || "unknown" },
-      { id: "started", title: "Up for", num: true, value: (r) => (r.startTime ? upFor(r) : undefined), text: (r) => told(r.startTime, () => span(upFor(r))) },
+      { id: "started", title: "Up for", num: true, value: (r) => (r.startTime ? upFor(r) : undefined), text: (r) => orUnknown(r.startTime, () => span(upFor(r))) },
       { id: "heartbeat", title: "Heartbeat", unit: "ago", num: true, hint: "Age of its last heartbeat in the shared store", shown: (rows) => rows.some((r) => r.heartbeatAge !== undefined), value: (r) => seconds(r.heartbeatAge), text: (r) => (r.heartbeatAge === undefined ? "not shared" : age(seconds(r.heartbeatAge))), tone: (r) => (seconds(r.heartbeatAge) > QUIET_S ? "old" : "") },
       { id: "address", title: "Address", address: true, value: (r) => r.address ?? "" },
     ],
@@ -43,7 +43,7 @@ export function replicasView(app) {
   const lost = new Table({
     label: "Lost replicas",
     narrow: true,
-    key: (one) => one.routerId,
+    key: (replica) => replica.routerId,
     columns: [
       { id: "router", title: "Router", value: (r) => r.routerId },
       { id: "state", title: "State", pill: true, value: () => "lost", tone: () => "bad" },
@@ -53,18 +53,18 @@ export function replicasView(app) {
   const owners = new Table({
     label: "Pools",
     narrow: true,
-    key: (one) => one.model,
+    key: (pool) => pool.model,
     empty: "No pool: no instance is known.",
     columns: [
       { id: "model", title: "Model", value: (p) => p.model },
       { id: "owner", title: "Owner", value: (p) => p.owner?.routerId ?? "nobody", tone: (p) => (p.owner ? "none" : "bad"), pill: true },
-      { id: "instances", title: "Instances", unit: "ready", num: true, value: (p) => num(p.instances), text: (p) => `${count(members(p).filter((one) => stateOf(one) === "READY").length)} of ${count(p.instances)}` },
+      { id: "instances", title: "Instances", unit: "ready", num: true, value: (p) => num(p.instances), text: (p) => `${count(members(p).filter((status) => stateOf(status) === "READY").length)} of ${count(p.instances)}` },
       { id: "policy", title: "Policy", pill: true, hint: "The policy that decides for the pool; under auto, the one that it takes", value: (p) => p.policy?.name ?? "–", tone: () => "none", note: (p) => (p.policy ? takenText(p.policy) : "Only its owner knows this") },
-      here("open", "Open", "req", "Requests placed and not finished", (p) => sum(p, (one) => one.numRequests)),
+      here("open", "Open", "req", "Requests placed and not finished", (p) => sum(p, (status) => status.numRequests)),
       here("held", "Held", "req", "Requests that wait for a placement", (p) => num(p.heldRequests)),
       here("parked", "Parked", "req", "New sessions that wait until the caches have room for them", (p) => num(p.parkedRequests)),
-      here("pending", "To prefill", "tok", "Prompt tokens placed and not computed yet", (p) => sum(p, (one) => one.pendingPrefillTokens)),
-      here("sessions", "Sessions", "", "Sessions with an owner", (p) => sum(p, (one) => one.sessions)),
+      here("pending", "To prefill", "tok", "Prompt tokens placed and not computed yet", (p) => sum(p, (status) => status.pendingPrefillTokens)),
+      here("sessions", "Sessions", "", "Sessions with an owner", (p) => sum(p, (status) => status.sessions)),
       { id: "epoch", title: "Epoch", num: true, hint: "Grows with each change of the owner", value: (p) => p.owner?.epoch, text: (p) => (p.owner ? count(p.owner.epoch) : "none") },
     ],
   });
@@ -84,7 +84,7 @@ export function replicasView(app) {
     owners.update(pools);
     lost.update(answer.lostReplicas ?? []);
     missing.hidden = !answer.lostReplicas?.length;
-    showConsoles(consoles, replicas.filter((one) => !isThis(one)), replicas);
+    showConsoles(consoles, replicas.filter((replica) => !isThis(replica)), replicas);
     own.replaceChildren(health(thisReplica));
   };
   return { element, title: "Replicas", refresh };
@@ -100,12 +100,12 @@ const upFor = (replica) => Math.max(Date.now() - new Date(replica.startTime).get
 
 /** Show links to the other routers' consoles that this browser can probably reach. */
 function showConsoles(line, others, replicas) {
-  const links = others.map((one) => consoleOf({ routerId: one.routerId, address: one.address ?? "" }, replicas)).filter((one) => typeof one !== "string");
-  const whole = links.map((one) => one.outerHTML).join();
+  const links = others.map((replica) => consoleOf({ routerId: replica.routerId, address: replica.address ?? "" }, replicas)).filter((link) => typeof link !== "string");
+  const whole = links.map((link) => link.outerHTML).join();
   line.hidden = !links.length;
-  if (line.dataset.told === whole) return;
-  line.dataset.told = whole;
-  line.replaceChildren("Their consoles: ", ...links.flatMap((one, number) => (number ? [", ", one] : [one])));
+  if (line.dataset.shown === whole) return;
+  line.dataset.shown = whole;
+  line.replaceChildren("Their consoles: ", ...links.flatMap((link, number) => (number ? [", ", link] : [link])));
 }
 
 function health(router) {

@@ -51,8 +51,8 @@ function others(decision) {
 }
 
 function verdict(decision, candidates, last) {
-  const chosen = candidates.find((one) => one.instanceId === last);
-  const prefiller = candidates.find((one) => one.instanceId === decision.steps?.[0]?.instance?.instanceId) ?? chosen;
+  const chosen = candidates.find((candidate) => candidate.instanceId === last);
+  const prefiller = candidates.find((candidate) => candidate.instanceId === decision.steps?.[0]?.instance?.instanceId) ?? chosen;
   const parts = [`${count(prefiller?.newTokens)} of ${count(decision.inputTokens)} input tokens were not cached there. `];
   const meaning = meaningOf(decision.reason);
   parts.push(`Policy ${policyOf(decision)} chose it: ${meaning ? `${meaning} (${decision.reason})` : decision.reason}`);
@@ -161,16 +161,16 @@ function candidateTable(decision, candidates, last) {
   if (decision.runnerUp) roles.set(decision.runnerUp, "runner-up");
   for (const step of decision.steps ?? []) roles.set(step.instance?.instanceId, step.kind === "STEP_KIND_PREFILL" ? "prefills" : "serves");
   if (last) roles.set(last, "chosen");
-  const best = candidates.find((one) => one.instanceId === last)?.score;
-  const rank = (one) => ({ chosen: 0, prefills: 1, "runner-up": 2 })[roles.get(one.instanceId)] ?? 3;
+  const best = candidates.find((candidate) => candidate.instanceId === last)?.score;
+  const rank = (candidate) => ({ chosen: 0, prefills: 1, "runner-up": 2 })[roles.get(candidate.instanceId)] ?? 3;
   const ordered = [...candidates].sort((a, b) => rank(a) - rank(b) || (a.score ?? Infinity) - (b.score ?? Infinity));
   const amount = (id, title, unit, hint) => ({ id, title, unit, hint, num: true, value: (c) => num(c[id]), text: (c) => count(c[id]) });
   const old = (c) => (c.stale ? "old" : "");
   const table = new Table({
     label: "Candidates",
     pageSize: 50,
-    key: (one) => one.instanceId,
-    tone: (one) => roles.get(one.instanceId) === "chosen" ? "chosen" : one.excluded ? "old" : "",
+    key: (candidate) => candidate.instanceId,
+    tone: (candidate) => roles.get(candidate.instanceId) === "chosen" ? "chosen" : candidate.excluded ? "old" : "",
     empty: "Not available: a previous owner of the pool made the decision.",
     columns: [
       { id: "instance", title: "Instance", address: true, value: (c) => c.instanceId, href: (c) => instanceHref(c.instanceId), note: (c) => `engine process ${c.incarnation}` },

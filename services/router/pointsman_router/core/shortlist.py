@@ -1,7 +1,7 @@
 """Selects the instances of a large pool that a decision considers: the best cached and the least loaded ones. Pure.
 
 A decision that considers 1,000 instances takes two milliseconds and 300 KB of log. Of several instances that have equally much of
-a prompt, the least loaded is the best by any policy's formula, so few instances need a score. Policies get the others in sums.
+a prompt, the least loaded is the best by any policy's formula, so only a shortlist needs scores. Policies get the others in sums.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.types import Unseen
 
 # Maximum number of instances of a pool that is considered in full.
-MANY = 64
+MAX_FULL_VIEW = 64
 # Number of instances with most of the prompt, per index, that are considered in a larger pool.
 MOST_CACHED = 24
 # Number of least loaded instances, per order, that are considered in a larger pool.
@@ -227,7 +227,7 @@ def _from_turn(order: _Order, turn: int) -> Iterator[_Place]:
     """Yield the order's entries, with the equal ones at its start rotated by `turn`, so that all instances of an idle fleet are
     used. The rotation stays the same for LEAST_LOADED turns, since policies themselves rotate among the instances they see."""
     first = order[0][:2]
-    equal = bisect_right(order, first, key=lambda one: one[:2])
+    equal = bisect_right(order, first, key=lambda place: place[:2])
     start = turn - turn % LEAST_LOADED
     for step in range(equal):
         yield order[(start + step) % equal]

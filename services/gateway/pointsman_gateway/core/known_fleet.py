@@ -12,7 +12,7 @@ class OutOfStep(Exception):
     full description."""
 
 
-class ToldFleet:
+class KnownFleet:
     """The fleet as received on one stream. `pools` is by model; its messages are never changed: a pool that changes becomes a new
     object. `ownerless_timeout_s` is None if the router did not send it."""
 
@@ -25,7 +25,7 @@ class ToldFleet:
         # Ids of each pool's instances, in the order of the instances: sorted, for a binary search among a thousand.
         self._ids: dict[str, list[str]] = {}
         for pool in fleet.pools:
-            self._ids[pool.model] = ids = [one.instance_id for one in pool.instances]
+            self._ids[pool.model] = ids = [instance.instance_id for instance in pool.instances]
             if ids != sorted(ids):
                 pool.instances.sort(key=lambda one: one.instance_id)
                 ids.sort()
@@ -56,11 +56,11 @@ class ToldFleet:
             at = bisect_left(ids, instance_id)
             if ids[at : at + 1] == [instance_id]:
                 del ids[at], pool.instances[at]
-        for one in changed.instances:
-            at = bisect_left(ids, one.instance_id)
-            if ids[at : at + 1] == [one.instance_id]:
-                pool.instances[at].CopyFrom(one)
+        for instance in changed.instances:
+            at = bisect_left(ids, instance.instance_id)
+            if ids[at : at + 1] == [instance.instance_id]:
+                pool.instances[at].CopyFrom(instance)
             else:
-                ids.insert(at, one.instance_id)
-                pool.instances.insert(at, one)
+                ids.insert(at, instance.instance_id)
+                pool.instances.insert(at, instance)
         self.pools[changed.model] = pool

@@ -1,6 +1,6 @@
 """The token ids of an answer beside its stream, as an engine with the connector package tells and continues them. Pure.
 
-The format is that of connector/pointsman_connector/told_answer.py.
+The format is that of connector/pointsman_connector/answer_record.py.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pointsman_gateway.core.api.continuable import TOLD_FIELD
+from pointsman_gateway.core.api.continuable import RECORD_FIELD
 
-_TOLD = re.compile(r"[:\d,.]*")
+_RECORD = re.compile(r"[:\d,.]*")
 _IDS = re.compile(r"\d+")
 
 
@@ -25,12 +25,12 @@ class BegunAnswer(NamedTuple):
 def begun_answer(body: Mapping[str, Any]) -> BegunAnswer | None:
     """Return the answer that a request continues; None if it does not even ask for ids. Raises ValueError for another text."""
     fields = body.get("vllm_xargs")
-    told = fields.get(TOLD_FIELD) if isinstance(fields, dict) else None
-    if not isinstance(told, str):
+    record = fields.get(RECORD_FIELD) if isinstance(fields, dict) else None
+    if not isinstance(record, str):
         return None
-    if not _TOLD.fullmatch(told):
-        raise ValueError("not a told answer")
-    return BegunAnswer(tuple(map(int, _IDS.findall(told))), "." in told)
+    if not _RECORD.fullmatch(record):
+        raise ValueError("not an answer record")
+    return BegunAnswer(tuple(map(int, _IDS.findall(record))), "." in record)
 
 
 def with_comment(ids: Sequence[int], events: bytes, *, complete: bool) -> bytes:

@@ -14,14 +14,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, 
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
-from pointsman_connector.told_answer import CONTINUED, asked, comment, read
+from pointsman_connector.answer_record import CONTINUED, asked, comment, read
 
 # Attributes of a RequestOutput: the client has it; no other engine could continue its answer.
-REPLAYED, UNTOLD = "pointsman_replayed", "pointsman_untold"
+REPLAYED, UNRECORDED = "pointsman_replayed", "pointsman_unrecorded"
 
 
 class _Outputs:
-    """Passes on the engine's outputs to a stream's generator, and keeps their ids until they are told."""
+    """Passes on the engine's outputs to a stream's generator, and keeps their ids until a comment tells them."""
 
     def __init__(self, results: AsyncIterator[Any]) -> None:
         self._results = results
@@ -29,7 +29,7 @@ class _Outputs:
         self._complete = False
         self.replayed = False  # whether the client has what the generator makes of the last output
         self.ended = False
-        self.untold = False  # whether no other engine could continue the answer
+        self.unrecorded = False  # whether no other engine could continue the answer
 
     async def passed_on(self) -> AsyncIterator[Any]:
         """Yield the outputs. Raises GenerationError if the engine aborts."""
@@ -39,17 +39,17 @@ class _Outputs:
             # Completions have (number of the prompt, output), Responses a context with the output.
             output = result[1] if isinstance(result, tuple) else getattr(result, "last_output", result)
             self.replayed = getattr(output, REPLAYED, False)
-            if any(one.finish_reason in ("abort", "error") for one in output.outputs):
+            if any(completion.finish_reason in ("abort", "error") for completion in output.outputs):
                 # Not the answer's end: an error event follows, in the place of which another engine goes on.
                 raise GenerationError("the engine has ended the answer")
-            self.untold = getattr(output, UNTOLD, False)
-            if not self.replayed and not self.untold:
-                self._pieces += [list(one.token_ids) for one in output.outputs if one.token_ids]
+            self.unrecorded = getattr(output, UNRECORDED, False)
+            if not self.replayed and not self.unrecorded:
+                self._pieces += [list(completion.token_ids) for completion in output.outputs if completion.token_ids]
                 self._complete = self._complete or output.finished
             yield result
         self.replayed, self.ended = False, True
 
-    def told_with(self, text: str) -> str:
+    def with_comment(self, text: str) -> str:
         """Return events with the comment that tells what has come since the last one."""
         pieces, self._pieces = self._pieces, []
         complete, self._complete = self._complete, False
@@ -57,7 +57,7 @@ class _Outputs:
 
 
 class _Events:
-    """The events of a stream whose engine's outputs are kept to be told. `before`: the told answer that it continues."""
+    """The events of a stream whose engine's outputs are kept for comments. `before`: the answer record that it continues."""
 
     def __init__(self, events: AsyncGenerator[str, None], outputs: _Outputs, before: str, *, hold_first: bool) -> None:
         self.events = events
@@ -65,7 +65,7 @@ class _Events:
         self.before = before
         self.hold_first = hold_first
 
-    async def told(self) -> AsyncGenerator[str, None]:
+    async def with_comments(self) -> AsyncGenerator[str, None]:
         """Yield what the client does not have, with comments."""
         # A continued stream begins with a comment in any case: it shows that this is the rest of the answer. So does one that no
         # other engine could continue, and then tells nothing.
@@ -75,7 +75,7 @@ class _Events:
         there = read(self.before)[1] - 1
         try:
             async for text in self.events:
-                if not begun and self.outputs.untold:
+                if not begun and self.outputs.unrecorded:
                     first = CONTINUED
                 begun = True
                 if self.outputs.replayed:
@@ -86,7 +86,7 @@ class _Events:
                     # The last outputs may have become no event.
                     yield (
                         first
-                        + self.outputs.told_with(held)
+                        + self.outputs.with_comment(held)
                         + comment([], complete=True, events=text.count("\n\n"))
                         + text
                     )
@@ -94,7 +94,7 @@ class _Events:
                 elif holds:
                     held, holds = text, False
                 else:
-                    yield first + self.outputs.told_with(held + text)
+                    yield first + self.outputs.with_comment(held + text)
                     first = held = ""
             if first or held:
                 yield first + held
@@ -123,13 +123,13 @@ def telling(generator: Any, *, hold_first: bool, converted: Any = ()) -> Any:
     @functools.wraps(generator)
     def stream(self: Any, *args: Any, **more: Any) -> Any:
         bound = signature.bind(self, *args, **more)
-        told = asked(bound.arguments["request"].vllm_xargs)
-        if told is None:
+        record = asked(bound.arguments["request"].vllm_xargs)
+        if record is None:
             return generator(self, *args, **more)
         outputs = _Outputs(bound.arguments["result_generator"])
         bound.arguments["result_generator"] = outputs.passed_on()
-        events = _Events(generator(*bound.args, **bound.kwargs), outputs, told, hold_first=hold_first)
-        return events if isinstance(self, converted) else events.told()
+        events = _Events(generator(*bound.args, **bound.kwargs), outputs, record, hold_first=hold_first)
+        return events if isinstance(self, converted) else events.with_comments()
 
     return stream
 
@@ -217,7 +217,7 @@ def telling_converted(converter: Any) -> Any:
         if not isinstance(generator, _Events):
             return converter(self, generator)
         events = _converted(functools.partial(converter, self), generator.events)
-        return _Events(events, generator.outputs, generator.before, hold_first=generator.hold_first).told()
+        return _Events(events, generator.outputs, generator.before, hold_first=generator.hold_first).with_comments()
 
     return stream
 
@@ -269,7 +269,7 @@ def _counted_ids(response_id: str) -> Iterator[str]:
 
 
 class _Response(NamedTuple):
-    """The stream of a response whose ids are to be told: `generator` makes events of the contexts that it is given."""
+    """The stream of a response whose ids its comments tell: `generator` makes events of the contexts that it is given."""
 
     generator: Callable[[Any], Any]
     outputs: _Outputs
@@ -287,9 +287,9 @@ def telling_responses(generator: Any, ids: ItemIds) -> Any:
     def stream(self: Any, *args: Any, **more: Any) -> Any:
         bound = signature.bind(self, *args, **more)
         request, context = bound.arguments["request"], bound.arguments["context"]
-        told = asked(request.vllm_xargs)
+        record = asked(request.vllm_xargs)
         # Other contexts ask the engine several times for one response.
-        if told is None or type(context) is not SimpleContext:
+        if record is None or type(context) is not SimpleContext:
             return generator(self, *args, **more)
         outputs = _Outputs(bound.arguments["result_generator"])
 
@@ -297,7 +297,7 @@ def telling_responses(generator: Any, ids: ItemIds) -> Any:
             bound.arguments["result_generator"] = contexts
             return generator(*bound.args, **bound.kwargs)
 
-        return _Response(events_of, outputs, told, functools.partial(ids.of, _counted_ids(request.request_id)))
+        return _Response(events_of, outputs, record, functools.partial(ids.of, _counted_ids(request.request_id)))
 
     return stream
 
@@ -312,6 +312,6 @@ def telling_response_events(convert: Any) -> Any:
         written = _converted(
             lambda feed: convert(generator.generator(feed)), generator.outputs.passed_on(), generator.names
         )
-        return _Events(written, generator.outputs, generator.before, hold_first=False).told()
+        return _Events(written, generator.outputs, generator.before, hold_first=False).with_comments()
 
     return events

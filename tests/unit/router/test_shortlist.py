@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,26 +12,26 @@ from hypothesis import strategies as st
 
 from pointsman_lab.rival_policies.registry import POLICIES, make_policy
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core import first_choice, policy_views
+from pointsman_router.core import policy_views, shortlist
 from pointsman_router.core.policy.linear import Additive
 from pointsman_router.core.policy.unified import Unified
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import Candidate, Decision, FleetView, PlacementRequest
+from pointsman_router.core.types import Candidate, Decision, FleetView, PlacementRequest, Unseen
 from tests.support.interpreter_steps import Steps
 from tests.support.router_values import candidate, join, place, request, state
 
 NAMES = [f"i{number:02d}" for number in range(16)]
-LOOK_AT_FEW = [name for name in POLICIES if make_policy(name).looks_at_few]
+USE_SHORTLIST = [name for name in POLICIES if make_policy(name).uses_shortlist]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def a_large_pool_is_small() -> Iterator[None]:
     """Lower the limits, so that a pool of few instances counts as a large one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy_views, "MANY", 8)
-        patch.setattr(first_choice, "MOST_CACHED", 3)
-        patch.setattr(first_choice, "LEAST_LOADED", 2)
+        patch.setattr(policy_views, "MAX_FULL_VIEW", 8)
+        patch.setattr(shortlist, "MOST_CACHED", 3)
+        patch.setattr(shortlist, "LEAST_LOADED", 2)
         yield
 
 
@@ -41,8 +42,8 @@ def fleet(policy: str = "unified", names: list[str] = NAMES) -> RouterState:
     return router
 
 
-def decision_of(router: RouterState, name: str = "asked", **asked: object) -> Decision:
-    answer = place(router, request(name, **asked))  # type: ignore[arg-type]
+def decision_of(router: RouterState, name: str = "asked", **asked: Any) -> Decision:
+    answer = place(router, request(name, **asked))
     assert isinstance(answer, ev.Placed)
     return answer.decision
 
@@ -92,7 +93,7 @@ def busy_fleet(rng: random.Random, prompt: list[int], steps: int) -> RouterState
 
 def views(router: RouterState, asked: PlacementRequest) -> tuple[FleetView, FleetView]:
     """Of all instances, and of those that are looked at."""
-    return router.views.view(asked, "m", 0, 0.0), router.views.view(asked, "m", 0, 0.0, few=True)
+    return router.views.view(asked, "m", 0, 0.0), router.views.view(asked, "m", 0, 0.0, shortlisted=True)
 
 
 @given(st.integers(0, 1_000_000), st.integers(0, 60))
@@ -117,23 +118,23 @@ def test_of_instances_with_equally_much_of_a_prompt_none_with_less_load_is_passe
 def test_with_an_instance_all_that_have_as_much_of_a_prompt_and_less_load_are_shown(seed: int, steps: int) -> None:
     prompt = list(range(160))
     router = busy_fleet(random.Random(seed), prompt, steps)
-    everything, few = views(router, request("asked", prompt=prompt))
-    shown = {one.instance_id for one in few.candidates}
-    for one in few.candidates:
+    everything, short = views(router, request("asked", prompt=prompt))
+    shown = {one.instance_id for one in short.candidates}
+    for one in short.candidates:
         for other in everything.eligible():
             if other.cached_tokens == one.cached_tokens and less_load(other, one):
                 assert other.instance_id in shown
 
 
-@pytest.mark.parametrize("policy", [name for name in LOOK_AT_FEW if name not in ("foresight", "auto")])
+@pytest.mark.parametrize("policy", [name for name in USE_SHORTLIST if name not in ("foresight", "auto")])
 @given(st.integers(0, 1_000_000), st.integers(0, 60))
 def test_none_of_them_has_a_better_score_than_the_chosen_one(policy: str, seed: int, steps: int) -> None:
     prompt = list(range(160))
     asked = request("asked", prompt=prompt)
-    everything, few = views(busy_fleet(random.Random(seed), prompt, steps), asked)
-    result = make_policy(policy).choose(asked, few, random.Random(0))
+    everything, short = views(busy_fleet(random.Random(seed), prompt, steps), asked)
+    result = make_policy(policy).choose(asked, short, random.Random(0))
     scores = make_policy(policy).choose(asked, everything, random.Random(0)).scores
-    chosen = few.find(result.steps[0].instance_id)
+    chosen = short.find(result.steps[0].instance_id)
     assert chosen is not None
     if result.reason != "ceiling_changed_choice":
         for other in everything.eligible():
@@ -146,8 +147,8 @@ def test_none_of_them_has_a_better_score_than_the_chosen_one(policy: str, seed: 
 def test_the_fewest_requests_of_all_are_those_of_an_instance_looked_at(policy: str, seed: int, steps: int) -> None:
     prompt = list(range(160))
     asked = request("asked", prompt=prompt)
-    everything, few = views(busy_fleet(random.Random(seed), prompt, steps), asked)
-    chosen = few.find(make_policy(policy).choose(asked, few, random.Random(0)).steps[0].instance_id)
+    everything, short = views(busy_fleet(random.Random(seed), prompt, steps), asked)
+    chosen = short.find(make_policy(policy).choose(asked, short, random.Random(0)).steps[0].instance_id)
     assert chosen is not None
     assert chosen.num_requests == min(one.num_requests for one in everything.eligible())
 
@@ -168,9 +169,9 @@ def test_what_is_not_looked_at_is_told_in_sums(seed: int, steps: int) -> None:
 
 def test_a_policy_that_compares_with_all_is_shown_all() -> None:
     for policy in POLICIES:
-        few = len(decision_of(fleet(policy)).view.candidates) < len(NAMES)
-        assert few == (policy in LOOK_AT_FEW)
-    assert {"elastic", "migrate", "round_robin", "preble"}.isdisjoint(LOOK_AT_FEW)
+        shortlisted = len(decision_of(fleet(policy)).view.candidates) < len(NAMES)
+        assert shortlisted == (policy in USE_SHORTLIST)
+    assert {"elastic", "migrate", "round_robin", "preble"}.isdisjoint(USE_SHORTLIST)
     assert len(decision_of(fleet(names=NAMES[:8])).view.candidates) == 8
 
 
@@ -218,14 +219,14 @@ def test_policies_weigh_the_unseen_with_the_seen() -> None:
     every = (*seen, *(candidate(name, num_requests=2) for name in "cdefgh"))
     unified = Unified(ceiling_min=1.0)
     assert unified.below_ceiling(seen) == seen
-    unseen = first_choice.Unseen(instances=6, num_requests=12)
+    unseen = Unseen(instances=6, num_requests=12)
     assert unified.below_ceiling(seen, unseen) == tuple(one for one in unified.below_ceiling(every) if one in seen)
 
 
 def test_a_session_leaves_an_owner_with_more_tokens_than_the_mean_of_all() -> None:
     busy = tuple(candidate(name, ongoing_tokens=tokens) for name, tokens in (("a", 9_000), ("b", 1_000)))
     for unseen_tokens, reason in ((100, "least_cost"), (100_000, "session_affinity")):
-        unseen = first_choice.Unseen(instances=8, ongoing_tokens=unseen_tokens)
+        unseen = Unseen(instances=8, ongoing_tokens=unseen_tokens)
         view = FleetView(busy, session_owner="a", unseen=unseen)
         assert Additive().choose(request(), view, random.Random(0)).reason == reason
 
@@ -262,7 +263,7 @@ def test_the_bits_of_owners_change_with_the_generation_only() -> None:
     index.drop("a")
     assert index.generation != between
     assert index.owners(index.mask("ab")) == ["b"]
-    assert make_policy("unified").looks_at_few
+    assert make_policy("unified").uses_shortlist
 
 
 ADAPTERS = tuple(f"adapter{number}" for number in range(6))
@@ -281,14 +282,14 @@ def test_what_is_kept_for_names_shows_what_would_be_shown_anew(
     for number, (name, adapters) in enumerate(zip(NAMES, loaded, strict=True)):
         join(router, name, number, lora_names=tuple(sorted(adapters)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(first_choice, "MAX_PLACES", places)
-        patch.setattr(first_choice, "MAX_CHANGES", changes)
+        patch.setattr(shortlist, "MAX_PLACES", places)
+        patch.setattr(shortlist, "MAX_CHANGES", changes)
         for kind, number, model in events:
             if kind == "p":
                 asked = request(f"r{number}", tokens=100 * number, model=model)
-                shown = router.views.view(asked, "m", number, 0.0, few=True)
-                kept, router.views._loads = router.views._loads, first_choice.KeptLoads(router.reservations)
-                assert router.views.view(asked, "m", number, 0.0, few=True) == shown
+                shown = router.views.view(asked, "m", number, 0.0, shortlisted=True)
+                kept, router.views._loads = router.views._loads, shortlist.KeptLoads(router.reservations)
+                assert router.views.view(asked, "m", number, 0.0, shortlisted=True) == shown
                 router.views._loads = kept
                 place(router, asked)
             elif kind == "f":
@@ -336,11 +337,11 @@ def test_no_more_is_kept_than_is_bounded_and_what_was_not_asked_for_long_goes_fi
     for number, name in enumerate(NAMES):
         join(router, name, number, lora_names=tuple(one for one in names if one != f"all-but-{name}"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(first_choice, "MAX_PLACES", 50)
+        patch.setattr(shortlist, "MAX_PLACES", 50)
         made: list[object] = []
-        patch.setattr(first_choice.PoolLoads, "__init__", counted(made, first_choice.PoolLoads.__init__))
-        for name, expected in zip([0, 1, 2, 0, 1, 2, 3, 1, 2, 0], [1, 2, 3, 3, 3, 3, 4, 4, 4, 5], strict=True):
-            decision_of(router, f"r{len(made)}-{name}", tokens=5, model=names[name])
+        patch.setattr(shortlist.PoolLoads, "__init__", counted(made, shortlist.PoolLoads.__init__))
+        for which, expected in zip([0, 1, 2, 0, 1, 2, 3, 1, 2, 0], [1, 2, 3, 3, 3, 3, 4, 4, 4, 5], strict=True):
+            decision_of(router, f"r{len(made)}-{which}", tokens=5, model=names[which])
             assert len(made) == expected
             router.check_invariants()
 

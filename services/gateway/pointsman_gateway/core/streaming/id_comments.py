@@ -1,4 +1,4 @@
-"""The SSE comments in which an engine tells the token ids of its events (connector/pointsman_connector/told_answer.py). Pure."""
+"""The SSE comments in which an engine tells its events' token ids (connector/pointsman_connector/answer_record.py). Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BLOCKS = re.compile(rb"^:[\d:,]*\.?(?:x\d+)?\n\n", re.MULTILINE)
 _EVENTS = re.compile(rb":[\d:,]*\.?(?:x(\d+))?\n\n")
 
 
-def told_in(events: bytes) -> bytes:
+def ids_in(events: bytes) -> bytes:
     """Return what whole events tell of the answer, as the comments one after another."""
     return b"".join(_COMMENTS.findall(events))
 
@@ -21,5 +21,5 @@ def without_comments(events: bytes) -> bytes:
 
 def incomplete(events: bytes) -> bool:
     """Return whether fewer events follow than the comment tells with which `events` begins. Without a number it tells of one."""
-    told = _EVENTS.match(events)
-    return told is not None and events.count(b"\n\n", told.end()) < int(told[1] or 1)
+    events_of = _EVENTS.match(events)
+    return events_of is not None and events.count(b"\n\n", events_of.end()) < int(events_of[1] or 1)

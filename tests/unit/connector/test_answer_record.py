@@ -1,4 +1,4 @@
-"""The told answer: what an engine writes beside its events is what it reads to go on."""
+"""The answer record: what an engine writes beside its events is what it reads to go on."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman_connector.told_answer import CONTINUED, asked, comment, read, told
+from pointsman_connector.answer_record import CONTINUED, asked, comment, read, record_of
 
 PIECES = st.lists(st.lists(st.integers(0, 2**31), min_size=1, max_size=5), max_size=20)
 
 
 @given(PIECES, st.booleans())
 def test_what_is_told_is_read(pieces: list[list[int]], complete: bool) -> None:
-    assert read(told(pieces, complete=complete)) == (pieces, complete)
+    assert read(record_of(pieces, complete=complete)) == (pieces, complete)
 
 
 @given(st.lists(PIECES, max_size=5))
@@ -29,7 +29,7 @@ def test_comments_one_after_another_are_the_answer(events: list[list[list[int]]]
 
 @pytest.mark.parametrize("text", [":5x", "5", ":5,", ":5..", ":.5", ".", ":-1", ":5:6\n", "$"])
 def test_other_texts_are_not_answers(text: str) -> None:
-    with pytest.raises(ValueError, match="not a told answer"):
+    with pytest.raises(ValueError, match="not an answer record"):
         read(text)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pointsman.router.v1 import placement_pb2
+from pointsman_gateway.core.known_fleet import KnownFleet, OutOfStep
 from pointsman_gateway.core.pool_owners import PoolOwners
-from pointsman_gateway.core.told_fleet import OutOfStep, ToldFleet
 
 
 def ref(instance_id: str, incarnation: str = "1") -> placement_pb2.InstanceRef:
@@ -19,12 +21,12 @@ def fleet(*instances: str, owner: str = "r") -> placement_pb2.Fleet:
     return placement_pb2.Fleet(pools=[pool])
 
 
-def update(*pools: placement_pb2.PoolUpdate, **values: object) -> placement_pb2.FleetUpdate:
-    return placement_pb2.FleetUpdate(pools=pools, **values)  # type: ignore[arg-type]
+def update(*pools: placement_pb2.PoolUpdate, **values: Any) -> placement_pb2.FleetUpdate:
+    return placement_pb2.FleetUpdate(pools=pools, **values)
 
 
 def test_instances_come_change_and_go_in_order_and_the_rest_stays() -> None:
-    told = ToldFleet(fleet("b", "d"))
+    told = KnownFleet(fleet("b", "d"))
     told.apply(update(placement_pb2.PoolUpdate(model="m", instances=[ref("c"), ref("a"), ref("d", "2")])))
     assert [(one.instance_id, one.incarnation) for one in told.pools["m"].instances] == [
         ("a", "1"),
@@ -38,14 +40,14 @@ def test_instances_come_change_and_go_in_order_and_the_rest_stays() -> None:
 
 
 def test_a_description_replaces_all_but_the_instances() -> None:
-    told = ToldFleet(fleet("a"))
+    told = KnownFleet(fleet("a"))
     described = placement_pb2.Pool(model="m", max_model_len=7)
     told.apply(update(placement_pb2.PoolUpdate(model="m", description=described)))
     assert told.pools["m"] == placement_pb2.Pool(model="m", max_model_len=7, instances=[ref("a")])
 
 
 def test_pools_come_and_go_and_the_start_comes_to_its_end() -> None:
-    told = ToldFleet(placement_pb2.Fleet(starting=True))
+    told = KnownFleet(placement_pb2.Fleet(starting=True))
     described = placement_pb2.Pool(model="n")
     told.apply(update(placement_pb2.PoolUpdate(model="n", description=described, instances=[ref("x")]), starting=True))
     assert (told.starting, [*told.pools], list(told.pools["n"].instances)) == (True, ["n"], [ref("x")])
@@ -56,7 +58,7 @@ def test_pools_come_and_go_and_the_start_comes_to_its_end() -> None:
 
 
 def test_a_pool_that_was_given_out_stays_as_it_is() -> None:
-    told = ToldFleet(fleet("a"))
+    told = KnownFleet(fleet("a"))
     before = told.pools["m"]
     told.apply(update(placement_pb2.PoolUpdate(model="m", instances=[ref("a", "2"), ref("b")])))
     assert before == fleet("a").pools[0]
@@ -64,13 +66,13 @@ def test_a_pool_that_was_given_out_stays_as_it_is() -> None:
 
 
 def test_a_fleet_that_was_told_in_no_order_is_put_in_order() -> None:
-    told = ToldFleet(fleet("b", "a", "c"))
+    told = KnownFleet(fleet("b", "a", "c"))
     told.apply(update(placement_pb2.PoolUpdate(model="m", removed_instance_ids=["a"], instances=[ref("c", "2")])))
     assert list(told.pools["m"].instances) == [ref("b"), ref("c", "2")]
 
 
 def test_an_update_of_what_was_never_told_is_out_of_step() -> None:
-    told = ToldFleet(fleet("a"))
+    told = KnownFleet(fleet("a"))
     with pytest.raises(OutOfStep, match="'other'"):
         told.apply(update(placement_pb2.PoolUpdate(model="other", instances=[ref("x")])))
     owners = PoolOwners()

@@ -11,13 +11,13 @@ from pointsman_router.io.convert.gateway_messages import instance_ref, owner_to_
 from pointsman_router.io.convert.times import duration
 
 
-class ToldFleet:
+class SentFleet:
     """The fleet as it was last sent to the gateways with an open stream."""
 
     def __init__(self, ownerless_timeout_s: float) -> None:
         self._ownerless_timeout = duration(ownerless_timeout_s)
         self._starting = True
-        self._pools: dict[str, _ToldPool] = {}
+        self._pools: dict[str, _SentPool] = {}
 
     def update(
         self, pools: Iterable[PoolInfo], owner: Callable[[str], Owner | None], *, starting: bool
@@ -30,10 +30,10 @@ class ToldFleet:
         gone = set(self._pools)
         for pool in pools:
             gone.discard(pool.model)
-            told = self._pools.get(pool.model)
-            if told is None:
-                told = self._pools[pool.model] = _ToldPool()
-            if (pool_update := told.update(pool, owner(pool.model))) is not None:
+            known = self._pools.get(pool.model)
+            if known is None:
+                known = self._pools[pool.model] = _SentPool()
+            if (pool_update := known.update(pool, owner(pool.model))) is not None:
                 update.pools.append(pool_update)
                 changed = True
         for model in sorted(gone):
@@ -45,12 +45,12 @@ class ToldFleet:
     def whole(self) -> placement_pb2.Fleet:
         """Return the fleet as of the last `update`, for a gateway that opens its stream."""
         fleet = placement_pb2.Fleet(starting=self._starting, ownerless_timeout=self._ownerless_timeout)
-        for _, told in sorted(self._pools.items()):
-            told.write(fleet.pools.add())
+        for _, known in sorted(self._pools.items()):
+            known.write(fleet.pools.add())
         return fleet
 
 
-class _ToldPool:
+class _SentPool:
     """One pool as it was last sent. The instances' messages are kept, since making one takes some microseconds."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class _ToldPool:
             update.description.CopyFrom(description)
             changed = True
         before = self._info.instances if self._info is not None else {}
-        for instance_id in sorted(one for one, known in info.instances.items() if before.get(one) is not known):
+        for instance_id in sorted(name for name, known in info.instances.items() if before.get(name) is not known):
             ref = instance_ref(info.instances[instance_id])
             if ref != self._refs.get(instance_id):  # an agent that reconnects reports the same again
                 self._refs[instance_id] = ref

@@ -1,7 +1,7 @@
-"""Simulates how much quality a decision on a part of a large pool loses: the first choice against all instances.
+"""Simulates how much quality a decision on a part of a large pool loses: the shortlist against all instances.
 
-`python -m bench first_choice` runs policies that see only a first choice (core/first_choice.py) and the same policies that see
-all instances, on the same draws. Not run by default: it takes an hour. POINTSMAN_BENCH_FIRST_CHOICE sets other cases, each
+`python -m bench shortlist` runs policies that see only a shortlist (core/shortlist.py) and the same policies that see
+all instances, on the same draws. Not run by default: it takes an hour. POINTSMAN_BENCH_SHORTLIST sets other cases, each
 POLICY:INSTANCES:LOAD:DRAWS, separated by commas.
 """
 
@@ -30,7 +30,7 @@ from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.router_state import StateSettings
 from pointsman_router.core.types import FleetView, PlacementRequest, PolicyRef, PolicyResult, PoolFacts
 
-VARIABLE = "POINTSMAN_BENCH_FIRST_CHOICE"
+VARIABLE = "POINTSMAN_BENCH_SHORTLIST"
 CASES = ",".join(
     f"{policy}:{instances}:{load}:3"
     for instances in (128, 256)
@@ -78,23 +78,23 @@ class _ShownAll(_Shown):
     name: ClassVar[str] = "all"
 
 
-class _ShownFew(_Shown):
-    name: ClassVar[str] = "few"
-    looks_at_few: ClassVar[bool] = True
+class _Shortlisted(_Shown):
+    name: ClassVar[str] = "shortlist"
+    uses_shortlist: ClassVar[bool] = True
 
 
-def first_choice() -> list[Figure]:
-    """Return latencies and the hit ratio with a first choice and, as baseline, with all instances, and their paired ratio."""
+def shortlist() -> list[Figure]:
+    """Return latencies and the hit ratio with a shortlist and, as baseline, with all instances, and their paired ratio."""
     return [figure for case in cases(os.environ.get(VARIABLE, CASES)) for figure in _figures(case)]
 
 
 def cases(text: str) -> list[Case]:
     """Parse the cases of the variable. Raises ValueError for an invalid case, SettingError for an unknown policy."""
     found = []
-    for one in text.split(","):
-        words = one.split(":")
+    for case in text.split(","):
+        words = case.split(":")
         if len(words) != len(Case._fields) or words[2] not in LOADS:
-            raise ValueError(f"{VARIABLE}: {one!r} is not POLICY:INSTANCES:LOAD:DRAWS with LOAD {' or '.join(LOADS)}")
+            raise ValueError(f"{VARIABLE}: {case!r} is not POLICY:INSTANCES:LOAD:DRAWS with LOAD {' or '.join(LOADS)}")
         policy, instances, load, draws = words
         make_policy(policy)
         found.append(Case(policy, int(instances), load, int(draws)))
@@ -103,29 +103,29 @@ def cases(text: str) -> list[Case]:
 
 def _figures(case: Case) -> Iterator[Figure]:
     policy = make_policy(case.policy)
-    cells = [_cell(case, shown(policy)) for shown in (_ShownFew, _ShownAll)]
+    cells = [_cell(case, shown(policy)) for shown in (_Shortlisted, _ShownAll)]
     seeds = range(FIRST_SEED, FIRST_SEED + case.draws)
     # One process, since a run of 256 instances takes gigabytes. Pair by pair, so that the printed trials can be compared early.
-    trials = [one for seed in seeds for one in run_cells(cells, [seed], processes=1, on_trial=partial(_tell, case))]
-    few, every = ([one.measures[ALL] for one in trials if one.policy == name] for name in ("few", "all"))
+    trials = [trial for seed in seeds for trial in run_cells(cells, [seed], processes=1, on_trial=partial(_tell, case))]
+    short, every = ([trial.measures[ALL] for trial in trials if trial.policy == name] for name in ("shortlist", "all"))
     for metric in METRICS:
-        pairs = [(one[metric], other[metric]) for one, other in zip(few, every, strict=True)]
+        pairs = [(one[metric], other[metric]) for one, other in zip(short, every, strict=True)]
         ratio = _ratio(pairs)
         sure = "" if ratio.half_width is None else f", {math.exp(ratio.low):.3f} to {math.exp(ratio.high):.3f}"
         yield Figure(
-            f"first_choice_{case.policy}_{case.instances}_{case.load}_{metric}",
-            math.fsum(one for one, _ in pairs) / len(pairs),
+            f"shortlist_{case.policy}_{case.instances}_{case.load}_{metric}",
+            math.fsum(shown for shown, _ in pairs) / len(pairs),
             "" if metric == "hit_ratio" else "s",
             math.fsum(other for _, other in pairs) / len(pairs),
             f"baseline: all scored; paired ratio {math.exp(ratio.mean):.3f}{sure} ({case.draws} draws of "
-            f"{few[0]['requests']:,.0f} requests)",
+            f"{short[0]['requests']:,.0f} requests)",
         )
 
 
 def _ratio(pairs: Sequence[tuple[float, float]]) -> Estimate:
     """Return the paired difference of logarithms: its interval is that of value / baseline, and draws of all sizes count
     equally."""
-    return paired_difference([math.log(one) for one, _ in pairs], [math.log(other) for _, other in pairs])
+    return paired_difference([math.log(shown) for shown, _ in pairs], [math.log(other) for _, other in pairs])
 
 
 def _cell(case: Case, policy: Policy) -> Cell:
@@ -142,7 +142,7 @@ def _sessions(sessions: int, seed: int) -> list[TraceRequest]:
 
 
 def _tell(case: Case, trial: Trial) -> None:
-    told = ", ".join(f"{metric} {trial.measures[ALL][metric]:.3f}" for metric in METRICS)
+    shown = ", ".join(f"{metric} {trial.measures[ALL][metric]:.3f}" for metric in METRICS)
     print(
-        f"{case.policy} {case.instances} {case.load}, {trial.policy} shown, seed {trial.seed}: {told}", file=sys.stderr
+        f"{case.policy} {case.instances} {case.load}, {trial.policy} shown, seed {trial.seed}: {shown}", file=sys.stderr
     )

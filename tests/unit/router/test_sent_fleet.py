@@ -8,14 +8,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from msgspec.structs import replace
 
 from pointsman.router.v1 import placement_pb2
-from pointsman_gateway.core.told_fleet import ToldFleet as GatewaysFleet
+from pointsman_gateway.core.known_fleet import KnownFleet as GatewaysFleet
 from pointsman_router.core.instances.circuit_breaker import Circuit
 from pointsman_router.core.instances.instance_orders import InstanceOrder
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.ownership import Owner
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.types import InstanceInfo, KvTransfer, Load
-from pointsman_router.io.convert.told_fleet import ToldFleet
+from pointsman_router.io.convert.sent_fleet import SentFleet
 from tests.support.router_values import info
 
 MODELS = st.sampled_from("mno")
@@ -41,7 +41,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.registry = InstanceRegistry(PrefixIndex())
         self.owners: dict[str, Owner] = {}
         self.starting = True
-        self.told = ToldFleet(5.0)
+        self.told = SentFleet(5.0)
         self.gateways: list[GatewaysFleet] = []
 
     @rule(one=INSTANCES)
@@ -103,7 +103,7 @@ class FleetMachine(RuleBasedStateMachine):
         assert self.told.update(self.registry.pools(), self.owners.get, starting=self.starting) is None
         if after:
             self.gateways.append(GatewaysFleet(_whole(self.told)))
-        afresh = ToldFleet(5.0)
+        afresh = SentFleet(5.0)
         afresh.update(self.registry.pools(), self.owners.get, starting=self.starting)
         now = _whole(afresh)
         assert self.told.whole() == now
@@ -126,7 +126,7 @@ def _sent(update: placement_pb2.FleetUpdate) -> placement_pb2.FleetUpdate:
     return placement_pb2.FleetUpdate.FromString(update.SerializeToString())
 
 
-def _whole(told: ToldFleet) -> placement_pb2.Fleet:
+def _whole(told: SentFleet) -> placement_pb2.Fleet:
     return placement_pb2.Fleet.FromString(told.whole().SerializeToString())
 
 
@@ -137,9 +137,9 @@ def registry(*infos: InstanceInfo) -> InstanceRegistry:
     return known
 
 
-def told_of(known: InstanceRegistry) -> ToldFleet:
-    told = ToldFleet(5.0)
-    assert told.update(known.pools(), {}.get, starting=True) is not None
+def told_of(known: InstanceRegistry) -> SentFleet:
+    told = SentFleet(5.0)
+    assert told.update(known.pools(), lambda _: None, starting=True) is not None
     return told
 
 
@@ -147,13 +147,13 @@ def test_only_what_changed_is_told() -> None:
     known = registry(info("a"), info("b"), info("x", model="n"))
     told = told_of(known)
     known.add(replace(info("a"), incarnation="2", kv_transfer=KvTransfer("NIXL")), 2, 0.0)
-    update = told.update(known.pools(), {}.get, starting=True)
+    update = told.update(known.pools(), lambda _: None, starting=True)
     assert update is not None
     [pool] = update.pools
-    assert (pool.model, pool.HasField("description"), pool.removed_instance_ids) == ("m", False, [])
+    assert (pool.model, pool.HasField("description"), list(pool.removed_instance_ids)) == ("m", False, [])
     assert [(one.instance_id, one.incarnation) for one in pool.instances] == [("a", "2")]
     known.remove("x")
-    assert told.update(known.pools(), {}.get, starting=True) == placement_pb2.FleetUpdate(
+    assert told.update(known.pools(), lambda _: None, starting=True) == placement_pb2.FleetUpdate(
         starting=True, removed_models=["n"]
     )
     update = told.update(known.pools(), {"m": Owner("r", "r:1", 1)}.get, starting=True)
@@ -165,7 +165,7 @@ def test_an_agent_that_comes_back_and_tells_the_same_is_no_news() -> None:
     known = registry(info("a"), info("b"))
     told = told_of(known)
     known.add(replace(info("a"), kv_capacity_tokens=99), 2, 1.0)
-    assert told.update(known.pools(), {}.get, starting=True) is None
+    assert told.update(known.pools(), lambda _: None, starting=True) is None
 
 
 def test_a_pool_is_the_same_object_until_gateways_are_to_know_something_else_of_it() -> None:

@@ -1,10 +1,10 @@
-"""The benchmark that compares a first choice with all candidates."""
+"""The benchmark that compares a shortlist with all candidates."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench.first_choice import CASES, VARIABLE, Case, cases, first_choice
+from bench.shortlist import CASES, VARIABLE, Case, cases, shortlist
 from pointsman_router.core import policy_views
 from pointsman_router.core.policy.base import SettingError
 
@@ -32,13 +32,13 @@ def test_an_unknown_policy_is_told() -> None:
 
 def test_the_same_draws_are_placed_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "unified:6:knee:2")
-    small = {figure.metric: figure for figure in first_choice()}
-    # In so small a pool all candidates are considered, with or without a first choice.
+    small = {figure.metric: figure for figure in shortlist()}
+    # In so small a pool all candidates are considered, with or without a shortlist.
     assert {figure.ratio for figure in small.values()} == {1.0}
-    assert "paired ratio 1.000, 1.000 to 1.000 (2 draws of" in small["first_choice_unified_6_knee_ttft_p90_s"].note
-    monkeypatch.setattr(policy_views, "MANY", 2)
-    monkeypatch.setattr("pointsman_router.core.first_choice.LEAST_LOADED", 1)
-    monkeypatch.setattr("pointsman_router.core.first_choice.MOST_CACHED", 1)
-    few = {figure.metric: figure for figure in first_choice()}
-    assert [few[name].baseline for name in few] == [small[name].baseline for name in small]
-    assert any(few[name].value != small[name].value for name in few)
+    assert "paired ratio 1.000, 1.000 to 1.000 (2 draws of" in small["shortlist_unified_6_knee_ttft_p90_s"].note
+    monkeypatch.setattr(policy_views, "MAX_FULL_VIEW", 2)
+    monkeypatch.setattr("pointsman_router.core.shortlist.LEAST_LOADED", 1)
+    monkeypatch.setattr("pointsman_router.core.shortlist.MOST_CACHED", 1)
+    short = {figure.metric: figure for figure in shortlist()}
+    assert [short[name].baseline for name in short] == [small[name].baseline for name in small]
+    assert any(short[name].value != small[name].value for name in short)
