@@ -16,6 +16,7 @@ from google.protobuf import json_format
 
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_common.io.settings import Tokens
+from pointsman_router.io.console import console as console_server
 from pointsman_router.io.console import decision_stream
 from pointsman_router.io.main import RouterServer
 from pointsman_router.io.settings import RouterSettings
@@ -212,8 +213,9 @@ async def test_a_viewer_that_does_not_read_is_dropped() -> None:
             await eventually(lambda: is_(not server.router.decisions.watched), "the viewer's end")
 
 
-async def test_viewers_are_bounded() -> None:
-    async with console(console_max_viewers=1) as (_, _, browser), browser.http.get(browser.address + "/api/decisions"):
+async def test_viewers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console_server, "MAX_VIEWERS", 1)
+    async with console() as (_, _, browser), browser.http.get(browser.address + "/api/decisions"):
         status, text, _ = await browser.get("/api/decisions")
         assert (status, json.loads(text)["code"]) == (429, "RESOURCE_EXHAUSTED")
         assert (await browser.call("ListInstances"))[0] == 200

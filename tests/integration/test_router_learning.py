@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import pytest
+
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_common.core.block_keys import prompt_keys
+from pointsman_router.core.instances.circuit_breaker import CircuitSettings
+from pointsman_router.io import runtime
 from tests.support.router import Client, Report, Session, running
 from tests.support.waiting import eventually
 
@@ -144,8 +150,9 @@ async def test_an_index_without_room_says_so() -> None:
         assert (status.keys, status.prefix_source) == (0, fleet_pb2.PREFIX_SOURCE_APPROXIMATE)
 
 
-async def test_an_instance_that_fails_for_one_gateway_is_left_alone_by_all() -> None:
-    async with running(circuit_failures=2, circuit_first_open_s=60, circuit_max_open_s=60) as (server, client):
+async def test_an_instance_that_fails_for_one_gateway_is_left_alone_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "CircuitSettings", partial(CircuitSettings, first_open_s=60, max_open_s=60))
+    async with running(circuit_failures=2) as (server, client):
         reports = [Report(client), Report(client)]
         for name, report in zip("ab", reports, strict=True):
             await report.join(name)

@@ -109,7 +109,7 @@ class GatewayNode:
             breakdown=LineLog(None),
             expose_placement=True,
             mark_session_ends=False,
-            continuations=Continuations(1 << 20, 600),
+            continuations=Continuations(1 << 20),
         )
         await client.start()
 
