@@ -1,4 +1,4 @@
-"""The sections of docs/findings.md that are made apart from the rest, each between two marks."""
+"""The sections of docs/findings.md and README.md that are made apart from the rest, each between two marks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 ADMISSION, DEFAULT, OPENING, TIERS = "admission", "default", "opening", "tiers"
 # The sections that other commands than `python -m studies.findings` write.
 OF_STUDIES = (ADMISSION, DEFAULT)
+# The sections of README.md.
+BOARD, ROUTERS = "board", "routers"
 
 
 def with_section(document: str, name: str, text: str) -> str:
@@ -23,6 +25,13 @@ def write_section(file: Path, name: str, text: str) -> None:
     """Write `text` as the section `name` of a document, which is made if there is none."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(with_section(file.read_text() if file.exists() else "", name, text))
+
+
+def write_front_section(page: Path, name: str, text: str) -> None:
+    """Write `text` as the section `name` of README.md, if `page` is in docs/ of a checkout whose README.md has such a section."""
+    readme = page.absolute().parent.parent / "README.md"
+    if readme.exists() and _marks(name)[0] in readme.read_text():
+        write_section(readme, name, text)
 
 
 def section_of(document: str, name: str) -> str:

@@ -23,10 +23,18 @@ from studies import TRACES
 from studies.command import run_study
 from studies.findings.cells import LOADS, PlannedCell, plan_cells, tier_cells
 from studies.findings.figures import StoredTrial, cells_of
-from studies.findings.opening import plots, with_opening
+from studies.findings.opening import plots, read_tables, router_table, with_opening
 from studies.findings.page import render
 from studies.findings.tiers import tier_section
-from studies.marked_sections import OF_STUDIES, TIERS, section_of, with_section, write_section
+from studies.marked_sections import (
+    OF_STUDIES,
+    ROUTERS,
+    TIERS,
+    section_of,
+    with_section,
+    write_front_section,
+    write_section,
+)
 from studies.stored_trials import append_trial, read_trials
 
 
@@ -102,14 +110,15 @@ def run(settings: FindingsSettings) -> None:
 
 
 def _write(out: Path, document: str) -> None:
-    """Write the document, with an opening made from its tables, and the plots beside it. The sections of other commands are
-    kept."""
+    """Write the document, with an opening made from its tables, the plots beside it, and README's table. The sections of other
+    commands are kept."""
     before = out.read_text() if out.exists() else ""
     for name in OF_STUDIES:
         document = with_section(document, name, section_of(before, name))
     out.write_text(with_opening(document))
     for name, drawn in plots(document).items():
         out.with_name(name).write_text(drawn)
+    write_front_section(out, ROUTERS, router_table(read_tables(document)))
 
 
 def _calibrated(file: Path) -> list[tuple[str, list[LiveComparison]]]:

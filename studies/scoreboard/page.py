@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bench.rivals.contenders import ABSENT, POINTSMAN
 from bench.side_by_side import GOALS
+from studies.marked_sections import BOARD, write_front_section
 from studies.scoreboard.board import EMULATED, OWN_CLIENT, Cell, Results, SavedFigures, StoredTrial
 from studies.scoreboard.comparison import (
     CPU,
@@ -24,6 +25,7 @@ from studies.scoreboard.comparison import (
 )
 from studies.scoreboard.plots import cpu_plot, ttft_plot
 
+BEHIND, AHEAD, EVEN = "**behind**", "ahead", "even"
 _OPENING = """# Scoreboard
 
 Pointsman and other routers' own programs in front of the same engines, with the same requests. `make scoreboard` runs all of it
@@ -40,13 +42,14 @@ Run on {date} at commit `{commit}`, on {machine}. {note}
 
 
 def write_page(results: Results, out: Path) -> None:
-    """Write the page to `out`, and its plots beside it."""
+    """Write the page to `out`, its plots beside it, and README's section."""
     cells, facts = results.plan()
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(render(cells, results.trials, facts, results.figures()))
     comparisons = _comparisons(cells, results.trials)
     out.with_name("scoreboard_ttft.svg").write_text(ttft_plot(comparisons))
     out.with_name("scoreboard_cpu.svg").write_text(cpu_plot(comparisons))
+    write_front_section(out, BOARD, front_section(cells, results.trials))
 
 
 def render(
@@ -74,6 +77,60 @@ def render(
     return "\n".join(parts)
 
 
+def front_section(cells: Sequence[Cell], trials: Sequence[StoredTrial]) -> str:
+    """Return README's section: the cells that all routers are in, and where Pointsman is behind, ahead, and neither."""
+    comparisons = _comparisons(cells, trials)
+    tables = [one for one in comparisons if one.cell.everyone]
+    lines = [
+        f"| router | {' | '.join(one.cell.title for one in tables)} | {CPU.name}, {CPU.unit} |",
+        f"|---|{'---|' * (len(tables) + 1)}",
+    ]
+    for name in tables[0].ranked() if tables else ():
+        cpu = field(tables[0].entry(name, CPU, ""), CPU, is_reference=True)
+        lines.append(f"| {name} | {' | '.join(_front_field(one, name) for one in tables)} | {cpu} |")
+    verdicts = [
+        (column, one.cell.title, verdict)
+        for column in HEADLINES
+        for one in comparisons
+        if (verdict := one.verdict(column))
+    ]
+    even = sum(_word(verdict) == EVEN for _, _, verdict in verdicts)
+    lines += [
+        "",
+        f"Pointsman's best policy beside the best other router, in {len(comparisons)} kinds of traffic and {len(HEADLINES)}",
+        "measures. After `x` is the other's figure divided by Pointsman's.",
+        "",
+        *(f"- {word}: {_places(verdicts, word, len(comparisons))}." for word in (BEHIND, AHEAD)),
+        f"- no difference beyond chance: the other {even} of {len(verdicts)}.",
+    ]
+    return "\n".join(lines)
+
+
+def _front_field(one: Comparison, name: str) -> str:
+    """Return TTFT p50 and p90, with "=" where p90 does not differ from the reference's beyond chance."""
+    if name not in one.trials:
+        return "-"
+    entries = [one.entry(name, column, one.reference) for column in TTFT[:2]]
+    text = " / ".join(field(entry, column, is_reference=True) for entry, column in zip(entries, TTFT, strict=False))
+    return text if name == one.reference or entries[1].sure else f"{text} ="
+
+
+def _places(verdicts: Sequence[tuple[Column, str, Verdict]], word: str, kinds: int) -> str:
+    """Return the measures and kinds of traffic of the verdicts that are `word`, each with its ratio."""
+    found: dict[str, list[tuple[str, float]]] = {}
+    for column, title, verdict in verdicts:
+        if _word(verdict) == word and verdict.entry.ratio is not None:
+            found.setdefault(column.name, []).append((title, verdict.entry.ratio))
+    parts = []
+    for name, places in found.items():
+        ratios = [ratio for _, ratio in places]
+        told = f"all x{min(ratios):.2f} to x{max(ratios):.2f}"
+        if len(places) < kinds:
+            told = "; ".join(f"{title} x{ratio:.2f}" for title, ratio in places)
+        parts.append(f"{name} ({told})")
+    return ", ".join(parts) or "none"
+
+
 def _comparisons(cells: Sequence[Cell], trials: Iterable[StoredTrial]) -> list[Comparison]:
     kept = list(trials)
     return [Comparison(cell, kept) for cell in cells if any(one.cell == cell.name for one in kept)]
@@ -99,10 +156,14 @@ def _winner(verdict: Verdict | None, column: Column) -> str:
     if verdict is None:
         return "-"
     ratio = verdict.entry.ratio
-    word = "ahead" if verdict.winner == verdict.own else "**behind**"
-    word = word if verdict.entry.sure else "even"
     told = "" if ratio is None else f" x{ratio:.2f}"
-    return f"{word}: {verdict.own.removeprefix(POINTSMAN).strip()}, {verdict.rival}{told}"
+    return f"{_word(verdict)}: {verdict.own.removeprefix(POINTSMAN).strip()}, {verdict.rival}{told}"
+
+
+def _word(verdict: Verdict) -> str:
+    if not verdict.entry.sure:
+        return EVEN
+    return AHEAD if verdict.winner == verdict.own else BEHIND
 
 
 def _traffic(comparisons: Sequence[Comparison], trials: Iterable[StoredTrial]) -> str:

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from bench.figures import Figure
 from bench.rivals.contenders import ABSENT, POINTSMAN, contenders, part_label, shown_command
 from pointsman_lab.report.request_record import RequestRecord
+from studies.marked_sections import BOARD, section_of
 from studies.scoreboard.board import CELLS, Cell, Results, SavedFigures, StoredTrial, best_rivals
 from studies.scoreboard.comparison import CPU, HITS, TTFT, Comparison
 from studies.scoreboard.measures import Measures, measure
-from studies.scoreboard.page import render, write_page
+from studies.scoreboard.page import front_section, render, write_page
 from studies.scoreboard.traffic import PAUSE_LIMIT_S, TURN_LIMIT, Load, draw
+from tests.support.repository import REPOSITORY
 
 CELL = CELLS[0]
 FACTS: dict[str, object] = {"commit": "abc", "machine": "2 cores", "rounds": 3, "date": "2026-01-01"}
@@ -107,6 +109,44 @@ def test_cpu_time_stands_beside_its_goal(tmp_path: Path) -> None:
         "| a whole answer of 300 chunks | `serve` | 300 us | vllm-router | 0.50 | 0.55, reached | nginx 90 |",
         "| memory at 1,000 open streams | two processes | 90 MB | vllm-router | 1.50 | - | nginx 9 |",
     ]
+
+
+def test_readme_tells_losses_and_marks_what_chance_may_do(tmp_path: Path) -> None:
+    board = Results(tmp_path / "board.jsonl")
+    board.save_plan([CELL], FACTS)
+    # The nearer router differs in one round only; the faster one in all.
+    other = [1.0, 1.0, 1.2], [0.5, 0.5, 0.5]
+    for one in rounds(f"{POINTSMAN} auto", 1.0, 1.0, 1.0):
+        board.add(one)
+    for name, ttfts in zip(("nginx least_conn", "smg cache_aware"), other, strict=True):
+        for one in rounds(name, *ttfts):
+            board.add(one)
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- board -->\nold\n<!-- end of board -->\nafter\n")
+    write_page(board, tmp_path / "docs" / "scoreboard.md")
+    before, *table, after = readme.read_text().splitlines()
+    assert (before, after, "old" in table) == ("before", "after", False)
+    assert table[1:6] == [
+        f"| router | {CELL.title} | router CPU/request, ms |",
+        "|---|---|---|",
+        "| smg cache_aware | 0.25 / 0.50 | 1.50 |",
+        "| pointsman auto | 0.50 / 1.00 | 3.00 |",
+        "| nginx least_conn | 0.53 / 1.07 = | 1.50 |",
+    ]
+    told = "\n".join(table)
+    assert "- **behind**: TTFT p50 (all x0.50 to x0.50), TTFT p90 (all x0.50 to x0.50)" in told
+    assert "- ahead: none.\n- no difference beyond chance: the other 2 of 7." in told
+
+
+def test_readme_has_the_figures_of_the_stored_trials() -> None:
+    results = Results(REPOSITORY / "docs/results/scoreboard.jsonl")
+    cells, facts = results.plan()
+    remedy = "python -m studies.scoreboard --render-only docs/results/scoreboard.jsonl"
+    assert (REPOSITORY / "docs/scoreboard.md").read_text() == render(cells, results.trials, facts, results.figures()), (
+        remedy
+    )
+    readme = (REPOSITORY / "README.md").read_text()
+    assert section_of(readme, BOARD) == front_section(cells, results.trials), remedy
 
 
 def test_a_loss_is_shown_as_one() -> None:
