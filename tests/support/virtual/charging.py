@@ -13,10 +13,10 @@ from typing import Any
 from unittest import mock
 
 from pointsman_agent.core import key_stream, report_protocol
+from pointsman_common.core.key_messages import Delta, SnapshotChunk
 from pointsman_lab.rival_policies.registry import POLICIES
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core import router_state
-from pointsman_router.core.instances.report_sync import Delta, SnapshotChunk
 from pointsman_router.core.load import affinity
 from pointsman_router.core.policy_views import FleetViewBuilder
 from pointsman_router.core.prefix import exact_index

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from pointsman_common.core.key_messages import Delta
 from pointsman_lab.rival_policies.registry import POLICIES
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_orders import InstanceOrder
 from pointsman_router.core.instances.instance_registry import CandidateSnapshot
-from pointsman_router.core.instances.report_sync import Delta
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.load import reservations
 from pointsman_router.core.load.reservations import Reservation, Reservations

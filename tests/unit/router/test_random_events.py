@@ -15,19 +15,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from msgspec.structs import replace
 
 from pointsman_common.core.block_keys import KEY_SCHEME, digest_of
-from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.admission.session_admission import AdmissionSettings
-from pointsman_router.core.instances.circuit_breaker import CircuitSettings
-from pointsman_router.core.instances.instance_orders import InstanceOrder
-from pointsman_router.core.instances.report_sync import (
+from pointsman_common.core.key_messages import (
     ConsistencyCheck,
     Delta,
     KeyMessage,
-    ReportSync,
     SnapshotBegin,
     SnapshotChunk,
     SnapshotEnd,
 )
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.admission.session_admission import AdmissionSettings
+from pointsman_router.core.instances.circuit_breaker import CircuitSettings
+from pointsman_router.core.instances.instance_orders import InstanceOrder
+from pointsman_router.core.instances.report_sync import ReportSync
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.policy.base import Policy, hold, serve

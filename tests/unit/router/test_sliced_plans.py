@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import pytest
 from msgspec.structs import replace
 
+from pointsman_common.core.key_messages import Delta
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.instances.report_sync import Delta
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.policy.base import Policy, hold, serve, slice_of
 from pointsman_router.core.prefill_curve import PrefillCurve
