@@ -34,7 +34,7 @@ def naive(
     for name, start in starts.items():
         storage = set(held[TIER_STORAGE].get(name, set()))
         if name in store:
-            storage = set().union(*(held[TIER_STORAGE].get(one, set()) for one in store))
+            storage = set().union(*(held[TIER_STORAGE].get(owner, set()) for owner in store))
         end = start
         while end < len(KEYS) and KEYS[end] in held[TIER_HOST].get(name, set()):
             end += 1
