@@ -207,7 +207,7 @@ def test_a_snapshots_chunk_in_pieces_has_all_its_keys_in_their_order(count: int)
     chunk = agent_pb2.SnapshotChunk(tier=agent_pb2.TIER_DEVICE, keys=range(count))
     wire = agent_pb2.ReportRequest(snapshot_chunk=chunk)
     pieces = [key_message_wire.key_message(wire, piece) for piece in range(key_message_wire.pieces(wire))]
-    assert all(isinstance(one, SnapshotChunk) and one.tier == Tier.DEVICE for one in pieces)
-    assert [key for one in pieces if isinstance(one, SnapshotChunk) for key in one.keys] == list(range(count))
-    assert all(isinstance(one, SnapshotChunk) and len(one.keys) <= key_message_wire.PIECE_KEYS for one in pieces)
+    assert all(isinstance(piece, SnapshotChunk) and piece.tier == Tier.DEVICE for piece in pieces)
+    assert [key for piece in pieces if isinstance(piece, SnapshotChunk) for key in piece.keys] == list(range(count))
+    assert all(isinstance(piece, SnapshotChunk) and len(piece.keys) <= key_message_wire.PIECE_KEYS for piece in pieces)
     assert key_message_wire.pieces(agent_pb2.ReportRequest(load=agent_pb2.Load(healthy=True))) == 1

@@ -31,7 +31,9 @@ def report(router: RouterState, *messages: Any, name: str = "a", now: float = 0.
     record = router.instances.get(name)
     assert record is not None
     effects = [
-        effect for one in messages for effect in router.handle(ev.KeysReported(record.stream_id, name, one), now)
+        effect
+        for message in messages
+        for effect in router.handle(ev.KeysReported(record.stream_id, name, message), now)
     ]
     router.check_invariants()
     return effects
@@ -148,7 +150,7 @@ def test_blocks_that_leave_the_gpu_are_loaded_from_below() -> None:
 def test_a_removal_of_what_a_tier_does_not_have_asks_for_a_snapshot() -> None:
     router = two()
     effects = report(router, Delta(2, Tier.HOST, removed=[KEYS[2_400]]))
-    assert any(isinstance(one, ev.Resync) for one in effects)
+    assert any(isinstance(effect, ev.Resync) for effect in effects)
     assert router.lower_tiers.count("a", Tier.HOST) == 0
     report(
         router,

@@ -29,7 +29,7 @@ def naive(
     for name, start in starts.items():
         storage = set(held[Tier.STORAGE].get(name, set()))
         if name in store:
-            storage = set().union(*(held[Tier.STORAGE].get(one, set()) for one in store))
+            storage = set().union(*(held[Tier.STORAGE].get(owner, set()) for owner in store))
         end = start
         while end < len(KEYS) and KEYS[end] in held[Tier.HOST].get(name, set()):
             end += 1

@@ -45,7 +45,7 @@ def seen(router: RouterState, prompt: list[int] = PROMPT, now: float = 0.0, name
     """How a decision on `prompt` would see an instance."""
     decision = router.explain(request(f"dry-{now}", prompt=prompt), now)
     assert isinstance(decision, Decision)
-    return next(one for one in decision.view.candidates if one.instance_id == name)
+    return next(candidate for candidate in decision.view.candidates if candidate.instance_id == name)
 
 
 def answer(

@@ -40,7 +40,7 @@ class Slices(Policy):
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         best = max(view.eligible(), key=lambda one: one.cached_tokens)
-        busy = any(one.prefill_backlog.queue for one in view.candidates)
+        busy = any(candidate.prefill_backlog.queue for candidate in view.candidates)
         if best.cached_tokens >= self.hold_at and busy:
             return hold("busy", queue_penalty_s=best.new_tokens)
         if request.sliceable_tokens and best.new_tokens > 300:
