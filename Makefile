@@ -16,7 +16,7 @@ TORCH_PIP_ARGS ?=
 BIN := .venv/bin
 .DELETE_ON_ERROR:
 
-.PHONY: help demo bench scoreboard test test-fast test-next check format protos lock clean images
+.PHONY: help demo bench scoreboard test test-fast test-next check format protos lock clean images dist
 .PHONY: env env-engine env-engine-next env-aiperf env-agents env-envoy
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -101,6 +101,13 @@ protos: env  ## generate gen/ from protos/
 
 lock: env  ## resolve the requirements again
 	PATH=$(BIN):$$PATH tools/lock.sh $(VLLM_VERSION) $(MOONCAKE_VERSION)
+
+dist: env  ## dist/: wheel and sdist of pointsman and of its connector, the wheel built from the sdist, checked by twine
+	rm -rf dist
+	$(BIN)/uv build --quiet --no-build-isolation --python $(BIN)/python --out-dir dist .
+	$(BIN)/uv build --quiet --no-build-isolation --python $(BIN)/python --out-dir dist connector
+	rm -f dist/.gitignore
+	$(BIN)/twine check --strict dist/*
 
 images:  ## all images by docker buildx: REGISTRY=... [PUSH=1] [PLATFORMS=linux/amd64,linux/arm64]
 	@test -n "$(REGISTRY)" || { echo "make images REGISTRY=registry.example.com/llm [PUSH=1] [PLATFORMS=...]"; exit 1; }

@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 
 from pointsman_common.core.block_keys import KEY_SCHEME, digest_of, prompt_keys
+from pointsman_common.core.key_messages import SnapshotBegin, SnapshotChunk, SnapshotEnd
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.instances.report_sync import SnapshotBegin, SnapshotChunk, SnapshotEnd
 from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.router_state import RouterState, StateSettings
 from pointsman_router.core.types import InstanceInfo

@@ -97,7 +97,7 @@ def _has(file: Path, test: str) -> bool:
     if not file.is_file():
         return False
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return not test or any(isinstance(one, kinds) and one.name == test for one in ast.parse(file.read_text()).body)
+    return not test or any(isinstance(node, kinds) and node.name == test for node in ast.parse(file.read_text()).body)
 
 
 def test_each_row_of_the_failure_table_names_a_test() -> None:
@@ -121,7 +121,7 @@ def test_the_names_of_messages_types_and_alerts_exist() -> None:
     code = "\n".join(file.read_text() for file in files)
     for page in set(DOCS.glob("*.md")) - {DOCS / "findings.md"}:
         named = set(re.findall(r"`([A-Z][a-z]+[A-Z]?\w+)`", page.read_text()))
-        assert {one for one in named if not re.search(rf"\b{one}\b", code)} == set(), page
+        assert {name for name in named if not re.search(rf"\b{name}\b", code)} == set(), page
 
 
 def test_the_policy_that_contributors_copy_chooses_what_it_says() -> None:
@@ -196,8 +196,8 @@ def test_every_variable_that_the_services_read_is_on_the_page() -> None:
 
 def test_the_list_of_commands_says_what_the_commands_say() -> None:
     commands = command_parsers.command_line().commands
-    assert {name: " ".join(one.help.partition("\n\n")[0].split()) for name, one in commands.items()} == {
-        name: one.line for name, one in command_line.COMMANDS.items()
+    assert {name: " ".join(command.help.partition("\n\n")[0].split()) for name, command in commands.items()} == {
+        name: command.line for name, command in command_line.COMMANDS.items()
     }
 
 
@@ -210,10 +210,10 @@ def test_commands_whose_answers_are_shown_are_understood(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_commands_within_the_text_are_understood(page: Path) -> None:
     named = set(re.findall(r"`((?:pointsman|python -m bench|python -m studies|make) [^`<>]+)`", page.read_text()))
-    shown = {one for one in named if not re.search(r"\b[A-Z]{2,}\b|\.\.\.", one)}
+    shown = {command for command in named if not re.search(r"\b[A-Z]{2,}\b|\.\.\.", command)}
     said = [command_parsers.problem(command) for command in sorted(shown)]
     # Text may name a command without its arguments, and a group of commands.
-    assert [one for one in said if one and not re.search("MissingParameter|NoArgsIsHelp", one)] == []
+    assert [error for error in said if error and not re.search("MissingParameter|NoArgsIsHelp", error)] == []
 
 
 def test_only_known_marks_are_used() -> None:

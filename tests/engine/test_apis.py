@@ -63,8 +63,10 @@ def _part(said: str) -> dict[str, Any]:
     return {"type": "input_text", "text": said}
 
 
-_CALLS = [{"type": "function_call", "call_id": one, "name": "turn", "arguments": '{"a": 1}'} for one in ("c1", "c2")]
-_OUTPUTS = [{"type": "function_call_output", "call_id": one, "output": "done"} for one in ("c1", "c2")]
+_CALLS = [
+    {"type": "function_call", "call_id": call_id, "name": "turn", "arguments": '{"a": 1}'} for call_id in ("c1", "c2")
+]
+_OUTPUTS = [{"type": "function_call_output", "call_id": call_id, "output": "done"} for call_id in ("c1", "c2")]
 RESPONSES: dict[str, dict[str, Any]] = {
     "plain": {"input": "hi"},
     "instructions": {"instructions": "Be", "input": [user("hi"), assistant("yo"), {"type": "message", **user("a")}]},
@@ -139,9 +141,9 @@ def claude(plane: ControlPlane) -> Iterator[anthropic.Anthropic]:
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        (kind, one)
+        (kind, fields)
         for kind, every in ((Endpoint.MESSAGES, MESSAGES), (Endpoint.RESPONSES, RESPONSES))
-        for one in every.values()
+        for fields in every.values()
     ],
     ids=[f"{api} {name}" for api, every in (("messages", MESSAGES), ("responses", RESPONSES)) for name in every],
 )
@@ -262,8 +264,8 @@ def test_tools_are_called_on_every_api(claude: anthropic.Anthropic, client: open
     assert (use.name, use.input) == ("turn", {"side": "left"})
     result = {"type": "tool_result", "tool_use_id": use.id, "content": "done"}
     messages += [assistant(called.to_dict()["content"]), user([result])]
-    told = claude.messages.with_raw_response.create(**asked, max_tokens=5, messages=messages).headers
-    decision = plane.finished_decision(told["X-Pointsman-Decision"])
+    headers = claude.messages.with_raw_response.create(**asked, max_tokens=5, messages=messages).headers
+    decision = plane.finished_decision(headers["X-Pointsman-Decision"])
     assert decision.key_count > 0
     assert decision.input_tokens == decision.finished.prompt_tokens
 
@@ -278,8 +280,8 @@ def test_tools_are_called_on_every_api(claude: anthropic.Anthropic, client: open
     assert (call.name, json.loads(call.arguments)) == ("turn", {"side": "left"})
     items += [item.to_dict() for item in made.output]
     items += [{"type": "function_call_output", "call_id": call.call_id, "output": "done"}]
-    told = client.responses.with_raw_response.create(**asked, max_output_tokens=5, input=items).headers
-    decision = plane.finished_decision(told["X-Pointsman-Decision"])
+    headers = client.responses.with_raw_response.create(**asked, max_output_tokens=5, input=items).headers
+    decision = plane.finished_decision(headers["X-Pointsman-Decision"])
     assert decision.key_count > 0
     assert decision.input_tokens == decision.finished.prompt_tokens
 
@@ -316,9 +318,9 @@ def test_a_chats_tools_are_called_whole_and_in_a_stream(
     assert (call.function.name, json.loads(call.function.arguments)) == ("turn", {"side": "left"})
     name, arguments, reason = "", "", None
     for chunk in client.chat.completions.create(**asked, messages=messages, stream=True):
-        (told,) = chunk.choices
-        reason = told.finish_reason or reason
-        for delta in told.delta.tool_calls or []:
+        (streamed,) = chunk.choices
+        reason = streamed.finish_reason or reason
+        for delta in streamed.delta.tool_calls or []:
             assert delta.function is not None
             name += delta.function.name or ""
             arguments += delta.function.arguments or ""
@@ -339,8 +341,8 @@ def test_responses_call_tools_in_a_stream(client: openai.OpenAI, plane: ControlP
     asked: dict[str, Any] = {"model": SERVED_NAME, "max_output_tokens": 200, "input": "left or right?", **GREEDY}
     asked["tools"] = [FUNCTION]
     events = list(client.responses.create(**asked, tool_choice="required", stream=True))
-    (told,) = [event for event in events if event.type == "response.function_call_arguments.done"]
-    assert json.loads(told.arguments) == {"side": "left"}
+    (event,) = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert json.loads(event.arguments) == {"side": "left"}
     assert [item.type for item in events[-1].response.output] == ["function_call"]
 
 

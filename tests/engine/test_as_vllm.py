@@ -53,7 +53,7 @@ def test_what_the_gateway_refuses_leaves_no_trace(plane: ControlPlane, engines: 
 def _compared(cases: list[Case], direct: str, gateway: str) -> Iterator[str]:
     """Yield what is wrong with each case, "" for nothing. Both sides are asked at the same time, unless a case must run alone."""
     with ThreadPoolExecutor(4) as pool:
-        together = [one for one in cases if not one.alone]
+        together = [case for case in cases if not case.alone]
         asked = [(case, pool.submit(_ask, direct, case), pool.submit(_ask, gateway, case)) for case in together]
         for case, own, through in asked:
             yield _difference(case, own.result(), through.result())
@@ -103,7 +103,7 @@ def _stream(answer: Reply) -> Any:
             order.append(data)
             continue
         body = json.loads(data)
-        at = [body.get(one) for one in ("type", "index", "output_index", "content_index")]
+        at = [body.get(field) for field in ("type", "index", "output_index", "content_index")]
         kind = json.dumps([name, *at])
         if kind not in order[-1:]:
             order.append(kind)

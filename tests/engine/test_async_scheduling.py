@@ -63,7 +63,7 @@ REQUESTS = st.lists(
 @st.composite
 def scripts(draw: st.DrawFn, kv_role: str, multi: bool) -> dict[str, Any]:
     """Arrivals, steps, aborts, preemptions of all, transfers that end, and in the end steps enough for all."""
-    requests = {f"r{number}": one for number, one in enumerate(draw(REQUESTS))}
+    requests = {f"r{number}": request for number, request in enumerate(draw(REQUESTS))}
     actions: list[list[Any]] = []
     submitted: list[str] = []
     for name in requests:

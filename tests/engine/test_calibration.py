@@ -64,14 +64,14 @@ def test_two_engines_are_measured_replayed_and_simulated(
         out=out,
     )
     run(settings)
-    told = json.loads((out / "calibration.json").read_text())
+    calibration = json.loads((out / "calibration.json").read_text())
     profile = read_profile(out / "profile.json")
     # The values that hold for both engines: the larger blocks, and the smaller cache less the block that vLLM never fills.
-    assert told["engine"]["block_size"] == profile.engine["block_size"] == 64
-    assert told["engine"]["kv_blocks"] == 8_192 // 64 - 1
-    assert told["engine"]["max_model_len"] == 4_096
+    assert calibration["engine"]["block_size"] == profile.engine["block_size"] == 64
+    assert calibration["engine"]["kv_blocks"] == 8_192 // 64 - 1
+    assert calibration["engine"]["max_model_len"] == 4_096
     assert profile.costs.prefill_token_s > 0
-    (figures,) = told["loads"].values()
+    (figures,) = calibration["loads"].values()
     assert figures.keys() == {"TTFT p50", "TTFT p90", "E2E p50", "E2E p90", "cached tokens"}
     assert all(figure["live"] > 0 and figure["simulated"] > 0 for figure in figures.values())
     assert len((out / "calibration.md").read_text().splitlines()) == 2 + 5
@@ -79,11 +79,11 @@ def test_two_engines_are_measured_replayed_and_simulated(
     for records in runs:
         assert len(records) == 6
         assert all(record.ok for record in records)
-    live, simulated = ({(one.session, one.turn): one for one in records} for records in runs)
+    live, simulated = ({(record.session, record.turn): record for record in records} for records in runs)
     assert live.keys() == simulated.keys()
     for name, record in live.items():
         assert record.prompt_tokens == simulated[name].prompt_tokens
         assert record.output_tokens == simulated[name].output_tokens
     # Turns may be placed differently, but most of them must find the blocks of their session.
     for records in runs:
-        assert sum((one.cached_tokens or 0) >= 64 for one in records if one.turn > 1) >= 2
+        assert sum((record.cached_tokens or 0) >= 64 for record in records if record.turn > 1) >= 2

@@ -78,33 +78,33 @@ def stream(
     disturb: Callable[[ControlPlane, Engine], None] = killed,
 ) -> Streamed:
     """Stream an answer; after so many chunks disturb the engine that gives it."""
-    told = Streamed()
+    streamed = Streamed()
     chat = "messages" in body
     with plane.client() as client:
         create: Any = (client.chat.completions if chat else client.completions).with_raw_response.create
         raw = create(model=SERVED_NAME, stream=True, stream_options={"include_usage": True}, **body)
-        engine = next(one for one in plane.engines if one.instance_id == raw.headers["x-pointsman-instance"])
+        engine = next(engine for engine in plane.engines if engine.instance_id == raw.headers["x-pointsman-instance"])
         for number, chunk in enumerate(raw.parse()):
             if number == after:
                 disturb(plane, engine)
-            told.ids.add(chunk.id)
+            streamed.ids.add(chunk.id)
             if chunk.usage:
-                told.usage = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+                streamed.usage = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
             for choice in chunk.choices:
-                _add(told, choice, chat=chat)
-    return told
+                _add(streamed, choice, chat=chat)
+    return streamed
 
 
-def _add(told: Streamed, choice: Any, *, chat: bool) -> None:
-    told.finish_reason = choice.finish_reason or told.finish_reason
+def _add(streamed: Streamed, choice: Any, *, chat: bool) -> None:
+    streamed.finish_reason = choice.finish_reason or streamed.finish_reason
     if not chat:
-        told.text += choice.text
+        streamed.text += choice.text
         return
-    told.roles += bool(choice.delta.role)
-    told.text += choice.delta.content or ""
+    streamed.roles += bool(choice.delta.role)
+    streamed.text += choice.delta.content or ""
     for call in choice.delta.tool_calls or ():
-        name, arguments = told.calls.setdefault(call.index, ["", ""])
-        told.calls[call.index] = [name + (call.function.name or ""), arguments + (call.function.arguments or "")]
+        name, arguments = streamed.calls.setdefault(call.index, ["", ""])
+        streamed.calls[call.index] = [name + (call.function.name or ""), arguments + (call.function.arguments or "")]
 
 
 def whole_again(plane: ControlPlane) -> None:
@@ -116,7 +116,9 @@ def whole_again(plane: ControlPlane) -> None:
 
     def there() -> bool:
         known = plane.instances()
-        return all(one.instance_id in known and known[one.instance_id].state in IN_STEP for one in plane.engines)
+        return all(
+            engine.instance_id in known and known[engine.instance_id].state in IN_STEP for engine in plane.engines
+        )
 
     for engine in plane.engines:
         engine.wait_ready()
@@ -145,14 +147,14 @@ def test_a_message_goes_on_for_anthropics_client(fleet: ControlPlane) -> None:
             client.messages.stream(**asked) as streamed,
         ):
             name = streamed.response.headers["x-pointsman-instance"]
-            engine = next(one for one in fleet.engines if one.instance_id == name)
+            engine = next(engine for engine in fleet.engines if engine.instance_id == name)
             for number, _ in enumerate(streamed):
                 if number == kill_after:
                     killed(fleet, engine)
-            told = streamed.get_final_message()
-        [block] = told.content
+            final = streamed.get_final_message()
+        [block] = final.content
         assert block.type == "text"
-        return block.text, told.stop_reason, told.usage.input_tokens, told.usage.output_tokens
+        return block.text, final.stop_reason, final.usage.input_tokens, final.usage.output_tokens
 
     undisturbed = message()
     assert undisturbed[3] == TOKENS
@@ -172,7 +174,9 @@ def test_a_response_goes_on_under_one_id(fleet: ControlPlane) -> None:
             raw = client.responses.with_raw_response.create(
                 model=SERVED_NAME, input="nine ten", stream=True, max_output_tokens=TOKENS, temperature=0
             )
-            engine = next(one for one in fleet.engines if one.instance_id == raw.headers["x-pointsman-instance"])
+            engine = next(
+                engine for engine in fleet.engines if engine.instance_id == raw.headers["x-pointsman-instance"]
+            )
             for number, event in enumerate(raw.parse()):
                 assert event.sequence_number == number
                 if number == kill_after:
@@ -304,7 +308,7 @@ def test_what_parsers_make_of_an_answer_does_not_depend_on_where_it_is_cut(
     elif api == "responses":
         kinds = [kind for kind, *_ in whole["items"].values()]
         assert ("function_call" in kinds, "reasoning" in kinds) == told_apart
-        assert [one[4]["id"] for one in whole["items"].values()] == [one["id"] for one in whole["output"]]
+        assert [item[4]["id"] for item in whole["items"].values()] == [item["id"] for item in whole["output"]]
     else:
         if told_apart[0]:
             assert json.loads(whole["calls"]["0"][1])["days"] == [1, 2]
@@ -345,10 +349,10 @@ def test_a_call_has_one_id_also_if_its_parser_draws_it(vllm: Vllm, parser: str, 
     }
     answer = vllm.ask(_CUT, asked | {"sizes": [1], "intervals": (1, 1)})
     for joined in answer["joined"]:
-        calls = [one for one in joined["items"].values() if one[0] == "function_call"]
+        calls = [item for item in joined["items"].values() if item[0] == "function_call"]
         assert calls
         for _, _, call_id, _, done in calls:
             assert done["call_id"] == call_id
-        assert [one[2] for one in calls] == [
-            one["call_id"] for one in joined["output"] if one["type"] == "function_call"
+        assert [call[2] for call in calls] == [
+            item["call_id"] for item in joined["output"] if item["type"] == "function_call"
         ]

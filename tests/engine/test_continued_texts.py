@@ -32,7 +32,7 @@ def test_a_chat_goes_on_with_its_text_or_ends_with_an_error(engines: list[Engine
                     model=SERVED_NAME, stream=True, stream_options={"include_usage": True}, **asked
                 )
                 instance = raw.headers["x-pointsman-instance"]
-                engine = next(one for one in there if one.instance_id == instance)
+                engine = next(engine for engine in there if engine.instance_id == instance)
                 try:
                     for at, chunk in enumerate(raw.parse()):
                         if at == cut:

@@ -74,11 +74,11 @@ def test_a_request_runs_on_the_rank_where_it_is_placed(plane: ControlPlane, rank
     prompts = [fresh_words(300), fresh_words(400)]
     with plane.client() as client:
         for rank, other, prompt in zip(ranks, reversed(ranks), prompts, strict=True):
-            tokens, keys = [one.tokens() for one in ranks], other.cached_keys()
+            tokens, keys = [rank.tokens() for rank in ranks], other.cached_keys()
             with plane.draining(other):
                 answer = complete(client, prompt, max_tokens=20)
             assert answer.instance_id == rank.instance_id
-            grown = {one.rank: one.tokens() - before for one, before in zip(ranks, tokens, strict=True)}
+            grown = {rank.rank: rank.tokens() - before for rank, before in zip(ranks, tokens, strict=True)}
             assert grown == {rank.rank: len(prompt.split()) + 20, other.rank: 0}
             plane.wait_settled()
             assert other.cached_keys() == keys

@@ -51,9 +51,11 @@ def compose_flags(*above: str) -> list[str]:
     for name in above:
         parsed = compose.merge(parsed, yaml.safe_load((folder / name).read_text()))
     services = compose.interpolate(parsed, variables)["services"]
-    words = [[*one["entrypoint"], *one["command"]] for name, one in services.items() if name.startswith("vllm-")]
+    words = [
+        [*service["entrypoint"], *service["command"]] for name, service in services.items() if name.startswith("vllm-")
+    ]
     assert len(words) == 8
-    assert all(one == words[0] for one in words)
+    assert all(word == words[0] for word in words)
     assert words[0][:2] == ["vllm", "serve"]
     return with_flags_file(words[0][2:])
 
@@ -103,5 +105,5 @@ def test_vllm_takes_the_flags_of_deploy_and_of_the_pages(vllm: Vllm) -> None:
 def test_each_data_parallel_rank_has_its_own_event_endpoints(vllm: Vllm) -> None:
     """vLLM derives them from the flags, and the agent from its options."""
     for pair, ranks in zip((TCP, IPC), vllm.ask(OFFSET, [TCP, IPC]), strict=True):
-        assert len({one for endpoints in ranks for one in endpoints}) == 16
-        assert ranks == [[offset_port(one, rank) for one in pair] for rank in range(8)]
+        assert len({endpoint for endpoints in ranks for endpoint in endpoints}) == 16
+        assert ranks == [[offset_port(endpoint, rank) for endpoint in pair] for rank in range(8)]

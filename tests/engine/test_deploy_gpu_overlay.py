@@ -63,9 +63,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("gpu")
     model = make_model(folder / "model", maker="coder_model.py")
     settings = "k8s/components/settings/engine.env"
-    told, changed = re.subn("(?m)^MAX_MODEL_LEN=.*", f"MAX_MODEL_LEN={CONTEXT}", (DEPLOY / settings).read_text())
+    settings_text, changed = re.subn(
+        "(?m)^MAX_MODEL_LEN=.*", f"MAX_MODEL_LEN={CONTEXT}", (DEPLOY / settings).read_text()
+    )
     assert changed == 1
-    cluster_objects = check_deploy.render(DEPLOY / "k8s/overlays/gpu", files={settings: told})
+    cluster_objects = check_deploy.render(DEPLOY / "k8s/overlays/gpu", files={settings: settings_text})
     port = free_port()
     cluster = Cluster(cluster_objects, folder, f"http://127.0.0.1:{port}")
     name = (cluster.data("ConfigMap", "engine") or {})["MODEL"]
@@ -93,13 +95,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture
 def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
     """A client as somebody creates it who was given an address and a key."""
-    told = _told(cluster, _gateway(cluster).url("http"))
+    arguments = _client_arguments(cluster, _gateway(cluster).url("http"))
     # Without this machine's proxies.
-    with openai.DefaultHttpxClient(trust_env=False) as http, openai.OpenAI(**told, http_client=http) as client:
+    with openai.DefaultHttpxClient(trust_env=False) as http, openai.OpenAI(**arguments, http_client=http) as client:
         yield client
 
 
-def _told(cluster: Cluster, url: str) -> dict[str, Any]:
+def _client_arguments(cluster: Cluster, url: str) -> dict[str, Any]:
     return {"base_url": f"{url}/v1", "api_key": cluster.secret("api-keys", "api-keys").strip().partition(":")[2]}
 
 
@@ -118,8 +120,8 @@ def test_a_tool_that_is_named_is_called(client: openai.OpenAI, stream: bool) -> 
         "max_tokens": 400,
     }
     if stream:
-        chunks = [one.choices[0] for one in client.chat.completions.create(**asked, stream=True) if one.choices]
-        parts = [call.function for one in chunks for call in one.delta.tool_calls or [] if call.function]
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True) if chunk.choices]
+        parts = [call.function for chunk in chunks for call in chunk.delta.tool_calls or [] if call.function]
         names, arguments = [part.name for part in parts if part.name], "".join(part.arguments or "" for part in parts)
         ended = chunks[-1].finish_reason
     else:
@@ -192,9 +194,9 @@ async def test_a_rollout_of_the_gateway_loses_nothing(cluster: Cluster) -> None:
             requests.append(short())
             await eventually(lambda: _open_requests(new) == 2, "both later requests at the new gateway")
             assert not deleted.done()
-        text += "".join([one.choices[0].delta.content or "" async for one in stream if one.choices])
+        text += "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
         assert await deleted == {"gateway": 0}
-        assert [(await one).choices[0].finish_reason for one in requests] == ["length"] * 3
+        assert [(await request).choices[0].finish_reason for request in requests] == ["length"] * 3
         again = await client.chat.completions.create(**long)
     assert text == again.choices[0].message.content
     assert again.usage is not None
@@ -214,7 +216,7 @@ def test_an_engine_that_is_told_to_end_ends_its_answers(cluster: Cluster, client
             pod.containers["agent"].stop()
             os.kill(engine.pid, signal.SIGTERM)
             until(lambda: "stopping engine client" in pod.log("vllm"), within_s=60, what="the engine told to end")
-        text += "".join(one.choices[0].delta.content or "" for one in stream if one.choices)
+        text += "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
     assert text == whole
     until(lambda: not engine.alive, within_s=60, what="the engine's end")
 
@@ -264,7 +266,7 @@ async def _service(cluster: Cluster, pod: Pod) -> AsyncIterator[tuple[Link, open
     try:
         async with (
             openai.DefaultAsyncHttpxClient(trust_env=False) as http,
-            openai.AsyncOpenAI(**_told(cluster, f"http://{service.address}"), http_client=http) as client,
+            openai.AsyncOpenAI(**_client_arguments(cluster, f"http://{service.address}"), http_client=http) as client,
         ):
             yield service, client
     finally:

@@ -33,13 +33,13 @@ def sessions(draw: random.Random, at_once: int, requests: int, system: int = 10)
     for number in range(requests):
         if len(under_way) < at_once:
             under_way.append({"name": number, "length": 0, "turns": draw.randint(3, 12)})
-        one = draw.choice(under_way)
-        one["length"] += draw.randint(2, 8)
-        one["turns"] -= 1
-        own = [f"{one['name']}-{at}" for at in range(one["length"])]
-        made.append({"words": [f"system-{at}" for at in range(system)] + own, "last": not one["turns"]})
-        if not one["turns"]:
-            under_way.remove(one)
+        session = draw.choice(under_way)
+        session["length"] += draw.randint(2, 8)
+        session["turns"] -= 1
+        own = [f"{session['name']}-{at}" for at in range(session["length"])]
+        made.append({"words": [f"system-{at}" for at in range(system)] + own, "last": not session["turns"]})
+        if not session["turns"]:
+            under_way.remove(session)
     return made
 
 
@@ -73,7 +73,7 @@ def test_any_order_of_requests_is_carried_out(vllm: Vllm, seed: int) -> None:
     """Chunks in use are never evicted, no more are kept than there is room for, and nothing is remembered of chunks that are
     gone."""
     draw, chunks = random.Random(seed), 12
-    words = sorted({one for _ in range(30) for one in chain("".join(draw.choices("ab", k=draw.randint(1, 6))))})
+    words = sorted({word for _ in range(30) for word in chain("".join(draw.choices("ab", k=draw.randint(1, 6))))})
     actions: list[list[Any]] = []
     under_way: list[str] = []
     for number in range(300):
@@ -82,17 +82,17 @@ def test_any_order_of_requests_is_carried_out(vllm: Vllm, seed: int) -> None:
             actions.append(["reset"])
             under_way.clear()
         elif under_way and (kind < 0.5 or len(under_way) > 3):
-            one = under_way.pop(draw.randrange(len(under_way)))
-            actions.append(["end", one, draw.random() < 0.9])
+            name = under_way.pop(draw.randrange(len(under_way)))
+            actions.append(["end", name, draw.random() < 0.9])
         else:
             under_way.append(str(number))
             actions.append(["begin", str(number), chain(draw.choice(words)), draw.random() < 0.3])
     for policy in ("ended_first", "lru"):
-        told = vllm.ask(STORY, {"policy": policy, "chunks": chunks, "actions": actions, "words": words})
-        for one in told:
-            assert set(one["in_use"]) <= set(one["kept"])
-            assert max(len(one["kept"]), one["own"]) <= chunks
-            assert all(key not in one["kept"] for removed, keys in one["events"][-1:] if removed for key in keys)
+        states = vllm.ask(STORY, {"policy": policy, "chunks": chunks, "actions": actions, "words": words})
+        for state in states:
+            assert set(state["in_use"]) <= set(state["kept"])
+            assert max(len(state["kept"]), state["own"]) <= chunks
+            assert all(key not in state["kept"] for removed, keys in state["events"][-1:] if removed for key in keys)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.75, 1.0])
@@ -100,7 +100,7 @@ def test_sessions_that_go_on_hit_more_when_ended_ones_are_evicted_first(vllm: Vl
     """`share`: the chunks that there is room for, of those of the sessions under way."""
     for seed in range(5):
         requests = sessions(random.Random(seed), at_once=40, requests=3_000)
-        lengths = [len(one["words"]) for one in requests]
+        lengths = [len(request["words"]) for request in requests]
         chunks = int(share * 40 * sum(lengths) / len(lengths))
         ratios = {}
         for policy in ("lru", "ended_first"):
@@ -128,8 +128,10 @@ def test_vllms_scheduler_passes_the_mark_of_a_last_request_to_the_policy(vllm: V
         ("lru", {}),
         ("ended", {"eviction_policy": "EndedFirst", "cache_policy_module_path": "pointsman_connector.ended_first"}),
     ):
-        told = vllm.ask(PLAY, {"model": str(model_folder), "asked": asked | {"settings": settings}, "actions": actions})
-        kept[policy] = ["".join("+" if host else "-" for _, host in prompt) for prompt in told[-1]["blocks"]]
+        steps = vllm.ask(
+            PLAY, {"model": str(model_folder), "asked": asked | {"settings": settings}, "actions": actions}
+        )
+        kept[policy] = ["".join("+" if host else "-" for _, host in prompt) for prompt in steps[-1]["blocks"]]
     assert kept["ended"][0] == "+++", "the session that goes on"
     assert kept["ended"][2] == "+++--", "the tail of the ended one made room"
     assert kept["lru"][0] != "+++"

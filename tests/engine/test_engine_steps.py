@@ -20,7 +20,7 @@ def test_the_steps_of_vllms_schedulers(
     vllm: Vllm, model_folder: Path, tmp_path: Path, asynchronous: bool, kv_blocks: int
 ) -> None:
     prompts = [200, 90, 1, 64, 150, 33]
-    told: dict[str, Any] = vllm.ask(
+    reported: dict[str, Any] = vllm.ask(
         ASK,
         {
             "model_folder": str(model_folder),
@@ -30,11 +30,11 @@ def test_the_steps_of_vllms_schedulers(
             "prompts": prompts,
         },
     )
-    assert told["scheduler"] == ("AsyncScheduler" if asynchronous else "Scheduler")
-    assert told["wrong_left"] == 0
-    assert (told["preemptions"] > 0) is (kv_blocks == 24), "too few blocks for all"
-    totals, real = told["pushed"]["totals"], told["real"]
+    assert reported["scheduler"] == ("AsyncScheduler" if asynchronous else "Scheduler")
+    assert reported["wrong_left"] == 0
+    assert (reported["preemptions"] > 0) is (kv_blocks == 24), "too few blocks for all"
+    totals, real = reported["pushed"]["totals"], reported["real"]
     assert {name: totals[name] for name in real} == real
     assert totals["prefills"] >= len(prompts)
     assert 0 < totals["prefill_seconds"] <= totals["seconds"]
-    assert (told["pushed"]["running"], told["pushed"]["prefill_tokens_left"]) == (0, 0)
+    assert (reported["pushed"]["running"], reported["pushed"]["prefill_tokens_left"]) == (0, 0)

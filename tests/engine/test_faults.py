@@ -50,7 +50,9 @@ class RealFleet:
 
     def _all_there(self) -> bool:
         known = self.plane.instances()
-        states = [known[one.instance_id].state in IN_STEP for one in self.plane.engines if one.instance_id in known]
+        states = [
+            known[engine.instance_id].state in IN_STEP for engine in self.plane.engines if engine.instance_id in known
+        ]
         return len(states) == len(self.plane.engines) and all(states) and serves(self.plane.gateway_url)
 
     async def wait_until_at_rest(self) -> None:
@@ -107,7 +109,7 @@ async def restarted(part: Process) -> None:
 
 
 @pytest.mark.parametrize("name", ["agent", "router", "redis", "gateway"])
-@pytest.mark.parametrize("what", [killed, stopped, restarted], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("what", [killed, stopped, restarted], ids=lambda fault: fault.__name__)
 async def test_a_part_of_the_control_plane_fails(fleet: RealFleet, name: str, what: Harm) -> None:
     part: Process = getattr(fleet.plane, name)
     # No other gateway takes its place: connections are refused, and for a moment it knows no instance yet.

@@ -58,7 +58,7 @@ class Player:
         offloading.load = recorded
 
     def play(self, actions: list[list[Any]]) -> list[dict[str, Any]]:
-        told = []
+        steps = []
         for number, (action, name) in enumerate(actions):
             if action == "submit":
                 asked = self.requests[name]
@@ -71,10 +71,10 @@ class Player:
             elif action == "wait":
                 self.now += name
             else:
-                told.append(self.step())
+                steps.append(self.step())
         for asked in self.requests.values():
             asked["answer"] += [0] * (asked["max_tokens"] - len(asked["answer"]))
-        return told
+        return steps
 
     def step(self) -> dict[str, Any]:
         model = self.model
@@ -90,7 +90,7 @@ class Player:
         firsts = [event for event in result.events if isinstance(event, FirstToken)]
         own, host = self.events(result.events)
         assert model.offloading is not None
-        told = {
+        step = {
             "seconds": result.duration_s,
             "scheduled": [[*pair] for pair in result.scheduled.items()],
             "preempted": [event.request_id for event in result.events if isinstance(event, Preempted)],
@@ -109,7 +109,7 @@ class Player:
         model.finish_step()
         model.cache.check()
         model.offloading.host.check()
-        return told
+        return step
 
     def events(self, events: list[Any]) -> tuple[list[list[str]], list[list[str]]]:
         size = self.model.config.block_size
@@ -176,7 +176,7 @@ REQUESTS = st.lists(
 @st.composite
 def scripts(draw: st.DrawFn) -> dict[str, Any]:
     """Arrivals, steps, waits and aborts, and in the end steps enough for most."""
-    requests = {f"r{number}": one for number, one in enumerate(draw(REQUESTS))}
+    requests = {f"r{number}": request for number, request in enumerate(draw(REQUESTS))}
     actions: list[list[Any]] = []
     submitted: list[str] = []
     for name in requests:

@@ -64,7 +64,7 @@ REQUESTS = st.lists(
 @st.composite
 def scripts(draw: st.DrawFn) -> dict[str, Any]:
     """Arrivals, steps, aborts and resets. After each step vLLM is asked for hits of the prompts and of others."""
-    requests: dict[str, dict[str, Any]] = {f"r{number}": one for number, one in enumerate(draw(REQUESTS))}
+    requests: dict[str, dict[str, Any]] = {f"r{number}": request for number, request in enumerate(draw(REQUESTS))}
     groups = draw(models())
     actions: list[list[Any]] = []
     submitted: list[str] = []
@@ -86,7 +86,7 @@ def scripts(draw: st.DrawFn) -> dict[str, Any]:
         "actions": actions,
         "prompts": [
             *asked,
-            *(one[: draw(st.integers(1, len(one)))] for one in asked),
+            *(prompt[: draw(st.integers(1, len(prompt)))] for prompt in asked),
             *draw(st.lists(PROMPTS, max_size=4)),
         ],
         "max_model_len": LENGTH,

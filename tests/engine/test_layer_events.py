@@ -23,14 +23,14 @@ def ask(vllm: Vllm, model_folder: Path) -> Any:
 
 def test_each_layer_is_written_before_the_next_one_is_computed(ask: Any) -> None:
     """All layers are launched at once, and the stream computes none before the one before it has arrived."""
-    told = ask("layer_by_layer", layers=48, prompts=1, gated=True)
-    assert told == {"usable": [True], "equal": [True], "writes": 48, "checked": 1}
+    result = ask("layer_by_layer", layers=48, prompts=1, gated=True)
+    assert result == {"usable": [True], "equal": [True], "writes": 48, "checked": 1}
 
 
 def test_prompts_that_are_launched_and_not_computed_keep_no_thread(ask: Any) -> None:
     """The sender has one thread for writes. Were it to wait for layers, the first prompt's would wait for the last one's."""
-    told = ask("layer_by_layer", layers=12, prompts=4, gated=True)
-    assert told == {"usable": [True] * 4, "equal": [True] * 4, "writes": 48, "checked": 4}
+    result = ask("layer_by_layer", layers=12, prompts=4, gated=True)
+    assert result == {"usable": [True] * 4, "equal": [True] * 4, "writes": 48, "checked": 4}
 
 
 @pytest.mark.parametrize(("sums_s", "checked"), [(30.0, 1), (0.0, 0)])
@@ -40,14 +40,14 @@ def test_blocks_that_were_taken_away_while_they_were_read_do_not_count(ask: Any,
 
 
 def test_a_prompt_that_is_preempted_when_its_receiver_has_it_keeps_nothing(ask: Any) -> None:
-    told = ask("preempted_after_its_end")
-    assert told == {"used": True, "same": True, "early": False, "freed": ["p-t"], "kept": 0}
+    result = ask("preempted_after_its_end")
+    assert result == {"used": True, "same": True, "early": False, "freed": ["p-t"], "kept": 0}
 
 
 @pytest.mark.parametrize("aborted", [False, True])
 def test_blocks_that_a_receiver_releases_are_kept_until_no_write_reads_them(ask: Any, aborted: bool) -> None:
-    told = ask("released_while_it_is_written", aborted=aborted)
-    assert told == {"early": False, "used": not aborted, "refused": False}
+    result = ask("released_while_it_is_written", aborted=aborted)
+    assert result == {"early": False, "used": not aborted, "refused": False}
 
 
 @pytest.mark.parametrize("fault", ["none", "late"])
@@ -63,17 +63,17 @@ def test_right_kv_passes_the_check(ask: Any, fault: str) -> None:
 
 @pytest.mark.parametrize("fault", ["early", "one name", "reused"])
 def test_wrong_kv_is_not_used_whatever_made_it_so(ask: Any, fault: str) -> None:
-    told = ask("wrong_kv", fault=fault)
-    assert not told["same"], "the fault did nothing"
-    assert (told["used"], told["refused"], told["wrong"]) == (False, True, 1)
+    result = ask("wrong_kv", fault=fault)
+    assert not result["same"], "the fault did nothing"
+    assert (result["used"], result["refused"], result["wrong"]) == (False, True, 1)
 
 
 @pytest.mark.parametrize(("fault", "wrong"), [("none", 0), ("early", 1)])
 def test_of_several_workers_the_first_counts_checks_and_each_counts_what_it_finds_wrong(
     ask: Any, fault: str, wrong: int
 ) -> None:
-    told = ask("wrong_kv", fault=fault, rank=1)
-    assert (told["checked"], told["wrong"]) == (0, wrong)
+    result = ask("wrong_kv", fault=fault, rank=1)
+    assert (result["checked"], result["wrong"]) == (0, wrong)
 
 
 def test_a_request_whose_check_raises_an_error_has_failed(ask: Any) -> None:
@@ -84,5 +84,5 @@ def test_a_request_whose_check_raises_an_error_has_failed(ask: Any) -> None:
 @pytest.mark.parametrize(("ranks", "idle"), [(1, 1), (2, 0)])
 def test_only_an_engine_of_one_rank_sleeps_in_idle_steps(ask: Any, ranks: int, idle: int) -> None:
     """Data-parallel ranks step together: one that sleeps delays all."""
-    told = ask("sleeps", data_parallel_size=ranks)
-    assert told == {"nothing awaited": 0, "computes": 0, "idle": idle}
+    result = ask("sleeps", data_parallel_size=ranks)
+    assert result == {"nothing awaited": 0, "computes": 0, "idle": idle}

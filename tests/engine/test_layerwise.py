@@ -20,7 +20,7 @@ from pointsman_cli import doctor_kv
 from pointsman_cli.doctor_findings import EngineAccess, Finding
 from tests.support.engines.chat_client import complete, fresh_words
 from tests.support.engines.direct_offloads import OUTPUT, Offload, Refused, alone, post, session
-from tests.support.engines.fault_switches import FAULTY, WITHIN_S, assert_nothing_left, faulty, stepped, told
+from tests.support.engines.fault_switches import FAULTY, WITHIN_S, assert_nothing_left, faulty, reported, stepped
 from tests.support.engines.offloading import assert_offloaded, assert_tie, in_step, offloading, stopped
 from tests.support.engines.servers import KV_EXPIRES_S, SERVED_NAME, Engine, EngineSpec, running_engines
 from tests.support.processes.control_plane import ControlPlane
@@ -140,8 +140,8 @@ def test_200_mixed_requests_are_answered_as_one_engine_would(trio: list[Engine])
     assert_right([whole, spare], answers)
     for engine, before in zip((chunks, whole), hits, strict=True):
         assert engine.metric("vllm:prefix_cache_hits_total") > before
-        assert told(engine)["pushes"] > 0
-        assert told(engine)["fallbacks"] == 0
+        assert reported(engine)["pushes"] > 0
+        assert reported(engine)["fallbacks"] == 0
     nothing_left(*trio)
 
 
@@ -152,7 +152,7 @@ def offloaded(p: Engine, d: Engine, words: int) -> tuple[str, str]:
     async def ask(http: aiohttp.ClientSession) -> str:
         offload = Offload(http, p, d, prompt)
         text = asyncio.create_task(offload.decode())
-        await asyncio.to_thread(until, lambda: told(p)["state"]["receivers"], within_s=WITHIN_S, what="a receiver")
+        await asyncio.to_thread(until, lambda: reported(p)["state"]["receivers"], within_s=WITHIN_S, what="a receiver")
         await offload.prefill()
         return await text
 
@@ -171,11 +171,11 @@ async def in_the_middle(
     """A prompt, and P's and D's request of a transfer that is partly written. The caller must make P's writes slow."""
     prompt = fresh_words(3_000)
     offload = Offload(http, p, d, prompt)
-    before = told(p)["pushes"]
+    before = reported(p)["pushes"]
     text = asyncio.create_task(offload.decode())
     await asyncio.sleep(0.05)
     prefill = asyncio.create_task(offload.prefill())
-    await asyncio.to_thread(until, lambda: told(p)["pushes"] > before, within_s=WITHIN_S, what="a first push")
+    await asyncio.to_thread(until, lambda: reported(p)["pushes"] > before, within_s=WITHIN_S, what="a first push")
     return prompt, prefill, text
 
 
@@ -253,7 +253,7 @@ def test_the_doctor_compares_answers_from_transferred_kv(trio: list[Engine]) -> 
             )
             for engine in (chunks, whole)
         ]
-        return [(one.check, one.level) for one in doctor_kv.answers(pool, EngineAccess())]
+        return [(finding.check, finding.level) for finding in doctor_kv.answers(pool, EngineAccess())]
 
     assert levels() == [("chunks -> whole KV", Finding.OK), ("whole -> chunks KV", Finding.OK)]
     # One region alone can leave an answer as it is.
@@ -276,26 +276,26 @@ def test_wrong_kv_is_not_used_and_its_sender_is_refused(trio: list[Engine]) -> N
         within_s=WITHIN_S,
         what="one request with wrong KV; after it nothing is loaded",
     )
-    before = told(chunks)["pushes"]
+    before = reported(chunks)["pushes"]
     assert_right([spare], [refused(chunks, spare, 600)])
-    assert told(chunks)["pushes"] == before
+    assert reported(chunks)["pushes"] == before
     with faulty(spare, forgiving=1):
         pass
     assert_right([spare], [offloaded(chunks, spare, 600)])
     assert spare.metric("pointsman_kv_wrong_requests_total", **sender) == 1
-    assert told(chunks)["pushes"] > before
+    assert reported(chunks)["pushes"] > before
     nothing_left(*trio)
 
 
 @pytest.mark.parametrize(("fault", "value"), [("fail", 1), ("silent", 1), ("slow_s", 0.3)])
 def test_failed_and_late_layers_go_after_the_prefill(trio: list[Engine], fault: str, value: float) -> None:
     for p, d in ((trio[0], trio[1]), (trio[1], trio[0])):
-        before = told(p)["fallbacks"]
+        before = reported(p)["fallbacks"]
         with faulty(p, **{fault: value}):
             answers = [offloaded(p, d, words) for words in (1, 600, 3_000)]
         assert_right([d], answers)
         # A transfer that is merely slow is waited for.
-        assert told(p)["fallbacks"] - before == (0 if fault == "slow_s" else 3)
+        assert reported(p)["fallbacks"] - before == (0 if fault == "slow_s" else 3)
     nothing_left(*trio)
 
 
@@ -338,12 +338,12 @@ def running_plane(trio: list[Engine], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_the_gateway_asks_the_receiver_first(running_plane: ControlPlane, trio: list[Engine]) -> None:
-    before = [told(engine) for engine in trio[:2]]
+    before = [reported(engine) for engine in trio[:2]]
     with in_step(running_plane) as plane, plane.client() as client:
         for number in (500, 3_000):
             for stream in (True, False):
                 assert_offloaded(plane, client, trio[:2], number, stream=stream)
-    after = [told(engine) for engine in trio[:2]]
+    after = [reported(engine) for engine in trio[:2]]
     pushes, fallbacks = (
         sum(now[name] for now in after) - sum(was[name] for was in before) for name in ("pushes", "fallbacks")
     )
@@ -429,15 +429,15 @@ def test_p_stands_still_for_too_long(trio: list[Engine]) -> None:
         with stopped(p):
             answers = [(prompt, await asyncio.wait_for(text, WITHIN_S))]
             since = [fresh_words(3_000) for _ in range(3)]
-            answers += [await plain(http, one) for one in since]
+            answers += [await plain(http, prompt) for prompt in since]
         await asyncio.wait_for(prefill, WITHIN_S)
         await asyncio.to_thread(nothing_left, p)
-        return answers + [await plain(http, one) for one in reversed(since)]
+        return answers + [await plain(http, prompt) for prompt in reversed(since)]
 
-    before = told(p)["pushes"]
+    before = reported(p)["pushes"]
     with faulty(p, slow_s=0.5, expires_s=EXPIRES_S), faulty(d, expires_s=EXPIRES_S):
         answers = run(ask)
-    assert told(p)["pushes"] - before <= 2
+    assert reported(p)["pushes"] - before <= 2
     assert_right([other], answers)
     nothing_left(p, d)
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.engines.chat_client import fresh_words
 from tests.support.engines.direct_offloads import Offload, alone, session
-from tests.support.engines.fault_switches import FAULTY, WITHIN_S, assert_nothing_left, told
+from tests.support.engines.fault_switches import FAULTY, WITHIN_S, assert_nothing_left, reported
 from tests.support.engines.offloading import EXTERNAL, assert_tie
 from tests.support.engines.servers import Engine, EngineSpec, running_engines
 from tests.support.waiting import until
@@ -56,8 +56,8 @@ async def test_answers_are_those_of_one_engine_alone(pair: list[Engine]) -> None
         # vLLM counts nothing for a prompt of one token.
         assert engine.metric("vllm:prompt_tokens_by_source_total", **EXTERNAL) == sum(LENGTHS) - 1
         for rank in range(2):
-            assert told(engine, rank)["pushes"] > 0
-            assert told(engine, rank)["fallbacks"] == 0
+            assert reported(engine, rank)["pushes"] > 0
+            assert reported(engine, rank)["fallbacks"] == 0
     for engine in pair:
         await asyncio.to_thread(
             until,

@@ -256,7 +256,7 @@ def test_p_dies_is_gone_and_comes_back_as_another(planes: dict[str, ControlPlane
             # P is paused while it has the requests, so that it dies before a prefill is done.
             os.killpg(p.process.pid, signal.SIGSTOP)
             with ThreadPoolExecutor(2) as threads:
-                notes = [threads.submit(alone, one, plane, 3_500) for one, plane in clients]
+                notes = [threads.submit(alone, client, plane, 3_500) for client, plane in clients]
                 for plane in planes.values():
                     until(partial(has_requests, plane), within_s=WITHIN_S, what="a prefill to interrupt")
                 # With both requests sent at once, D waits for KV that does not come.
@@ -264,8 +264,8 @@ def test_p_dies_is_gone_and_comes_back_as_another(planes: dict[str, ControlPlane
                 p.process.kill()
                 for note in notes:
                     assert note.result(WITHIN_S).startswith("prefill_failed: ")
-            for one, plane in clients:
-                refused = alone(one, plane, 300)
+            for api_client, plane in clients:
+                refused = alone(api_client, plane, 300)
                 assert refused.startswith("prefill_failed: ")
                 assert refused.endswith("ConnectionRefusedError")
         # P returns with another engine id: what gateways remember of its bootstrap server ends with its incarnation.
@@ -305,7 +305,7 @@ def test_d_is_gone(planes: dict[str, ControlPlane], pair: list[Engine]) -> None:
 
     def idle() -> bool:
         known = plane.instances()
-        return p.running() == 0 and not any(any(counters(known[one.instance_id]).values()) for one in pair)
+        return p.running() == 0 and not any(any(counters(known[engine.instance_id]).values()) for engine in pair)
 
     until(idle, within_s=WITHIN_S, what="counters at zero")
     assert plane.tracebacks() == before

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from pointsman_agent.core.cached_blocks import CachedBlocks, Tier
+from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.core.kv_events import decode_batch
 from pointsman_common.core.block_keys import prompt_keys
+from pointsman_common.core.key_messages import Tier
 from tests.support.engines.vllm_questions import Vllm
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -51,11 +52,11 @@ def test_offloaded_chunks_are_known_as_they_are(
         "kv_blocks": 12,
         "cpu_chunks": 12,
     }
-    told = vllm.ask(PLAY, {"model": str(model_folder), "asked": asked, "actions": actions})
+    steps = vllm.ask(PLAY, {"model": str(model_folder), "asked": asked, "actions": actions})
     cached_blocks = CachedBlocks("m", capacity_blocks=12)
     run: list[dict[str, Any]] = []
     hosted = 0
-    for action, done in zip(actions, told, strict=True):
+    for action, done in zip(actions, steps, strict=True):
         for payload in done["batches"]:
             cached_blocks.apply(decode_batch(bytes.fromhex(payload)).events)
             cached_blocks.check()
@@ -63,14 +64,14 @@ def test_offloaded_chunks_are_known_as_they_are(
             assert not done["batches"], "the event comes with the next step"
             continue
         run.append(action)
-        for one, blocks in zip(run, done["blocks"], strict=True):
-            keys = prompt_keys(one["prompt"], "m", cache_salt=one["salt"] or "")
+        for request, blocks in zip(run, done["blocks"], strict=True):
+            keys = prompt_keys(request["prompt"], "m", cache_salt=request["salt"] or "")
             for tier, place in ((Tier.DEVICE, 0), (Tier.HOST, 1)):
                 known = [
                     set(keys[at * PER_BLOCK : (at + 1) * PER_BLOCK]) <= cached_blocks.keys(tier)
                     for at in range(len(blocks))
                 ]
-                assert known == [block[place] for block in blocks], (tier.name, one)
+                assert known == [block[place] for block in blocks], (tier.name, request)
                 hosted += sum(known) if tier is Tier.HOST else 0
     assert hosted > 20
     assert cached_blocks.counts.orphans == 0

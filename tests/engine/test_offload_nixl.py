@@ -63,7 +63,7 @@ def test_an_offloaded_answer_is_the_colocated_one(nixl_plane: ControlPlane, pair
 
 def test_the_doctor_compares_answers(nixl_plane: ControlPlane, pair: list[Engine]) -> None:
     pool = [nixl_plane.instance(engine).instance for engine in pair]
-    found = [(one.level, one.found) for one in answers(pool, EngineAccess())]
+    found = [(finding.level, finding.found) for finding in answers(pool, EngineAccess())]
     assert found == [(Finding.OK, "an answer from transferred KV is the one without")] * 2
 
 

@@ -173,13 +173,13 @@ def test_the_text_before_a_picture_goes_in_slices(plane: ControlPlane, client: o
     with plane.policy("foresight", **settings):
         answer = see(client, seen)
         plan = plane.plan(answer.decision_id)
-    assert [(one.reason, one.steps[0].prefix_tokens) for one in plan] == [
+    assert [(decision.reason, decision.steps[0].prefix_tokens) for decision in plan] == [
         ("slice", part),
         ("slice", 2 * part),
         ("slice", 3 * part),
         ("last_part", 0),
     ]
-    assert {one.outcome for one in plan} == {fleet_pb2.DECISION_OUTCOME_OK}
+    assert {decision.outcome for decision in plan} == {fleet_pb2.DECISION_OUTCOME_OK}
     assert answer.cached_tokens == 3 * part
     assert see(client, seen).text == answer.text
 
@@ -270,21 +270,21 @@ def test_texts_are_ranked_scored_and_pooled(plane: ControlPlane, pair: list[Engi
     for path, body in bodies.items():
         ours, theirs = (ask(url + path, {"model": VECTORS, **body}) for url in (plane.gateway_url, pair[1].url))
         assert ours.status == theirs.status == 200, ours.text
-        ours_told, theirs_told = ours.json(), theirs.json()
-        assert ours_told["usage"] == theirs_told["usage"]
-        assert _figures(ours_told) == pytest.approx(_figures(theirs_told), abs=1e-4)
+        our_answer, their_answer = ours.json(), theirs.json()
+        assert our_answer["usage"] == their_answer["usage"]
+        assert _figures(our_answer) == pytest.approx(_figures(their_answer), abs=1e-4)
         if "rerank" in path:
-            assert ours_told["results"][0]["document"]["text"] == one
+            assert our_answer["results"][0]["document"]["text"] == one
 
 
-def _figures(told: Any) -> list[float]:
+def _figures(answer: Any) -> list[float]:
     """All numbers that an answer has for its texts, in their order."""
-    if isinstance(told, dict):
-        kept = [told[name] for name in ("results", "data", "relevance_score", "score", "index") if name in told]
-        return [figure for one in kept for figure in _figures(one)]
-    if isinstance(told, list):
-        return [figure for one in told for figure in _figures(one)]
-    return [float(told)]
+    if isinstance(answer, dict):
+        kept = [answer[name] for name in ("results", "data", "relevance_score", "score", "index") if name in answer]
+        return [figure for value in kept for figure in _figures(value)]
+    if isinstance(answer, list):
+        return [figure for value in answer for figure in _figures(value)]
+    return [float(answer)]
 
 
 def test_each_model_has_its_own_apis(plane: ControlPlane, client: openai.OpenAI) -> None:

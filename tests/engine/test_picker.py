@@ -79,7 +79,7 @@ def test_turns_are_placed_by_what_is_cached_and_counted(plane: ControlPlane, thr
 
 def test_answers_are_those_of_a_gateway(client: openai.OpenAI, through_envoy: openai.OpenAI) -> None:
     messages = [user(fresh_words(60))]
-    own, other = (chat(one, messages, max_tokens=32) for one in (client, through_envoy))
+    own, other = (chat(caller, messages, max_tokens=32) for caller in (client, through_envoy))
     assert (own.text, own.finish_reason) == (other.text, other.finish_reason)
     with open_chat(through_envoy, messages, max_tokens=32) as streamed:
         assert streamed.read_all() == own.text

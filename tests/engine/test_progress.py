@@ -29,11 +29,11 @@ def test_pending_prefill_falls_while_a_long_prompt_is_computed(
                 seen.append(counters(plane.instance(engines[0])))
             assert prompt_tokens(answer.result()) == length
         plane.wait_idle()
-    assert any(one["pending_prefill_tokens"] == length for one in seen), seen
+    assert any(load["pending_prefill_tokens"] == length for load in seen), seen
     assert any(
-        0 < one["pending_prefill_tokens"] < length and one["num_requests"] == 1 and one["ongoing_decode_tokens"] == 0
-        for one in seen
-    ), sorted({tuple(one.items()) for one in seen})
+        0 < load["pending_prefill_tokens"] < length and load["num_requests"] == 1 and load["ongoing_decode_tokens"] == 0
+        for load in seen
+    ), sorted({tuple(load.items()) for load in seen})
 
 
 def test_the_next_turn_at_once_is_placed_by_what_the_last_one_computed(

@@ -31,7 +31,7 @@ def play(script: dict[str, Any]) -> list[dict[str, Any]]:
     for asked in requests.values():
         asked["answer"] = []
     names: dict[int, str] = {}
-    told = []
+    steps = []
     for number, (action, name) in enumerate(script["actions"]):
         now = float(number)
         if action == "submit":
@@ -61,12 +61,12 @@ def play(script: dict[str, Any]) -> list[dict[str, Any]]:
                 if isinstance(event, TokenGenerated):
                     requests[event.request_id]["answer"].append(event.token_id)
             firsts = [event for event in result.events if isinstance(event, FirstToken)]
-            told.append(
+            steps.append(
                 {
                     "scheduled": [[*pair] for pair in result.scheduled.items()],
                     "preempted": [event.request_id for event in result.events if isinstance(event, Preempted)],
                     "events": _blocks(result.events, model.config.block_size, names),
-                    "awaited": sorted(one.request_id for one in result.awaited),
+                    "awaited": sorted(request.request_id for request in result.awaited),
                     "prefills": {event.request_id: [event.cached_tokens, event.remote_tokens] for event in firsts},
                     "running": model.num_running,
                     "waiting": model.num_waiting,
@@ -77,23 +77,23 @@ def play(script: dict[str, Any]) -> list[dict[str, Any]]:
             model.cache.check()
     for asked in requests.values():
         asked["answer"] += [0] * (asked["max_tokens"] - len(asked["answer"]))
-    return told
+    return steps
 
 
 def _blocks(events: list[Any], size: int, names: dict[int, str]) -> list[list[str]]:
-    told = []
+    listed = []
     for event in events:
         if isinstance(event, BlocksStored):
             text = names.get(event.parent, "") if event.parent is not None else ""
             for index, value in enumerate(event.hashes):
                 text += "".join(f"{token} " for token in event.token_ids[index * size : (index + 1) * size])
                 names[value] = text
-                told.append(["stored", text])
+                listed.append(["stored", text])
         elif isinstance(event, BlocksRemoved):
-            told += [["removed", names[value]] for value in event.hashes]
+            listed += [["removed", names[value]] for value in event.hashes]
         elif isinstance(event, AllCleared):
-            told.append(["cleared", ""])
-    return told
+            listed.append(["cleared", ""])
+    return listed
 
 
 CONFIGS = st.fixed_dictionaries(
@@ -133,7 +133,7 @@ REQUESTS = st.lists(
 @st.composite
 def scripts(draw: st.DrawFn) -> dict[str, Any]:
     """Arrivals, steps, aborts, transfers that end, and in the end steps enough for all."""
-    requests = {f"r{number}": one for number, one in enumerate(draw(REQUESTS))}
+    requests = {f"r{number}": request for number, request in enumerate(draw(REQUESTS))}
     actions: list[list[Any]] = []
     submitted: list[str] = []
     for name in requests:

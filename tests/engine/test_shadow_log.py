@@ -39,23 +39,25 @@ async def test_a_log_of_requests_that_another_router_dealt(
             messages = [*messages, assistant(answer["choices"][0]["message"]["content"]), user(fresh_words(60))]
             talks[talks.index(body["messages"])] = messages
     (tmp_path / "log").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    told = ReadSettings(
+    settings = ReadSettings(
         log=tmp_path / "log",
         tokenizers=[f"{SERVED_NAME}={model_folder}"],
         kv_capacity_tokens=8_192,
         compared=tmp_path / "compared",
     )
-    reader = LogReader(told)
+    reader = LogReader(settings)
     await reader.run()
 
     found = reader.comparison.summaries()[SERVED_NAME]
     assert (found["requests"], found["keyed"], found["placement_known"], found["output_known"]) == (turn,) * 4
     assert found["prompt_tokens"] == sum(line["usage"]["prompt_tokens"] for line in lines)
     assert found["counterfactual"]["cached_tokens"] > found["recorded"]["cached_tokens"]
-    compared = sorted(map(json.loads, (tmp_path / "compared").read_text().splitlines()), key=lambda one: one["at"])
-    assert sum(one["engine_said_cached_tokens"] for one in compared) > 0
-    for one in compared:
-        (engine,) = [each for each in engines if each.url.endswith(one["instance"])]
+    compared = sorted(
+        map(json.loads, (tmp_path / "compared").read_text().splitlines()), key=lambda comparison: comparison["at"]
+    )
+    assert sum(comparison["engine_said_cached_tokens"] for comparison in compared) > 0
+    for comparison in compared:
+        (engine,) = [each for each in engines if each.url.endswith(comparison["instance"])]
         # Engines find whole blocks of their own size, 32 and 64 tokens; the model's blocks have 16.
-        modelled = one["recorded"]["cached_tokens"]
-        assert abs(modelled - one["engine_said_cached_tokens"]) <= engine.spec.block_size, one
+        modelled = comparison["recorded"]["cached_tokens"]
+        assert abs(modelled - comparison["engine_said_cached_tokens"]) <= engine.spec.block_size, comparison

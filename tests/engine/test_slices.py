@@ -58,17 +58,19 @@ def test_small_requests_go_between_the_slices_of_a_heavy_one(
             for number in range(4):
                 ask(f"small {number}", fresh_words(SMALL))
             until(lambda: plane.instance(first).num_requests == 5, within_s=60, what="the small ones are placed")
-        heavy, *small = [one.result(timeout=120) for one in sent]
+        heavy, *small = [future.result(timeout=120) for future in sent]
 
     assert order[-1] == "heavy", order
     assert prompt_tokens(heavy) == HEAVY
     plan = plane.plan(heavy.decision_id)
     slices = (HEAVY - SLICE // 4) // SLICE
-    assert [one.reason for one in plan] == ["slice"] * slices + ["last_part"]
-    assert [one.steps[0].prefix_tokens for one in plan] == [SLICE * number for number in range(1, slices + 1)] + [0]
-    assert [one.cached_tokens for one in plan] == [SLICE * number for number in range(slices + 1)]
-    assert {one.outcome for one in plan} == {fleet_pb2.DECISION_OUTCOME_OK}
-    assert [plane.decision(one.decision_id).reason for one in small] == ["last_part"] * 4
+    assert [decision.reason for decision in plan] == ["slice"] * slices + ["last_part"]
+    assert [decision.steps[0].prefix_tokens for decision in plan] == [
+        SLICE * number for number in range(1, slices + 1)
+    ] + [0]
+    assert [decision.cached_tokens for decision in plan] == [SLICE * number for number in range(slices + 1)]
+    assert {decision.outcome for decision in plan} == {fleet_pb2.DECISION_OUTCOME_OK}
+    assert [plane.decision(answer.decision_id).reason for answer in small] == ["last_part"] * 4
 
     # Each slice found those before it, and the answer found them all; the small ones found nothing.
     plane.wait_idle()

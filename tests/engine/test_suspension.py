@@ -121,8 +121,8 @@ def test_an_unloaded_adapter_is_not_asked_of_its_engine(
 ) -> None:
     other, engine = engines
 
-    def names(one: Engine) -> list[str]:
-        return list(plane.instance(one).instance.lora_names)
+    def names(engine: Engine) -> list[str]:
+        return list(plane.instance(engine).instance.lora_names)
 
     assert names(engine) == names(other) == [ADAPTER]
     with plane.draining(other):

@@ -31,7 +31,7 @@ class Streamed:
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-async def stream(fleet: Fleet, number: int, one: Streamed) -> None:
+async def stream(fleet: Fleet, number: int, streamed: Streamed) -> None:
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": f"Task {number}. " + "Look at the points. " * 50}],
@@ -44,14 +44,14 @@ async def stream(fleet: Fleet, number: int, one: Streamed) -> None:
         http.post(f"{fleet.gateway_url}/v1/chat/completions", json=body) as answer,
     ):
         assert answer.status == 200, await answer.text()
-        one.instance = answer.headers["X-Pointsman-Instance"]
+        streamed.instance = answer.headers["X-Pointsman-Instance"]
         async for line in answer.content:
             if line.startswith(b"data: {"):
                 for choice in json.loads(line[6:])["choices"]:
-                    one.text += choice["delta"].get("content") or ""
-                one.begun.set()
-            one.ended = one.ended or line.startswith(b"data: [DONE]")
-    assert one.ended
+                    streamed.text += choice["delta"].get("content") or ""
+                streamed.begun.set()
+            streamed.ended = streamed.ended or line.startswith(b"data: [DONE]")
+    assert streamed.ended
 
 
 async def drain(fleet: Fleet, instance: str, *flags: str) -> str:
@@ -59,9 +59,9 @@ async def drain(fleet: Fleet, instance: str, *flags: str) -> str:
     router = f"127.0.0.1:{fleet.ports['r0']}"
     argv = pointsman_command("drain", instance, "--router", router, *flags)
     process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
-    told, _ = await process.communicate()
-    assert process.returncode == 0, told
-    return told.decode()
+    output, _ = await process.communicate()
+    assert process.returncode == 0, output
+    return output.decode()
 
 
 async def test_answers_go_on_while_their_engine_is_emptied(fleet: Fleet) -> None:
@@ -69,26 +69,26 @@ async def test_answers_go_on_while_their_engine_is_emptied(fleet: Fleet) -> None
     streams, again = ([Streamed() for _ in range(STREAMS)] for _ in range(2))
     before = await continued(fleet)
     async with asyncio.TaskGroup() as asking:
-        for number, one in enumerate(streams):
-            asking.create_task(stream(fleet, number, one))
-        for one in streams:
-            await asyncio.wait_for(one.begun.wait(), WAIT_S)
-        instances = [one.instance for one in streams]
+        for number, streamed in enumerate(streams):
+            asking.create_task(stream(fleet, number, streamed))
+        for streamed in streams:
+            await asyncio.wait_for(streamed.begun.wait(), WAIT_S)
+        instances = [streamed.instance for streamed in streams]
         source = max(instances, key=instances.count)
         try:
             # The command takes seconds to start on a busy machine.
             async with fleet.router("r0") as router:
                 stub: Any = router
                 await stub.Drain(fleet_pb2.DrainRequest(instance_id=source, move=True))
-            told = await drain(fleet, source, "--move", "--wait", f"{WAIT_S}")
+            output = await drain(fleet, source, "--move", "--wait", f"{WAIT_S}")
         finally:
             await drain(fleet, source, "--resume")
-        assert f"{source} is DRAINING, 0 requests open" in told.splitlines()[-1]
+        assert f"{source} is DRAINING, 0 requests open" in output.splitlines()[-1]
     assert await continued(fleet) > before
     async with asyncio.TaskGroup() as asking:
-        for number, one in enumerate(again):
-            asking.create_task(stream(fleet, number, one))
-    assert [one.text for one in streams] == [one.text for one in again]
+        for number, streamed in enumerate(again):
+            asking.create_task(stream(fleet, number, streamed))
+    assert [streamed.text for streamed in streams] == [streamed.text for streamed in again]
     await fleet.wait_until_idle()
 
 

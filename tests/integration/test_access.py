@@ -55,8 +55,8 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 @asynccontextmanager
 async def router(tokens: Tokens = TOKENS, **settings: Any) -> AsyncIterator[str]:
     """A router with tokens on a free port: its address."""
-    told = RouterSettings(listen="127.0.0.1:0", metrics_listen="", **settings)
-    server = RouterServer(told, tokens)
+    router_settings = RouterSettings(listen="127.0.0.1:0", metrics_listen="", **settings)
+    server = RouterServer(router_settings, tokens)
     await server.start()
     try:
         yield f"127.0.0.1:{server.port}"
@@ -218,14 +218,14 @@ def test_half_of_a_certificate_is_refused(
 
 async def report(client: Client, name: str, **changes: Any) -> str:
     """The status of an agent's hello: OK where the router welcomes it."""
-    told = Report(client)
+    stream = Report(client)
     try:
-        await told.hello(name, **changes)
-        return "OK" if (await told.read()).HasField("welcome") else "?"
+        await stream.hello(name, **changes)
+        return "OK" if (await stream.read()).HasField("welcome") else "?"
     except grpc.aio.AioRpcError as error:
         return error.code().name
     finally:
-        told.call.cancel()
+        stream.call.cancel()
 
 
 async def test_an_agent_reports_its_own_instances_only(tmp_path: Path) -> None:
@@ -255,11 +255,11 @@ async def test_an_agent_reports_its_own_instances_only(tmp_path: Path) -> None:
 
 async def test_a_refused_stream_says_why_however_late_its_first_message_comes() -> None:
     async with router() as address, grpc.aio.insecure_channel(address) as channel:
-        told = Report(Client(channel, "X"))
-        answered = asyncio.create_task(told.call.code())
+        report = Report(Client(channel, "X"))
+        answered = asyncio.create_task(report.call.code())
         # A write to a call that has ended would make the client report INTERNAL.
         assert not (await asyncio.wait([answered], timeout=0.3))[0]
-        await told.hello("any:8000")
+        await report.hello("any:8000")
         assert await answered is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -531,8 +531,8 @@ async def test_redis_with_users_and_tls(ours: Authority, theirs: Authority, tmp_
             (url("rediss", f"pointsman:{password}@", ours), False),
             (url("rediss", f"pointsman:{password}@", theirs), True),
         ):
-            told = RouterSettings(listen="127.0.0.1:0", metrics_listen="", redis_url=address)
-            one = RouterServer(told, TOKENS)
+            settings = RouterSettings(listen="127.0.0.1:0", metrics_listen="", redis_url=address)
+            one = RouterServer(settings, TOKENS)
             await one.start()
             try:
                 async with grpc.aio.insecure_channel(f"127.0.0.1:{one.port}") as channel:

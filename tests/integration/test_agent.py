@@ -95,8 +95,8 @@ async def test_two_routers_are_told_alike(engine: FakeEngine, router: FakeRouter
     try:
         async with running(engine.url, [router.address, second.address], tmp_path):
             await engine.publish(store((1, 2)))
-            for one in (router, second):
-                await eventually(partial(knows, one, name_of(engine), keys_of((1, 2))), "both know")
+            for fake_router in (router, second):
+                await eventually(partial(knows, fake_router, name_of(engine), keys_of((1, 2))), "both know")
         assert second.problems == []
     finally:
         await second.stop()
@@ -386,7 +386,9 @@ async def test_ranks_of_a_second_node_are_selected_by_their_index_there(
     try:
         async with running(engine.url, [router.address], tmp_path):
             await eventually(lambda: len(router.streams) == 2, "hellos")
-        ranks = {one.hello.instance.instance_id: one.hello.instance.data_parallel_rank for one in router.streams}
+        ranks = {
+            stream.hello.instance.instance_id: stream.hello.instance.data_parallel_rank for stream in router.streams
+        }
         assert ranks == {f"{name_of(engine)}/2": 0, f"{name_of(engine)}/3": 1}
     finally:
         await engine.stop()
@@ -405,9 +407,9 @@ async def test_a_restart_makes_every_rank_a_new_incarnation(
             engine.process_start = 2000.0
             await engine.start()
             await eventually(lambda: len(router.streams) == 4, "hellos of the next process")
-        told = [(one.hello.instance.instance_id, one.hello.instance.incarnation) for one in router.streams]
+        lives = [(stream.hello.instance.instance_id, stream.hello.instance.incarnation) for stream in router.streams]
         names = [f"{name_of(engine)}/{rank}" for rank in (0, 1)]
-        assert set(told) == {(name, incarnation) for name in names for incarnation in ("1000.000", "2000.000")}
+        assert set(lives) == {(name, incarnation) for name in names for incarnation in ("1000.000", "2000.000")}
     finally:
         await engine.stop()
 
@@ -447,7 +449,7 @@ async def test_a_full_disk_costs_what_is_saved_and_not_the_agent(
             await engine.publish(store((1, 2, agent), first=2))
             async with running(engine.url, [router.address], tmp_path):
                 await eventually(partial(has_streams, router, agent), "another agent")
-                known = keys_of(*((1, 2, one) for one in range(2, agent + 1)))
+                known = keys_of(*((1, 2, number) for number in range(2, agent + 1)))
                 await eventually(partial(knows, router, name, known), "all that the engine has cached")
     await engine.publish(store((1, 2, 4), first=2))
     async with running(engine.url, [router.address], tmp_path):

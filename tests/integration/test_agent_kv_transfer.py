@@ -75,26 +75,29 @@ async def test_engine_ids_are_those_of_the_running_process(tmp_path: Path, proce
     await router.start()
     engine.announced = LAYERWISE | {"bootstrap_port": str(engine.port)}
 
-    def told() -> dict[str, str]:
-        return {one.hello.instance.instance_id[-2:]: one.hello.instance.kv_transfer.engine_id for one in router.streams}
+    def engine_ids() -> dict[str, str]:
+        return {
+            stream.hello.instance.instance_id[-2:]: stream.hello.instance.kv_transfer.engine_id
+            for stream in router.streams
+        }
 
     async with running(engine.url, [router.address], tmp_path, engine_api_key="secret"):
-        await eventually(lambda: set(told().values()) == {""}, "both ranks")
+        await eventually(lambda: set(engine_ids().values()) == {""}, "both ranks")
         engine.engine_ids = ["e_dp0", "e_dp1"]
         engine.announced |= {"layerwise": "False"}
-        await eventually(lambda: sorted(told().values()) == ["e_dp0", "e_dp1"], "a bootstrap server that answers")
+        await eventually(lambda: sorted(engine_ids().values()) == ["e_dp0", "e_dp1"], "a bootstrap server that answers")
         await engine.stop()
         engine.engine_ids = ["f_dp0", "f_dp1"]
         engine.process_start = process_start and process_start + 1.0
         engine.generation_tokens = 0
         await engine.start()
-        await eventually(lambda: sorted(told().values()) == ["f_dp0", "f_dp1"], "the second life")
+        await eventually(lambda: sorted(engine_ids().values()) == ["f_dp0", "f_dp1"], "the second life")
         before = len(router.streams)
         engine.engine_ids = []
         engine.announced |= {"layerwise": "True"}
         await eventually(lambda: len(router.streams) >= before + 2, "another description")
         # Without a start time another process may answer by now.
-        assert sorted(told().values()) == (["f_dp0", "f_dp1"] if process_start else ["", ""])
+        assert sorted(engine_ids().values()) == (["f_dp0", "f_dp1"] if process_start else ["", ""])
     await engine.stop()
     await router.stop()
     context.destroy(linger=0)

@@ -58,15 +58,15 @@ async def agent_of(engines: tuple[FakeEngine, FakeEngine], router: FakeRouter, s
 
 def stream_of(router: FakeRouter, engine: FakeEngine) -> Stream | None:
     """The newest stream that reports the engine."""
-    return next((one for one in reversed(router.streams) if one.hello.instance.url == engine.url), None)
+    return next((stream for stream in reversed(router.streams) if stream.hello.instance.url == engine.url), None)
 
 
 async def loads(router: FakeRouter, engine: FakeEngine, *, healthy: bool) -> None:
     """Wait until an engine is reported with this health, by a load that is sent from now on."""
-    count = sum(len(one.loads) for one in router.streams if one.hello.instance.url == engine.url)
+    count = sum(len(stream.loads) for stream in router.streams if stream.hello.instance.url == engine.url)
 
     def reported() -> bool:
-        seen = [load for one in router.streams if one.hello.instance.url == engine.url for load in one.loads]
+        seen = [load for stream in router.streams if stream.hello.instance.url == engine.url for load in stream.loads]
         return len(seen) > count and seen[-1].healthy == healthy
 
     await eventually(reported, f"a load of {engine.url} that says healthy={healthy}")

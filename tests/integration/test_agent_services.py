@@ -34,8 +34,8 @@ class Cluster:
 
     def known(self) -> set[int]:
         """The engines that the router knows."""
-        open_streams = [one for one in self.router.streams if not one.ended]
-        ids = {one.hello.instance.instance_id for one in open_streams}
+        open_streams = [stream for stream in self.router.streams if not stream.ended]
+        ids = {stream.hello.instance.instance_id for stream in open_streams}
         return {at for at, engine in enumerate(self.engines) if f"127.0.0.1:{engine.port}" in ids}
 
 
@@ -47,9 +47,9 @@ async def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[C
         engines = [FakeEngine(context) for _ in range(2)]
         router = FakeRouter()
         parts: list[FakeEngine | FakeRouter] = [*engines, router]
-        for one in parts:
-            await one.start()
-            running.push_async_callback(one.stop)
+        for part in parts:
+            await part.start()
+            running.push_async_callback(part.stop)
         api = FakeKubernetes()
         monkeypatch.setenv("KUBECONFIG", str(await running.enter_async_context(api.serve(tmp_path))))
         agent = RunningAgent([], [router.address], tmp_path / "state", engine_services=["llm/vllm:http"])
@@ -70,7 +70,7 @@ async def test_engines_come_and_go_with_their_endpoints(up: Cluster) -> None:
     await eventually(lambda: up.known() == {0, 1}, "both engines")
     up.api.change("DELETED", up.slice(0, name="a"))
     await eventually(lambda: up.known() == {1}, "the second engine alone")
-    gone = next(one for one in up.router.streams if one.ended)
+    gone = next(stream for stream in up.router.streams if stream.ended)
     assert gone.goodbye == "its endpoint is gone"
     up.api.change("MODIFIED", up.slice(0, name="b"))
     await eventually(lambda: up.known() == {0}, "the slice has another engine")

@@ -78,7 +78,7 @@ async def test_one_message_does_not_end_the_agent(context: zmq.asyncio.Context, 
 
         await eventually(step, "a later load")
         assert not agent.task.done()
-        assert {one.running for one in router.streams[0].loads} == {0, 9}
+        assert {load.running for load in router.streams[0].loads} == {0, 9}
     await engine.stop()
     await router.stop()
 
@@ -105,7 +105,7 @@ async def test_pushed_loads_reach_the_router(
         seen = router.streams[0].loads[-1]
         assert (seen.waiting, seen.kv_usage, seen.prefill_tokens_left, seen.steps.steps) == (2, 0.5, 400, 3)
         assert seen.generation_tokens == 100, "what /metrics has said"
-        assert all(one.running in (0, 7) for one in router.streams[0].loads), "no load of other engines or ranks"
+        assert all(load.running in (0, 7) for load in router.streams[0].loads), "no load of other engines or ranks"
     await engine.stop()
     await router.stop()
     assert router.problems == []
@@ -125,12 +125,12 @@ async def test_loads_of_engines_that_cannot_be_told_apart_are_dropped(
     agent = RunningAgent([engine.url for engine in engines], [router.address], tmp_path, **settings)
 
     def running_of(engine: FakeEngine) -> list[int]:
-        (stream,) = (one for one in router.streams if one.hello.instance.url == engine.url)
-        return [one.running for one in stream.loads]
+        (stream,) = (stream for stream in router.streams if stream.hello.instance.url == engine.url)
+        return [load.running for load in stream.loads]
 
     async with pushing(context, address) as push:
         await eventually(
-            lambda: len(router.streams) == 3 and all(one.loads for one in router.streams), "all scraped loads"
+            lambda: len(router.streams) == 3 and all(stream.loads for stream in router.streams), "all scraped loads"
         )
         await push.send(load(running=1))
         await push.send(load(run="80", running=2))
@@ -211,7 +211,7 @@ async def test_an_engine_that_steps_is_healthy_though_its_metrics_fail(
             engine.metrics_broken = True
             count = len(router.streams[0].loads)
             await eventually(lambda: len(router.streams[0].loads) > count + 20, "many more loads")
-            assert all(one.healthy for one in router.streams[0].loads)
+            assert all(load.healthy for load in router.streams[0].loads)
             steps.cancel()
         await eventually(lambda: not router.streams[0].loads[-1].healthy, "that it is not, without steps")
         assert not agent.task.done()

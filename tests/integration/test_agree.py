@@ -31,7 +31,7 @@ def stored(out: Path) -> list[StoredRun]:
 
 
 def lengths(records: list[RequestRecord]) -> dict[tuple[str, int], tuple[int | None, int | None]]:
-    return {(one.session, one.turn): (one.prompt_tokens, one.output_tokens) for one in records}
+    return {(record.session, record.turn): (record.prompt_tokens, record.output_tokens) for record in records}
 
 
 def test_every_policy_runs_live_and_simulated_and_a_stored_run_is_not_made_again(
@@ -40,7 +40,7 @@ def test_every_policy_runs_live_and_simulated_and_a_stored_run_is_not_made_again
     out = tmp_path / "out"
     run(settings(out))
     runs = stored(out)
-    assert [(one.kind, one.policy) for one in runs] == [
+    assert [(run.kind, run.policy) for run in runs] == [
         ("live", "unified"),
         ("live", "foresight+admission"),
         ("simulated", "unified"),
@@ -53,13 +53,13 @@ def test_every_policy_runs_live_and_simulated_and_a_stored_run_is_not_made_again
         assert live.costs == simulated.costs == 1
         # The simulation has the tokens that were sent.
         bundle = read_bundle(out / live.case.name / "live")
-        assert sum(one.prompt_tokens or 0 for one in bundle.records) > 0
+        assert sum(record.prompt_tokens or 0 for record in bundle.records) > 0
         # Each run has a router of its own, with the policy.
         assert bundle.breakdown
         assert {row["policy"] for row in bundle.breakdown["requests"]} == {live.policy.partition("+")[0]}
     assert "| 1 | foresight+admission - unified | TTFT mean |" in (out / "agreement.md").read_text()
     # With the live runs there, only what is missing is simulated, without engines.
-    (out / "runs.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in runs[:3]) + b'{"kind": "li')
+    (out / "runs.jsonl").write_bytes(b"".join(msgspec.json.encode(run) + b"\n" for run in runs[:3]) + b'{"kind": "li')
     run(settings(out))
     assert stored(out)[3].measures == runs[3].measures
     with pytest.raises(typer.Exit, match="2"):

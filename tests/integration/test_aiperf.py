@@ -61,19 +61,21 @@ def test_sessions_played_by_aiperf_are_kept_and_counted_alike(tmp_path: Path) ->
         placed = fleet.decisions(len(lines))
     played = [json.loads(line) for line in (out / "profile_export.jsonl").read_text().splitlines()]
     assert len(played) == len(placed) == len(lines)
-    assert not [one["error"] for one in played if one.get("error")]
+    assert not [record["error"] for record in played if record.get("error")]
 
     asked: dict[str, list[Any]] = {}
-    for one in sorted(played, key=lambda one: int(one["metadata"]["turn_index"])):
-        asked.setdefault(one["metadata"]["x_correlation_id"], []).append(one["metrics"])
-    told = {
+    for record in sorted(played, key=lambda record: int(record["metadata"]["turn_index"])):
+        asked.setdefault(record["metadata"]["x_correlation_id"], []).append(record["metrics"])
+    decided = {
         session: list(of)
-        for session, of in groupby(sorted(placed, key=lambda one: one.session_id), lambda one: one.session_id)
+        for session, of in groupby(
+            sorted(placed, key=lambda decision: decision.session_id), lambda decision: decision.session_id
+        )
     }
-    assert asked.keys() == told.keys()
-    assert len(told) == SESSIONS
+    assert asked.keys() == decided.keys()
+    assert len(decided) == SESSIONS
     wanted = {session: list(of) for session, of in groupby(lines, lambda line: line["session_id"])}
-    for session, turns in told.items():
+    for session, turns in decided.items():
         for metrics, decision in zip(asked[session], turns, strict=True):
             done = decision.finished
             counted = {
@@ -91,4 +93,4 @@ def test_sessions_played_by_aiperf_are_kept_and_counted_alike(tmp_path: Path) ->
             if after.steps[-1].instance.instance_id == after.session_owner:
                 assert after.finished.cached_tokens > before.finished.prompt_tokens - 16
         name = next(name for name in wanted if session.endswith(name))
-        assert [one.finished.output_tokens for one in turns] == [line["output_length"] for line in wanted[name]]
+        assert [turn.finished.output_tokens for turn in turns] == [line["output_length"] for line in wanted[name]]

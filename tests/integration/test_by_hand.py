@@ -28,7 +28,7 @@ wait
 
 def test_the_pages_commands_make_a_fleet_that_outlives_a_router(tmp_path: Path) -> None:
     ports = {port: str(free_port()) for port in PORTS}
-    commands = [one for block in blocks_of(REPOSITORY / "docs/by_hand.md") for one in block.commands]
+    commands = [command for block in blocks_of(REPOSITORY / "docs/by_hand.md") for command in block.commands]
     assert commands[:2] == ["make env", 'export PATH="$PWD/.venv/bin:$PATH"']
     page = "\n".join(commands[2:])
     assert set(re.findall(r"(?:127\.0\.0\.1:|--port )(\d+)", page)) <= set(ports)

@@ -59,29 +59,32 @@ async def test_the_model_is_true_to_itself(tmp_path: Path, monkeypatch: pytest.M
         await asyncio.to_thread(run, settings)
     finally:
         await engine.stop()
-    told = json.loads((out / "calibration.json").read_text())
+    calibration = json.loads((out / "calibration.json").read_text())
     known = {"block_size": 16, "kv_blocks": 1_000, "max_model_len": 4_096, "max_num_batched_tokens": 8_192}
-    assert told["engine"] == known
-    assert len(told["loads"]) == 2
-    for figures in told["loads"].values():
+    assert calibration["engine"] == known
+    assert len(calibration["loads"]) == 2
+    for figures in calibration["loads"].values():
         # The second load finds no blocks of the first one, and what is cached does not depend on time.
         assert figures["cached tokens"]["error"] == 0
         assert figures["cached tokens"]["live"] > 500
         assert figures["TTFT p50"].keys() == {"live", "simulated", "error"}
     # A replay before the loads warms up; each load is simulated with the costs measured around it.
-    assert {one.parent.name for one in out.glob("*/trace.jsonl")} == {"warm-up", "load-1", "load-2"}
+    assert {path.parent.name for path in out.glob("*/trace.jsonl")} == {"warm-up", "load-1", "load-2"}
     assert not (out / "warm-up" / "live").exists()
     for number in (1, 2):
         around = read_profile(out / f"load-{number}" / "profile.json")
         # On a busy machine, costs as small as these may be measured as 0.
         assert (around.engine, around.costs.prefill_token_s >= 0) == (known, True)
         live, simulated = (
-            {(one.session, one.turn): one for one in read_bundle(out / f"load-{number}" / name).records}
+            {(record.session, record.turn): record for record in read_bundle(out / f"load-{number}" / name).records}
             for name in ("live", "simulated")
         )
         assert len(live) == 6
-        assert {name: (one.prompt_tokens, one.output_tokens, one.cached_tokens) for name, one in live.items()} == {
-            name: (one.prompt_tokens, one.output_tokens, one.cached_tokens) for name, one in simulated.items()
+        assert {
+            name: (record.prompt_tokens, record.output_tokens, record.cached_tokens) for name, record in live.items()
+        } == {
+            name: (record.prompt_tokens, record.output_tokens, record.cached_tokens)
+            for name, record in simulated.items()
         }
 
 

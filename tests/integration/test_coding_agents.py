@@ -70,7 +70,7 @@ def chat(url: str, headers: Headers, stream: bool) -> Said:
             texts.append(choice.message.content or "")
             thoughts.append((choice.message.model_extra or {}).get("reasoning") or "")
             said: list[dict[str, Any]] = [
-                {"id": one.id, "type": "function", "function": one.function.to_dict()} for one in calls
+                {"id": call.id, "type": "function", "function": call.function.to_dict()} for call in calls
             ]
             for call in said:
                 call["function"].pop("parsed_arguments", None)

@@ -103,8 +103,8 @@ def test_up_serves_and_its_decisions_can_be_questioned(fleet: Fleet) -> None:
         )
     decision, instance = answer.headers["X-Pointsman-Decision"], answer.headers["X-Pointsman-Instance"]
     listed = json.loads(fleet.ask("instances", "--router", fleet.router, "--json"))
-    assert {one["instance"]["url"] for one in listed["instances"]} == set(fleet.engines)
-    assert all(one["state"] == "INSTANCE_STATE_READY" for one in listed["instances"])
+    assert {instance["instance"]["url"] for instance in listed["instances"]} == set(fleet.engines)
+    assert all(instance["state"] == "INSTANCE_STATE_READY" for instance in listed["instances"])
     assert instance in fleet.ask("instances", "--router", fleet.router)
     assert decision in fleet.ask("decisions", "--router", fleet.router, "--session", "asked")
     explained = fleet.ask("explain", decision, "--router", fleet.router)
@@ -118,9 +118,9 @@ def test_a_prompt_in_a_file_is_explained_and_not_sent(fleet: Fleet, tmp_path: Pa
     file = tmp_path / "prompt"
     file.write_text("where would this go " * 30)
     before = fleet.ask("decisions", "--router", fleet.router, "--json")
-    told = json.loads(fleet.ask("explain", "--prompt", str(file), "--gateway", fleet.gateway, "--json"))
-    assert told["outcome"] == "DECISION_OUTCOME_DRY_RUN"
-    assert len(told["candidates"]) == 2
+    explained = json.loads(fleet.ask("explain", "--prompt", str(file), "--gateway", fleet.gateway, "--json"))
+    assert explained["outcome"] == "DECISION_OUTCOME_DRY_RUN"
+    assert len(explained["candidates"]) == 2
     assert fleet.ask("decisions", "--router", fleet.router, "--json") == before
 
 
@@ -219,14 +219,14 @@ def test_the_pages_commands_work_as_written(
     monkeypatch.chdir(tmp_path)
     commands = text.splitlines()
     try:
-        if all(re.fullmatch(r"pointsman [^|<>$;&]*", one) for one in commands):
-            for one in commands:
+        if all(re.fullmatch(r"pointsman [^|<>$;&]*", command) for command in commands):
+            for command in commands:
                 # In this process: a separate one would need a second for its imports.
                 status = 0
                 with contextlib.suppress(SystemExit):
-                    status = command_line().main(shlex.split(one)[1:], prog_name="pointsman", standalone_mode=False)
-                assert not status, f"{one}: {capsys.readouterr()}"
-                assert capsys.readouterr().out.strip(), f"{one}: no output"
+                    status = command_line().main(shlex.split(command)[1:], prog_name="pointsman", standalone_mode=False)
+                assert not status, f"{command}: {capsys.readouterr()}"
+                assert capsys.readouterr().out.strip(), f"{command}: no output"
             return
         for name, body in SHIMS.items():
             shim = tmp_path / name
@@ -320,16 +320,18 @@ def test_the_doctor_names_an_engine_that_the_agent_beside_it_cannot_reach(
         for part in parts:
             part.start()
         up_ = parts[1]
-        told: list[Finding] = []
+        findings: list[Finding] = []
 
         def named() -> bool:
-            told[:] = [
-                one for one in doctor.examine(router, f"http://{dead}", "") if one.check.startswith("agent http")
+            findings[:] = [
+                finding
+                for finding in doctor.examine(router, f"http://{dead}", "")
+                if finding.check.startswith("agent http")
             ]
-            return bool(told)
+            return bool(findings)
 
         up_.wait_ready(named, within_s=READY_WITHIN_S)
-        [finding] = told
+        [finding] = findings
         assert (finding.level, finding.check) == (Finding.FAIL, f"agent http://{agent}: http://{dead}")
         assert "Cannot connect" in finding.found
     finally:

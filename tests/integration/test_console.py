@@ -16,6 +16,7 @@ from google.protobuf import json_format
 
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_common.io.settings import Tokens
+from pointsman_router.io.console import console as console_server
 from pointsman_router.io.console import decision_stream
 from pointsman_router.io.main import RouterServer
 from pointsman_router.io.settings import RouterSettings
@@ -74,12 +75,12 @@ async def test_each_role_may_do_what_it_may_over_grpc(token: str, reads: int, op
 
 async def test_who_is_told_of_roles_without_being_refused() -> None:
     async with console(tokens=tokens()) as (_, _, browser):
-        told = {
+        answers = {
             token: json.loads((await browser.get("/api/role", Authorization=f"Bearer {token}"))[1])
             for token in ("wrong", "a-token", "g-token", "o-token")
         }
     nobody = {"role": "", "open": False, "read": False, "operate": False}
-    assert told == {
+    assert answers == {
         "wrong": nobody,
         "a-token": nobody | {"role": "agent"},
         "g-token": nobody | {"role": "gateway", "read": True},
@@ -153,8 +154,8 @@ async def test_the_answers_are_the_messages_of_fleet_service() -> None:
             assert await browser.call(method, json_format.MessageToDict(request)) == (200, over_grpc), method
         status, answer = await browser.call("ListInstances")
         assert status == 200
-        assert [one["instance"]["instanceId"] for one in answer["instances"]] == ["a", "b"]
-        assert [one["keys"] for one in answer["instances"]] == ["3", "3"]
+        assert [instance["instance"]["instanceId"] for instance in answer["instances"]] == ["a", "b"]
+        assert [instance["keys"] for instance in answer["instances"]] == ["3", "3"]
 
 
 async def test_decisions_are_streamed_as_they_are_made_and_as_they_end() -> None:
@@ -165,11 +166,11 @@ async def test_decisions_are_streamed_as_they_are_made_and_as_they_end() -> None
         async with browser.http.get(f"{browser.address}/api/decisions") as stream:
             assert stream.content_type == "text/event-stream"
             await session.place("r", session_id="s")
-            assert [(one["requestId"], one["outcome"]) for one in await told(stream)] == [
+            assert [(decision["requestId"], decision["outcome"]) for decision in await updates(stream)] == [
                 ("r", "DECISION_OUTCOME_OPEN")
             ]
             await session.finish("r")
-            (ended,) = await told(stream)
+            (ended,) = await updates(stream)
             assert (ended["requestId"], ended["outcome"], "candidates" in ended) == ("r", "DECISION_OUTCOME_OK", False)
 
 
@@ -212,8 +213,9 @@ async def test_a_viewer_that_does_not_read_is_dropped() -> None:
             await eventually(lambda: is_(not server.router.decisions.watched), "the viewer's end")
 
 
-async def test_viewers_are_bounded() -> None:
-    async with console(console_max_viewers=1) as (_, _, browser), browser.http.get(browser.address + "/api/decisions"):
+async def test_viewers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console_server, "MAX_VIEWERS", 1)
+    async with console() as (_, _, browser), browser.http.get(browser.address + "/api/decisions"):
         status, text, _ = await browser.get("/api/decisions")
         assert (status, json.loads(text)["code"]) == (429, "RESOURCE_EXHAUSTED")
         assert (await browser.call("ListInstances"))[0] == 200
@@ -266,7 +268,7 @@ async def next_event(stream: aiohttp.ClientResponse) -> Any:
             return json.loads(text.removeprefix("data: "))
 
 
-async def told(stream: aiohttp.ClientResponse) -> list[Any]:
+async def updates(stream: aiohttp.ClientResponse) -> list[Any]:
     decisions = (await next_event(stream))["decisions"]
     assert isinstance(decisions, list)
     return decisions

@@ -69,10 +69,10 @@ async def test_the_cursor_of_the_curves_moves_by_keyboard_and_by_mouse() -> None
         await shown.page.keyboard.press("Home")
         await expect(cursor).to_have_attribute("aria-valuenow", "0")
         await expect(cursor).to_have_attribute("aria-valuetext", re.compile(r"\d\d:\d\d:\d\d: open \d+"))
-        told = await cursor.get_attribute("aria-valuetext") or ""
+        value_text = await cursor.get_attribute("aria-valuetext") or ""
         # All charts are read at one moment.
         for title in ("Open requests", "Held requests", "KV used"):
-            await expect(chart(shown, title)).to_contain_text(told[:8])
+            await expect(chart(shown, title)).to_contain_text(value_text[:8])
         await shown.page.keyboard.press("ArrowRight")
         await expect(cursor).to_have_attribute("aria-valuenow", "1")
         for _ in range(4):
@@ -80,7 +80,7 @@ async def test_the_cursor_of_the_curves_moves_by_keyboard_and_by_mouse() -> None
         # The cursor is in the time without data.
         await expect(cursor).to_have_attribute("aria-valuetext", re.compile(r": open –"))
         await shown.page.keyboard.press("Tab")
-        await expect(chart(shown, "Open requests")).not_to_contain_text(told[:8])
+        await expect(chart(shown, "Open requests")).not_to_contain_text(value_text[:8])
         await cursor.hover(position={"x": 300, "y": 20})
         await expect(chart(shown, "KV used")).to_contain_text(re.compile(r"\d\d:\d\d:\d\d"))
         assert shown.wrongs == []
@@ -90,14 +90,14 @@ async def test_the_heat_map_is_read_and_opens_instances_by_keyboard_and_by_mouse
     async with browser() as shown:
         await shown_past(shown)
         page = shown.page
-        cells, told = page.get_by_role("application"), page.locator("output.readout")
+        cells, readout = page.get_by_role("application"), page.locator("output.readout")
         await expect(cells).to_have_attribute("aria-label", re.compile("time to first token, median. 3 instances"))
         await cells.focus()
         await page.keyboard.press("ArrowDown")
-        await expect(told).to_contain_text(EVIL)
+        await expect(readout).to_contain_text(EVIL)
         await page.keyboard.press("ArrowDown")
         await page.keyboard.press("Home")
-        await expect(told).to_have_text(re.compile(r"10\.0\.0\.0:8000 from \d\d:\d\d:\d\d on: unknown"))
+        await expect(readout).to_have_text(re.compile(r"10\.0\.0\.0:8000 from \d\d:\d\d:\d\d on: unknown"))
         await page.get_by_label("Colours show").select_option("KV used")
         await expect(page.locator(".legend")).to_contain_text("up to 95 %")
         await expect(cells).to_have_attribute("aria-label", re.compile("KV used"))
@@ -105,7 +105,7 @@ async def test_the_heat_map_is_read_and_opens_instances_by_keyboard_and_by_mouse
         await page.keyboard.press("ArrowRight")
         await page.keyboard.press("ArrowDown")
         await page.keyboard.press("End")
-        await expect(told).to_have_text(re.compile(r"10\.0\.0\.\d:8000 from .* on: \d+ %"))
+        await expect(readout).to_have_text(re.compile(r"10\.0\.0\.\d:8000 from .* on: \d+ %"))
         row = (
             page.get_by_role("table", name="Instances over the last 15 minutes")
             .get_by_role("row")
@@ -131,9 +131,9 @@ async def test_a_pool_is_chosen_and_one_that_another_router_owns_says_so() -> No
 
         async def of_another(route: Route) -> None:
             answer = await route.fetch()
-            told = await answer.json()
-            del told["pools"][0]["ownedSince"]
-            await route.fulfill(json=told)
+            history = await answer.json()
+            del history["pools"][0]["ownedSince"]
+            await route.fulfill(json=history)
 
         await page.route("**/api/ListPoolHistories", of_another)
         await expect(page.locator(".head")).to_contain_text(

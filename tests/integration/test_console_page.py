@@ -62,12 +62,12 @@ GROUP = {
 async def as_if_busy(route: Route) -> None:
     """Answer with the fleet, but with large figures and every optional field of its instances."""
     answer = await (await route.fetch()).json()
-    for number, one in enumerate(answer["instances"]):
-        one |= dict.fromkeys(("pendingPrefillTokens", "ongoingDecodeTokens", "keys"), str(MANY))
-        one |= {"numRequests": 8_888, "sessions": 8_888, "stale": True, "weight": 0.25}
-        one |= {"state": "INSTANCE_STATE_CORDONED", "underlyingState": "INSTANCE_STATE_UNHEALTHY"}
-        one["instance"] |= {"model": f"organisation/Model-480B-A35B-Instruct-FP8-{number}"}
-        one["load"] |= {"running": 8_888, "waiting": 8_888, "kvUsage": 1}
+    for number, instance in enumerate(answer["instances"]):
+        instance |= dict.fromkeys(("pendingPrefillTokens", "ongoingDecodeTokens", "keys"), str(MANY))
+        instance |= {"numRequests": 8_888, "sessions": 8_888, "stale": True, "weight": 0.25}
+        instance |= {"state": "INSTANCE_STATE_CORDONED", "underlyingState": "INSTANCE_STATE_UNHEALTHY"}
+        instance["instance"] |= {"model": f"organisation/Model-480B-A35B-Instruct-FP8-{number}"}
+        instance["load"] |= {"running": 8_888, "waiting": 8_888, "kvUsage": 1}
     await route.fulfill(json=answer)
 
 
@@ -116,9 +116,9 @@ async def test_what_an_operator_asks_first_is_there_and_reasons_in_plain_words()
         await shown.open("replicas")
         pools = page.get_by_role("table", name="Pools")
         await expect(pools.get_by_role("row").nth(1)).to_contain_text("3 of 3")
-        told = await page.get_by_role("table", name="Routers").locator("tbody tr > *:visible").all_inner_texts()
-        assert told[1:6] == ["serves this page", "m", "1", "0", "1"]
-        assert {"", "–", "unknown", "not shared"}.isdisjoint(told)
+        shown_cells = await page.get_by_role("table", name="Routers").locator("tbody tr > *:visible").all_inner_texts()
+        assert shown_cells[1:6] == ["serves this page", "m", "1", "0", "1"]
+        assert {"", "–", "unknown", "not shared"}.isdisjoint(shown_cells)
         await shown.open("decisions")
         row = page.get_by_role("row").filter(has_text="s1")
         reason = row.get_by_role("cell", name="least_load_x_work")

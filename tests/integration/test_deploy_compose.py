@@ -116,7 +116,7 @@ async def test_profile_gpu2_has_an_instance_on_each_gpu_that_passes_kv_on(tmp_pa
         async with grpc.aio.insecure_channel(f"127.0.0.1:{stack.ports['router', '50051']}") as channel:
             fleet = fleet_pb2_grpc.FleetServiceStub(channel)
             listed = fleet_pb2.ListInstancesResponse()
-            while [one.state for one in listed.instances] != [fleet_pb2.INSTANCE_STATE_READY] * 2:
+            while [instance.state for instance in listed.instances] != [fleet_pb2.INSTANCE_STATE_READY] * 2:
                 operator = bearer(stack.secret("operator"))
                 listed = await fleet.ListInstances(fleet_pb2.ListInstancesRequest(), metadata=operator)
         assert listed.policy.name == "elastic"

@@ -56,12 +56,12 @@ def directives(annotations: dict[str, str]) -> str:
 async def nginx(folder: Path, gateway: str) -> AsyncIterator[aiohttp.ClientSession]:
     """A client of an nginx in front of the gateway, configured as the rendered Ingress says."""
     objects = check_deploy.render(check_deploy.DEPLOY / "k8s/overlays/gpu", "ingress")
-    [ingress] = [one for one in objects if one["kind"] == "Ingress"]
-    told = directives(ingress["metadata"]["annotations"])
+    [ingress] = [resource for resource in objects if resource["kind"] == "Ingress"]
+    annotated = directives(ingress["metadata"]["annotations"])
     paths = [path["path"] for rule in ingress["spec"]["rules"] for path in rule["http"]["paths"]]
     authority = Authority(folder / "authority")
     certificate, port = authority.sign("gateway"), free_port()
-    locations = "\n    ".join(f"location {path} {{ proxy_pass {gateway}; {told} }}" for path in paths)
+    locations = "\n    ".join(f"location {path} {{ proxy_pass {gateway}; {annotated} }}" for path in paths)
     file = folder / "nginx.conf"
     names: dict[str, Any] = {"folder": folder, "port": port, "cert": certificate.cert, "key": certificate.key}
     file.write_text(CONFIGURATION.format(locations=locations, **names))

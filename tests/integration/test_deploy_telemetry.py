@@ -60,18 +60,18 @@ class Prometheus:
 
     async def _get(self, path: str, **query: str) -> Any:
         async with self._client.get(f"{self._url}/api/v1/{path}", params=query) as answer:
-            told = await answer.json()
-        assert told["status"] == "success", told
-        return told["data"]
+            message = await answer.json()
+        assert message["status"] == "success", message
+        return message["data"]
 
     async def series(self, expression: str) -> list[dict[str, str]]:
         """The labels of what an expression finds now."""
-        return [one["metric"] for one in (await self._get("query", query=expression))["result"]]
+        return [sample["metric"] for sample in (await self._get("query", query=expression))["result"]]
 
     async def firing(self) -> dict[str, dict[str, Any]]:
         """The alerts that fire, by name."""
-        told = (await self._get("alerts"))["alerts"]
-        return {one["labels"]["alertname"]: one for one in told if one["state"] == "firing"}
+        alerts_shown = (await self._get("alerts"))["alerts"]
+        return {alert["labels"]["alertname"]: alert for alert in alerts_shown if alert["state"] == "firing"}
 
     async def rule_errors(self) -> list[str]:
         """The errors that Prometheus reports for its rules."""
@@ -83,7 +83,7 @@ class Prometheus:
         """Return those of `expressions` that find nothing within PATIENCE_S."""
         until = asyncio.get_running_loop().time() + PATIENCE_S
         while True:
-            expressions = {one for one in expressions if not await self.series(one)}
+            expressions = {expression for expression in expressions if not await self.series(expression)}
             if not expressions or asyncio.get_running_loop().time() > until:
                 return expressions
             await asyncio.sleep(0.5)
@@ -122,7 +122,7 @@ async def test_rules_and_dashboards_find_what_services_export(stack: Stack) -> N
             await stack.stop(name)
         assert await ask(stack, client, stream=False) >= 500
 
-        selectors = {one for rule in alerts().values() for one in SELECTOR.findall(rule["expr"])}
+        selectors = {selector for rule in alerts().values() for selector in SELECTOR.findall(rule["expr"])}
         assert await prometheus.missing(selectors) == set()
         assert await prometheus.missing(set(dashboard_queries())) == set()
         for name, rule in alerts().items():
@@ -130,8 +130,8 @@ async def test_rules_and_dashboards_find_what_services_export(stack: Stack) -> N
                 continue  # it uses series of kube-state-metrics, which does not run here
             known = {
                 label
-                for one in SELECTOR.findall(rule["expr"])
-                for found in await prometheus.series(one)
+                for selector in SELECTOR.findall(rule["expr"])
+                for found in await prometheus.series(selector)
                 for label in found
             }
             used = set(re.findall(r"\$labels\.(\w+)", str(rule["annotations"])))

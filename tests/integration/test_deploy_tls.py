@@ -24,11 +24,11 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
 
 async def instances(stack: Stack, **shown: str) -> tuple[int | None, str]:
     """Run `pointsman instances` as an operator, with `shown` in its environment; return its exit status and output."""
-    told = {"POINTSMAN_ROUTER": f"127.0.0.1:{stack.ports['router', '50051']}"}
-    told |= {"POINTSMAN_OPERATOR_TOKEN": stack.secret("operator"), **shown}
+    variables = {"POINTSMAN_ROUTER": f"127.0.0.1:{stack.ports['router', '50051']}"}
+    variables |= {"POINTSMAN_OPERATOR_TOKEN": stack.secret("operator"), **shown}
     process = await asyncio.create_subprocess_exec(
         *pointsman_command("instances", "--json"),
-        env={**os.environ, **told}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     said, _ = await process.communicate()
     return process.returncode, said.decode()
@@ -54,8 +54,8 @@ async def test_everybody_talks_by_tls(stack: Stack) -> None:
         while len(up) < 3:
             await asyncio.sleep(0.5)
             try:
-                async with client.get(f"{prometheus}/api/v1/query", params={"query": "up == 1"}) as told:
-                    up = [one["metric"]["job"] for one in (await told.json())["data"]["result"]]
+                async with client.get(f"{prometheus}/api/v1/query", params={"query": "up == 1"}) as queried:
+                    up = [sample["metric"]["job"] for sample in (await queried.json())["data"]["result"]]
             except aiohttp.ClientError:
                 continue
         assert sorted(up) == ["pointsman-agent", "pointsman-gateway", "pointsman-router"]

@@ -42,33 +42,33 @@ async def urls() -> AsyncIterator[list[str]]:
         yield found
 
 
-async def stream(url: str, path: str, body: dict[str, Any], told: str) -> list[str]:
+async def stream(url: str, path: str, body: dict[str, Any], begun: str) -> list[str]:
     """The blocks of an answer."""
-    asked = {"stream": True, "stream_options": {"include_usage": True}, "vllm_xargs": {"pointsman_answer": told}}
+    asked = {"stream": True, "stream_options": {"include_usage": True}, "vllm_xargs": {"pointsman_answer": begun}}
     async with (
         aiohttp.ClientSession() as http,
         http.post(f"{url}{path}", json=body | asked, headers={"X-Request-ID": "r"}) as answer,
     ):
         assert answer.status == 200, await answer.text()
-        return [one for one in (await answer.text()).split("\n\n") if one]
+        return [block for block in (await answer.text()).split("\n\n") if block]
 
 
-def told_by(blocks: list[str]) -> str:
-    return "".join(one.partition("x")[0] for one in blocks if one.startswith(":"))
+def answered_in(blocks: list[str]) -> str:
+    return "".join(block.partition("x")[0] for block in blocks if block.startswith(":"))
 
 
-def ids_in(told: str) -> list[str]:
-    return re.findall(r"\d+", told)
+def ids_in(answer: str) -> list[str]:
+    return re.findall(r"\d+", answer)
 
 
 def gist(blocks: list[str]) -> dict[str, Any]:
     """What a client has of these blocks."""
     ids: set[str] = set()
     text, calls, roles, finish, usage = "", dict[int, str](), 0, "", None
-    for one in blocks:
-        if not one.startswith("data: {"):
+    for block in blocks:
+        if not block.startswith("data: {"):
             continue
-        chunk = json.loads(one[6:])
+        chunk = json.loads(block[6:])
         ids.add(chunk["id"])
         usage = chunk.get("usage") or usage
         for choice in chunk["choices"]:
@@ -89,15 +89,15 @@ async def test_an_answer_goes_on_wherever_it_was_cut(urls: list[str], name: str)
     whole = await stream(urls[0], path, body, "")
     undisturbed = gist(whole)
     undisturbed["usage"].pop("prompt_tokens_details")
-    cuts = [*[at for at, one in enumerate(whole) if one.startswith(":")][1:], len(whole) - 2]
+    cuts = [*[at for at, block in enumerate(whole) if block.startswith(":")][1:], len(whole) - 2]
     assert len(cuts) > 3
     for cut in cuts:
-        rest = await stream(urls[1], path, body, told_by(whole[:cut]))
+        rest = await stream(urls[1], path, body, answered_in(whole[:cut]))
         assert rest[0].startswith(":")
         joined = gist(whole[:cut] + rest)
         joined["usage"].pop("prompt_tokens_details")
         assert joined == undisturbed
-        assert ids_in(told_by(whole[:cut] + rest)) == ids_in(told_by(whole))
+        assert ids_in(answered_in(whole[:cut] + rest)) == ids_in(answered_in(whole))
 
 
 async def test_a_text_that_is_no_told_answer_is_refused(urls: list[str]) -> None:

@@ -34,11 +34,11 @@ SCHEMA: dict[str, Any] = {
 FUNCTION: dict[str, Any] = {"name": "turn", "description": "Sets the points.", "parameters": SCHEMA}
 LOOK = {"name": "look", "description": "Looks at the signal.", "parameters": {"type": "object", "properties": {}}}
 SCHEMAS = {"turn": SCHEMA, "look": LOOK["parameters"]}
-CHAT_TOOLS: list[Any] = [{"type": "function", "function": one} for one in (FUNCTION, LOOK)]
-RESPONSE_TOOLS: list[Any] = [{"type": "function", "strict": False, **one} for one in (FUNCTION, LOOK)]
+CHAT_TOOLS: list[Any] = [{"type": "function", "function": function} for function in (FUNCTION, LOOK)]
+RESPONSE_TOOLS: list[Any] = [{"type": "function", "strict": False, **function} for function in (FUNCTION, LOOK)]
 MESSAGE_TOOLS: list[Any] = [
-    {"name": one["name"], "description": one["description"], "input_schema": one["parameters"]}
-    for one in (FUNCTION, LOOK)
+    {"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}
+    for function in (FUNCTION, LOOK)
 ]
 
 
@@ -99,12 +99,12 @@ async def test_chats_call_tools_whole_and_streamed(place: Place) -> None:
         assert choice != named or arguments["side"] in ("left", "right")
         chosen |= {"stream": True, "stream_options": {"include_usage": True}}
         chunks = [chunk async for chunk in await chats.create(**chosen)]
-        deltas = [delta for chunk in chunks for one in chunk.choices for delta in one.delta.tool_calls or ()]
+        deltas = [delta for chunk in chunks for choice in chunk.choices for delta in choice.delta.tool_calls or ()]
         functions = [delta.function for delta in deltas if delta.function is not None]
         assert (deltas[0].index, deltas[0].type, bool(deltas[0].id)) == (0, "function", True)
         assert [function.name for function in functions if function.name] == [call.function.name]
         assert "".join(function.arguments or "" for function in functions) == call.function.arguments
-        assert [one.finish_reason for chunk in chunks for one in chunk.choices][-1] == reason
+        assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-1] == reason
         usage = chunks[-1].usage
         assert usage is not None
         assert whole.usage is not None
@@ -144,7 +144,7 @@ async def test_an_agents_loop_ends_and_finds_its_prefix(place: Place) -> None:
     assert all(now > before - 18 for now, before in zip(cached[1:], prompts, strict=False))
     if (router := place.router) is not None:
         await router.until(lambda: len(router.finished) == 3)
-        assert [one.cached_tokens for one in router.finished] == cached
+        assert [finish.cached_tokens for finish in router.finished] == cached
 
 
 async def test_messages_call_tools_whole_and_streamed(place: Place) -> None:

@@ -46,9 +46,9 @@ def settings(trace: Path, url: str, **more: Any) -> ReplaySettings:
 
 
 async def test_a_replay_records_what_every_request_got(engine: EmulatedEngine, trace: Path) -> None:
-    told: list[RequestRecord] = []
-    records = (await replay(settings(trace, engine.url), told.append)).records
-    assert told == records
+    reported: list[RequestRecord] = []
+    records = (await replay(settings(trace, engine.url), reported.append)).records
+    assert reported == records
     assert all(record.ok for record in records)
     turns: dict[str, list[RequestRecord]] = {}
     for record in records:
@@ -63,7 +63,7 @@ async def test_a_replay_records_what_every_request_got(engine: EmulatedEngine, t
             assert after.t_send >= before.t_send + before.e2e_s
     assert all(record.ttft_s is not None and 0 < record.ttft_s <= record.e2e_s for record in records)
     again = (await replay(settings(trace, engine.url, timing="think", max_sessions=1))).records
-    assert [(one.session, one.turn) for one in again] == [
+    assert [(record.session, record.turn) for record in again] == [
         (session, number + 1) for session in turns_in_order(trace) for number in range(len(turns[session]))
     ]
 

@@ -72,9 +72,9 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
             process.start()
         yield fleet
     finally:
-        for one in (fleet.agent, *reversed(processes)):
-            if one is not None and one.alive:
-                one.stop()
+        for started in (fleet.agent, *reversed(processes)):
+            if started is not None and started.alive:
+                started.stop()
 
 
 def test_engines_behind_tls_with_a_key_are_reached(fleet: Fleet) -> None:

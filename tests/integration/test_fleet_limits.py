@@ -12,7 +12,7 @@ from pathlib import Path
 
 import aiohttp
 
-from tests.support.processes.gateway import gateway_running, told_url
+from tests.support.processes.gateway import gateway_running, logged_url
 from tests.support.processes.replicas import RouterProcess, keep_reporting
 from tests.support.waiting import eventually
 
@@ -55,10 +55,10 @@ class Gateways:
         return found
 
     async def until(self, name: str, value: float) -> None:
-        async def told() -> bool:
+        async def reached() -> bool:
             return await self.figure(name) == [value] * 2
 
-        await eventually(told, f"{name} is {value} at both gateways")
+        await eventually(reached, f"{name} is {value} at both gateways")
 
 
 @asynccontextmanager
@@ -82,7 +82,7 @@ async def two_gateways(
                 "PROCESSES": str(processes),
             }
             _, log = await stack.enter_async_context(gateway_running(environment))
-            urls.append(await told_url(log))
+            urls.append(await logged_url(log))
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)))
         gateways = Gateways(http, urls)
         await gateways.until("pointsman_gateway_limits_accounted", 1)
@@ -101,9 +101,9 @@ async def test_two_gateways_admit_what_one_would_and_halves_of_it_without_a_rout
         whole = False
         while both and not whole:
             began, key = time.monotonic(), both.pop()
-            told = [await gateways.admitted(url, key, 3) for _ in range(10) for url in (one, two)]
-            assert sum(told) <= 40 * (1 + (time.monotonic() - began) / 60)
-            whole = sum(told) >= 40
+            counts = [await gateways.admitted(url, key, 3) for _ in range(10) for url in (one, two)]
+            assert sum(counts) <= 40 * (1 + (time.monotonic() - began) / 60)
+            whole = sum(counts) >= 40
         assert whole
         # One gateway alone may use the whole limit.
         while (admitted := await gateways.admitted(one, alone.pop(), 40)) < 40 and alone:
@@ -112,22 +112,22 @@ async def test_two_gateways_admit_what_one_would_and_halves_of_it_without_a_rout
         router.process.kill()
         await gateways.until("pointsman_gateway_limits_accounted", 0)
         began = time.monotonic()
-        told = [await gateways.admitted(url, "k3", 30) for url in (one, two)]
-        assert min(told) >= 20
-        assert sum(told) <= 40 * (1 + (time.monotonic() - began) / 60)
+        counts = [await gateways.admitted(url, "k3", 30) for url in (one, two)]
+        assert min(counts) >= 20
+        assert sum(counts) <= 40 * (1 + (time.monotonic() - began) / 60)
         # A used-up limit stays used up, with or without a router.
         router.process.start()
         await gateways.until("pointsman_gateway_limits_accounted", 1)
         again = [await gateways.admitted(url, "k3", 30) for url in (one, two)]
         # The router refills the whole limit once the first gateway is back. Until the second is back, that one refills its half.
-        assert sum(told) + sum(again) <= 40 * (1 + 1.5 * (time.monotonic() - began) / 60)
+        assert sum(counts) + sum(again) <= 40 * (1 + 1.5 * (time.monotonic() - began) / 60)
 
 
 async def test_processes_of_a_gateway_share_its_lease(tmp_path: Path) -> None:
     async with two_gateways(tmp_path, "tenant:k1 requests_per_minute=40\n", 2) as (_, gateways):
         began = time.monotonic()
-        told = [await gateways.admitted(url, "k1", 3) for _ in range(10) for url in gateways.urls]
-        assert 40 <= sum(told) <= 40 * (1 + (time.monotonic() - began) / 60)
+        counts = [await gateways.admitted(url, "k1", 3) for _ in range(10) for url in gateways.urls]
+        assert 40 <= sum(counts) <= 40 * (1 + (time.monotonic() - began) / 60)
 
 
 async def test_requests_in_flight_count_over_both_gateways(tmp_path: Path) -> None:
@@ -139,10 +139,10 @@ async def test_requests_in_flight_count_over_both_gateways(tmp_path: Path) -> No
         one, two = gateways.urls
 
         async def open_at(*counts: float) -> None:
-            async def told() -> bool:
+            async def reached() -> bool:
                 return await gateways.figure("pointsman_gateway_open_requests") == [*counts]
 
-            await eventually(told, f"{counts} open requests")
+            await eventually(reached, f"{counts} open requests")
 
         async with asyncio.TaskGroup() as tasks:
             held = [tasks.create_task(gateways.held(url, "k1")) for url in (one, one, one, two)]

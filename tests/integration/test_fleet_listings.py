@@ -34,12 +34,12 @@ async def replicas_of(client: Client) -> fleet_pb2.ListReplicasResponse:
 
 
 def ends(group: fleet_pb2.SummarizeDecisionsResponse.Group) -> dict[str, int]:
-    return {word(fleet_pb2.DecisionOutcome, one.outcome): one.decided for one in group.outcomes}
+    return {word(fleet_pb2.DecisionOutcome, outcome.outcome): outcome.decided for outcome in group.outcomes}
 
 
 async def sessions_of(client: Client, **wanted: Any) -> list[tuple[str, str, str]]:
     answer = await client.fleet.ListSessions(fleet_pb2.ListSessionsRequest(**wanted))
-    return [(one.tenant, one.session_id, one.instance_id) for one in answer.sessions]
+    return [(session.tenant, session.session_id, session.instance_id) for session in answer.sessions]
 
 
 async def test_sessions_are_listed_by_their_last_use_and_filtered() -> None:
@@ -56,7 +56,7 @@ async def test_sessions_are_listed_by_their_last_use_and_filtered() -> None:
         assert listed == [("t" if number else "", f"s{number}", owners[number]) for number in (3, 2, 1, 0)]
         assert await sessions_of(client, page_size=2) == listed[:2]
         assert await sessions_of(client, text="t/s1") == [listed[2]]
-        assert await sessions_of(client, instance_id="a") == [one for one in listed if one[2] == "a"]
+        assert await sessions_of(client, instance_id="a") == [session for session in listed if session[2] == "a"]
         assert await sessions_of(client, model="other") == []
         answer = await client.fleet.ListSessions(fleet_pb2.ListSessionsRequest(page_size=1))
         assert (answer.total, answer.time_to_live.seconds) == (4, 3_600)
@@ -76,8 +76,14 @@ async def test_sessions_are_listed_with_what_the_log_tells_of_their_turns() -> N
             answer = await client.fleet.ListSessions(fleet_pb2.ListSessionsRequest())
             assert started <= answer.counted_since.ToNanoseconds() / 1e9 <= time.time()
             return [
-                (one.session_id, one.turns, one.input_tokens, one.cached_tokens, one.last_input_tokens)
-                for one in answer.sessions
+                (
+                    session.session_id,
+                    session.turns,
+                    session.input_tokens,
+                    session.cached_tokens,
+                    session.last_input_tokens,
+                )
+                for session in answer.sessions
             ]
 
         # The log no longer contains its first turn.
@@ -126,11 +132,11 @@ async def test_decisions_are_summed_up_by_how_they_ended() -> None:
 async def test_policies_are_listed_with_what_may_be_set() -> None:
     async with running() as (_, client):
         answer = await client.fleet.ListPolicies(fleet_pb2.ListPoliciesRequest())
-        assert [one.name for one in answer.policies] == list(POLICIES)
+        assert [policy.name for policy in answer.policies] == list(POLICIES)
         assert (dict(answer.reasons), dict(answer.route_classes)) == (REASONS, ROUTE_CLASSES)
         in_force = (await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy
-        described = next(one for one in answer.policies if one.name == in_force.name)
-        defaults = {one.name: one.default_value.number_value for one in described.settings}
+        described = next(policy for policy in answer.policies if policy.name == in_force.name)
+        defaults = {setting.name: setting.default_value.number_value for setting in described.settings}
         assert defaults == dict(in_force.settings.items())
 
 
@@ -142,9 +148,9 @@ async def test_a_router_by_itself_tells_its_own_health() -> None:
         await gateway.place("r", session_id="s")
         answer = await replicas_of(client)
         address = f"127.0.0.1:{server.port}"
-        assert [(one.router_id, one.address, one.HasField("heartbeat_age")) for one in answer.replicas] == [
-            ("one", address, False)
-        ]
+        assert [
+            (replica.router_id, replica.address, replica.HasField("heartbeat_age")) for replica in answer.replicas
+        ] == [("one", address, False)]
         (pool,) = answer.pools
         assert (pool.model, pool.owner.router_id, pool.owner.address, pool.instances) == ("m", "one", address, 1)
         assert (pool.policy.name, pool.policy.reason, pool.policy.ready_instances) == (
@@ -176,7 +182,7 @@ async def test_replicas_that_share_a_redis_see_each_other_come_and_go(tmp_path: 
 
                 async def both() -> bool:
                     seen = [
-                        [(one.router_id, one.address) for one in (await replicas_of(of)).replicas]
+                        [(replica.router_id, replica.address) for replica in (await replicas_of(of)).replicas]
                         for of in (client, other)
                     ]
                     both = [("one", f"127.0.0.1:{first.port}"), ("two", f"127.0.0.1:{second.port}")]
@@ -184,11 +190,11 @@ async def test_replicas_that_share_a_redis_see_each_other_come_and_go(tmp_path: 
 
                 await eventually(both, "each knows both")
                 answer = await replicas_of(client)
-                assert all(one.heartbeat_age.ToMilliseconds() < 30_000 for one in answer.replicas)
+                assert all(replica.heartbeat_age.ToMilliseconds() < 30_000 for replica in answer.replicas)
                 assert (answer.this_replica.store, answer.this_replica.HasField("store_answer_age")) == ("redis", True)
 
             async def alone() -> bool:
-                return [one.router_id for one in (await replicas_of(client)).replicas] == ["one"]
+                return [replica.router_id for replica in (await replicas_of(client)).replicas] == ["one"]
 
             await eventually(alone, "two has left")
             redis.kill()
@@ -212,9 +218,9 @@ async def test_a_replica_that_fell_silent_is_lost_until_another_one_takes_its_pl
 
             def lost(*names: str) -> Callable[[], Awaitable[bool]]:
                 async def check() -> bool:
-                    told = [one.router_id for one in (await replicas_of(client)).lost_replicas]
+                    lost = [replica.router_id for replica in (await replicas_of(client)).lost_replicas]
                     metrics = generate_latest(server.router.telemetry.registry).decode()
-                    return told == list(names) and f"pointsman_router_lost_replicas {len(names)}.0" in metrics
+                    return lost == list(names) and f"pointsman_router_lost_replicas {len(names)}.0" in metrics
 
                 return check
 
@@ -255,10 +261,10 @@ async def heartbeat(url: str, router_id: str, lease_ms: int = 500) -> list[bytes
     """Send a heartbeat of a router that does not run; return the routers that are lost then."""
     names = ("replicas", "addresses", "replica_info", "config", "lost", "joined")
     async with redis.asyncio.Redis.from_url(url) as store:
-        told = await store.register_script(redis_scripts.HEARTBEAT)(
+        reply = await store.register_script(redis_scripts.HEARTBEAT)(
             keys=[f"pointsman:{{default}}:{name}" for name in names], args=[router_id, "there:1", lease_ms, "", 0, ""]
         )
-    return [name for name, _ in told[4]]
+    return [name for name, _ in reply[4]]
 
 
 def reason_of(error: grpc.aio.AioRpcError) -> str:
@@ -295,7 +301,7 @@ async def test_a_thousand_instances_come_in_pages() -> None:
         for size, expected in ((0, [1_000, 1]), (400, [400, 400, 201]), (5_000, [1_000, 1])):
             found = await pages(client.fleet.ListInstances, fleet_pb2.ListInstancesRequest(page_size=size), "instances")
             assert [len(page) for page in found] == expected
-            assert [one.instance.instance_id for page in found for one in page] == every
+            assert [instance.instance.instance_id for page in found for instance in page] == every
         of_one = fleet_pb2.ListInstancesRequest(model="m0", page_size=300)
         found = await pages(client.fleet.ListInstances, of_one, "instances")
         assert [len(page) for page in found] == [300, 201]
@@ -304,7 +310,7 @@ async def test_a_thousand_instances_come_in_pages() -> None:
         server.router.submit(ev.AgentGoodbye(1_000_001, "i0001"))
         then = fleet_pb2.ListInstancesRequest(page_size=2, page_token=first.next_page_token)
         second = await client.fleet.ListInstances(then)
-        assert [one.instance.instance_id for one in second.instances] == ["i0002", "i0003"]
+        assert [instance.instance.instance_id for instance in second.instances] == ["i0002", "i0003"]
 
 
 async def test_ten_thousand_decisions_come_in_pages_while_more_are_made() -> None:
@@ -325,7 +331,7 @@ async def test_ten_thousand_decisions_come_in_pages_while_more_are_made() -> Non
         sizes = []
         while True:
             answer = await client.fleet.ListDecisions(request)
-            seen += [one.request_id for one in answer.decisions]
+            seen += [decision.request_id for decision in answer.decisions]
             sizes.append(len(answer.decisions))
             if not answer.next_page_token:
                 break
@@ -338,7 +344,7 @@ async def test_ten_thousand_decisions_come_in_pages_while_more_are_made() -> Non
         assert len((await client.fleet.ListDecisions(filtered)).decisions) == 50
         # Sessions are listed in pages, the most recently used first.
         listed = await pages(client.fleet.ListSessions, fleet_pb2.ListSessionsRequest(page_size=2), "sessions")
-        assert sorted(one.session_id for page in listed for one in page) == ["s0", "s1", "s2"]
+        assert sorted(decision.session_id for page in listed for decision in page) == ["s0", "s1", "s2"]
 
 
 async def test_sessions_used_in_one_moment_are_told_once_each() -> None:
@@ -350,7 +356,7 @@ async def test_sessions_used_in_one_moment_are_told_once_each() -> None:
             request = fleet_pb2.ListSessionsRequest(page_size=size, text="t/")
             found = await pages(client.fleet.ListSessions, request, "sessions")
             assert all(len(page) == size for page in found[:-1])
-            assert sorted(one.session_id for page in found for one in page) == [f"s{n}" for n in range(10)]
+            assert sorted(session.session_id for page in found for session in page) == [f"s{n}" for n in range(10)]
 
 
 async def test_a_page_that_there_is_not_is_an_invalid_argument() -> None:

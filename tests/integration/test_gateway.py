@@ -30,7 +30,7 @@ async def up(tmp_path: Path) -> AsyncIterator[Stack]:
 
 
 def outcomes(up: Stack) -> list[int]:
-    return [one.outcome for one in up.router.finished]
+    return [finish.outcome for finish in up.router.finished]
 
 
 async def test_an_openai_client_gets_the_engines_answer_and_the_router_its_reports(up: Stack) -> None:
@@ -92,7 +92,7 @@ async def test_an_image_is_placed_by_the_text_before_it(tmp_path: Path) -> None:
 
     def chat(url: str, *more: str) -> dict[str, object]:
         image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{url}"}}
-        turns = [[{"type": "text", "text": text}, image], *([{"type": "text", "text": one}] for one in more)]
+        turns = [[{"type": "text", "text": text}, image], *([{"type": "text", "text": addition}] for addition in more)]
         return {"model": MODEL, "messages": [{"role": "user", "content": turn} for turn in turns]}
 
     async with stack(tmp_path, template=template) as up:
@@ -173,7 +173,7 @@ async def test_what_two_instances_refuse_alike_is_the_requests_own_fault(up: Sta
     assert (status, answer["error"]["message"]) == (500, "boom at <address> for me")
     await up.router.until(lambda: len(up.router.finished) == 2)
     assert outcomes(up) == [placement_pb2.OUTCOME_FAILED, placement_pb2.OUTCOME_REJECTED]
-    assert [(one.refused, list(one.refused_by)) for one in up.router.finished] == [(True, []), (True, [])]
+    assert [(finish.refused, list(finish.refused_by)) for finish in up.router.finished] == [(True, []), (True, [])]
     assert len(up.router.places) == 2
 
 
@@ -181,8 +181,8 @@ async def test_an_instance_that_refuses_what_another_answers_is_told_of(up: Stac
     up.engines[0].mode = "503"
     assert (await post(up, "/v1/chat/completions", json=CHAT))[0] == 200
     await up.router.until(lambda: len(up.router.finished) == 2)
-    assert [list(one.refused_by) for one in up.router.first_tokens] == [["i0"]]
-    assert not any(one.refused_by for one in up.router.finished), "no instance is blamed twice"
+    assert [list(first_token.refused_by) for first_token in up.router.first_tokens] == [["i0"]]
+    assert not any(finish.refused_by for finish in up.router.finished), "no instance is blamed twice"
 
 
 async def test_what_no_engine_of_the_model_can_do_is_asked_of_one(up: Stack) -> None:
@@ -209,7 +209,7 @@ async def test_a_refused_connection_is_left_for_another_and_no_address_shows(up:
     assert "127.0.0.1" not in json.dumps(answer)
     await up.router.until(lambda: len(up.router.finished) == 2)
     assert outcomes(up) == [placement_pb2.OUTCOME_FAILED] * 2
-    assert "127.0.0.1" not in "".join(one.error for one in up.router.finished)
+    assert "127.0.0.1" not in "".join(finish.error for finish in up.router.finished)
 
 
 @pytest.mark.parametrize("mode", ["cut", "short"])
@@ -296,8 +296,8 @@ async def test_bad_input_is_refused_with_nothing_placed(tmp_path: Path) -> None:
             assert (got, answer["error"]["code"]) == (status, code), name
             assert answer["error"]["type"] == "invalid_request_error"
         zipped = JSON | {"Content-Encoding": "gzip"}
-        got, answer, told = await post(up, "/v1/chat/completions", data=b"no gzip", headers=zipped)
-        assert (got, told["Accept-Encoding"]) == (415, "identity"), answer
+        got, answer, answer_headers = await post(up, "/v1/chat/completions", data=b"no gzip", headers=zipped)
+        assert (got, answer_headers["Accept-Encoding"]) == (415, "identity"), answer
         assert (await post(up, "/collective_rpc", json={}))[0] == 404
         async with aiohttp.ClientSession() as http, http.get(f"{up.url}/v1/chat/completions") as refused:
             assert (refused.status, refused.headers["Allow"]) == (405, "POST")
@@ -313,7 +313,7 @@ async def test_output_is_bounded_by_the_room_behind_the_prompt(up: Stack) -> Non
         assert (await post(up, "/v1/chat/completions", json=long | {"max_tokens": asked}))[0] == 200
     prompt = up.router.places[0].input_tokens
     assert 2_048 < prompt < 4_096
-    assert [one.max_output_tokens for one in up.router.places] == [4_096 - prompt, 1, 0]
+    assert [place.max_output_tokens for place in up.router.places] == [4_096 - prompt, 1, 0]
     assert [body["max_tokens"] for _, body, _ in up.engines[0].requests] == [4_096, 1, None]
 
 
@@ -406,7 +406,7 @@ async def test_turns_of_a_chat_continue_its_session(up: Stack) -> None:
         up, "/v1/chat/completions", json=CHAT | {"messages": [{"role": "user", "content": "something else " * 9}]}
     )
     await post(up, "/v1/chat/completions", json=CHAT | {"session_id": "body"}, headers={"X-Session-ID": "header"})
-    first, second, third, named = [one.session_id for one in up.router.places]
+    first, second, third, named = [place.session_id for place in up.router.places]
     assert first == second != third
     assert named == "header"
     assert up.engines[0].requests[0][2]["X-Session-ID"] == first
@@ -460,7 +460,7 @@ async def test_a_next_step_that_does_not_come_in_time_is_done_without_and_told(t
         assert (await post(up, "/v1/chat/completions", json=CHAT))[0] == 200
         assert len(up.engines[0].requests) == 3
         assert up.engines[1].requests == []
-        assert [one.outcome for one in up.router.finished[:1]] == [placement_pb2.OUTCOME_OK]
+        assert [finish.outcome for finish in up.router.finished[:1]] == [placement_pb2.OUTCOME_OK]
 
 
 async def test_slices_come_before_the_serve_step(up: Stack) -> None:

@@ -16,7 +16,7 @@ PORTS = ("8000", "8001", "8080", "9002", "9901", "10000", "50051", "9100", "9101
 def test_the_pages_commands_put_an_envoy_before_a_fleet(tmp_path: Path) -> None:
     ports = {port: str(free_port()) for port in PORTS}
     blocks = [block for block in blocks_of(REPOSITORY / "docs/gateway-api.md") if "cluster" not in block.marks]
-    commands = [one for block in blocks for one in block.commands]
+    commands = [command for block in blocks for command in block.commands]
     assert commands[:2] == ["make env env-envoy", 'export PATH="$PWD/.venv/bin:$PATH"']
     swap = re.compile(rf"(?<![\w.])({'|'.join(ports)})\b")
     text = swap.sub(lambda found: ports[found[1]], "\n".join(commands[2:]))

@@ -88,7 +88,9 @@ async def test_a_stored_response_is_found_by_its_id_alone(up: Stack, tmp_path: P
     status, _ = await ask(up, f"/v1/responses/{second.id}?stream=false&starting_after=1&evil=1")
     assert status == 200
     assert up.engines[1].requests[-1][0].endswith("?stream=false&starting_after=1")
-    assert all(one["request_id"] != "resp_own" for _, one, _ in up.engines[1].requests if "request_id" in one)
+    assert all(
+        request["request_id"] != "resp_own" for _, request, _ in up.engines[1].requests if "request_id" in request
+    )
     # Ends are reported in batches, a few milliseconds late.
     await eventually(lambda: not up.router.reserved, "no reservation is left")
 
@@ -223,7 +225,7 @@ async def test_a_stream_that_breaks_ends_with_the_apis_own_error_event(up: Stack
     assert events[-1].code == "instance_failed"
     assert events[-1].sequence_number == events[-2].sequence_number + 1
     await finished(up, 2)
-    assert [one.outcome for one in up.router.finished] == [placement_pb2.OUTCOME_FAILED] * 2
+    assert [finish.outcome for finish in up.router.finished] == [placement_pb2.OUTCOME_FAILED] * 2
 
 
 @pytest.mark.parametrize("kind", [Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.MESSAGES, Endpoint.RESPONSES])

@@ -17,7 +17,7 @@ from pointsman_gateway.core.api import ROUTES, ApiRequestError, openai_chat
 from pointsman_gateway.core.api.field_checks import SAMPLING, Rule, check_fields
 from tests.support.fakes.gateway_peers import MODEL, Stack, stack
 from tests.support.gateway_requests import CHAT
-from tests.support.processes.gateway import gateway_running, ready, told_url
+from tests.support.processes.gateway import gateway_running, logged_url, ready
 
 CASES = 10_000
 AT_ONCE = 100
@@ -207,7 +207,7 @@ async def test_ten_thousand_bad_requests_leave_nothing(tmp_path: Path) -> None:
             "MAX_BODY_BYTES": "1000000",
         }
         async with gateway_running({"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, **limits}) as (_, log):
-            url = await told_url(log)
+            url = await logged_url(log)
             await ready(url)
             seen = await fuzz(int(url.rpartition(":")[2]))
             for name, counts in seen.items():
@@ -219,8 +219,8 @@ async def test_ten_thousand_bad_requests_leave_nothing(tmp_path: Path) -> None:
                 assert set(seen[name]) <= {0, 408, status}
                 assert seen[name][status] > sum(seen[name].values()) / 2
             await settled(url, up)
-        told = [json.loads(line) for line in log]
-        assert [line for line in told if line["level"] in ("error", "critical")] == []
+        logged = [json.loads(line) for line in log]
+        assert [line for line in logged if line["level"] in ("error", "critical")] == []
 
 
 async def settled(url: str, up: Stack) -> None:

@@ -37,8 +37,8 @@ async def test_a_listed_origins_pages_may_read_every_answer(tmp_path: Path) -> N
         async with aiohttp.ClientSession() as http:
             for method, path, headers, body, status in wanted:
                 for origin, named in ((ORIGIN, ORIGIN), ("https://evil.example", None), (None, None)):
-                    told = headers | ({"Origin": origin} if origin else {})
-                    async with http.request(method, up.url + path, headers=told, json=body) as answer:
+                    sent = headers | ({"Origin": origin} if origin else {})
+                    async with http.request(method, up.url + path, headers=sent, json=body) as answer:
                         await answer.read()
                         assert answer.status == status, path
                         assert answer.headers.get("Access-Control-Allow-Origin") == (named if status != 417 else None)
@@ -59,8 +59,8 @@ async def test_a_preflight_needs_no_key_and_allows_what_official_clients_send(tm
             assert answer.headers["Access-Control-Allow-Origin"] == ORIGIN
             assert answer.headers["Access-Control-Allow-Methods"] == "POST"
             assert answer.headers["Access-Control-Allow-Headers"] == ASKED
-        for told in (PREFLIGHT | {"Origin": "https://evil.example"}, {"Origin": "null"}, {}):
-            async with http.options(url, headers=told) as answer:
+        for sent in (PREFLIGHT | {"Origin": "https://evil.example"}, {"Origin": "null"}, {}):
+            async with http.options(url, headers=sent) as answer:
                 assert answer.status == 204
                 assert not [name for name in answer.headers if name.lower().startswith("access-control")]
                 assert answer.headers["Allow"] == "POST, OPTIONS"

@@ -66,10 +66,10 @@ async def text_of(up: Stack, **headers: str) -> tuple[str, list[dict[str, Any]]]
     assert not any(line.startswith(":") for line in raw.splitlines()), raw
     assert raw.count("data: [DONE]") <= 1
     events = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
-    assert sum("role" in one["choices"][0]["delta"] for one in events if one.get("choices")) <= 1
-    text = "".join(one["choices"][0]["delta"].get("content", "") for one in events if one.get("choices"))
+    assert sum("role" in event["choices"][0]["delta"] for event in events if event.get("choices")) <= 1
+    text = "".join(event["choices"][0]["delta"].get("content", "") for event in events if event.get("choices"))
     await up.router.until(lambda: not up.router.reserved)
-    return text, [one["error"] for one in events if "error" in one]
+    return text, [event["error"] for event in events if "error" in event]
 
 
 async def begun(up: Stack) -> asyncio.Task[tuple[str, list[dict[str, Any]]]]:
@@ -147,7 +147,7 @@ async def test_an_answer_that_no_other_instance_may_take_ends_with_an_error(up: 
     text, (error,) = await text_of(up)
     assert text == "".join(WORDS[:20])
     assert error["code"] == "instance_failed"
-    assert [one.outcome for one in up.router.finished] == [placement_pb2.OUTCOME_FAILED]
+    assert [finish.outcome for finish in up.router.finished] == [placement_pb2.OUTCOME_FAILED]
 
 
 async def test_a_rank_of_the_server_that_is_left_may_take_the_rest(up: Stack) -> None:

@@ -20,7 +20,7 @@ from tests.support.fakes.offloading_peers import (
     offload_stack,
     offloading,
     p_and_d,
-    told,
+    reported_steps,
 )
 from tests.support.waiting import eventually
 
@@ -42,7 +42,7 @@ async def test_where_both_want_it_both_requests_are_sent_at_once(up: Stack, body
     asking = asyncio.ensure_future(answered(up, body))
     await eventually(lambda: len(p.halves) == len(d.halves) == 1)
     p.go.set()
-    await up.router.until(lambda: told(up) == [(0, "")])
+    await up.router.until(lambda: reported_steps(up) == [(0, "")])
     d.go.set()
     assert await asking == ("i1", "The points are set.")
     ((_, _, sent),), ((_, _, fetched),) = p.halves, d.halves
@@ -56,7 +56,7 @@ async def test_the_step_after_the_prefill_is_not_given_back_when_it_comes_after_
     up.router.late = True
     p_and_d(up)[1].fetches = "wait"
     asking = asyncio.ensure_future(answered(up, STREAM))
-    await up.router.until(lambda: told(up) == [(0, "")])
+    await up.router.until(lambda: reported_steps(up) == [(0, "")])
     p_and_d(up)[1].go.set()
     await asking
     await answered(up, STREAM | {"messages": [{"role": "user", "content": "another"}]})
@@ -81,7 +81,7 @@ async def test_the_answer_does_not_wait_for_the_end_of_the_prefill(up: Stack, bo
     p, _ = p_and_d(up)
     p.sends = "wait"
     assert await answered(up, body) == ("i1", "The points are set.")
-    assert told(up) == [(0, "")]
+    assert reported_steps(up) == [(0, "")]
     assert [done.outcome for done in up.router.finished] == [placement_pb2.OUTCOME_OK]
     assert (halves(up, 0), halves(up, 1)) == (["send"], ["fetch"])
     p.go.set()
@@ -107,7 +107,7 @@ async def test_when_p_fails_while_d_waits_d_is_asked_anew(
     for name, value in fault.items():
         setattr(p, name, value)
     assert await answered(up, body) == ("i1", "The points are set.")
-    assert told(up) == [(0, error)]
+    assert reported_steps(up) == [(0, error)]
     assert (halves(up, 1), d.aborted, len(d.requests)) == (["fetch"], 1, 1)
     assert len(up.router.finished) == 1
     await eventually(lambda: p.open == 0)
@@ -119,7 +119,7 @@ async def test_without_a_bootstrap_server_neither_is_asked(up: Stack, body: dict
     p, d = p_and_d(up)
     p.engine_id = ""
     assert await answered(up, body) == ("i1", "The points are set.")
-    ((step, error),) = told(up)
+    ((step, error),) = reported_steps(up)
     assert (step, error.removeprefix("the other instance: ")) == (0, "the bootstrap server: status 503")
     assert (p.halves, d.halves, len(d.requests)) == ([], [], 1)
 
@@ -130,7 +130,7 @@ async def test_when_d_refuses_the_prefill_is_ended(up: Stack, body: dict[str, An
     p, d = p_and_d(up)
     p.sends, d.fetches = "hang", "500"
     assert await answered(up, body) == ("i1", "The points are set.")
-    assert told(up) == [(0, "the other instance: status 500")]
+    assert reported_steps(up) == [(0, "the other instance: status 500")]
     assert not any(done.instance_failed for done in up.router.step_dones)
     await eventually(lambda: p.open == 0)
 
@@ -141,9 +141,9 @@ async def test_when_d_is_gone_the_prefill_is_ended_and_another_answers(up: Stack
     p, _ = p_and_d(up)
     p.sends = "hang"
     assert await answered(up, STREAM) == ("i0", "The points are set.")
-    ((_, error),) = told(up)
+    ((_, error),) = reported_steps(up)
     assert error.startswith("the other instance: no answer")
-    assert [list(one.exclude) for one in up.router.places] == [[], ["i1"]]
+    assert [list(place.exclude) for place in up.router.places] == [[], ["i1"]]
     await eventually(lambda: p.open == 0)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.fakes.gateway_peers import MODEL, stack
 from tests.support.http_cases import WANTS, HttpCase, answers_in, ask, fault, load
-from tests.support.processes.gateway import gateway_running, ready, told_url
+from tests.support.processes.gateway import gateway_running, logged_url, ready
 
 AT_ONCE = 20
 PATIENCE_S = 30.0
@@ -18,7 +18,7 @@ PATIENCE_S = 30.0
 async def test_the_gateway_does_what_every_case_wants(tmp_path: Path) -> None:
     async with stack(tmp_path, engines=1) as up:
         async with gateway_running({"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address}) as (_, log):
-            url = await told_url(log)
+            url = await logged_url(log)
             await ready(url)
             port, room = int(url.rpartition(":")[2]), asyncio.Semaphore(AT_ONCE)
 
@@ -28,7 +28,7 @@ async def test_the_gateway_does_what_every_case_wants(tmp_path: Path) -> None:
                 wrong = fault(case, seen)
                 return wrong and f"{case.id} ({case.want}): {wrong}: {seen}"
 
-            assert [one for one in await asyncio.gather(*map(judged, load(MODEL))) if one] == []
+            assert [problem for problem in await asyncio.gather(*map(judged, load(MODEL))) if problem] == []
         assert not [line for line in log if b"Traceback" in line or b'"error"' in line]
 
 

@@ -28,7 +28,7 @@ from pointsman_gateway.io.tokenizer_files import load_tokenizer
 from tests.support.fakes.gateway_peers import MODEL, Peers, gateway_before, peers, stack
 from tests.support.fakes.hub import SHA, FakeHub
 from tests.support.gateway_requests import CHAT
-from tests.support.processes.gateway import gateway_running, ready, told_url
+from tests.support.processes.gateway import gateway_running, logged_url, ready
 from tests.support.tiny_tokenizer import CHATML, make_tokenizer
 from tests.support.waiting import eventually
 
@@ -62,7 +62,7 @@ async def process(
     others = {"HF_ENDPOINT": hub, "HF_HOME": str(folder), "HF_TOKEN": token, "HF_HUB_OFFLINE": "0"}
     others |= {"HTTP_PROXY": proxy, "http_proxy": proxy} if proxy else {}
     async with gateway_running(environment, **others) as (_, log):
-        yield await told_url(log)
+        yield await logged_url(log)
     for line in log:
         json.loads(line)
 
@@ -75,8 +75,8 @@ async def health(url: str) -> dict[str, Any]:
 
 async def until(url: str, **wanted: object) -> dict[str, Any]:
     async def there() -> dict[str, Any] | None:
-        told = await health(url)
-        return told if told.items() >= wanted.items() else None
+        state = await health(url)
+        return state if state.items() >= wanted.items() else None
 
     found: dict[str, Any] = await eventually(there, f"{wanted} in /health")
     return found
@@ -117,8 +117,8 @@ async def test_a_hub_that_is_away_is_asked_again_and_said(tmp_path: Path) -> Non
     async with peers_and_hub(tmp_path) as (up, hub):
         hub.broken = True
         async with gateway(up, hub.url, tmp_path / "home") as url:
-            told = await until(url, tokenizer="inexact")
-            assert ID in told["reason"]
+            state = await until(url, tokenizer="inexact")
+            assert ID in state["reason"]
             hub.broken = False
             await until(url, exact=True)
 
@@ -134,8 +134,8 @@ async def test_a_hub_that_never_answers_keeps_nobody_waiting(tmp_path: Path, mon
     monkeypatch.setattr(model_pools, "LOAD_S", 0.2)
     monkeypatch.setattr(pool_check, "ASK_HUB_AGAIN_S", (0.1,))
     async with stack(tmp_path, ready=False) as up:
-        told = await until(up.url, tokenizer="inexact")
-        assert "has not come" in told["reason"]
+        state = await until(up.url, tokenizer="inexact")
+        assert "has not come" in state["reason"]
         await ready(up.url)
         answers.set()
         await until(up.url, exact=True)
@@ -216,8 +216,8 @@ async def test_engines_that_differ_are_compared_with_what_the_hub_has_now(tmp_pa
 )
 async def test_only_some_owners_may_be_downloaded_from(tmp_path: Path, settings: dict[str, str], exact: bool) -> None:
     async with peers_and_hub(tmp_path) as (up, hub), gateway(up, hub.url, tmp_path / "home", **settings) as url:
-        told = await until(url, tokenizer="exact" if exact else "inexact")
-        assert exact or ("hub_owners" in told["reason"] and hub.asked == [])
+        state = await until(url, tokenizer="exact" if exact else "inexact")
+        assert exact or ("hub_owners" in state["reason"] and hub.asked == [])
 
 
 def test_a_tokenizer_of_any_size_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,9 +52,9 @@ async def test_large_bodies_are_parsed_and_rendered_in_a_thread(
         here = threading.get_ident()
         assert threads.keys() == {"parse", "read", "tokens", "estimated_tokens"}
         for name, seen in threads.items():
-            ours = [one for one in seen if one != here] if large and name == "read" else seen
+            ours = [thread for thread in seen if thread != here] if large and name == "read" else seen
             assert ours, name
-            assert all((one != here) is large for one in ours), name
+            assert all((thread != here) is large for thread in ours), name
 
 
 async def test_more_messages_than_the_context_has_tokens_are_not_rendered(

@@ -15,7 +15,7 @@ from aiohttp import web
 from pointsman.router.v1 import placement_pb2
 from tests.support.fakes.engine_answers import Script
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine, Stack, stack
-from tests.support.processes.gateway import gateway_running, ready, told_url
+from tests.support.processes.gateway import gateway_running, logged_url, ready
 from tests.support.waiting import eventually
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "set the points"}], "stream": True}
@@ -36,7 +36,9 @@ def kept_by_the_gateway() -> int:
         # The engines of these tests read requests with the gateway's code, and keep them.
         tracemalloc.Filter(False, "*/tests/support/fakes/*", all_frames=True),
     ]
-    return sum(one.size for one in tracemalloc.take_snapshot().filter_traces(filters).statistics("filename"))
+    return sum(
+        statistic.size for statistic in tracemalloc.take_snapshot().filter_traces(filters).statistics("filename")
+    )
 
 
 async def test_an_open_stream_does_not_keep_its_prompt(up: Stack) -> None:
@@ -93,7 +95,7 @@ async def test_a_client_that_does_not_read_costs_little_and_nobody_else(tmp_path
         (engine,) = up.engines
         assert isinstance(engine, Torrent)
         async with gateway_running({"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address}) as (process, log):
-            url = f"{await told_url(log)}/v1/chat/completions"
+            url = f"{await logged_url(log)}/v1/chat/completions"
             await ready(url.partition("/v1")[0])
             async with aiohttp.ClientSession() as http, aiohttp.ClientSession() as others:
                 for _ in range(5):
@@ -105,8 +107,8 @@ async def test_a_client_that_does_not_read_costs_little_and_nobody_else(tmp_path
                 held = engine.sent
                 async with asyncio.TaskGroup() as group:
                     asked = [group.create_task(others.post(url, json=CHAT)) for _ in range(20)]
-                for one in asked:
-                    assert (await one.result().read()).endswith(b"[DONE]\n\n")
+                for request in asked:
+                    assert (await request.result().read()).endswith(b"[DONE]\n\n")
                 assert held == engine.sent < 30e6, "no more than the sockets' buffers take"
                 assert resident_mb(process.pid) - before < 10
                 events = (await slow.read()).split(b"\n\n")
@@ -114,7 +116,7 @@ async def test_a_client_that_does_not_read_costs_little_and_nobody_else(tmp_path
             assert numbers == list(range(EVENTS))
             assert events[-2:] == [b"data: [DONE]", b""]
             await up.router.until(lambda: len(up.router.finished) == 26)
-            assert {one.outcome for one in up.router.finished} == {placement_pb2.OUTCOME_OK}
+            assert {finish.outcome for finish in up.router.finished} == {placement_pb2.OUTCOME_OK}
             assert up.router.reserved == set()
         assert not [line for line in log if b"Traceback" in line or b'"error"' in line]
 
@@ -123,11 +125,11 @@ async def test_bodies_beyond_what_may_be_held_are_refused_and_end_well(tmp_path:
     async with stack(tmp_path, max_body_bytes=1_500_000, max_buffered_body_bytes=2_000_000) as up:
         url = f"{up.url}/v1/chat/completions"
         large = CHAT | {"padding": "x" * 900_000}
-        for one in up.engines:
-            one.mode = "hang"
+        for engine in up.engines:
+            engine.mode = "hang"
         async with aiohttp.ClientSession() as http:
             waiting = [asyncio.create_task(http.post(url, json=large)) for _ in range(2)]
-            await eventually(lambda: sum(len(one.requests) for one in up.engines) == 2)
+            await eventually(lambda: sum(len(engine.requests) for engine in up.engines) == 2)
             async with http.post(url, json=large) as refused:
                 assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
                 assert (await refused.json())["error"] == {
@@ -136,13 +138,13 @@ async def test_bodies_beyond_what_may_be_held_are_refused_and_end_well(tmp_path:
                     "param": None,
                     "code": "no_room",
                 }
-            for one in up.engines:
-                one.mode = "ok"
+            for engine in up.engines:
+                engine.mode = "ok"
             async with http.post(url, json=CHAT) as small:
                 assert (await small.read()).endswith(b"[DONE]\n\n")
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-            await eventually(lambda: not any(one.open for one in up.engines))
+            await eventually(lambda: not any(engine.open for engine in up.engines))
             async with http.post(url, json=large) as taken:
                 assert (await taken.read()).endswith(b"[DONE]\n\n")

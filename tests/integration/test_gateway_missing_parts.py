@@ -19,7 +19,7 @@ from pointsman_gateway.io.main import serving
 from pointsman_gateway.io.settings import GatewaySettings
 from tests.support.fakes.gateway_peers import MODEL, fake_router, stack
 from tests.support.gateway_requests import CHAT, post
-from tests.support.processes.gateway import gateway_process, gateway_running, ready, told_url
+from tests.support.processes.gateway import gateway_process, gateway_running, logged_url, ready
 from tests.support.tiny_tokenizer import make_tokenizer
 from tests.support.waiting import eventually
 
@@ -43,19 +43,21 @@ async def test_without_its_router_it_places_by_itself_and_tells_the_router_that_
             await back.start(port)
             try:
                 await back.until(lambda: len(back.hellos) == 1)
-                told = {one.instance_id: one for one in back.hellos[0].open_streams}
-                assert set(told) == {"i0", "i1"}
-                assert told["i0"].phase == placement_pb2.PHASE_DECODE
-                assert told["i0"].generated_tokens == 1
-                assert told["i0"].request.input_tokens > 0
-                assert list(told["i0"].request.keys) == []
+                streams = {stream.instance_id: stream for stream in back.hellos[0].open_streams}
+                assert set(streams) == {"i0", "i1"}
+                assert streams["i0"].phase == placement_pb2.PHASE_DECODE
+                assert streams["i0"].generated_tokens == 1
+                assert streams["i0"].request.input_tokens > 0
+                assert list(streams["i0"].request.keys) == []
                 for engine in up.engines:
                     assert engine.hold is not None
                     engine.hold.set()
                 for answer in (open_before, degraded):
                     assert (await answer.read()).endswith(b"[DONE]\n\n")
                 await back.until(lambda: len(back.finished) == 2)
-                assert {one.request_id for one in back.finished} == {one.request.request_id for one in told.values()}
+                assert {finish.request_id for finish in back.finished} == {
+                    stream.request.request_id for stream in streams.values()
+                }
                 status, _, headers = await post(up, "/v1/chat/completions", json=CHAT)
                 assert status == 200
                 assert "X-Pointsman-Degraded" not in headers
@@ -202,10 +204,10 @@ async def test_only_known_keys_may_call_and_name_the_tenant(tmp_path: Path) -> N
         for key in ("secret-1", "secret-2"):
             header = {"Authorization": f"Bearer {key}", "X-Session-ID": "same"}
             assert (await post(up, "/v1/chat/completions", json=CHAT, headers=header))[0] == 200
-        assert [(one.tenant, one.session_id) for one in up.router.places] == [("red", "same"), ("blue", "same")]
+        assert [(place.tenant, place.session_id) for place in up.router.places] == [("red", "same"), ("blue", "same")]
         sent = [headers for _, _, headers in up.engines[0].requests]
-        assert [one["X-Session-ID"] for one in sent] == ["red/same", "blue/same"]
-        assert all("Authorization" not in one for one in sent)
+        assert [headers["X-Session-ID"] for headers in sent] == ["red/same", "blue/same"]
+        assert all("Authorization" not in headers for headers in sent)
 
 
 async def test_the_routers_token_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +221,7 @@ async def test_sigterm_lets_an_open_stream_end(tmp_path: Path) -> None:
         up.engines[0].hold = asyncio.Event()
         environment = {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, "DRAIN_TIMEOUT_S": "20"}
         async with gateway_running(environment) as (process, log), aiohttp.ClientSession() as http:
-            url = await told_url(log)
+            url = await logged_url(log)
             await ready(url)
             stream = await http.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": True})
             await stream.content.readline()
@@ -237,7 +239,7 @@ async def test_a_second_sigterm_ends_the_drain(tmp_path: Path) -> None:
         up.engines[0].hold = asyncio.Event()
         environment = {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address}
         async with gateway_running(environment) as (process, log), aiohttp.ClientSession() as http:
-            url = await told_url(log)
+            url = await logged_url(log)
             await ready(url)
             stream = await http.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": True})
             await stream.content.readline()
@@ -260,7 +262,7 @@ async def test_a_stream_that_outlives_the_drain_is_cancelled_and_told(tmp_path: 
             await eventually(lambda: up.engines[0].open == 2)
             router = up.router
             engine = up.engines[0]
-        assert [one.outcome for one in router.finished] == [placement_pb2.OUTCOME_CANCELLED] * 2
+        assert [finish.outcome for finish in router.finished] == [placement_pb2.OUTCOME_CANCELLED] * 2
         assert engine.open == 0
         # Complete for HTTP, with an error event at its end: a stream that only breaks off looks like the end of some answers.
         error = json.loads((await stream.read()).split(b"data: ")[-1])

@@ -27,7 +27,7 @@ from tests.support.fakes.offloading_peers import (
     offload_stack,
     offloading,
     p_and_d,
-    told,
+    reported_steps,
 )
 from tests.support.tiny_tokenizer import CHATML
 from tests.support.waiting import eventually
@@ -64,7 +64,7 @@ async def test_a_stream_brings_the_kv_along(up: Stack) -> None:
         "remote_engine_id": "e1",
         "remote_bootstrap_addr": p.url,
     }
-    assert told(up) == [(0, "")]
+    assert reported_steps(up) == [(0, "")]
 
 
 async def test_every_transfer_has_an_id_of_its_own_and_the_bootstrap_server_is_asked_once(up: Stack) -> None:
@@ -118,7 +118,7 @@ async def test_a_prompt_that_may_change_on_its_way_is_computed_where_it_is_answe
         assert [len(place.keys) > 0 for place in up.router.places] == [True]
         assert [place.single_instance for place in up.router.places] == [not parted]
         # If the router ignores single_instance, the gateway refuses the step.
-        step, error = told(up)[0]
+        step, error = reported_steps(up)[0]
         assert (step, error.endswith("another instance may see other tokens"), error == "") == (0, not parted, parted)
         assert (halves(up, 0), halves(up, 1)) == ((["send"], ["fetch"]) if parted else ([], []))
 
@@ -162,11 +162,11 @@ async def test_when_p_fails_d_answers_alone(up: Stack, body: dict[str, Any], fau
     for name, value in fault.items():
         setattr(p, name, value)
     assert await answered(up, body) == ("i1", "The points are set.")
-    assert told(up) == [(0, error)]
+    assert reported_steps(up) == [(0, error)]
     assert [done.instance_failed for done in up.router.step_dones] == [error == "deadline"]
     # D answered the request, so P's refusal was not the request's fault.
-    told_first = [name for one in up.router.first_tokens for name in one.refused_by]
-    assert told_first == (["i0"] if error == "status 500" else [])
+    refused_by = [name for first_token in up.router.first_tokens for name in first_token.refused_by]
+    assert refused_by == (["i0"] if error == "status 500" else [])
     assert (d.halves, len(d.requests)) == ([], 1)
     assert len(up.router.finished) == 1
     await eventually(lambda: p.open == 0)
@@ -185,7 +185,7 @@ async def test_when_the_kv_does_not_come_d_answers_alone(
     _, d = p_and_d(up)
     d.fetches = does
     assert await answered(up, body) == ("i1", "The points are set.")
-    assert told(up) == [(0, ""), (1, error)]
+    assert reported_steps(up) == [(0, ""), (1, error)]
     assert not any(done.instance_failed for done in up.router.step_dones)
     assert (halves(up, 0), halves(up, 1), len(d.requests)) == (["send"], ["fetch"], 1)
     await eventually(lambda: d.open == 0)
@@ -195,7 +195,7 @@ async def test_a_stream_that_begins_with_an_error_is_not_the_answer(up: Stack) -
     _, d = p_and_d(up)
     d.fetches = "error"
     assert await answered(up, STREAM) == ("i1", "The points are set.")
-    assert told(up) == [(0, ""), (1, "the answer began with an error")]
+    assert reported_steps(up) == [(0, ""), (1, "the answer began with an error")]
 
 
 async def test_after_a_failed_transfer_the_bootstrap_server_is_asked_again(up: Stack) -> None:
@@ -205,7 +205,7 @@ async def test_after_a_failed_transfer_the_bootstrap_server_is_asked_again(up: S
     up.router.step_dones.clear()
     d.fetches = "500"
     await answered(up, STREAM)
-    assert told(up)[-1] == (1, "status 500")
+    assert reported_steps(up)[-1] == (1, "status 500")
     assert p.queries == 1
     await answered(up, STREAM)
     assert p.queries == 2
@@ -217,7 +217,7 @@ async def test_when_d_is_gone_another_answers(up: Stack) -> None:
     d.url = "http://127.0.0.1:1"
     offloading(up)
     assert await answered(up, STREAM) == ("i0", "The points are set.")
-    assert [list(one.exclude) for one in up.router.places] == [[], ["i1"]]
+    assert [list(place.exclude) for place in up.router.places] == [[], ["i1"]]
     assert len(up.router.finished) == 2
 
 

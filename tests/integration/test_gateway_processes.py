@@ -25,8 +25,8 @@ async def figures(url: str) -> dict[str, float]:
 
 def children(pid: int) -> list[int]:
     """The process ids of the gateways among a parent's children. Another child tracks the resources that they share."""
-    pids = [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [one for one in pids if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    pids = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def gone(pids: list[int]) -> bool:
@@ -34,7 +34,7 @@ def gone(pids: list[int]) -> bool:
 
 
 def serving_ids(log: list[bytes]) -> list[str]:
-    return [told["gateway_id"] for told in map(json.loads, log) if told["event"] == "gateway serves"]
+    return [message["gateway_id"] for message in map(json.loads, log) if message["event"] == "gateway serves"]
 
 
 async def chat(url: str, key: str = "") -> int:
@@ -52,10 +52,10 @@ async def both_are_ready(up: Stack, log: list[bytes], times: int) -> str:
     await eventually(lambda: len(serving_ids(log)) == times)
     (url,) = {json.loads(line)["url"] for line in log if b'"url"' in line}
     while True:
-        told = await figures(url)
+        shown = await figures(url)
         if (
-            told["pointsman_gateway_processes"] == 2
-            and told.get('pointsman_gateway_tokenizer_exact{model="tiny"}') == 1
+            shown["pointsman_gateway_processes"] == 2
+            and shown.get('pointsman_gateway_tokenizer_exact{model="tiny"}') == 1
         ):
             return str(url)
         await asyncio.sleep(0.05)
@@ -115,8 +115,8 @@ async def test_processes_hold_a_keys_limits_as_one(tmp_path: Path) -> None:
             url = await both_are_ready(up, log, 2)
             # A minute's limit may be used at once; what refills while this machine is slow is counted, too.
             began = asyncio.get_running_loop().time()
-            told = [await chat(url, "k1") for _ in range(16)]
+            statuses = [await chat(url, "k1") for _ in range(16)]
             took_s = asyncio.get_running_loop().time() - began
-            assert set(told) == {200, 429}
-            assert 4 <= told.count(200) <= 4 + 1 + 4 * took_s / 60
+            assert set(statuses) == {200, 429}
+            assert 4 <= statuses.count(200) <= 4 + 1 + 4 * took_s / 60
             assert await chat(url, "k2") == 200

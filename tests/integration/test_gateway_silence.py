@@ -16,9 +16,9 @@ from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core import dead_connections
 from pointsman_gateway.io.engines import connection_pool
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine, Placer, Stack, serve, stack
-from tests.support.fakes.offloading_peers import STREAM, KvEngine, answered, offload_stack, slicing, told
+from tests.support.fakes.offloading_peers import STREAM, KvEngine, answered, offload_stack, reported_steps, slicing
 from tests.support.gateway_requests import CHAT, LONG
-from tests.support.processes.gateway import gateway_running, ready, told_url
+from tests.support.processes.gateway import gateway_running, logged_url, ready
 from tests.support.waiting import eventually
 
 GONE = "went silent, and nobody listens there any more"
@@ -54,7 +54,7 @@ async def test_only_an_engine_that_does_not_listen_any_more_loses_its_answers(tm
         leaves, takes_long, _ = up.engines
         leaves.hold, takes_long.hold = asyncio.Event(), asyncio.Event()
         async with gateway_running({"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address}) as (process, log):
-            url = await told_url(log)
+            url = await logged_url(log)
             await ready(url)
             async with (
                 chat(url, "i0", stream=True) as broken,
@@ -77,7 +77,7 @@ async def test_only_an_engine_that_does_not_listen_any_more_loses_its_answers(tm
                 takes_long.hold.set()
                 assert (await patient.read()).endswith(b"data: [DONE]\n\n")
             await up.router.until(lambda: len(up.router.finished) == 7)
-            failed = [one.error for one in up.router.finished if one.outcome == placement_pb2.OUTCOME_FAILED]
+            failed = [finish.error for finish in up.router.finished if finish.outcome == placement_pb2.OUTCOME_FAILED]
             assert sorted(failed) == [f"no answer: {GONE}"] * 2 + [GONE] * 2
             # The connections are closed, too.
             await eventually(lambda: leaves.open == 0)
@@ -106,7 +106,7 @@ async def test_a_prefill_for_another_instance_that_is_gone_is_not_waited_for(tmp
         await eventually(lambda: p.halves)
         await p.stop_listening()
         assert await asking == ("i1", "The points are set.")
-        assert told(up) == [(0, f"no answer: {GONE}")]
+        assert reported_steps(up) == [(0, f"no answer: {GONE}")]
         assert [done.instance_failed for done in up.router.step_dones] == [True]
         await eventually(lambda: p.open == 0)
 
@@ -124,5 +124,5 @@ async def test_a_slice_on_an_instance_that_is_gone_is_not_waited_for(tmp_path: P
         await engine.stop_listening()
         at, body = await asking
         assert (at, json.loads(body)["model"]) == ("i1", MODEL)
-        assert told(up)[0] == (0, f"no answer: {GONE}")
+        assert reported_steps(up)[0] == (0, f"no answer: {GONE}")
         await eventually(lambda: engine.open == 0)

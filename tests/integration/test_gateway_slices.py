@@ -13,7 +13,7 @@ from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import ApiCall
 from pointsman_gateway.core.tokens.model_tokenizer import Prompt
 from tests.support.fakes.gateway_peers import FakeEngine, Stack, stack
-from tests.support.fakes.offloading_peers import slicing, told
+from tests.support.fakes.offloading_peers import reported_steps, slicing
 from tests.support.gateway_requests import LONG
 from tests.support.waiting import eventually
 
@@ -52,7 +52,7 @@ async def test_slices_carry_model_salt_and_session_and_the_prompts_own_tokens(up
         assert (body["model"], body["cache_salt"], body["max_tokens"]) == ("tiny-lora", "pepper", 1)
         assert headers["X-Session-ID"] == "s1"
     assert (path, served["messages"], served["cache_salt"]) == ("/v1/chat/completions", LONG["messages"], "pepper")
-    assert told(up) == [(0, ""), (1, "")]
+    assert reported_steps(up) == [(0, ""), (1, "")]
     assert up.router.places[0].sliceable_tokens == len(ids)
 
 
@@ -76,7 +76,7 @@ async def test_what_cannot_be_sliced_is_not(up: Stack, path: str, changes: dict[
     slicing(up, 128, 256)
     await ask(up, {name: value for name, value in (LONG | changes).items() if value is not None}, path)
     assert up.router.places[0].sliceable_tokens == 0
-    assert told(up) == [(0, "tokens unknown")]
+    assert reported_steps(up) == [(0, "tokens unknown")]
     assert [where for where, _, _ in sent(up)] == [path]
 
 
@@ -94,14 +94,14 @@ async def test_after_counts_that_differ_nothing_is_sliced(up: Stack) -> None:
     for _ in range(4):
         await ask(up, LONG, "/v1/messages")
     assert [place.sliceable_tokens > 0 for place in up.router.places] == [True, True, True, False]
-    assert told(up)[-1] == (0, "tokens unknown")
+    assert reported_steps(up)[-1] == (0, "tokens unknown")
 
 
 async def test_a_slice_that_is_not_there_any_more_ends_slicing(up: Stack) -> None:
     """The engine reports 16 cached tokens, of the 512 that an earlier slice computed."""
     slicing(up, 512, 768, 1_024)
     await ask(up, LONG)
-    assert told(up) == [(0, ""), (1, "an earlier slice is not cached any more")]
+    assert reported_steps(up) == [(0, ""), (1, "an earlier slice is not cached any more")]
     # Whatever the router answers then, the gateway sends the whole request.
     assert [where for where, _, _ in sent(up)] == ["/v1/completions"] * 2 + ["/v1/chat/completions"]
 
@@ -127,7 +127,7 @@ async def test_a_router_that_does_not_know_the_plan_is_asked_for_another_one(up:
     assert path == "/v1/chat/completions"
     first, second = up.router.places
     assert (second.request_id, list(second.keys)) == (f"{first.request_id}.1", list(first.keys))
-    assert [(one.request_id, one.outcome) for one in up.router.finished] == [
+    assert [(finish.request_id, finish.outcome) for finish in up.router.finished] == [
         (first.request_id, placement_pb2.OUTCOME_CANCELLED),
         (second.request_id, placement_pb2.OUTCOME_OK),
     ]

@@ -18,7 +18,7 @@ from aiohttp import web
 from tests.support.certificates import Authority
 from tests.support.fakes.gateway_peers import FakeEngine, Stack, stack
 from tests.support.gateway_requests import CHAT
-from tests.support.processes.gateway import gateway_running, told_url
+from tests.support.processes.gateway import gateway_running, logged_url
 
 
 class Bulky(FakeEngine):
@@ -43,7 +43,7 @@ async def gateway(folder: Path, *, tls: bool = False, **settings: object) -> Asy
             signed = Authority(folder / "authority").sign("gateway")
             given |= {"TLS_CERT": str(signed.cert), "TLS_KEY": str(signed.key)}
         async with gateway_running(given) as (_, log):
-            url = await told_url(log)
+            url = await logged_url(log)
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=False)) as http:
                 while True:
                     async with http.get(f"{url}/health") as answer:

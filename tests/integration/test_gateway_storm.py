@@ -63,7 +63,7 @@ async def test_nothing_is_left_after_a_storm(tmp_path: Path) -> None:
         await eventually(lambda: not up.router.reserved)
         # A client that leaves during placement causes two ends: its own, and that of the late placement, which is given back.
         late = "the placement came too late"
-        told = [done.request_id for done in up.router.finished if done.error != late]
-        assert len(told) == len(set(told))
+        finished = [done.request_id for done in up.router.finished if done.error != late]
+        assert len(finished) == len(set(finished))
         text = [sample for metric in gateway.telemetry.registry.collect() for sample in metric.samples]
         assert [sample.value for sample in text if sample.name == "pointsman_gateway_open_requests"] == [0.0]

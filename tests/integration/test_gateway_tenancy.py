@@ -116,12 +116,12 @@ async def test_answers_tell_what_is_left_of_their_keys_limits(tmp_path: Path) ->
     async with stack(tmp_path, api_keys_file=file) as up:
         prompt = len(up.engines[0].tokenizer.chat(CHAT))
         async with gpt(up, "k1") as client:
-            told = (await client.chat.completions.with_raw_response.create(**CHAT)).headers
-            assert (told["x-ratelimit-limit-requests"], told["x-ratelimit-remaining-requests"]) == ("3", "2")
-            assert told["x-ratelimit-reset-requests"] == "20s"
-            assert told["x-ratelimit-limit-tokens"] == "6000"
+            headers = (await client.chat.completions.with_raw_response.create(**CHAT)).headers
+            assert (headers["x-ratelimit-limit-requests"], headers["x-ratelimit-remaining-requests"]) == ("3", "2")
+            assert headers["x-ratelimit-reset-requests"] == "20s"
+            assert headers["x-ratelimit-limit-tokens"] == "6000"
             # The prompt's tokens are charged when the answer begins; a few may have been refilled.
-            assert 6_000 - prompt <= int(told["x-ratelimit-remaining-tokens"]) <= 6_000
+            assert 6_000 - prompt <= int(headers["x-ratelimit-remaining-tokens"]) <= 6_000
             async with client.chat.completions.with_streaming_response.create(**CHAT, stream=True) as streamed:
                 assert streamed.headers["x-ratelimit-remaining-requests"] in "12"
             await client.responses.create(**RESPONSES)
@@ -168,7 +168,8 @@ async def test_each_request_of_a_tenant_is_one_line_for_its_bill(tmp_path: Path)
         page = generate_latest(up.gateway.telemetry.registry).decode()
     lines = [json.loads(line) for line in bill.read_text().splitlines()]
     brief = [
-        (one["tenant"], one["status"], one["outcome"], one["prompt_tokens"], one["completion_tokens"]) for one in lines
+        (line["tenant"], line["status"], line["outcome"], line["prompt_tokens"], line["completion_tokens"])
+        for line in lines
     ]
     assert brief[:5] == [
         ("red", 200, "ok", prompt, words),
@@ -180,11 +181,11 @@ async def test_each_request_of_a_tenant_is_one_line_for_its_bill(tmp_path: Path)
     # A request that is cancelled midway has used the prompt's tokens and those that were sent.
     assert brief[5] == ("red", 499, "cancelled", prompt, 1)
     assert brief[6:] == [("blue", 200, "ok", prompt, words), ("blue", 429, "rejected", 0, 0)]
-    assert [one["stream"] for one in lines[:2]] == [False, True]
-    assert {one["request_id"] for one in lines[:6]} == {"mine"}
-    assert {one["api"] for one in lines} == {Endpoint.CHAT.value}
-    assert [one["model"] for one in lines[:3]] == [MODEL, MODEL, ""]
-    assert all(one["duration_s"] >= 0 and 0 <= one["cached_tokens"] <= one["prompt_tokens"] for one in lines)
+    assert [line["stream"] for line in lines[:2]] == [False, True]
+    assert {line["request_id"] for line in lines[:6]} == {"mine"}
+    assert {line["api"] for line in lines} == {Endpoint.CHAT.value}
+    assert [line["model"] for line in lines[:3]] == [MODEL, MODEL, ""]
+    assert all(line["duration_s"] >= 0 and 0 <= line["cached_tokens"] <= line["prompt_tokens"] for line in lines)
     assert "sk-" not in bill.read_text()
     assert f'tenant_prompt_tokens_total{{model="{MODEL}",tenant="red"}} {3.0 * prompt}' in page
     assert f'tenant_requests_total{{model="{MODEL}",tenant="blue"}} 1.0' in page

@@ -23,8 +23,8 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
 async def messages(call: Any) -> AsyncIterator[placement_pb2.SessionResponse]:
     """Yield the messages of a session, with batches unpacked."""
     async for message in call:
-        for one in message.batch.responses if message.HasField("batch") else [message]:
-            yield one
+        for response in message.batch.responses if message.HasField("batch") else [message]:
+            yield response
 
 
 async def test_a_request_goes_its_whole_way_by_generated_stubs(channel: grpc.aio.Channel) -> None:
@@ -48,22 +48,22 @@ async def test_a_request_goes_its_whole_way_by_generated_stubs(channel: grpc.aio
     watch = fleet.WatchDecisions(fleet_pb2.WatchDecisionsRequest())
     await watch.initial_metadata()
     session: Any = placement_pb2_grpc.PlacementServiceStub(channel).Session(None)
-    told = messages(session)
+    received = messages(session)
     hello = placement_pb2.GatewayHello(gateway_id="by-hand", secret=os.urandom(16))
     await session.write(placement_pb2.SessionRequest(hello=hello))
-    welcome = (await anext(told)).welcome
+    welcome = (await anext(received)).welcome
     assert welcome.key_scheme == "xxh3-64/16/1"
-    async for one in told:
-        if any(pool.model == "m" and pool.instances for pool in one.fleet.pools):
+    async for message in received:
+        if any(pool.model == "m" and pool.instances for pool in message.fleet.pools):
             break
 
     request = placement_pb2.PlacementRequest(request_id="r-1", model="m", input_tokens=100)
     await session.write(placement_pb2.SessionRequest(place=request))
-    async for one in told:
-        if one.HasField("placement"):
+    async for message in received:
+        if message.HasField("placement"):
             break
-        assert not one.HasField("refusal"), one.refusal.message
-    placement = one.placement
+        assert not message.HasField("refusal"), message.refusal.message
+    placement = message.placement
     assert (placement.request_id, placement.last, placement.step.index) == ("r-1", True, 0)
     assert placement.step.kind == placement_pb2.STEP_KIND_SERVE
     assert placement.step.instance.url == "http://engine:8000"
@@ -92,9 +92,9 @@ async def test_a_request_goes_its_whole_way_by_generated_stubs(channel: grpc.aio
     assert ended.decision.finished == finished
 
     listed = await fleet.ListInstances(fleet_pb2.ListInstancesRequest())
-    assert [one.num_requests for one in listed.instances] == [0]
+    assert [instance.num_requests for instance in listed.instances] == [0]
     watch.cancel()
     await session.done_writing()
-    async for _ in told:  # until the router has ended it, too
+    async for _ in received:  # until the router has ended it, too
         pass
     report.cancel()

@@ -177,7 +177,10 @@ async def test_a_drain_tells_what_is_left_and_moves_the_session_with_its_reason(
         assert placement.step.instance.instance_id == "b"
         decision = (await client.fleet.GetDecision(fleet_pb2.GetDecisionRequest(decision_id="r2"))).decision
         assert list(decision.notes) == ["owner_draining"]
-        assert {one.instance_id: one.excluded for one in decision.candidates} == {"a": "draining", "b": ""}
+        assert {candidate.instance_id: candidate.excluded for candidate in decision.candidates} == {
+            "a": "draining",
+            "b": "",
+        }
 
 
 async def test_a_gateway_asks_again_with_the_age_of_a_hold_that_broke(tmp_path: Path) -> None:
@@ -252,16 +255,16 @@ class HoldsTheRest(Policy):
     name: ClassVar[str] = "holds_the_rest"
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
-        best = min(view.eligible(), key=lambda one: one.instance_id)
+        best = min(view.eligible(), key=lambda candidate: candidate.instance_id)
         return hold("later", queue_penalty_s=1.0) if best.cached_tokens else slice_of(best, 16, "slice")
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("deadline_known", [True, False])
 async def test_a_hold_between_two_steps_that_outlasts_its_gateway_gives_one_answer_at_one_price(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadline_known: bool
 ) -> None:
-    """With `told`, the router knows how long the gateway waits, so both give up at once; without, the gateway is an older one."""
-    if not told:
+    """With `deadline_known`, the router knows how long the gateway waits: both give up at once; without, the gateway is older."""
+    if not deadline_known:
         step_done = gateway_messages.step_done
 
         def older(wire: placement_pb2.StepDone) -> ev.StepDone:
@@ -304,9 +307,9 @@ async def test_a_hold_between_two_steps_that_outlasts_its_gateway_gives_one_answ
                 router.state.check_invariants()
             # Wait until the router holds nothing, so that a late answer would have arrived.
             await eventually(lambda: not router.state.held_requests.queue.count(MODEL), "nothing is held")
-            ends = [one for one in router.decisions.newest(lambda _: True) if one.finished is not None]
+            ends = [logged for logged in router.decisions.newest(lambda _: True) if logged.finished is not None]
         parts = [asked["max_tokens"] for path, asked, _ in engine.requests if path.endswith("/completions")]
         assert parts == [1, 3] * 4, "one slice and one answer for each request"
-        assert len({one.decision.request.request_id for one in ends}) == 4
-        assert {one.finished.outcome for one in ends if one.finished} == {"OK"}
+        assert len({logged.decision.request.request_id for logged in ends}) == 4
+        assert {logged.finished.outcome for logged in ends if logged.finished} == {"OK"}
         assert max(prices) == 1

@@ -44,28 +44,28 @@ async def a_past(server: RouterServer, client: Client, *names: str, **past: Any)
 
 
 def known(values: Any) -> list[float]:
-    return [one for one in values if not math.isnan(one)]
+    return [value for value in values if not math.isnan(value)]
 
 
 async def test_pools_have_series_of_equal_length_and_a_total() -> None:
     async with running() as (server, client):
         await a_past(server, client, "a", "b")
         answer = await pools(client)
-    assert [one.model for one in answer.pools] == ["m"]
+    assert [pool.model for pool in answer.pools] == ["m"]
     assert (answer.step.seconds, answer.window.seconds, answer.total.model) == (5, 900, "")
     assert answer.HasField("total")
-    lengths = {len(series.values) for one in (*answer.pools, answer.total) for series in one.series}
+    lengths = {len(series.values) for pool in (*answer.pools, answer.total) for series in pool.series}
     assert lengths <= {119, 120, 121}
     assert len(lengths) == 1
     begun, ended = answer.start_time.ToSeconds(), answer.start_time.ToSeconds() + 5 * lengths.pop()
     assert abs(answer.observed_since.ToSeconds() - begun) <= 6
     assert 0 <= time.time() - ended < WITHIN_S
-    for one in (*answer.pools, answer.total):
-        told = {series.measure: series.values for series in one.series}
-        assert list(told) == sorted(fleet_pb2.PoolMeasure.values())[1:]
-        assert all(0.1 / 1.08 <= value <= 1.08 for value in known(told[TTFT]))
-        assert known(told[fleet_pb2.POOL_MEASURE_HELD_REQUESTS])[0] >= 0.0
-        assert one.owned_since.ToSeconds() - begun <= 6
+    for pool in (*answer.pools, answer.total):
+        values = {series.measure: series.values for series in pool.series}
+        assert list(values) == sorted(fleet_pb2.PoolMeasure.values())[1:]
+        assert all(0.1 / 1.08 <= value <= 1.08 for value in known(values[TTFT]))
+        assert known(values[fleet_pb2.POOL_MEASURE_HELD_REQUESTS])[0] >= 0.0
+        assert pool.owned_since.ToSeconds() - begun <= 6
 
 
 async def test_what_was_not_seen_is_a_gap_and_measures_can_be_chosen() -> None:
@@ -90,7 +90,7 @@ async def test_the_past_goes_on_with_what_happens() -> None:
         async def reported() -> bool:
             # A sample is in the newest bucket once that bucket's time has ended.
             answer = await pools(client, measures=[fleet_pb2.POOL_MEASURE_KV_USAGE])
-            return any(value == 0.25 for one in answer.pools for value in one.series[0].values)
+            return any(value == 0.25 for pool in answer.pools for value in pool.series[0].values)
 
         await eventually(reported, "the load that the agent has reported")
 
@@ -99,14 +99,14 @@ async def test_instances_come_in_pages_with_one_measure() -> None:
     async with running() as (server, client):
         await a_past(server, client, "a", "b", "c")
         first = await instances(client, page_size=2)
-        assert [one.instance_id for one in first.instances] == ["a", "b"]
+        assert [instance.instance_id for instance in first.instances] == ["a", "b"]
         assert (first.step.seconds, first.window.seconds) == (15, 900)
         rest = await instances(client, page_size=2, page_token=first.next_page_token)
-        assert ([one.instance_id for one in rest.instances], rest.next_page_token) == (["c"], "")
-        assert {len(one.values) for one in first.instances} <= {39, 40, 41}
-        assert all(one.instance_known and one.model == "m" for one in first.instances)
+        assert ([instance.instance_id for instance in rest.instances], rest.next_page_token) == (["c"], "")
+        assert {len(instance.values) for instance in first.instances} <= {39, 40, 41}
+        assert all(instance.instance_known and instance.model == "m" for instance in first.instances)
         assert max(known(rest.instances[0].values)) > max(known(first.instances[0].values))
-        assert [one.instance_id for one in (await instances(client, model="m")).instances] == ["a", "b", "c"]
+        assert [instance.instance_id for instance in (await instances(client, model="m")).instances] == ["a", "b", "c"]
         assert (await instances(client, model="n")).instances == []
         server.router.history.instances["gone"] = server.router.history.instances["a"]
         [gone] = (await instances(client, page_token="", page_size=100)).instances[3:]
@@ -130,7 +130,7 @@ async def test_pools_come_in_pages_and_the_total_on_the_first() -> None:
         await eventually(seen, "the pools were sampled")
         first = await pools(client, page_size=2)
         rest = await pools(client, page_size=2, page_token=first.next_page_token)
-        assert [one.model for one in (*first.pools, *rest.pools)] == ["a", "b", "c"]
+        assert [pool.model for pool in (*first.pools, *rest.pools)] == ["a", "b", "c"]
         assert (first.HasField("total"), rest.HasField("total"), rest.next_page_token) == (True, False, "")
         assert server.router.history.total.owned_since is not None
 
@@ -153,8 +153,10 @@ async def test_the_console_tells_gaps_as_nan_and_asks_for_a_right() -> None:
                     assert answer.status == status, (token, method)
         server.router.history = past_of_nobody()
         async with http.post(url + "ListPoolHistories", json={}, headers={"Authorization": "Bearer g-token"}) as answer:
-            told = await answer.json()
-        [series] = [one for one in told["pools"][0]["series"] if one["measure"] == "POOL_MEASURE_HELD_REQUESTS"]
+            history = await answer.json()
+        [series] = [
+            series for series in history["pools"][0]["series"] if series["measure"] == "POOL_MEASURE_HELD_REQUESTS"
+        ]
         assert series["values"][:3] == [1.0, "NaN", 3.0]
 
 

@@ -39,14 +39,17 @@ async def order(client: Client, name: str, **changes: Any) -> fleet_pb2.SetInsta
 
 async def orders(client: Client) -> dict[str, tuple[bool, float, str, bool]]:
     answer = await client.fleet.ListInstanceOrders(fleet_pb2.ListInstanceOrdersRequest())
-    return {one.instance_id: (one.cordoned, one.weight, _reasons(one), one.instance_known) for one in answer.orders}
+    return {
+        order.instance_id: (order.cordoned, order.weight, _reasons(order), order.instance_known)
+        for order in answer.orders
+    }
 
 
-def _reasons(one: fleet_pb2.InstanceOrder) -> str:
-    return ", ".join(filter(None, (one.cordon_reason, one.weight_reason)))
+def _reasons(order: fleet_pb2.InstanceOrder) -> str:
+    return ", ".join(filter(None, (order.cordon_reason, order.weight_reason)))
 
 
-def told(client: Client, **wanted: tuple[bool, float, str, bool]) -> Any:
+def has_orders(client: Client, **wanted: tuple[bool, float, str, bool]) -> Any:
     async def check() -> bool:
         return await orders(client) == wanted
 
@@ -85,7 +88,7 @@ async def test_an_order_is_of_all_replicas_and_outlives_all_restarts(tmp_path: P
             assert (await order(two, "late", weight=0.25)).order.weight == 0.25
             both = {"a": (True, 1.0, "a new disk", True), "late": (False, 0.25, "", False)}
             for client in (one, two):
-                await eventually(told(client, **both), "each knows what was said to the other")
+                await eventually(has_orders(client, **both), "each knows what was said to the other")
             for client in (one, two):
                 await Report(client).join("a", incarnation="2")
                 await Report(client).join("late")
@@ -96,7 +99,7 @@ async def test_an_order_is_of_all_replicas_and_outlives_all_restarts(tmp_path: P
             await asyncio.gather(order(one, "b", cordoned=True), order(two, "b", weight=0.5))
             both |= {"b": (True, 0.5, "", True), "late": (False, 0.25, "", True)}
             for client in (one, two):
-                await eventually(told(client, **both), "neither change is lost")
+                await eventually(has_orders(client, **both), "neither change is lost")
         # All routers restart.
         async with AsyncExitStack() as stack:
             (_, one), (_, two) = [
@@ -104,7 +107,7 @@ async def test_an_order_is_of_all_replicas_and_outlives_all_restarts(tmp_path: P
             ]
             unknown = {name: (*said[:3], False) for name, said in both.items()}
             for client in (one, two):
-                await eventually(told(client, **unknown), "read from Redis again")
+                await eventually(has_orders(client, **unknown), "read from Redis again")
             await Report(one).join("a", incarnation="3")
             assert (await one.instances())["a"].state == CORDONED
             redis.kill()
@@ -112,7 +115,7 @@ async def test_an_order_is_of_all_replicas_and_outlives_all_restarts(tmp_path: P
             assert (alone.this_replica_only, alone.instance.state) == (True, READY)
             del unknown["a"]
             with redis_server(tmp_path, port=int(url.rpartition(":")[2].partition("/")[0])):
-                await eventually(told(two, **unknown), "written again into an empty Redis")
+                await eventually(has_orders(two, **unknown), "written again into an empty Redis")
                 assert await orders(one) == unknown
 
 
@@ -159,7 +162,7 @@ async def test_orders_of_two_replicas_without_redis_are_both_kept(tmp_path: Path
                 "d": (False, 0.125, "", True),
             }
             for client in clients:
-                await eventually(told(client, **wanted), "all that was said, wherever")
+                await eventually(has_orders(client, **wanted), "all that was said, wherever")
                 assert (await client.instances())["b"].state == fleet_pb2.INSTANCE_STATE_DRAINING
                 listed = await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest())
                 assert listed.policy.name == "round_robin"
@@ -173,10 +176,10 @@ async def test_each_change_is_logged_by_the_router_that_was_asked_and_by_those_t
         async with running(router_id="one", **shared) as (_, one), running(router_id="two", **shared) as (_, two):
             await Report(one).join("a")
             await order(one, "a", cordoned=True, reason="a new disk")
-            await eventually(told(two, a=(True, 1.0, "a new disk", False)), "two takes it over")
+            await eventually(has_orders(two, a=(True, 1.0, "a new disk", False)), "two takes it over")
             await order(one, "a", cordoned=False)
             await order(one, "b", weight=0.5)
-            await eventually(told(two, b=(False, 0.5, "", False)), "two takes them over")
+            await eventually(has_orders(two, b=(False, 0.5, "", False)), "two takes them over")
             await one.fleet.Drain(fleet_pb2.DrainRequest(instance_id="a"))
         changes = Counter(
             (line["instance"], line["kind"], line["now"], line["reason"])
@@ -202,13 +205,13 @@ async def test_a_heartbeat_carries_no_orders_that_its_router_has(tmp_path: Path)
                 version, config = client.hmget("pointsman:{default}:config", "version", "config")
                 assert version == "1"
 
-                def told(version: int, digest: str) -> list[object]:
+                def config_in_heartbeat(version: int, digest: str) -> list[object]:
                     beat: Any = client.register_script(redis_scripts.HEARTBEAT)
                     return list(beat(keys=keys, args=["two", "two:1", 1_000, "", version, digest])[1:3])
 
-                assert told(1, sha1(config.encode()).hexdigest()) == [1, ""]
-                assert told(1, sha1(b"what was set elsewhere as often").hexdigest()) == [1, config]
-                assert told(0, sha1(b"").hexdigest()) == [1, config]
+                assert config_in_heartbeat(1, sha1(config.encode()).hexdigest()) == [1, ""]
+                assert config_in_heartbeat(1, sha1(b"what was set elsewhere as often").hexdigest()) == [1, config]
+                assert config_in_heartbeat(0, sha1(b"").hexdigest()) == [1, config]
 
 
 async def test_a_cordon_is_seen_in_decisions_and_by_gateways() -> None:
@@ -219,7 +222,7 @@ async def test_a_cordon_is_seen_in_decisions_and_by_gateways() -> None:
         await session.hello()
 
         async def placeable() -> set[str]:
-            return {one.instance_id for one in (await session.fleet()).pools["m"].instances}
+            return {instance.instance_id for instance in (await session.fleet()).pools["m"].instances}
 
         assert await placeable() == {"a", "b"}
         await order(client, "a", cordoned=True)
@@ -227,7 +230,7 @@ async def test_a_cordon_is_seen_in_decisions_and_by_gateways() -> None:
         for number in range(4):
             assert (await session.place(f"r{number}", 160)).step.instance.instance_id == "b"
         made = (await client.fleet.GetDecision(fleet_pb2.GetDecisionRequest(decision_id="r0"))).decision
-        assert {one.instance_id: (one.state, one.excluded) for one in made.candidates} == {
+        assert {candidate.instance_id: (candidate.state, candidate.excluded) for candidate in made.candidates} == {
             "a": (CORDONED, "cordoned"),
             "b": (READY, ""),
         }
@@ -236,7 +239,7 @@ async def test_a_cordon_is_seen_in_decisions_and_by_gateways() -> None:
         await order(client, "b", weight=0.0)
         asked = placement_pb2.PlacementRequest(request_id="x", model="m", input_tokens=160, session_id="s")
         would = (await client.fleet.Explain(fleet_pb2.ExplainRequest(request=asked))).decision
-        assert {one.instance_id: one.excluded for one in would.candidates} == {"a": "", "b": "canary"}
+        assert {candidate.instance_id: candidate.excluded for candidate in would.candidates} == {"a": "", "b": "canary"}
 
 
 async def test_orders_are_listed_in_pages_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +252,7 @@ async def test_orders_are_listed_in_pages_and_bounded(monkeypatch: pytest.Monkey
         seen = []
         while True:
             answer = await client.fleet.ListInstanceOrders(request)
-            seen.append([one.instance_id for one in answer.orders])
+            seen.append([order.instance_id for order in answer.orders])
             if not answer.next_page_token:
                 break
             request.page_token = answer.next_page_token

@@ -28,7 +28,7 @@ class Gateway:
     """A gateway's end of its stream, which reads only when read() is called."""
 
     def __init__(self, router: Router, gateway_id: str) -> None:
-        self.told: KnownFleet | None = None
+        self.known_fleet: KnownFleet | None = None
         self.kinds: list[str] = []  # kinds of the messages that the last read() returned
         self._stream = GatewayStream()
         assert router.gateway_claims.opened(gateway_id, b"secret", time.monotonic())
@@ -42,20 +42,24 @@ class Gateway:
         come.end()
         size, self.kinds = 0, []
         while messages := await come.take():
-            for one in messages:
-                self.kinds.append(str(one.WhichOneof("kind")))
-                size += one.ByteSize()
-                if one.HasField("fleet"):
-                    self.told = KnownFleet(one.fleet)
-                elif one.HasField("fleet_update"):
-                    assert self.told is not None
-                    self.told.apply(one.fleet_update)
+            for message in messages:
+                self.kinds.append(str(message.WhichOneof("kind")))
+                size += message.ByteSize()
+                if message.HasField("fleet"):
+                    self.known_fleet = KnownFleet(message.fleet)
+                elif message.HasField("fleet_update"):
+                    assert self.known_fleet is not None
+                    self.known_fleet.apply(message.fleet_update)
         return size
 
     def incarnations(self) -> dict[str, str]:
         """The incarnations of the instances that the gateway knows."""
-        assert self.told is not None
-        return {one.instance_id: one.incarnation for pool in self.told.pools.values() for one in pool.instances}
+        assert self.known_fleet is not None
+        return {
+            instance.instance_id: instance.incarnation
+            for pool in self.known_fleet.pools.values()
+            for instance in pool.instances
+        }
 
 
 class Fleet:
@@ -96,7 +100,7 @@ async def fleet() -> Fleet:
 
 
 async def test_an_engine_that_restarts_is_told_alone(fleet: Fleet) -> None:
-    known = {one.instance_id: one.incarnation for one in fleet.infos}
+    known = {info.instance_id: info.incarnation for info in fleet.infos}
     assert all(gateway.incarnations() == known for gateway in fleet.gateways)
     fleet.report(7, 7, healthy=False)
     fleet.router.submit(ev.AgentLost(7, fleet.infos[7].instance_id))
@@ -113,7 +117,7 @@ async def test_a_gateway_that_comes_is_told_all_and_then_what_changes(fleet: Fle
     fleet.report(7, 7, healthy=False)
     newcomer = Gateway(fleet.router, "new")
     assert await newcomer.read() > INSTANCES * 20
-    assert newcomer.incarnations().keys() == {one.instance_id for one in fleet.infos} - {fleet.infos[7].instance_id}
+    assert newcomer.incarnations().keys() == {info.instance_id for info in fleet.infos} - {fleet.infos[7].instance_id}
     fleet.report(7, 7, healthy=True)
     assert max([await newcomer.read(), *await fleet.read()]) < 1_000
     assert newcomer.incarnations() == fleet.gateways[0].incarnations()
@@ -123,9 +127,9 @@ async def test_a_gateway_that_comes_is_told_all_and_then_what_changes(fleet: Fle
 async def test_a_change_of_health_is_made_of_that_instance_alone(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 
-    def noted(one: InstanceInfo) -> InstanceRef:
-        made.append(one.instance_id)
-        return instance_ref(one)
+    def noted(info: InstanceInfo) -> InstanceRef:
+        made.append(info.instance_id)
+        return instance_ref(info)
 
     monkeypatch.setattr(sent_fleet, "instance_ref", noted)
     fleet.report(7, 7, healthy=False)

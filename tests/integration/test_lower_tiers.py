@@ -54,7 +54,7 @@ async def explained(client: Client) -> dict[str, fleet_pb2.Candidate]:
     its prompt as cached on the chosen GPU."""
     asked = placement_pb2.PlacementRequest(request_id="r", model=MODEL, input_tokens=len(PATH) * BLOCK + 1, keys=KEYS)
     answer = await client.fleet.Explain(fleet_pb2.ExplainRequest(request=asked))
-    return {one.instance_id: one for one in answer.decision.candidates}
+    return {candidate.instance_id: candidate for candidate in answer.decision.candidates}
 
 
 async def test_offloaded_blocks_are_credited_where_they_can_be_loaded(

@@ -67,7 +67,7 @@ async def test_errors_have_the_same_status_and_details(way: str) -> None:
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         details = details_of(refused.value)
         info = error_details_pb2.ErrorInfo()
-        assert any(one.Unpack(info) for one in details)
+        assert any(detail.Unpack(info) for detail in details)
         assert info.reason == "INVALID_FIELD"
         session: Any = gateway.placement.Session
         call = session()

@@ -75,8 +75,8 @@ async def pair(folder: Path, advertise: str = "") -> AsyncIterator[Pair]:
         await Report(second).join("a")
 
         async def known() -> bool:
-            told = other.router.store.owner("m")
-            return told is not None and told.router_id == "r1" and len(other.router.store.replicas()) == 2
+            owner = other.router.store.owner("m")
+            return owner is not None and owner.router_id == "r1" and len(other.router.store.replicas()) == 2
 
         await eventually(known, "r2 knows that m is r1's")
         yield Pair(owner, other, client)
@@ -89,9 +89,9 @@ async def test_every_question_is_answered_whichever_router_is_asked(tmp_path: Pa
         await session.place("p1", session_id="s")
         await session.place("p2", session_id="s")
         listed = json.loads(await routers.ask("instances", "--json"))
-        assert [(one["num_requests"], one["sessions"]) for one in listed["instances"]] == [(2, 1)]
+        assert [(instance["num_requests"], instance["sessions"]) for instance in listed["instances"]] == [(2, 1)]
         decided = json.loads(await routers.ask("decisions", "--json"))["decisions"]
-        assert [one["decision_id"] for one in decided] == ["r1-2", "r1-1"]
+        assert [decision["decision_id"] for decision in decided] == ["r1-2", "r1-1"]
         assert len(json.loads(await routers.ask("decisions", "-n", "1", "--json"))["decisions"]) == 1
         assert "request p1" in await routers.ask("explain", "r1-1")
         assert "r1-2" in await routers.ask("explain", "p2")
@@ -143,12 +143,12 @@ async def test_decisions_of_a_router_that_died_are_said_to_be_its_own(tmp_path: 
 
 async def test_a_replay_beside_a_router_that_places_nothing_is_told_whom_to_ask(tmp_path: Path) -> None:
     async with pair(tmp_path) as routers:
-        owner, other = (f"127.0.0.1:{one.port}" for one in (routers.owner, routers.other))
+        owner, other = (f"127.0.0.1:{router.port}" for router in (routers.owner, routers.other))
         with pytest.raises(FleetError, match=f"{other} places nothing, .*: ask r1 at {owner}"):
             async with FleetWatcher(other, tuple, 1.0, time.monotonic):
                 pass
         async with FleetWatcher(owner, tuple, 1.0, time.monotonic) as watcher:
-            assert [one.instance for one in watcher.samples] == ["a"]
+            assert [sample.instance for sample in watcher.samples] == ["a"]
 
 
 async def test_an_owner_that_cannot_be_asked_is_named(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class Installed:
         """Name -> version of all that is installed with `extra`."""
         self.bin(extra)
         listed: list[dict[str, Any]] = json.loads(self.uv(extra, "list", "--format", "json"))
-        return {one["name"]: one["version"] for one in listed}
+        return {package["name"]: package["version"] for package in listed}
 
     def uv(self, extra: str, verb: str, *arguments: str | Path) -> str:
         return run(BIN / "uv", "pip", verb, "--python", self.folder / extra / "bin/python", *arguments)
@@ -95,9 +95,11 @@ def run(*command: str | Path, status: int = 0) -> str:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     dist, folder = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("environments")
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(dist)]
-    subprocess.run(build, check=True, capture_output=True, cwd=ROOT, timeout=60)
-    (wheel,) = dist.glob("*.whl")
+    # As `make dist`: the wheel is built from the sdist.
+    for project, out in ((".", dist), ("connector", dist / "connector")):
+        build = ["build", "--no-build-isolation", "--python", sys.executable, "--out-dir", str(out), project]
+        subprocess.run([str(BIN / "uv"), *build], check=True, capture_output=True, cwd=ROOT, timeout=100)
+    (wheel,) = dist.glob("pointsman-*.whl")
     return Installed(wheel, folder)
 
 
@@ -112,6 +114,20 @@ def test_the_wheel_has_one_package_and_the_license(installed: Installed) -> None
     assert (ROOT / "connector/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
+def test_what_is_built_can_be_uploaded(installed: Installed) -> None:
+    built = sorted(installed.wheel.parent.rglob("pointsman*"))
+    assert [path.suffix for path in built] == [".whl", ".gz", ".whl", ".gz"]
+    run(BIN / "twine", "check", "--strict", *built)
+    assert sum(path.stat().st_size for path in built) < 4 << 20
+
+
+def test_all_extras_together_have_every_command(installed: Installed) -> None:
+    pointsman = installed.bin("all") / "pointsman"
+    assert "Not installed" not in run(pointsman, "--help")
+    for part in ("up", "router", "agent", "gateway", "serve", "emulate", "demo", "doctor"):
+        assert "Usage" in run(pointsman, part, "--help")
+
+
 @pytest.mark.parametrize("extra", sorted(NOT_ITS_OWN))
 def test_an_extra_brings_what_its_part_imports_and_no_more(installed: Installed, extra: str) -> None:
     found = installed.packages(extra)
@@ -124,9 +140,9 @@ def test_an_extra_brings_what_its_part_imports_and_no_more(installed: Installed,
 
 def test_the_command_line_names_the_extra_that_is_missing(installed: Installed) -> None:
     pointsman = installed.bin("agent") / "pointsman"
-    told = run(pointsman, "--help")
-    assert "Run a node's agent, " in told
-    assert "Not installed: pointsman[lab]." in told
+    output = run(pointsman, "--help")
+    assert "Run a node's agent, " in output
+    assert "Not installed: pointsman[lab]." in output
     for words, extra in (("replay --trace t", "lab"), ("decisions verify f", "cli")):
         said = run(pointsman, *words.split(), status=1)
         assert said.startswith(f"pointsman {words.split()[0]}: ")
@@ -138,8 +154,10 @@ def test_rivals_policies_come_with_the_lab_alone(installed: Installed) -> None:
     said = run(installed.bin("router") / "pointsman", "policies", "dynamo_kv", status=1)
     assert said.endswith("policy 'dynamo_kv' belongs to the lab, which is not installed: pointsman[lab]\n")
     assert said.count("\n") == 1
-    told = "from pointsman_cli.installed_policies import installed_policies; print(*installed_policies())"
-    assert {extra: "dynamo_kv" in run(installed.bin(extra) / "python", "-c", told) for extra in ("router", "lab")} == {
+    program = "from pointsman_cli.installed_policies import installed_policies; print(*installed_policies())"
+    assert {
+        extra: "dynamo_kv" in run(installed.bin(extra) / "python", "-c", program) for extra in ("router", "lab")
+    } == {
         "router": False,
         "lab": True,
     }

@@ -28,9 +28,9 @@ from tests.support.fakes.gateway_peers import (
     stack,
     until_ready,
 )
-from tests.support.fakes.offloading_peers import KvEngine, halves, offloading, slicing, told
+from tests.support.fakes.offloading_peers import KvEngine, halves, offloading, reported_steps, slicing
 from tests.support.processes.envoy import EnvoySettings, envoy_beside
-from tests.support.processes.gateway import gateway_running, ready, told_url
+from tests.support.processes.gateway import gateway_running, logged_url, ready
 from tests.support.processes.process import free_port
 from tests.support.waiting import eventually
 
@@ -103,9 +103,9 @@ async def test_a_stream_and_what_each_side_gets_of_the_other(up: Proxied) -> Non
                "x-gateway-destination-endpoint": "10.0.0.1:1", "X-data-parallel-rank": "3"}  # fmt: skip
     answer = await ask(up, "/v1/chat/completions?x=1", BODY | {"stream": True, "cache_salt": "s"}, **secrets)
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-    assert "".join(one["choices"][0]["delta"]["content"] for one in events) == "The points are set."
+    assert "".join(event["choices"][0]["delta"]["content"] for event in events) == "The points are set."
     assert answer.text.endswith("data: [DONE]\n\n")
-    assert not any("usage" in one for one in events)
+    assert not any("usage" in event for event in events)
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert answer.headers["x-pointsman-instance"] == "i0"
     assert answer.headers["server"] == "envoy"
@@ -121,7 +121,7 @@ async def test_a_stream_and_what_each_side_gets_of_the_other(up: Proxied) -> Non
     assert (place.session_id, place.movable) == ("mine", False)
     assert len(place.keys) == place.input_tokens // 16 > 0
     assert (ended.outcome, ended.output_tokens, ended.cached_tokens) == (placement_pb2.OUTCOME_OK, 4, 16)
-    assert [one.request_id for one in up.stack.router.first_tokens] == [place.request_id]
+    assert [first_token.request_id for first_token in up.stack.router.first_tokens] == [place.request_id]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ async def test_bodies_of_a_megabyte_in_both_directions(up: Proxied) -> None:
 
 async def test_what_the_picker_answers_itself(up: Proxied) -> None:
     models = await ask(up, "/v1/models", method="GET")
-    assert [one["id"] for one in models.body["data"]][:1] == [MODEL]
+    assert [model["id"] for model in models.body["data"]][:1] == [MODEL]
     assert (await ask(up, "/v1/sessions/mine", method="DELETE")).status == 204
     assert up.stack.gateway.router.unconfirmed_ends == 1
     tokens = await ask(up, "/tokenize", {"model": MODEL, "prompt": "Set."})
@@ -210,7 +210,7 @@ async def test_keys_and_their_limits(tmp_path: Path) -> None:
         limited = await ask(up, "/v1/chat/completions", BODY, Authorization="Bearer sk-1")
         assert (limited.status, limited.body["error"]["code"]) == (429, "rate_limit_exceeded")
         assert int(limited.headers["retry-after"]) > 0
-        assert [one.tenant for one in up.stack.router.places] == ["team"]
+        assert [place.tenant for place in up.stack.router.places] == ["team"]
 
 
 async def test_a_refusal_and_a_pool_without_instances(up: Proxied) -> None:
@@ -241,7 +241,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_redacted(up: Proxied) -> No
     answer = await ask(up, "/v1/chat/completions", BODY | {"stream": True})
     assert '"error"' in answer.text
     assert "10.0.0.7" not in answer.text
-    assert [one.outcome for one in up.stack.router.finished] == [placement_pb2.OUTCOME_FAILED]
+    assert [finish.outcome for finish in up.stack.router.finished] == [placement_pb2.OUTCOME_FAILED]
 
 
 async def test_a_route_that_matches_a_field_stays(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ async def test_an_instance_that_the_proxy_itself_chose_has_the_request(tmp_path:
         await up.stack.router.until(lambda: len(up.stack.router.finished) == 2)
         left, ended = up.stack.router.finished
         assert (left.outcome, ended.outcome) == (placement_pb2.OUTCOME_FAILED, placement_pb2.OUTCOME_OK)
-        assert [one.instance_id for one in up.stack.router.open_streams] == ["i1"]
+        assert [stream.instance_id for stream in up.stack.router.open_streams] == ["i1"]
 
 
 async def test_a_proxy_without_room_blames_nobody(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ async def test_a_proxy_without_room_blames_nobody(tmp_path: Path) -> None:
             up.stack.engines[0].hold.set()
             await first.read()
         await up.stack.router.until(lambda: len(up.stack.router.finished) == 2)
-        outcomes = {one.outcome for one in up.stack.router.finished}
+        outcomes = {finish.outcome for finish in up.stack.router.finished}
         assert outcomes == {placement_pb2.OUTCOME_OK, placement_pb2.OUTCOME_CANCELLED}
 
 
@@ -332,7 +332,7 @@ async def test_an_engine_that_breaks_off_breaks_the_stream(up: Proxied) -> None:
         with pytest.raises(aiohttp.ClientPayloadError):
             await answer.read()
     await up.stack.router.until(lambda: not up.stack.router.reserved)
-    assert [one.outcome for one in up.stack.router.finished] == [placement_pb2.OUTCOME_CANCELLED]
+    assert [finish.outcome for finish in up.stack.router.finished] == [placement_pb2.OUTCOME_CANCELLED]
 
 
 @pytest.mark.parametrize("failure", ["refuses", "503"])
@@ -363,7 +363,7 @@ async def test_nobody_on_the_list_answers(tmp_path: Path) -> None:
         answer = await ask(up, "/v1/chat/completions", BODY | {"stream": True})
         assert answer.status in (502, 503)
         assert answer.body["error"]["code"]
-        assert {one.outcome for one in up.stack.router.finished} == {placement_pb2.OUTCOME_FAILED}
+        assert {finish.outcome for finish in up.stack.router.finished} == {placement_pb2.OUTCOME_FAILED}
 
 
 async def test_the_runner_up_is_the_first_on_the_list_after_the_chosen(tmp_path: Path) -> None:
@@ -399,12 +399,12 @@ async def test_a_prefill_elsewhere_is_done_before_the_proxy_is_answered(
         answer = await ask(up, "/v1/chat/completions", BODY | {"stream": stream})
         assert (answer.status, answer.headers["x-pointsman-instance"]) == (200, "i1")
         assert (halves(up.stack, 0), halves(up.stack, 1)) == (["send"], ["fetch"])
-        assert told(up.stack) == [(0, "")]
+        assert reported_steps(up.stack) == [(0, "")]
         assert not up.stack.engines[0].requests
         [(_, body, headers)] = up.stack.engines[1].requests
         assert "kv_transfer_params" not in body
         assert headers["x-gateway-destination-endpoint"].startswith(up.endpoints[1])
-        assert [one.outcome for one in up.stack.router.finished] == [placement_pb2.OUTCOME_OK]
+        assert [finish.outcome for finish in up.stack.router.finished] == [placement_pb2.OUTCOME_OK]
 
 
 @pytest.mark.parametrize("failing", ["sends", "fetches"])
@@ -414,8 +414,8 @@ async def test_after_a_failed_transfer_the_instance_computes_the_prompt(tmp_path
         setattr(up.stack.engines[failing == "fetches"], failing, "500")
         answer = await ask(up, "/v1/chat/completions", BODY | {"stream": True})
         assert (answer.status, answer.headers["x-pointsman-instance"]) == (200, "i1")
-        assert told(up.stack)[-1][1]
-        assert [one.outcome for one in up.stack.router.finished] == [placement_pb2.OUTCOME_OK]
+        assert reported_steps(up.stack)[-1][1]
+        assert [finish.outcome for finish in up.stack.router.finished] == [placement_pb2.OUTCOME_OK]
 
 
 async def test_slices_are_computed_before_the_proxy_is_answered(tmp_path: Path) -> None:
@@ -426,7 +426,7 @@ async def test_slices_are_computed_before_the_proxy_is_answered(tmp_path: Path) 
         paths = [path for path, _, _ in up.stack.engines[0].requests]
         assert paths[-1] == "/v1/chat/completions"
         assert len(paths) == 3
-        assert told(up.stack) == [(0, ""), (1, "")]
+        assert reported_steps(up.stack) == [(0, ""), (1, "")]
 
 
 @pytest.mark.parametrize("when", ["before the answer", "in the stream"])
@@ -446,7 +446,7 @@ async def test_a_client_that_leaves(up: Proxied, when: str) -> None:
         else:
             asking.cancel()
     await up.stack.router.until(lambda: not up.stack.router.reserved)
-    assert [one.outcome for one in up.stack.router.finished] == [placement_pb2.OUTCOME_CANCELLED]
+    assert [finish.outcome for finish in up.stack.router.finished] == [placement_pb2.OUTCOME_CANCELLED]
     await eventually(lambda: engine.aborted == 1, "the engine is told")
 
 
@@ -508,7 +508,7 @@ async def test_several_processes_of_a_gateway_are_one_picker(tmp_path: Path) -> 
             "PROCESSES": "2",
         }
         async with gateway_running(settings) as (_, log):
-            await ready(await told_url(log))
+            await ready(await logged_url(log))
             endpoints = [engine.url.removeprefix("http://") for engine in up.engines]
             async with (
                 envoy_beside(EnvoySettings(endpoints, [port]), tmp_path) as url,
@@ -543,4 +543,4 @@ async def test_a_gateway_that_stops_ends_its_streams_with_an_error(tmp_path: Pat
             await running.aclose()
             text = await answer.text()
     assert '"error"' in text
-    assert [one.outcome for one in up.router.finished] == [placement_pb2.OUTCOME_CANCELLED]
+    assert [finish.outcome for finish in up.router.finished] == [placement_pb2.OUTCOME_CANCELLED]

@@ -122,7 +122,7 @@ def trailers() -> pb.HttpTrailers:
 
 
 def set_fields(mutation: pb.HeaderMutation) -> dict[str, str]:
-    return {one.header.key: one.header.raw_value.decode() for one in mutation.set_headers}
+    return {header.header.key: header.header.raw_value.decode() for header in mutation.set_headers}
 
 
 async def placed(proxy: Proxy) -> tuple[pb.ProcessingResponse, bytes]:
@@ -138,7 +138,7 @@ async def placed(proxy: Proxy) -> tuple[pb.ProcessingResponse, bytes]:
 async def outcomes(up: Stack) -> list[int]:
     """Wait until a request has ended; return the outcomes of all."""
     await up.router.until(lambda: bool(up.router.finished))
-    return [one.outcome for one in up.router.finished]
+    return [finish.outcome for finish in up.router.finished]
 
 
 WORD = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
@@ -158,16 +158,16 @@ async def test_a_request_and_its_answer(up: Stack) -> None:
         assert metadata["envoy.lb"]["x-gateway-destination-endpoint"] == endpoints
         assert fields["x-request-id"] == "mine"
         assert "user-agent" in common.header_mutation.remove_headers
-        assert all(one.append_action == 2 for one in common.header_mutation.set_headers)
+        assert all(header.append_action == 2 for header in common.header_mutation.set_headers)
         assert json.loads(sent)["stream_options"] == {"include_usage": True}
         assert up.router.first_tokens == []
         await proxy.send(answer_head(server="secret"), answer_body(WORD[:10]))
         await proxy.send(answer_body(WORD[10:] + DONE, end=True))
         began, *rest = await proxy.read_all()
         assert "server" in began.response_headers.response.header_mutation.remove_headers
-        pieces = [one.response_body.response.body_mutation.streamed_response for one in rest]
-        assert b"".join(one.body for one in pieces) == WORD + DONE
-        assert [one.end_of_stream for one in pieces] == [False] * (len(pieces) - 1) + [True]
+        pieces = [message.response_body.response.body_mutation.streamed_response for message in rest]
+        assert b"".join(piece.body for piece in pieces) == WORD + DONE
+        assert [piece.end_of_stream for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert await outcomes(up) == [1]
 
 
@@ -179,8 +179,8 @@ async def test_a_proxy_that_does_not_tell_how_long_an_engine_took(up: Stack, sta
         quiet: dict[str, Any] = {"x-envoy-upstream-service-time": ""}
         await proxy.send(answer_head(status, **quiet), answer_body(WORD + DONE, end=True))
         began, *_ = await proxy.read_all()
-        told = set_fields(began.response_headers.response.header_mutation)
-        assert told.get(":status", "200") == ("200" if status == 200 else "502")
+        fields = set_fields(began.response_headers.response.header_mutation)
+        assert fields.get(":status", "200") == ("200" if status == 200 else "502")
     assert await outcomes(up) == [outcome]
 
 
@@ -251,8 +251,8 @@ async def test_an_answer_after_its_end_breaks_the_stream_off(up: Stack) -> None:
         await placed(proxy)
         await proxy.send(answer_head(), answer_head())
         _, *rest = await proxy.read_all()
-        pieces = [one.response_body.response.body_mutation.streamed_response for one in rest]
-        assert b"messages_out_of_order" in b"".join(one.body for one in pieces)
+        pieces = [message.response_body.response.body_mutation.streamed_response for message in rest]
+        assert b"messages_out_of_order" in b"".join(piece.body for piece in pieces)
     assert await outcomes(up) == [2]
 
 
@@ -326,7 +326,7 @@ async def test_any_messages_in_any_order_leave_nothing(up: Stack) -> None:
             await asyncio.gather(*(one() for _ in range(20)))
     await eventually(lambda: not up.gateway.proxy_streams, "no stream is open")
     # A placement that arrives after the end of its request is given back, too.
-    ended = [one.request_id for one in up.router.finished if one.error != "the placement came too late"]
+    ended = [finish.request_id for finish in up.router.finished if finish.error != "the placement came too late"]
     assert len(ended) == len(set(ended)) > 20
 
 
@@ -352,8 +352,8 @@ async def test_a_silent_answer_fails(tmp_path: Path, lost: bool, monkeypatch: py
         if lost:
             await up.router.move(up.router.places[0].request_id, placement_pb2.MOVE_REASON_LOST)
         _, *rest = await proxy.read_all()
-        pieces = [one.response_body.response.body_mutation.streamed_response for one in rest]
-        assert b'"error"' in b"".join(one.body for one in pieces)
+        pieces = [message.response_body.response.body_mutation.streamed_response for message in rest]
+        assert b'"error"' in b"".join(piece.body for piece in pieces)
         assert await outcomes(up) == [4]
 
 
@@ -442,8 +442,8 @@ print(json.dumps({
 def test_the_messages_are_envoys() -> None:
     """Every field has the number and the kind of Envoy's own."""
     python = REPOSITORY / ".venv-envoy" / "bin" / "python"
-    told = subprocess.run([python, "-c", _FIELDS_OF_ENVOY], capture_output=True, text=True, check=True).stdout
-    theirs = json.loads(told)
+    output = subprocess.run([python, "-c", _FIELDS_OF_ENVOY], capture_output=True, text=True, check=True).stdout
+    theirs = json.loads(output)
     for name, message in pb.DESCRIPTOR.message_types_by_name.items():
         for field in message.fields:
             kind = field.message_type.name if field.message_type else ""

@@ -14,7 +14,7 @@ import aiohttp
 from pointsman_gateway.io.tokenizer_files import load_tokenizer
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine
 from tests.support.processes.envoy import EnvoySettings, envoy_beside
-from tests.support.processes.gateway import gateway_running, ready, told_url
+from tests.support.processes.gateway import gateway_running, logged_url, ready
 from tests.support.processes.process import free_port
 from tests.support.processes.replicas import Replicas, replicas
 from tests.support.tiny_tokenizer import make_tokenizer
@@ -78,7 +78,7 @@ async def fleet(folder: Path, pickers: int = 2) -> AsyncIterator[Fleet]:
                 "TOKENIZERS": f"{MODEL}={model}",
             }
             process, log = await running.enter_async_context(gateway_running(settings))
-            picker_urls.append(await told_url(log))
+            picker_urls.append(await logged_url(log))
             await ready(picker_urls[-1])
             processes.append(process)
         endpoints = [url.removeprefix("http://") for url in urls]
@@ -122,8 +122,8 @@ async def test_a_killed_picker_breaks_its_own_streams_and_its_reservations_end(t
         await up.pickers[0].wait()
         go.set()
         ends = await asyncio.gather(*asking, return_exceptions=True)
-        assert any(isinstance(one, str) for one in ends), "the other picker's streams go on"
-        assert any(isinstance(one, BaseException) for one in ends), "nobody takes a broken stream for a whole one"
+        assert any(isinstance(end, str) for end in ends), "the other picker's streams go on"
+        assert any(isinstance(end, BaseException) for end in ends), "nobody takes a broken stream for a whole one"
         # Requests whose picker is dead are counted until its lease has ended.
         await up.idle()
         await eventually(lambda: up.stream("after"), "the other picker places alone")

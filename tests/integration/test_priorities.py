@@ -39,7 +39,9 @@ async def test_keys_name_the_class_and_weight_that_routers_are_asked_with(tmp_pa
             body = {**BODY, "priority": -5}
             async with http.post(f"{up.url}/v1/completions", json=body, headers=as_client(key)) as answer:
                 assert answer.status == 200
-    asked = [(one.tenant, one.priority, one.weight, one.HasField("ttft_deadline")) for one in up.router.places]
+    asked = [
+        (place.tenant, place.priority, place.weight, place.HasField("ttft_deadline")) for place in up.router.places
+    ]
     assert asked == [
         ("red", placement_pb2.PRIORITY_STANDARD, 1, False),
         ("red", placement_pb2.PRIORITY_INTERACTIVE, 1, False),
@@ -128,7 +130,7 @@ async def test_interactive_requests_are_answered_before_batch_ones_and_take_thei
             await waiting(client, count)
         tasks.append(asyncio.ensure_future(post("k-fast")))
         done, _ = await asyncio.wait(tasks[1:3], return_when=asyncio.FIRST_COMPLETED)
-        [displaced] = [one.result() for one in done]
+        [displaced] = [task.result() for task in done]
         assert displaced[:2] == (429, "1")
         assert "the queue is full, and a request of another priority class takes this request's place" in displaced[2]
         late = await post("k-fast", **{TIMEOUT: "0.2"})

@@ -40,7 +40,7 @@ async def test_an_engine_is_measured(engine: EmulatedEngine, tmp_path: Path) -> 
     known = {"block_size": 32, "kv_blocks": 500, "max_model_len": 4_096, "max_num_batched_tokens": 256}
     assert measured.engine == known
     # Prefills of new prompts, then those with a prefix, whose full blocks were cached.
-    sizes = [(one.new, one.cached, one.steps) for one in measured.prefills]
+    sizes = [(prefill.new, prefill.cached, prefill.steps) for prefill in measured.prefills]
     assert sizes == [
         (64, 0, 1),
         (128, 0, 1),
@@ -111,7 +111,7 @@ async def test_without_kv_events_the_chunk_is_taken_from_the_flag(
     monkeypatch.setattr("pointsman_lab.live.engine_client.EngineClient._event_endpoint", _no_events)
     measured = await measure(ProfileSettings(url=engine.url, **SHORT, max_num_batched_tokens=100))
     assert measured.engine["max_num_batched_tokens"] == 100
-    assert [one.steps for one in measured.prefills[:3]] == [1, 2, 3]
+    assert [prefill.steps for prefill in measured.prefills[:3]] == [1, 2, 3]
 
 
 async def _no_events(self: object) -> str:
@@ -126,9 +126,11 @@ async def test_what_requests_pay_beside_the_engines_time(
     assert front.request_s + 200 * front.prompt_token_s > 0
     # Decode steps of one sequence, which follow the prompt.
     assert len(front.decodes) == 6
-    assert {one.batch for one in front.decodes} == {1}
-    assert 64 < min(one.kv_tokens for one in front.decodes) < 200 < max(one.kv_tokens for one in front.decodes)
-    assert all(one.seconds > 0 for one in front.decodes)
+    assert {decode.batch for decode in front.decodes} == {1}
+    assert (
+        64 < min(decode.kv_tokens for decode in front.decodes) < 200 < max(decode.kv_tokens for decode in front.decodes)
+    )
+    assert all(decode.seconds > 0 for decode in front.decodes)
     counters = engine.model.counters
     # The prompts are chats, so they include the template's tokens. None finds blocks of another one cached.
     assert counters.prompt_tokens > 3 * (64 + 200)

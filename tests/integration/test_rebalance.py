@@ -76,7 +76,7 @@ async def test_pools_move_to_the_replica_that_joins_and_nothing_is_lost(tmp_path
                 async def counted() -> bool:
                     # A gateway may learn of a pool's new owner from the old one before the new owner has read the open requests.
                     instances = await client.instances()
-                    return {model for model, one in instances.items() if one.num_requests} == THEIRS
+                    return {model for model, instance in instances.items() if instance.num_requests} == THEIRS
 
                 await eventually(counted, "what is open counts at the pools' new owner")
             gateway.finish("held")
@@ -88,8 +88,8 @@ async def test_pools_move_to_the_replica_that_joins_and_nothing_is_lost(tmp_path
 
 async def owner(gateway: Gateway, model: str, wanted: set[str]) -> str:
     async def known() -> str:
-        told = gateway.client._owners.owner(model)
-        return told.router_id if told is not None and told.router_id in wanted else ""
+        owner = gateway.client._owners.owner(model)
+        return owner.router_id if owner is not None and owner.router_id in wanted else ""
 
     return str(await eventually(known, f"{model} is owned by {wanted}", LONG_S))
 

@@ -48,8 +48,8 @@ async def test_the_naive_order_fails_the_same_storm() -> None:
 
     async def place(at: int, name: str) -> str:
         view = views[at % len(views)]
-        for one in log:
-            view.reservations.put(one)
+        for reservation in log:
+            view.reservations.put(reservation)
         decision = view.explain(request(name, tokens=BIG), 0.0)
         await asyncio.sleep(0)  # the write is on its way
         assert isinstance(decision, Decision)
@@ -93,12 +93,12 @@ async def test_a_replica_that_does_not_own_the_pool_names_the_one_that_does(tmp_
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await client.placement.Place(placement_pb2.PlaceRequest(request=wanted))
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-            told, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+            info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
             details = details_of(error.value)
-            assert details[0].Unpack(told)
+            assert details[0].Unpack(info)
             assert details[1].Unpack(retry)
-            assert (told.reason, told.domain) == ("NOT_OWNER", "pointsman")
-            assert dict(told.metadata) == {"router_id": owner, "address": fleet.routers[owner].address}
+            assert (info.reason, info.domain) == ("NOT_OWNER", "pointsman")
+            assert dict(info.metadata) == {"router_id": owner, "address": fleet.routers[owner].address}
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await client.fleet.Explain(fleet_pb2.ExplainRequest(request=wanted))
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -149,7 +149,7 @@ async def test_open_streams_and_sessions_outlive_their_owner(tmp_path: Path) -> 
         async with fleet.client(other) as client:
             at = first.step.instance.instance_id
             assert at != lost
-            counts = {name: one.num_requests for name, one in (await client.instances()).items()}
+            counts = {name: instance.num_requests for name, instance in (await client.instances()).items()}
             assert (counts[at], counts[lost]) == (1, 1)
             # A request that a gateway repeats because the answer did not reach it goes to the same instance.
             again = Session(client, "h")
@@ -184,11 +184,11 @@ async def test_an_owner_that_slept_past_its_lease_writes_nothing_and_loses_its_g
             refusal = (await session.read("refusal")).refusal
             assert refusal.not_serving
 
-            async def told() -> bool:
+            async def knows_owner() -> bool:
                 await session.send(place=placement_pb2.PlacementRequest(request_id="late", model="m", input_tokens=BIG))
                 return (await session.read("refusal")).refusal.owner.router_id == other
 
-            await eventually(told, "the sleeper knows the new owner")
+            await eventually(knows_owner, "the sleeper knows the new owner")
             assert await store.hgetall(OPEN) == kept
             assert await store.hget(LEASE, "id") == other
             session.call.cancel()
@@ -211,7 +211,7 @@ async def _three_more(gateways: list[Gateway]) -> list[str]:
     placed = await asyncio.gather(*(gateway.place(name) for gateway, name in pairs))
     for gateway, name in pairs:
         gateway.finish(name)
-    return [one.step.instance.instance_id for one in placed]
+    return [placement.step.instance.instance_id for placement in placed]
 
 
 async def test_an_empty_redis_replaces_the_one_that_died(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ async def test_an_idle_client_of_each_replica_sees_only_what_it_owns(tmp_path: P
         for name in fleet.routers:
             async with fleet.client(name) as client:
                 assert isinstance(client, Client)
-                total = sum(one.num_requests for one in (await client.instances()).values())
+                total = sum(instance.num_requests for instance in (await client.instances()).values())
                 assert total == (1 if name == owner else 0)
         fleet.gateways[0].finish("r")
         await fleet.idle()

@@ -34,8 +34,10 @@ async def test_a_report_makes_an_instance_ready_and_a_gap_costs_a_snapshot() -> 
         await report.join("a", KEYS)
 
         async def ready() -> bool:
-            one = (await client.instances()).get("a")
-            return one is not None and one.state == fleet_pb2.INSTANCE_STATE_READY and one.load.running == 1
+            instance = (await client.instances()).get("a")
+            return (
+                instance is not None and instance.state == fleet_pb2.INSTANCE_STATE_READY and instance.load.running == 1
+            )
 
         await eventually(ready, "ready")
         assert (await client.instances())["a"].keys == 10
@@ -52,7 +54,7 @@ async def test_a_report_makes_an_instance_ready_and_a_gap_costs_a_snapshot() -> 
 async def test_the_series_of_an_instance_that_left_end() -> None:
     async with running() as (server, client):
 
-        def told() -> float | None:
+        def placements() -> float | None:
             return server.router.telemetry.registry.get_sample_value(
                 "pointsman_router_placements_total", {"instance": "a"}
             )
@@ -62,9 +64,9 @@ async def test_the_series_of_an_instance_that_left_end() -> None:
         session = Session(client)
         await session.hello()
         await session.place("r")
-        assert told() == 1
+        assert placements() == 1
         await report.send(goodbye=agent_pb2.Goodbye(reason="stopped"))
-        await eventually(lambda: told() is None, "no series of it")
+        await eventually(lambda: placements() is None, "no series of it")
 
 
 async def _empty(client: Client) -> bool:
@@ -124,14 +126,14 @@ async def test_a_gateways_session_from_place_to_finish_and_the_questions_about_i
         decision = await eventually(closed, "closed")
         assert decision.decision_id == placement.decision_id
         assert decision.finished.cached_tokens == 96
-        assert {one.instance_id: one.score for one in decision.candidates} == {"a": 160.0, "b": 64.0}
+        assert {candidate.instance_id: candidate.score for candidate in decision.candidates} == {"a": 160.0, "b": 64.0}
         assert (decision.runner_up, decision.margin, decision.route_class) == ("a", 96.0, fleet_pb2.ROUTE_CLASS_LIGHT)
         assert (await client.instances())["b"].num_requests == 0
 
         listed = await client.fleet.ListDecisions(
             fleet_pb2.ListDecisionsRequest(filter=fleet_pb2.DecisionFilter(session_id="s", instance_id="b"))
         )
-        assert [one.decision_id for one in listed.decisions] == [decision.decision_id]
+        assert [decision.decision_id for decision in listed.decisions] == [decision.decision_id]
         assert not listed.decisions[0].candidates
         nothing = fleet_pb2.ListDecisionsRequest(filter=fleet_pb2.DecisionFilter(reason="session_affinity"))
         assert not (await client.fleet.ListDecisions(nothing)).decisions
@@ -288,7 +290,7 @@ async def test_what_cannot_be_is_refused_by_the_unary_form_and_names_the_field()
             assert details[0].Unpack(info)
             assert details[1].Unpack(bad)
             assert (info.reason, info.metadata["field"]) == ("INVALID_FIELD", field)
-            assert [one.field for one in bad.field_violations] == [field]
+            assert [violation.field for violation in bad.field_violations] == [field]
         await finish(finished(request_id="open", outcome=placement_pb2.OUTCOME_OK))
         over = duration_pb2.Duration(seconds=-1)
         for call, code, reason in (
@@ -304,7 +306,7 @@ async def test_what_cannot_be_is_refused_by_the_unary_form_and_names_the_field()
             assert error.value.code() is code
             assert details_of(error.value)[0].Unpack(info)
             assert info.reason == reason
-        assert {one: status.num_requests for one, status in (await client.instances()).items()} == {"a": 0, "b": 0}
+        assert {name: status.num_requests for name, status in (await client.instances()).items()} == {"a": 0, "b": 0}
 
 
 async def test_what_cannot_be_is_refused_on_a_session_which_goes_on() -> None:
@@ -471,12 +473,12 @@ async def test_messages_that_are_ready_together_travel_as_one() -> None:
         asked = [placement_pb2.PlacementRequest(request_id=f"r{n}", model="m", input_tokens=10) for n in range(5)]
         ended = placement_pb2.Finished(request_id="r4", outcome=placement_pb2.OUTCOME_OK)
         requests = [
-            *(placement_pb2.SessionRequest(place=one) for one in asked),
+            *(placement_pb2.SessionRequest(place=request) for request in asked),
             placement_pb2.SessionRequest(first_token=placement_pb2.FirstToken(request_id="r0")),
             placement_pb2.SessionRequest(finished=ended),
         ]
         await session.send(batch=placement_pb2.SessionRequestBatch(requests=requests))
         answers = [(await session.read("placement")).placement.request_id for _ in asked]
-        assert answers == [one.request_id for one in asked]
+        assert answers == [request.request_id for request in asked]
         counters = server.router.state.reservations.counters("a")
         assert (counters.num_requests, counters.ongoing_decode_tokens) == (4, 10)

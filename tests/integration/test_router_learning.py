@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import pytest
+
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_common.core.block_keys import prompt_keys
+from pointsman_router.core.instances.circuit_breaker import CircuitSettings
+from pointsman_router.io import runtime
 from tests.support.router import Client, Report, Session, running
 from tests.support.waiting import eventually
 
@@ -16,8 +22,12 @@ async def until(client: Client, what: str, **wanted: object) -> fleet_pb2.Instan
     """Wait until the fields of instance `a` have these values."""
 
     async def check() -> fleet_pb2.InstanceStatus | None:
-        one = (await client.instances()).get("a")
-        return one if one is not None and all(getattr(one, name) == value for name, value in wanted.items()) else None
+        instance = (await client.instances()).get("a")
+        return (
+            instance
+            if instance is not None and all(getattr(instance, name) == value for name, value in wanted.items())
+            else None
+        )
 
     status = await eventually(check, what)
     assert isinstance(status, fleet_pb2.InstanceStatus)
@@ -140,8 +150,9 @@ async def test_an_index_without_room_says_so() -> None:
         assert (status.keys, status.prefix_source) == (0, fleet_pb2.PREFIX_SOURCE_APPROXIMATE)
 
 
-async def test_an_instance_that_fails_for_one_gateway_is_left_alone_by_all() -> None:
-    async with running(circuit_failures=2, circuit_first_open_s=60, circuit_max_open_s=60) as (server, client):
+async def test_an_instance_that_fails_for_one_gateway_is_left_alone_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "CircuitSettings", partial(CircuitSettings, first_open_s=60, max_open_s=60))
+    async with running(circuit_failures=2) as (server, client):
         reports = [Report(client), Report(client)]
         for name, report in zip("ab", reports, strict=True):
             await report.join(name)
@@ -153,11 +164,11 @@ async def test_an_instance_that_fails_for_one_gateway_is_left_alone_by_all() -> 
             assert placement.step.instance.instance_id == "a"
             await one.finish(f"f{number}", outcome=placement_pb2.OUTCOME_FAILED, error="status 500")
 
-        async def told() -> bool:
+        async def excluded() -> bool:
             fleet = await other.fleet()
             return [ref.instance_id for pool in fleet.pools.values() for ref in pool.instances] == ["b"]
 
-        await eventually(told, "the other gateway is told")
+        await eventually(excluded, "the other gateway is told")
         assert (await client.instances())["a"].circuit_open
         for number in range(3):
             assert (await other.place(f"r{number}")).step.instance.instance_id == "b"

@@ -172,14 +172,16 @@ async def test_what_another_version_has_written_is_taken_as_far_as_it_can_be_rea
     kept = {"older": older, "newer": {**older, "request_id": "newer", "colour": "red"}, "other": {"request_id": 7}}
     with redis_server(tmp_path) as (url, _):
         with redis.Redis.from_url(url) as client:
-            client.hset("pointsman:{default:m}:open", mapping={name: json.dumps(one) for name, one in kept.items()})
+            client.hset(
+                "pointsman:{default:m}:open", mapping={name: json.dumps(stored) for name, stored in kept.items()}
+            )
             client.hset("pointsman:{default:m}:mean_work", mapping={"work": json.dumps({"work": 7}), "idle": "[]"})
         async with running(redis_url=url, owner_lease_s=0.5) as (server, agent):
             await Report(agent).join("a")
 
             async def taken() -> bool:
                 found = server.router.state.reservations.of_pool("m")
-                return {one.request_id for one in found} == {"older", "newer"}
+                return {reservation.request_id for reservation in found} == {"older", "newer"}
 
             await eventually(taken, "what can be read is open")
 
@@ -315,12 +317,12 @@ async def test_a_redis_that_takes_no_writes_is_done_without_until_it_does(tmp_pa
             session = Session(client)
             await session.hello()
             assert not (await session.place("before")).degraded
-            told: list[bool] = []
+            degraded: list[bool] = []
             handle = server.router.submit
 
             def noted(event: ev.Event) -> list[ev.Effect]:
                 if isinstance(event, ev.StoreState):
-                    told.append(event.degraded)
+                    degraded.append(event.degraded)
                 return handle(event)
 
             store: Any = server.router.store
@@ -344,7 +346,7 @@ async def test_a_redis_that_takes_no_writes_is_done_without_until_it_does(tmp_pa
                 beats = store.answered_at
                 assert beats is not None
                 await eventually(lambda: (store.answered_at or 0.0) > beats + 1.0, "heartbeats")
-                assert told == [True], "the state does not alternate"
+                assert degraded == [True], "the state does not alternate"
                 assert store.may_place("m")
                 await execute("ACL", "SETUSER", "default", "allkeys")
 
@@ -353,7 +355,7 @@ async def test_a_redis_that_takes_no_writes_is_done_without_until_it_does(tmp_pa
 
                 await eventually(written, "written")
             assert not (await session.place("after")).degraded
-            assert told == [True, False]
+            assert degraded == [True, False]
 
 
 async def test_a_pool_without_instances_is_left_and_what_redis_has_of_it_ends(

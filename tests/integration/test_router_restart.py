@@ -176,7 +176,8 @@ async def fleet(folder: Path, redis_url: str) -> AsyncIterator[Fleet]:
             await up.load.client.start()
             ready = fleet_pb2.INSTANCE_STATE_READY
             await up.until(
-                lambda known: len(known) == ENGINES and all(one.state == ready for one in known.values()), "all ready"
+                lambda known: len(known) == ENGINES and all(instance.state == ready for instance in known.values()),
+                "all ready",
             )
             yield up
 
@@ -211,7 +212,8 @@ async def test_a_restart_under_load_forgets_nothing_and_guesses_nothing(tmp_path
             )
             # Engines have computed each session's first turn, and nothing of the open streams.
             await up.until(
-                lambda known: sum(one.keys for one in known.values()) == 6 * CACHED // BLOCK, "all keys reported"
+                lambda known: sum(instance.keys for instance in known.values()) == 6 * CACHED // BLOCK,
+                "all keys reported",
             )
             before = await up.instances()
 
@@ -234,7 +236,7 @@ async def test_a_restart_under_load_forgets_nothing_and_guesses_nothing(tmp_path
                     return load.client.connected
 
                 await eventually(back, "the gateway is back", LONG_S)
-                assert not any(one.done() for one in waiting)
+                assert not any(task.done() for task in waiting)
                 assert await health(up.router.address) == NOT_PLACING
             finally:
                 os.kill(up.agent.pid, signal.SIGCONT)
@@ -245,17 +247,17 @@ async def test_a_restart_under_load_forgets_nothing_and_guesses_nothing(tmp_path
                 assert answer.cached_tokens == CACHED, "placed with what its engine has cached"
                 assert answer.step.instance.instance_id == owners[at].instance_id
             known = await up.instances()
-            assert {name: (one.instance.incarnation, one.state) for name, one in known.items()} == {
-                name: (one.instance.incarnation, one.state) for name, one in before.items()
+            assert {name: (instance.instance.incarnation, instance.state) for name, instance in known.items()} == {
+                name: (instance.instance.incarnation, instance.state) for name, instance in before.items()
             }
             # Ends are reported in batches, a few milliseconds late.
             await up.until(lambda known: streams(known) == streams(before), "the open streams, and no others")
             for session in range(1, 4):
                 load.end(f"open-{session}")
-            await up.until(lambda known: all(idle(one) for one in known.values()), "every counter is 0")
+            await up.until(lambda known: all(idle(instance) for instance in known.values()), "every counter is 0")
             if shared:
                 # A new owner places before it has read the sessions' owners, so wait for them.
-                await up.until(lambda known: sum(one.sessions for one in known.values()) == 6, "six sessions")
+                await up.until(lambda known: sum(instance.sessions for instance in known.values()) == 6, "six sessions")
                 for session in range(1, 4):
                     answer = await load.turn(f"third-{session}", f"s{session}", prompt_of(session, 2))
                     assert answer.step.instance.instance_id == owners[session].instance_id
@@ -269,8 +271,8 @@ async def reason(up: Fleet, request_id: str) -> str:
 
 
 def streams(known: dict[str, fleet_pb2.InstanceStatus]) -> dict[str, tuple[int, int]]:
-    return {name: (one.num_requests, one.ongoing_decode_tokens) for name, one in known.items()}
+    return {name: (instance.num_requests, instance.ongoing_decode_tokens) for name, instance in known.items()}
 
 
-def idle(one: Any) -> bool:
-    return not any(counters(one).values())
+def idle(instance: Any) -> bool:
+    return not any(counters(instance).values())

@@ -17,7 +17,7 @@ AFFINITY = "pointsman:{default:m}:affinity"
 
 async def listed(client: Client) -> tuple[list[str], int]:
     answer = await client.fleet.ListSessions(fleet_pb2.ListSessionsRequest(), metadata=client.metadata)
-    return [f"{one.tenant}/{one.session_id}" for one in answer.sessions], answer.ended
+    return [f"{session.tenant}/{session.session_id}" for session in answer.sessions], answer.ended
 
 
 async def owns(server: RouterServer) -> None:

@@ -20,12 +20,12 @@ TINY = Cell("tiny", "tiny", Load("tiny", 1.0, 3), count=2, speedup=20.0)
 def test_a_tiny_board_runs_and_is_not_run_again(tmp_path: Path) -> None:
     results = Results(tmp_path / "board.jsonl")
     results.save_plan([TINY], {"rounds": 1})
-    among = [one for one in contenders() if one.name in ("nginx least_conn", "pointsman unified")]
+    among = [contender for contender in contenders() if contender.name in ("nginx least_conn", "pointsman unified")]
     said: list[str] = []
     BoardRun(results, among, 1, time.monotonic() + 600, said.append).run([TINY])
     assert len(said) == 2, said
     stored = Results(tmp_path / "board.jsonl")
-    found = {one.contender: one.measures for one in stored.trials}
+    found = {trial.contender: trial.measures for trial in stored.trials}
     own, nginx = found["pointsman unified"], found["nginx least_conn"]
     assert own is not None
     assert nginx is not None

@@ -72,8 +72,8 @@ async def test_a_client_whose_session_does_not_fit_gets_429_with_its_place(
         headers = refused.value.response.headers
         assert int(headers["Retry-After"]) >= 1
         assert headers["X-Pointsman-Queue-Place"] == "1"
-        told = (await client.fleet.ListReplicas(fleet_pb2.ListReplicasRequest())).pools[0].admission
-        assert (told.armed, told.sessions, told.capacity) == (True, 1, CAPACITY)
+        admission = (await client.fleet.ListReplicas(fleet_pb2.ListReplicasRequest())).pools[0].admission
+        assert (admission.armed, admission.sessions, admission.capacity) == (True, 1, CAPACITY)
         server.router.state.check_invariants()
 
 
@@ -119,5 +119,5 @@ async def test_work_under_way_is_not_parked(tmp_path: Path, monkeypatch: pytest.
             assert answer.status == 200
         async with http.post(f"{url}/v1/completions", json=asked("first")) as answer:
             assert answer.status == 200
-        reasons = [one.decision.request.admitted for one in server.router.decisions.newest(lambda _: True)]
-        assert [one and one.verdict.reason for one in reasons] == ["session", "parent", "tool_result", None]
+        reasons = [logged.decision.request.admitted for logged in server.router.decisions.newest(lambda _: True)]
+        assert [reason and reason.verdict.reason for reason in reasons] == ["session", "parent", "tool_result", None]

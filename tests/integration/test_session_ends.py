@@ -44,7 +44,7 @@ async def delete(up: Stack, path: str, **headers: str) -> int:
         return answer.status
 
 
-async def told(up: Stack, count: int = 1) -> list[tuple[str, str]]:
+async def ended_sessions(up: Stack, count: int = 1) -> list[tuple[str, str]]:
     await up.router.until(lambda: len(up.router.ended_sessions) >= count)
     return up.router.ended_sessions
 
@@ -56,7 +56,7 @@ async def confirmed(up: Stack) -> None:
 async def test_a_delete_ends_the_session_and_a_second_one_too(tmp_path: Path) -> None:
     async with owned(tmp_path) as up:
         assert [await delete(up, "/v1/sessions/s") for _ in range(2)] == [204, 204]
-        assert await told(up, 2) == [("default", "s")] * 2
+        assert await ended_sessions(up, 2) == [("default", "s")] * 2
         await confirmed(up)
         assert await delete(up, "/v1/sessions/") == 404
         assert (await ask(up, "/v1/sessions/s"))[0] == 405
@@ -68,7 +68,7 @@ async def test_a_session_of_a_request_has_the_name_that_a_delete_gives_it(tmp_pa
         for name, path in names.items():
             assert (await post(up, Endpoint.CHAT.value, json=CHAT, headers={"X-Session-ID": name}))[0] == 200
             assert await delete(up, f"/v1/sessions/{path}") == 204
-        ended = await told(up, len(names))
+        ended = await ended_sessions(up, len(names))
         assert ended == [(place.tenant, place.session_id) for place in up.router.places]
         assert max(len(session_id) for _, session_id in ended) <= 128
 
@@ -80,7 +80,7 @@ async def test_a_tenant_ends_only_its_own_sessions(tmp_path: Path) -> None:
         assert await delete(up, "/v1/sessions/s") == 401
         assert await delete(up, "/v1/sessions/s", Authorization="Bearer sk-red") == 204
         assert await delete(up, "/v1/sessions/s", **{"x-api-key": "sk-blue"}) == 204
-        assert await told(up, 2) == [("red", "s"), ("blue", "s")]
+        assert await ended_sessions(up, 2) == [("red", "s"), ("blue", "s")]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -92,7 +92,7 @@ async def test_a_last_request_ends_its_session_when_it_is_answered(tmp_path: Pat
         ):
             assert answer.status == 200
             await answer.read()
-        assert await told(up) == [("default", "s")]
+        assert await ended_sessions(up) == [("default", "s")]
         assert up.router.order[-2:] == ["finished", "end_session"]
         sent = {name.lower() for name in up.engines[0].requests[-1][2]}
         assert "x-pointsman-session-end" not in sent
@@ -102,7 +102,7 @@ async def test_a_last_request_without_a_session_id_ends_the_session_that_its_pro
     async with owned(tmp_path) as up:
         for headers in ({}, {"X-Pointsman-Session-End": "1"}):
             assert (await post(up, Endpoint.CHAT.value, json=CHAT, headers=headers))[0] == 200
-        [end] = await told(up)
+        [end] = await ended_sessions(up)
         assert end == ("default", up.router.places[0].session_id) == ("default", up.router.places[1].session_id)
 
 
@@ -118,7 +118,7 @@ async def test_a_last_request_that_fails_ends_its_session(tmp_path: Path, mode: 
         ):
             assert answer.status == status
             await answer.read()
-        assert await told(up) == [("default", "s")]
+        assert await ended_sessions(up) == [("default", "s")]
         assert len(up.router.ended_sessions) == 1, "after its last attempt"
 
 
@@ -126,7 +126,7 @@ async def test_a_last_request_that_no_instance_takes_ends_its_session(tmp_path: 
     async with owned(tmp_path) as up:
         up.router.placer = lambda request: refusal(request, 8, "saturated", 1)
         assert (await post(up, Endpoint.CHAT.value, json=CHAT, headers=LAST))[0] == 429
-        assert await told(up) == [("default", "s")]
+        assert await ended_sessions(up) == [("default", "s")]
 
 
 async def test_a_last_request_whose_client_leaves_ends_its_session(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ async def test_a_last_request_whose_client_leaves_ends_its_session(tmp_path: Pat
             assert up.router.ended_sessions == []
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-        assert await told(up) == [("default", "s")]
+        assert await ended_sessions(up) == [("default", "s")]
         assert (await finished(up)).outcome == placement_pb2.OUTCOME_CANCELLED
 
 
@@ -154,14 +154,14 @@ async def test_requests_that_are_refused_before_they_are_placed_end_nothing(tmp_
             0
         ] == 400
         await delete(up, "/v1/sessions/after")
-        assert await told(up) == [("default", "after")]
+        assert await ended_sessions(up) == [("default", "after")]
 
 
 async def test_an_end_that_was_lost_with_the_stream_is_told_on_the_next_one(tmp_path: Path) -> None:
     async with owned(tmp_path) as up:
         up.router.confirms_ends = False
         await delete(up, "/v1/sessions/lost")
-        await told(up)
+        await ended_sessions(up)
         port = int(up.router.address.rpartition(":")[2])
         await up.router.stop()
         await eventually(lambda: not up.gateway.router.connected, "the stream has ended")
@@ -169,7 +169,7 @@ async def test_an_end_that_was_lost_with_the_stream_is_told_on_the_next_one(tmp_
         up.router.ended_sessions.clear()
         up.router.confirms_ends = True
         await up.router.start(port)
-        assert await told(up, 2) == [("default", "lost"), ("default", "while-away")]
+        assert await ended_sessions(up, 2) == [("default", "lost"), ("default", "while-away")]
         await confirmed(up)
 
 
@@ -177,32 +177,32 @@ async def test_a_new_owner_is_told_of_what_the_earlier_one_has_not_confirmed(tmp
     async with owned(tmp_path) as up:
         up.router.confirms_ends = False
         await delete(up, "/v1/sessions/s")
-        await told(up)
+        await ended_sessions(up)
         up.router.confirms_ends = True
         await own(up, epoch=2)
-        assert await told(up, 2) == [("default", "s")] * 2
+        assert await ended_sessions(up, 2) == [("default", "s")] * 2
         await confirmed(up)
         await own(up, epoch=3)
         await delete(up, "/v1/sessions/next")
-        assert await told(up, 3) == [("default", "s"), ("default", "s"), ("default", "next")]
+        assert await ended_sessions(up, 3) == [("default", "s"), ("default", "s"), ("default", "next")]
 
 
 async def test_a_session_that_has_begun_again_is_not_ended_by_its_earlier_end(tmp_path: Path) -> None:
     async with owned(tmp_path) as up:
         up.router.confirms_ends = False
         await delete(up, "/v1/sessions/s")
-        await told(up)
+        await ended_sessions(up)
         assert (await post(up, Endpoint.CHAT.value, json=CHAT, headers={"X-Session-ID": "s"}))[0] == 200
         await own(up, epoch=2)
         await delete(up, "/v1/sessions/next")
-        assert await told(up, 2) == [("default", "s"), ("default", "next")]
+        assert await ended_sessions(up, 2) == [("default", "s"), ("default", "next")]
 
 
 async def test_ends_are_counted(tmp_path: Path) -> None:
     async with owned(tmp_path) as up:
         await delete(up, "/v1/sessions/s")
         await post(up, Endpoint.CHAT.value, json=CHAT, headers=LAST)
-        await told(up, 2)
+        await ended_sessions(up, 2)
         async with aiohttp.ClientSession() as http, http.get(f"{up.url}/metrics") as answer:
             page = await answer.text()
         for line in ('session_ends_total{by="delete"} 1.0', 'session_ends_total{by="header"} 1.0'):

@@ -43,8 +43,8 @@ def policy(name: str, **settings: Any) -> fleet_pb2.Policy:
     return fleet_pb2.Policy(name=name, settings=struct)
 
 
-def settings_of(told: fleet_pb2.Policy) -> dict[str, Any]:
-    return json_format.MessageToDict(told.settings)
+def settings_of(policy_message: fleet_pb2.Policy) -> dict[str, Any]:
+    return json_format.MessageToDict(policy_message.settings)
 
 
 @asynccontextmanager
@@ -69,19 +69,21 @@ async def set_policy(client: Client, wanted: fleet_pb2.Policy) -> fleet_pb2.Poli
 async def test_every_registered_policy_can_be_set_and_decides_under_its_name() -> None:
     async with fleet() as (server, client, session):
         for name in POLICIES:
-            told = await set_policy(client, policy(name))
-            assert settings_of(told) == dict(make_policy(name).ref().settings), "all settings, at their defaults"
+            answer = await set_policy(client, policy(name))
+            assert settings_of(answer) == dict(make_policy(name).ref().settings), "all settings, at their defaults"
             placed = await session.place(f"r-{name}", 160, keys=KEYS, session_id="s")
             made = await decision(client, f"r-{name}")
             assert made.decision_id == placed.decision_id
-            assert (made.policy.name, settings_of(made.policy)) == (name, settings_of(told))
+            assert (made.policy.name, settings_of(made.policy)) == (name, settings_of(answer))
             assert made.reason
             assert len(made.candidates) == 3
             asked = fleet_pb2.ExplainRequest(
                 request=placement_pb2.PlacementRequest(request_id="x", model="m", input_tokens=160, keys=KEYS)
             )
             would = (await client.fleet.Explain(asked)).decision
-            scores = {one.instance_id: one.score for one in would.candidates if one.HasField("score")}
+            scores = {
+                candidate.instance_id: candidate.score for candidate in would.candidates if candidate.HasField("score")
+            }
             chosen = would.steps[-1].instance.instance_id
             if would.HasField("margin"):
                 assert would.runner_up != chosen
@@ -89,7 +91,7 @@ async def test_every_registered_policy_can_be_set_and_decides_under_its_name() -
             await session.finish(f"r-{name}")
 
             async def free() -> bool:
-                return not any(one.num_requests for one in (await client.instances()).values())
+                return not any(instance.num_requests for instance in (await client.instances()).values())
 
             await eventually(free, "released")
         server.router.state.check_invariants()
@@ -100,16 +102,16 @@ async def test_numbers_words_and_switches_are_set_and_what_is_known_stays() -> N
         placed = await session.place("open", 160, keys=KEYS, session_id="s")
         assert placed.step.instance.instance_id == "b"
         wanted = policy("migrate", min_load_gap=3, picker="cache_rich", rotate_affinity=True)
-        told = await set_policy(client, wanted)
-        assert settings_of(told) == dict(make_policy("migrate", settings_of(wanted)).ref().settings)
-        assert (await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy == told
+        answer = await set_policy(client, wanted)
+        assert settings_of(answer) == dict(make_policy("migrate", settings_of(wanted)).ref().settings)
+        assert (await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy == answer
         known = (await client.instances())["b"]
         assert (known.num_requests, known.pending_prefill_tokens, known.sessions, known.keys) == (1, 32, 1, 8)
         await session.send(first_token=placement_pb2.FirstToken(request_id="open"))
         await session.place("next", 160, keys=KEYS, session_id="s")
         made = await decision(client, "next")
-        assert (made.policy, made.session_owner) == (told, "b")
-        assert next(one for one in made.candidates if one.instance_id == "b").num_requests == 1
+        assert (made.policy, made.session_owner) == (answer, "b")
+        assert next(candidate for candidate in made.candidates if candidate.instance_id == "b").num_requests == 1
         assert (await decision(client, "open")).policy.name == DEFAULT_POLICY, (
             "a decision keeps the policy that made it"
         )
@@ -117,7 +119,7 @@ async def test_numbers_words_and_switches_are_set_and_what_is_known_stays() -> N
             await session.finish(name)
 
         async def free() -> bool:
-            return not any(one.num_requests for one in (await client.instances()).values())
+            return not any(instance.num_requests for instance in (await client.instances()).values())
 
         await eventually(free, "released")
         server.router.state.check_invariants()
@@ -157,7 +159,7 @@ async def test_what_cannot_be_set_names_the_field_and_changes_nothing(
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             bad = error_details_pb2.BadRequest()
             assert details_of(error.value)[1].Unpack(bad)
-            assert [one.field for one in bad.field_violations] == [field]
+            assert [violation.field for violation in bad.field_violations] == [field]
             assert said in bad.field_violations[0].description
         assert (await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy == before
 
@@ -169,17 +171,19 @@ async def test_what_if_counts_other_plans_and_sums_them_up() -> None:
         again = fleet_pb2.WhatIfRequest(last=10, policy=policy("adaptive_offload"))
         answer = await client.fleet.WhatIf(again)
         was = (await decision(client, "heavy")).steps[-1].instance.instance_id
-        [change] = [one for one in answer.changes if one.decision_id == (await decision(client, "heavy")).decision_id]
+        [change] = [
+            change for change in answer.changes if change.decision_id == (await decision(client, "heavy")).decision_id
+        ]
         assert (change.from_instance_id, change.to_instance_id) == (was, was), "the answer comes from the same instance"
         assert (change.from_mode, change.to_mode) == (
             fleet_pb2.PLACEMENT_MODE_COLOCATED,
             fleet_pb2.PLACEMENT_MODE_OFFLOAD,
         )
         assert change.to_prefill_instance_id not in ("", was)
-        assert answer.decided == 2 == sum(one.decided for one in answer.groups)
-        assert answer.changed == len(answer.changes) == sum(one.changed for one in answer.groups)
-        assert answer.cached_tokens_change == sum(one.cached_tokens_change for one in answer.groups)
-        heavy = next(one for one in answer.groups if one.route_class == fleet_pb2.ROUTE_CLASS_HEAVY)
+        assert answer.decided == 2 == sum(group.decided for group in answer.groups)
+        assert answer.changed == len(answer.changes) == sum(group.changed for group in answer.groups)
+        assert answer.cached_tokens_change == sum(group.cached_tokens_change for group in answer.groups)
+        heavy = next(group for group in answer.groups if group.route_class == fleet_pb2.ROUTE_CLASS_HEAVY)
         assert (heavy.decided, heavy.changed, heavy.reason) == (1, 1, change.reason)
         same = await client.fleet.WhatIf(fleet_pb2.WhatIfRequest(last=10, policy=policy("unified")))
         assert (same.decided, same.changed, len(same.changes)) == (2, 0, 0)
@@ -303,8 +307,8 @@ async def test_of_two_replicas_changes_on_one_policy_one_is_taken(tmp_path: Path
                 for each, name in ((one, "lmetric"), (two, "sticky"))
             ]
             answers = await asyncio.gather(*calls, return_exceptions=True)
-            refused = [one for one in answers if isinstance(one, grpc.aio.AioRpcError)]
-            assert [one.code() for one in refused] == [grpc.StatusCode.ABORTED]
+            refused = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
+            assert [error.code() for error in refused] == [grpc.StatusCode.ABORTED]
 
 
 async def test_replicas_share_a_policy_and_keep_it_over_restarts(tmp_path: Path) -> None:
@@ -331,13 +335,13 @@ async def test_replicas_share_a_policy_and_keep_it_over_restarts(tmp_path: Path)
             async with running(router_id="three", policy="sticky", **shared) as (_, three):
                 await eventually(places_by(three, "elastic"), "three follows")
 
-                async def told() -> bool:
+                async def reported() -> bool:
                     listed = (await one.fleet.ListReplicas(fleet_pb2.ListReplicasRequest())).replicas
                     return {each.router_id: each.policy.name for each in listed} == dict.fromkeys(
                         ("one", "two", "three"), "elastic"
                     )
 
-                await eventually(told, "each tells what it places by")
+                await eventually(reported, "each tells what it places by")
             redis.kill()
             alone = await two.fleet.SetPolicy(fleet_pb2.SetPolicyRequest(policy=policy("lmetric")))
             assert (alone.this_replica_only, alone.policy.name, await in_force(one)) == (True, "lmetric", "elastic")
@@ -369,9 +373,9 @@ async def test_a_policy_that_a_replica_does_not_know_changes_nothing(tmp_path: P
 
 async def test_a_drain_is_an_order_to_all_replicas_until_the_engine_restarts(tmp_path: Path) -> None:
     async def states(client: Client) -> dict[str, int]:
-        return {name: one.state for name, one in (await client.instances()).items()}
+        return {name: instance.state for name, instance in (await client.instances()).items()}
 
-    def told(client: Client, **wanted: int) -> Any:
+    def has_states(client: Client, **wanted: int) -> Any:
         async def check() -> bool:
             return await states(client) == wanted
 
@@ -389,29 +393,29 @@ async def test_a_drain_is_an_order_to_all_replicas_until_the_engine_restarts(tmp
             for client in (one, two):
                 for name in ("a", "b"):
                     await Report(client).join(name)
-                await eventually(told(client, a=ready, b=ready), "both instances")
+                await eventually(has_states(client, a=ready, b=ready), "both instances")
             # Two instances are drained at once, one at each replica: neither order undoes the other.
             answers = await asyncio.gather(drain(one, "a"), drain(two, "b"))
-            assert [(one.instance.state, one.this_replica_only) for one in answers] == [(draining, False)] * 2
+            assert [(answer.instance.state, answer.this_replica_only) for answer in answers] == [(draining, False)] * 2
             for client in (one, two):
-                await eventually(told(client, a=draining, b=draining), "both drain at both")
+                await eventually(has_states(client, a=draining, b=draining), "both drain at both")
             assert (await drain(two, "b", resume=True)).instance.state == ready
-            await eventually(told(one, a=draining, b=ready), "one follows")
+            await eventually(has_states(one, a=draining, b=ready), "one follows")
             # A replica that starts later learns of the drain from its first heartbeat, before the instance's agent connects.
             async with running(router_id="three", **shared) as (_, three):
                 await Report(three).join("a")
-                await eventually(told(three, a=draining), "three follows")
+                await eventually(has_states(three, a=draining), "three follows")
                 # The engine restarts: the drain of its earlier incarnation ends at each replica.
                 for client in (one, two, three):
                     await Report(client).join("a", incarnation="2")
-                await eventually(told(three, a=ready), "a new life")
+                await eventually(has_states(three, a=ready), "a new life")
                 assert (await states(one))["a"] == (await states(two))["a"] == ready
             redis.kill()
             alone = await drain(two, "b")
             assert (alone.this_replica_only, alone.instance.state) == (True, draining)
             assert (await states(one))["b"] == ready
             with redis_server(tmp_path, port=int(url.rpartition(":")[2].partition("/")[0])):
-                await eventually(told(one, a=ready, b=draining), "one follows when Redis is back")
+                await eventually(has_states(one, a=ready, b=draining), "one follows when Redis is back")
                 with Redis.from_url(url, decode_responses=True) as client:
                     kept = client.hget("pointsman:{default}:config", "config")
                 assert kept is not None

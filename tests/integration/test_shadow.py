@@ -61,12 +61,12 @@ async def converse(url: str, sessions: int = SESSIONS, turns: int = TURNS, salt:
             body = {"model": MODEL, "messages": messages, "max_tokens": ANSWER, "ignore_eos": True}
             async with client.post(f"{url}/v1/chat/completions", json=body) as answer:
                 assert answer.status == 200, await answer.text()
-                told = await answer.json()
-            usage = told["usage"]
+                completion = await answer.json()
+            usage = completion["usage"]
             talk.prompt_tokens += usage["prompt_tokens"]
             talk.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
             talk.answers += 1
-            messages.append({"role": "assistant", "content": told["choices"][0]["message"]["content"]})
+            messages.append({"role": "assistant", "content": completion["choices"][0]["message"]["content"]})
             await asyncio.sleep(0.1)
 
     async with aiohttp.ClientSession() as client:
@@ -78,8 +78,8 @@ async def converse(url: str, sessions: int = SESSIONS, turns: int = TURNS, salt:
 async def engines() -> AsyncIterator[list[EmulatedEngine]]:
     running = [await start(EmulateSettings(port=0, kv_blocks=KV_TOKENS // 16, max_model_len=32_000)) for _ in range(3)]
     yield running
-    for one in running:
-        await one.stop()
+    for process in running:
+        await process.stop()
 
 
 class Docs:
@@ -91,7 +91,7 @@ class Docs:
             "127.0.0.1:8080": self.front,
             "127.0.0.1:8090": self.shadow,
             "127.0.0.1:50051": self.router,
-            **{f"127.0.0.1:800{n}": one.url.removeprefix("http://") for n, one in enumerate(engines)},
+            **{f"127.0.0.1:800{n}": engine.url.removeprefix("http://") for n, engine in enumerate(engines)},
             "lab/pointsman_lab/data": str(Path("lab/pointsman_lab/data").absolute()),
         }
         self._folder = folder
@@ -108,7 +108,7 @@ class Docs:
         """The words of every `pointsman` command that begins with `beginning`."""
         lines = "\n".join(self.blocks("sh shadow")).replace("\\\n", " ").splitlines()
         words = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("pointsman ")]
-        return [one for one in words if tuple(one[: len(beginning)]) == beginning]
+        return [command for command in words if tuple(command[: len(beginning)]) == beginning]
 
     def process(self, name: str, words: list[str], *more: str) -> Process:
         """A command's process."""
@@ -140,17 +140,17 @@ class Docs:
 
 async def answered(url: str, ready: Callable[[dict[str, Any]], bool] = bool, within_s: float = 60.0) -> dict[str, Any]:
     """The JSON at `url`, once it is `ready`."""
-    told: dict[str, Any] = {}
+    status: dict[str, Any] = {}
     try:
         async with asyncio.timeout(within_s), aiohttp.ClientSession() as client:
-            while not ready(told):
+            while not ready(status):
                 await asyncio.sleep(0.1)
                 with contextlib.suppress(aiohttp.ClientError, ValueError):
                     async with client.get(url) as answer:
-                        told = await answer.json(content_type=None) if answer.status == 200 else {}
+                        status = await answer.json(content_type=None) if answer.status == 200 else {}
     except TimeoutError:
-        raise AssertionError(f"{url} is not as it should be: {told}") from None
-    return told
+        raise AssertionError(f"{url} is not as it should be: {status}") from None
+    return status
 
 
 async def test_it_says_what_really_comes(engines: list[EmulatedEngine], tmp_path: Path) -> None:
@@ -168,14 +168,16 @@ async def test_it_says_what_really_comes(engines: list[EmulatedEngine], tmp_path
     pointsman = docs.process("gateway", ["gateway", "--listen", gateway_address, "--routers", docs.router])
     report_url, front, gateway = f"http://{docs.shadow}/report", f"http://{docs.front}", f"http://{gateway_address}"
     try:
-        for one in (shadow, *others):
-            one.start()
-        await answered(report_url, lambda told: len(told.get("models", {}).get(MODEL, {}).get("engines", ())) == 3)
+        for process in (shadow, *others):
+            process.start()
+        await answered(report_url, lambda status: len(status.get("models", {}).get(MODEL, {}).get("engines", ())) == 3)
         as_it_is = await converse(front)
         assert as_it_is.answers == SESSIONS * TURNS
         # Nothing but the clients' requests has reached an engine's model.
-        assert sum(one.model.counters.prefix_cache_queries for one in engines) == as_it_is.prompt_tokens
-        now = (await answered(report_url, lambda told: bool(told) and told["now"]["placed"] == as_it_is.answers))["now"]
+        assert sum(engine.model.counters.prefix_cache_queries for engine in engines) == as_it_is.prompt_tokens
+        now = (await answered(report_url, lambda status: bool(status) and status["now"]["placed"] == as_it_is.answers))[
+            "now"
+        ]
         # The cached tokens computed from the engines' KV events equal those that the engines reported in their answers, but for
         # the requests about which a busy machine's shadow asks when their own prompts are already cached.
         assert now["actual_cached_tokens"] == pytest.approx(as_it_is.cached_tokens, rel=0.1)
@@ -200,7 +202,7 @@ async def test_it_says_what_really_comes(engines: list[EmulatedEngine], tmp_path
         # The same conversations through Pointsman.
         for engine in engines:
             assert engine.model.reset_prefix_cache()
-        await answered(f"{gateway}/health", lambda told: told.get("status") == "ok")
+        await answered(f"{gateway}/health", lambda status: status.get("status") == "ok")
         really = await converse(gateway)
     finally:
         for process in (shadow, later, pointsman, *others):
@@ -212,18 +214,18 @@ async def test_it_says_what_really_comes(engines: list[EmulatedEngine], tmp_path
     of_log, *of_record = docs.commands("shadow", "read")
     first = [of_log, *of_record, *docs.commands("trace"), *docs.commands("simulate")]
     # Each command runs in a process, all at once. The log's command and the record's last one also write their figures.
-    told_by = {id(of_log): "log.json", id(of_record[-1]): "record.json"}
+    out_files = {id(of_log): "log.json", id(of_record[-1]): "record.json"}
     printed = await asyncio.gather(
-        *(docs.run([*words, *(["--out", told_by[id(words)]] if id(words) in told_by else [])]) for words in first)
+        *(docs.run([*words, *(["--out", out_files[id(words)]] if id(words) in out_files else [])]) for words in first)
     )
     assert len(printed) == 5
     (verify,) = docs.commands("decisions", "verify")
     assert "50 of 50 decisions are the same" in await docs.run(verify)
-    told = {line.partition("  ")[0]: line.split() for line in printed[len(of_record)].splitlines()}
-    assert f"{MODEL}, 3 engines: 50 requests, {as_it_is.prompt_tokens:,} prompt tokens" in told
+    table = {line.partition("  ")[0]: line.split() for line in printed[len(of_record)].splitlines()}
+    assert f"{MODEL}, 3 engines: 50 requests, {as_it_is.prompt_tokens:,} prompt tokens" in table
     # The same figures as the running shadow reported.
-    assert told["as it was placed"][:5] == said["as it was placed"][:5]
-    assert told[f"by Pointsman ({DEFAULT_POLICY})"][:4] == said[f"by Pointsman ({DEFAULT_POLICY})"][:4]
+    assert table["as it was placed"][:5] == said["as it was placed"][:5]
+    assert table[f"by Pointsman ({DEFAULT_POLICY})"][:4] == said[f"by Pointsman ({DEFAULT_POLICY})"][:4]
     found = [json.loads((tmp_path / name).read_text())["models"][MODEL] for name in ("log.json", "record.json")]
     gain = really.cached_tokens - as_it_is.cached_tokens
     assert gain > 0
@@ -236,8 +238,12 @@ async def test_it_says_what_really_comes(engines: list[EmulatedEngine], tmp_path
         assert model["counterfactual"]["cached_tokens"] == pytest.approx(really.cached_tokens, abs=gain / 2)
         assert model["saved_tokens"] > gain / 2
     compared = [json.loads(line) for line in (tmp_path / "compared.jsonl").read_text().splitlines()]
-    assert sum(one["recorded"]["cached_tokens"] for one in compared) == found[1]["recorded"]["cached_tokens"]
-    assert {one["recorded"]["instance"] for one in compared} == {one.url.removeprefix("http://") for one in engines}
+    assert (
+        sum(comparison["recorded"]["cached_tokens"] for comparison in compared) == found[1]["recorded"]["cached_tokens"]
+    )
+    assert {comparison["recorded"]["instance"] for comparison in compared} == {
+        engine.url.removeprefix("http://") for engine in engines
+    }
     # The recorded files contain no text of a request.
     assert all(
         "brief" not in (tmp_path / name).read_text()
@@ -249,16 +255,16 @@ async def test_its_token_is_an_observers(monkeypatch: pytest.MonkeyPatch) -> Non
     tokens = Tokens(agent_token="A", gateway_token="G", operator_token="O", observer_token="S", token_dir=None)
     server = RouterServer(RouterSettings(listen="127.0.0.1:0", metrics_listen=""), tokens)
     await server.start()
-    told: asyncio.Queue[dict[str, ServedModel]] = asyncio.Queue()
+    models_seen: asyncio.Queue[dict[str, ServedModel]] = asyncio.Queue()
     monkeypatch.setenv("POINTSMAN_OBSERVER_TOKEN", "S")
     questions = FleetQueries(f"127.0.0.1:{server.port}", 0.05, "unified", {})
-    watching = asyncio.create_task(questions.watch(told.put))
+    watching = asyncio.create_task(questions.watch(models_seen.put))
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             observer = Client(channel, "S")
             await Report(Client(channel, "A"), observer).join("10.0.0.1:8000")
             async with asyncio.timeout(10):
-                while not (models := await told.get()):
+                while not (models := await models_seen.get()):
                     pass
             assert models["m"].engines.names == ("10.0.0.1:8000",)
             request = placement_pb2.PlacementRequest(request_id="r", model="m", input_tokens=100)

@@ -30,8 +30,8 @@ class Authority:
         """Return a certificate for servers and clients on this machine, or for the DNS names `names`."""
         cert, key, request = (self._folder / f"{name}.{kind}" for kind in ("pem", "key", "csr"))
         file = self._folder / "names"
-        told = [f"DNS:{one}" for one in names] or ["IP:127.0.0.1", "DNS:localhost"]
-        file.write_text(f"subjectAltName={','.join(told)}\n")
+        alternatives = [f"DNS:{name}" for name in names] or ["IP:127.0.0.1", "DNS:localhost"]
+        file.write_text(f"subjectAltName={','.join(alternatives)}\n")
         _openssl("req", *_fresh(key), "-out", request, "-subj", f"/CN={name}")
         signing = ("-CA", self.ca, "-CAkey", self._key, "-CAcreateserial", "-extfile", file)
         _openssl("x509", "-req", "-in", request, *signing, "-out", cert, "-days", "2")

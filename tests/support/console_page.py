@@ -32,7 +32,10 @@ class Shown:
         self.server = server
         self.address = server.console.address
         self.wrongs: list[str] = []
-        page.on("console", lambda told: self.wrongs.append(told.text) if told.type in ("error", "warning") else None)
+        page.on(
+            "console",
+            lambda message: self.wrongs.append(message.text) if message.type in ("error", "warning") else None,
+        )
         page.on("pageerror", lambda error: self.wrongs.append(str(error)))
         page.on("request", self._requested)
         page.set_default_timeout(WITHIN_MS)

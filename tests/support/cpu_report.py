@@ -32,7 +32,7 @@ class CpuReport:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the tests with the most CPU time."""
-        most = sorted(self.cpu_s.items(), key=lambda one: -one[1])[:SHOWN]
+        most = sorted(self.cpu_s.items(), key=lambda item: -item[1])[:SHOWN]
         shown = [(name, cpu_s) for name, cpu_s in most if cpu_s >= LEAST_S]
         if not shown:
             return
@@ -44,4 +44,4 @@ class CpuReport:
 def _cpu_s() -> float:
     """Return the CPU time of this process and of its children that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)

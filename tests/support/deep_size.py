@@ -18,20 +18,20 @@ def reachable(root: object) -> dict[str, int]:
     seen: dict[int, object] = {}
     pending: list[Any] = [root]
     while pending:
-        one = pending.pop()
-        if id(one) in seen or isinstance(one, _PROGRAM):
+        item = pending.pop()
+        if id(item) in seen or isinstance(item, _PROGRAM):
             continue
-        seen[id(one)] = one
-        if isinstance(one, FunctionType):
-            pending.extend(cell.cell_contents for cell in one.__closure__ or ())
-        elif isinstance(one, MethodType):
-            pending.append(one.__self__)
-        elif isinstance(one, msgspec.Struct):
+        seen[id(item)] = item
+        if isinstance(item, FunctionType):
+            pending.extend(cell.cell_contents for cell in item.__closure__ or ())
+        elif isinstance(item, MethodType):
+            pending.append(item.__self__)
+        elif isinstance(item, msgspec.Struct):
             # The garbage collector does not track the fields of a Struct without gc=True.
-            pending.extend(getattr(one, name) for name in one.__struct_fields__)
+            pending.extend(getattr(item, name) for name in item.__struct_fields__)
         else:
-            pending.extend(gc.get_referents(one))
+            pending.extend(gc.get_referents(item))
     counts: dict[str, int] = {}
-    for one in seen.values():
-        counts[type(one).__name__] = counts.get(type(one).__name__, 0) + 1
+    for reached in seen.values():
+        counts[type(reached).__name__] = counts.get(type(reached).__name__, 0) + 1
     return counts

@@ -80,7 +80,7 @@ async def fault_under_load(
         await replay.end()
     _note(what, fault, fleet, well_after)
     await fleet.wait_until_at_rest()
-    assert not (wrong := [one for one in replay.failures() if one.outcome not in may]), wrong[:5]
+    assert not (wrong := [failure for failure in replay.failures() if failure.outcome not in may]), wrong[:5]
     repeated_answers = fleet.repeated_answers()
     assert may_repeat or not repeated_answers, repeated_answers
     assert not (found := fleet.new_tracebacks()), "\n".join(found)
@@ -90,8 +90,8 @@ def _note(what: str, fault: FaultTimes, fleet: FleetUnderFault, well_after: floa
     asked = fleet.replay.asked
     counts = fleet.replay.counts()
     others = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()) if outcome != "whole")
-    failed = [one.ended_at for one in fleet.replay.failures()]
-    slowest = max(one.ended_at - one.sent_at for one in asked)
+    failed = [failure.ended_at for failure in fleet.replay.failures()]
+    slowest = max(request.ended_at - request.sent_at for request in asked)
     # From this time on all requests got whole answers.
     served = max([end - fault.began for end in failed], default=0.0)
     lasted = fault.over - fault.began

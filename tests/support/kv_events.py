@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pointsman_agent.core.cached_blocks import CachedBlocks, Tier
+from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.core.kv_events import BlockStored
+from pointsman_common.core.key_messages import Tier
 
 MODEL = "tiny"
 BLOCK = 32

@@ -44,11 +44,13 @@ def simulated(requests: list[TraceRequest], asked: SimulationConfig) -> tuple[Si
     """Run a simulation; return it and its records by session. Asserts that each request is answered once and none is open."""
     simulator = Simulator(requests, asked)
     records = simulator.run()
-    assert sorted((one.session, one.turn) for one in records) == sorted((one.session, one.turn) for one in requests)
+    assert sorted((record.session, record.turn) for record in records) == sorted(
+        (request.session, request.turn) for request in requests
+    )
     for state in simulator.routers.states.values():
         state.check_invariants()
         assert len(state.reservations) == 0
-    return simulator, {one.session: one for one in records}
+    return simulator, {record.session: record for record in records}
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ class Leaks:
             return (yield)
         finally:
             self._setting_up.pop()
-            others = [one for fixture, one in self._owned.items() if fixture is not fixturedef]
+            others = [owned for fixture, owned in self._owned.items() if fixture is not fixturedef]
             owned.update(_beyond(self._open(), before, *others))
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
@@ -227,7 +227,7 @@ def _helper(of: str) -> int | None:
 
 
 def _beyond(now: Open, *known: Open) -> Open:
-    return {key: what for key, what in now.items() if not any(key in one for one in known)}
+    return {key: what for key, what in now.items() if not any(key in snapshot for snapshot in known)}
 
 
 def _files() -> Open:
@@ -301,7 +301,9 @@ class _Made:
     def now(self) -> Open:
         """Return the objects that are not closed. gRPC's are included even if they were collected (ZMQ warns of that itself)."""
         return self._open | {
-            key: f"{one!r} made at {one.__dict__['_made_at']}" for one, key in list(self._zmq.items()) if not one.closed
+            key: f"{zmq_socket!r} made at {zmq_socket.__dict__['_made_at']}"
+            for zmq_socket, key in list(self._zmq.items())
+            if not zmq_socket.closed
         }
 
     def watch(self) -> Iterator[Callable[[], None]]:
@@ -312,20 +314,22 @@ class _Made:
             yield _wrap(kind, "__init__", self._begin_grpc)
             yield _wrap(kind, end, self._end_grpc)
 
-    def _begin_zmq(self, init: Callable[..., None], one: Any, *args: Any, **more: Any) -> None:
-        init(one, *args, **more)
-        if not one._shadow:
-            one.__dict__["_made_at"] = _here()
-            self._zmq[one] = "ZMQ", next(self._number)
+    def _begin_zmq(self, init: Callable[..., None], zmq_socket: Any, *args: Any, **more: Any) -> None:
+        init(zmq_socket, *args, **more)
+        if not zmq_socket._shadow:
+            zmq_socket.__dict__["_made_at"] = _here()
+            self._zmq[zmq_socket] = "ZMQ", next(self._number)
 
-    def _begin_grpc(self, init: Callable[..., None], one: Any, *args: Any, **more: Any) -> None:
-        init(one, *args, **more)
-        one._leaks_key = "gRPC", next(self._number)
-        self._open[one._leaks_key] = f"{type(one).__module__}.{type(one).__name__} made at {_here()}"
+    def _begin_grpc(self, init: Callable[..., None], grpc_object: Any, *args: Any, **more: Any) -> None:
+        init(grpc_object, *args, **more)
+        grpc_object._leaks_key = "gRPC", next(self._number)
+        self._open[grpc_object._leaks_key] = (
+            f"{type(grpc_object).__module__}.{type(grpc_object).__name__} made at {_here()}"
+        )
 
-    def _end_grpc(self, end: Callable[..., Any], one: Any, *args: Any, **more: Any) -> Any:
-        self._open.pop(one._leaks_key, None)
-        return end(one, *args, **more)
+    def _end_grpc(self, end: Callable[..., Any], grpc_object: Any, *args: Any, **more: Any) -> Any:
+        self._open.pop(grpc_object._leaks_key, None)
+        return end(grpc_object, *args, **more)
 
 
 # Classes of gRPC's channels and servers, and the method that every way to end them calls.
@@ -364,7 +368,9 @@ def _wrap(where: Any, name: str, by: Callable[..., Any]) -> Callable[[], None]:
 def _unraisable_to(found: list[str]) -> Iterator[None]:
     """Add exceptions that cannot be caught, and ResourceWarnings, to `found` inside the block."""
     before = sys.unraisablehook
-    sys.unraisablehook = lambda one: found.append(f"{type(one.exc_value).__name__}: {one.exc_value}")
+    sys.unraisablehook = lambda unraisable: found.append(
+        f"{type(unraisable.exc_value).__name__}: {unraisable.exc_value}"
+    )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", ResourceWarning)
@@ -379,7 +385,7 @@ def _number(key: Key) -> int:
 
 def _sockets_held() -> dict[int, socket.socket]:
     """Return Python's socket objects by file descriptor."""
-    return {one.fileno(): one for one in gc.get_objects() if isinstance(one, socket.socket)}
+    return {item.fileno(): item for item in gc.get_objects() if isinstance(item, socket.socket)}
 
 
 def _without_libraries(left: Open, *, sockets_too: bool = False) -> Open:
@@ -394,10 +400,10 @@ def _without_libraries(left: Open, *, sockets_too: bool = False) -> Open:
     def excused(key: Key, what: str) -> bool:
         if key[0] != "file" or not what.startswith("socket:"):
             return False
-        one = held.get(_number(key))
-        if one is None:
+        held_socket = held.get(_number(key))
+        if held_socket is None:
             return sockets_too
-        return any(type(holder).__name__ == "PollerCompletionQueue" for holder in gc.get_referrers(one))
+        return any(type(holder).__name__ == "PollerCompletionQueue" for holder in gc.get_referrers(held_socket))
 
     return {key: what for key, what in left.items() if not excused(key, what)}
 

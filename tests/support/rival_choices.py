@@ -31,7 +31,7 @@ def read_states(rival: str) -> list[State]:
 
 def write_states(rival: str, states: Iterable[State]) -> None:
     """Store the states of a program; equal states make an equal file."""
-    text = "".join(json.dumps(one) + "\n" for one in states)
+    text = "".join(json.dumps(state) + "\n" for state in states)
     _file(rival).write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
@@ -40,14 +40,14 @@ def agrees(state: State) -> bool:
     candidates = [
         candidate(
             name,
-            cached=one["cached"],
-            new=state["input"] - one["cached"],
-            num_requests=one["requests"],
-            pending_prefill_tokens=one.get("pending", 0),
-            ongoing_tokens=one.get("ongoing", 0),
-            ongoing_decode_tokens=one.get("decoding", 0),
+            cached=instance["cached"],
+            new=state["input"] - instance["cached"],
+            num_requests=instance["requests"],
+            pending_prefill_tokens=instance.get("pending", 0),
+            ongoing_tokens=instance.get("ongoing", 0),
+            ongoing_decode_tokens=instance.get("decoding", 0),
         )
-        for name, one in state["instances"].items()
+        for name, instance in state["instances"].items()
     ]
     policy = make_policy(POLICY_OF[state["rival"]])
     scores = policy.choose(request(tokens=state["input"]), view(*candidates), random.Random(0)).scores

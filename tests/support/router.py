@@ -47,7 +47,7 @@ class Client:
 
     async def instances(self) -> dict[str, fleet_pb2.InstanceStatus]:
         answer = await self.fleet.ListInstances(fleet_pb2.ListInstancesRequest(), metadata=self.metadata)
-        return {one.instance.instance_id: one for one in answer.instances}
+        return {instance.instance.instance_id: instance for instance in answer.instances}
 
 
 class Report:
@@ -127,7 +127,7 @@ class Session:
         session: Any = client.placement.Session
         self.call = session(metadata=client.metadata)
         self._unread: deque[placement_pb2.SessionResponse] = deque()
-        self._told = KnownFleet(placement_pb2.Fleet())
+        self._known_fleet = KnownFleet(placement_pb2.Fleet())
 
     async def hello(self, *open_streams: placement_pb2.OpenStream) -> placement_pb2.GatewayWelcome:
         hello = placement_pb2.GatewayHello(gateway_id=self.gateway_id, secret=self.secret, open_streams=open_streams)
@@ -153,10 +153,10 @@ class Session:
         """Return the fleet as of the next message that describes or updates it."""
         message = await self.read("fleet", "fleet_update")
         if message.HasField("fleet"):
-            self._told = KnownFleet(message.fleet)
+            self._known_fleet = KnownFleet(message.fleet)
         else:
-            self._told.apply(message.fleet_update)
-        return self._told
+            self._known_fleet.apply(message.fleet_update)
+        return self._known_fleet
 
     async def place(self, request_id: str, tokens: int = 100, **changes: Any) -> placement_pb2.Placement:
         """Return a request's placement. Retries while the pool's owner changes, as gateways do; any other refusal is an error."""

@@ -84,11 +84,11 @@ class CheckedLoad:
 
     def counts(self) -> Counter[str]:
         """Return how often each outcome has occurred."""
-        return Counter(one.outcome for one in self.asked if one.ended_at)
+        return Counter(request.outcome for request in self.asked if request.ended_at)
 
     def failures(self) -> list[ClientRequest]:
         """Return the requests without a whole answer."""
-        return [one for one in self.asked if one.outcome != "whole"]
+        return [request for request in self.asked if request.outcome != "whole"]
 
     async def _client(self) -> None:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as http:
@@ -112,12 +112,12 @@ class CheckedLoad:
             "stream_options": {"include_usage": True},
         }
         for again in itertools.count():
-            one = ClientRequest(f"q{number}.{again}", time.monotonic())
-            self.asked.append(one)
-            headers = {"X-Request-ID": one.request_id, "X-Session-ID": turn.session}
-            await self._ask(http, one, body if body["stream"] else _whole(body), headers, wanted)
-            one.ended_at = time.monotonic()
-            if one.outcome != "reset":
+            request = ClientRequest(f"q{number}.{again}", time.monotonic())
+            self.asked.append(request)
+            headers = {"X-Request-ID": request.request_id, "X-Session-ID": turn.session}
+            await self._ask(http, request, body if body["stream"] else _whole(body), headers, wanted)
+            request.ended_at = time.monotonic()
+            if request.outcome != "reset":
                 break
             await asyncio.sleep(0.1)
 
@@ -130,7 +130,7 @@ class CheckedLoad:
     async def _ask(
         self,
         http: aiohttp.ClientSession,
-        one: ClientRequest,
+        request: ClientRequest,
         body: dict[str, Any],
         headers: dict[str, str],
         wanted: str | None,
@@ -143,28 +143,28 @@ class CheckedLoad:
         except TimeoutError:
             return
         except (aiohttp.ClientError, OSError) as error:
-            one.outcome, one.detail = "broken" if status else "reset", repr(error)
+            request.outcome, request.detail = "broken" if status else "reset", repr(error)
             return
         if status in PROPER_ERRORS:
-            one.outcome, one.detail = str(status), json.loads(text)["error"]["message"]
+            request.outcome, request.detail = str(status), json.loads(text)["error"]["message"]
         elif status != 200:
-            one.outcome, one.detail = "wrong", f"{status}: {text}"
+            request.outcome, request.detail = "wrong", f"{status}: {text}"
         else:
-            told = json.loads(text) if not body["stream"] else text
-            one.outcome, one.detail = _read(told, body["max_tokens"], wanted)
+            received = json.loads(text) if not body["stream"] else text
+            request.outcome, request.detail = _read(received, body["max_tokens"], wanted)
 
 
 def _whole(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name != "stream_options"}
 
 
-def _read(told: Any, length: int, wanted: str | None) -> tuple[str, str]:
+def _read(answer: Any, length: int, wanted: str | None) -> tuple[str, str]:
     """Return outcome and detail of an answer that ended. An error event reports a stream's failure, with or without [DONE]."""
-    if not isinstance(told, str):
-        choice = told["choices"][0]
-        said, reasons, usages, ends = choice["message"]["content"], [choice["finish_reason"]], [told["usage"]], True
+    if not isinstance(answer, str):
+        choice = answer["choices"][0]
+        said, reasons, usages, ends = choice["message"]["content"], [choice["finish_reason"]], [answer["usage"]], True
     else:
-        events = [event.removeprefix("data: ") for event in told.split("\n\n") if event]
+        events = [event.removeprefix("data: ") for event in answer.split("\n\n") if event]
         chunks = [json.loads(event) for event in events if event != "[DONE]"]
         if errors := [chunk["error"]["message"] for chunk in chunks if "error" in chunk]:
             return "broken", errors[0]

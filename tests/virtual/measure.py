@@ -12,9 +12,10 @@ import msgspec
 import redis
 
 from pointsman.agent.v1 import agent_pb2
+from pointsman_common.core import key_message_wire
+from pointsman_common.core.key_messages import SnapshotBegin
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.policy_comparison import PolicyComparison
-from pointsman_router.core.instances.report_sync import SnapshotBegin
 from pointsman_router.core.load.affinity import Affinity
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.policy.registry import make_policy
@@ -100,8 +101,8 @@ def _placements() -> Iterator[tuple[str, float]]:
 
     def compared(fleet: RouterState, decisions: Sequence[Decision]) -> None:
         comparison = PolicyComparison()
-        for one in decisions:
-            comparison.add(one, fleet.what_if(one, policy))
+        for decision in decisions:
+            comparison.add(decision, fleet.what_if(decision, policy))
 
     whole = _each(lambda: compared(fleet, decisions), 50)
     small = _fleet_of(1)
@@ -139,16 +140,16 @@ def _reports() -> Iterator[tuple[str, float]]:
         ]
 
     yield "SENT_KEY_S", _each(send, len(keys))
-    told = send()
+    reports = send()
     receiver = state()
     incarnations = iter(range(100))
 
     def receive() -> None:
         receiver.handle(ev.KeysReported(1, "a", SnapshotBegin(0)), 0.0)
-        for one in told:
-            wire = agent_pb2.ReportRequest.FromString(one)
-            for piece in range(agent_messages.pieces(wire)):
-                message = agent_messages.key_message(wire, piece)
+        for report in reports:
+            wire = agent_pb2.ReportRequest.FromString(report)
+            for piece in range(key_message_wire.pieces(wire)):
+                message = key_message_wire.key_message(wire, piece)
                 assert message is not None
                 receiver.handle(ev.KeysReported(1, "a", message), 0.0)
 
@@ -220,7 +221,7 @@ def _reservations() -> Iterator[tuple[str, float]]:
     fleet = _fleet_of(64)
 
     def take() -> None:
-        opened = [one for raw in kept if (one := _read(raw, Reservation)) is not None]
+        opened = [reservation for raw in kept if (reservation := _read(raw, Reservation)) is not None]
         fleet.handle(ev.PoolTaken("m", tuple(opened), None), 0.0)
 
     yield "RESERVATION_TAKEN_S", _each(take, count, lambda: fleet.handle(ev.PoolLost("m"), 0.0))
@@ -228,9 +229,9 @@ def _reservations() -> Iterator[tuple[str, float]]:
 
 def _fleet() -> Iterator[tuple[str, float]]:
     fleet = _fleet_of(INSTANCES)
-    told = SentFleet(1.0)
-    told.update(fleet.instances.pools(), lambda pool: None, starting=False)
-    yield "FLEET_INSTANCE_S", _each(lambda: told.whole().SerializeToString(), INSTANCES)
+    sent = SentFleet(1.0)
+    sent.update(fleet.instances.pools(), lambda pool: None, starting=False)
+    yield "FLEET_INSTANCE_S", _each(lambda: sent.whole().SerializeToString(), INSTANCES)
 
 
 def _redis() -> Iterator[tuple[str, float]]:
@@ -241,8 +242,8 @@ def _redis() -> Iterator[tuple[str, float]]:
             client.hset("h", mapping=dict(list(names.items())[at : at + 1_000]))
 
         def redis_s() -> float:
-            told = client.info("cpu")
-            return float(told["used_cpu_user"]) + float(told["used_cpu_sys"])
+            info = client.info("cpu")
+            return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
         def served(work: Callable[[], object], count: int) -> float:
             began = redis_s()
@@ -263,7 +264,7 @@ def _redis() -> Iterator[tuple[str, float]]:
         keys = ["epoch", "number", "open", "affinity", "expiry", "mean_work"]
 
         def write() -> None:
-            changes = [_change(ev.SessionOwnerSet(*one, "m")) for one in names.items()]
+            changes = [_change(ev.SessionOwnerSet(*name, "m")) for name in names.items()]
             for at in range(0, 50_000, BATCH):
                 apply(keys=keys, args=[1, 3_600_000, msgspec.json.encode(changes[at : at + BATCH]), at + 1, 10**6])
 

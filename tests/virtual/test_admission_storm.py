@@ -30,6 +30,7 @@ def test_a_storm_of_sessions_outlives_its_owner_and_a_gateway(monkeypatch: pytes
     """Every session is answered or refused by its bound, with nothing lost; a client asks another gateway when its own dies."""
     monkeypatch.setattr(session_admission, "ARM_SHARE", 0.0)
     monkeypatch.setattr(session_admission, "ARM_SIZE", 0.1)
+    monkeypatch.setattr(session_admission.AdmissionSettings, "bound_s", lambda settings, priority: BOUND_S)
     waited: list[float] = []
     refused = Parking._refused
 
@@ -56,8 +57,7 @@ def test_a_storm_of_sessions_outlives_its_owner_and_a_gateway(monkeypatch: pytes
 
 
 async def _storm(rng: random.Random, answers: Counter[int], parked: list[int]) -> None:
-    settings = {"session_admission": True, "admission_standard_s": BOUND_S, "admission_batch_s": BOUND_S}
-    settings |= {"admission_interactive_s": BOUND_S, "max_requests_per_instance": 0}
+    settings = {"session_admission": True, "max_requests_per_instance": 0}
     world = World(rng, AS_BUILT, "unified", router_settings=settings)
     world.check_each = 0
     loop = asyncio.get_running_loop()

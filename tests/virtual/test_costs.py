@@ -226,10 +226,10 @@ def charged(*works: Callable[[VirtualLoop], Coroutine[Any, Any, None]]) -> None:
 
 
 def test_a_node_that_computes_does_nothing_else_and_others_do() -> None:
-    told: list[tuple[str, float]] = []
+    notes: list[tuple[str, float]] = []
 
     def note(what: str) -> None:
-        told.append((what, round(time.monotonic() - 1_000.0, 3)))
+        notes.append((what, round(time.monotonic() - 1_000.0, 3)))
 
     async def busy(loop: VirtualLoop) -> None:
         loop.call_later(1.0, note, "due meanwhile")
@@ -243,7 +243,7 @@ def test_a_node_that_computes_does_nothing_else_and_others_do() -> None:
         note("another node")
 
     charged(busy, other)
-    assert told == [
+    assert notes == [
         ("its clock goes on", 1.5),
         ("another node", 1.0),
         ("its next turn", 1.5),
@@ -329,5 +329,5 @@ def test_a_reply_of_redis_takes_as_long_as_its_size_asks_for() -> None:
 
 def test_some_seeds_stand_for_large_fleets() -> None:
     drawn = [draw(random.Random(seed)) for seed in range(200)]
-    assert 20 < sum(one.large for one in drawn) < 60
-    assert max(one.sessions for one in drawn) == LARGEST.sessions
+    assert 20 < sum(declared.large for declared in drawn) < 60
+    assert max(declared.sessions for declared in drawn) == LARGEST.sessions

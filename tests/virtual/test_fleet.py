@@ -60,24 +60,24 @@ def test_nothing_is_lost_left_or_hung_whatever_happens() -> None:
         for first, end in ranges
     ]
     try:
-        told = [one.communicate()[0] for one in runs]
+        outputs = [run.communicate()[0] for run in runs]
     finally:
-        for one in runs:
-            with one:
-                one.kill()
-    assert [one.returncode for one in runs] == [0, 0], "\n".join(told)
+        for run in runs:
+            with run:
+                run.kill()
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(outputs)
 
 
 @pytest.mark.timeout(1_300)
 def test_a_seed_stands_for_one_story() -> None:
-    told = [
+    stories = [
         subprocess.run(
             [sys.executable, "-m", "tests.virtual", "3"], capture_output=True, text=True, check=True, timeout=600
         ).stdout
         for _ in range(2)
     ]
-    assert told[0] == told[1]
-    assert "the last answer" in told[0]
+    assert stories[0] == stories[1]
+    assert "the last answer" in stories[0]
 
 
 def test_a_run_that_leaves_something_behind_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_a_clock_of_redis_that_is_set_back_keeps_no_dead_router_alive() -> None:
         taken = other.owner("m")
         assert taken is not None
         assert taken.router_id != owner.router_id
-        assert [one.router_id for one in other.replicas()] == [taken.router_id]
+        assert [replica.router_id for replica in other.replicas()] == [taken.router_id]
 
     virtually(work())
 
@@ -240,9 +240,9 @@ def test_no_order_is_lost_however_redis_fails(seed: int) -> None:
             if rng.random() < 0.1:
                 redis.wipe()
             # Orders of one instance are sent one after the other, orders of several instances concurrently to any replicas.
-            told = {f"i{rng.randrange(4)}": (number * 3 + one + 1) / 100 for one in range(3)}
-            await asyncio.gather(*(tell(rng.choice(sorted(stores)), *each) for each in told.items()))
-            wanted |= told
+            weights = {f"i{rng.randrange(4)}": (number * 3 + index + 1) / 100 for index in range(3)}
+            await asyncio.gather(*(tell(rng.choice(sorted(stores)), *each) for each in weights.items()))
+            wanted |= weights
             await asyncio.sleep(rng.choice([0.01, 0.1, 2.0]))
         redis.flaky = redis.down = False
         await asyncio.sleep(8.0)
@@ -353,7 +353,7 @@ class ScriptedRouter:
         self.network = network
         self.heard: list[pb.SessionRequest] = []
         self.context: Any = None
-        self.told = pb.Fleet()
+        self.sent_fleet = pb.Fleet()
         self.sessions = 0
 
     async def session(self, _: object, context: Any) -> None:
@@ -363,7 +363,7 @@ class ScriptedRouter:
         await context.write(
             pb.SessionResponse(welcome=pb.GatewayWelcome(router_id=self.router_id, key_scheme=KEY_SCHEME))
         )
-        await context.write(pb.SessionResponse(fleet=self.told))
+        await context.write(pb.SessionResponse(fleet=self.sent_fleet))
         while message := await context.read():
             self.heard += message.batch.requests if message.HasField("batch") else [message]
 
@@ -371,8 +371,8 @@ class ScriptedRouter:
         """Send the pool's owner. Empty id: the pool does not exist."""
         owner = pb.Owner(router_id=router_id, address=f"{router_id}:1", epoch=epoch)
         pools = [pb.Pool(model="m", served_names=["m"], owner=owner)] if router_id else []
-        before, self.told = self.told, pb.Fleet(pools=pools)
-        await self.context.write(pb.SessionResponse(fleet_update=fleet_update(before, self.told)))
+        before, self.sent_fleet = self.sent_fleet, pb.Fleet(pools=pools)
+        await self.context.write(pb.SessionResponse(fleet_update=fleet_update(before, self.sent_fleet)))
 
     async def place(self, request_id: str) -> None:
         """Send a placement."""
@@ -383,21 +383,25 @@ class ScriptedRouter:
 
     def finished(self) -> list[tuple[str, int]]:
         """Return the received ends of requests."""
-        return [(one.finished.request_id, one.finished.outcome) for one in self.heard if one.HasField("finished")]
+        return [
+            (message.finished.request_id, message.finished.outcome)
+            for message in self.heard
+            if message.HasField("finished")
+        ]
 
     def asked(self) -> list[str]:
         """Return the ids of the received placement requests."""
-        return [one.place.request_id for one in self.heard if one.HasField("place")]
+        return [message.place.request_id for message in self.heard if message.HasField("place")]
 
 
 async def two_routers() -> tuple[RouterClient, ScriptedRouter, ScriptedRouter]:
     """Return a gateway's client that is connected to two routers, and the routers. The first owns the pool."""
     network = Network(random.Random(1))
     routers = ScriptedRouter("r0", network), ScriptedRouter("r1", network)
-    for one in routers:
-        method = Method(one.session, pb.SessionRequest.FromString)
+    for router in routers:
+        method = Method(router.session, pb.SessionRequest.FromString)
         network.listen(
-            f"{one.router_id}:1", Node(one.router_id), {"/pointsman.router.v1.PlacementService/Session": method}
+            f"{router.router_id}:1", Node(router.router_id), {"/pointsman.router.v1.PlacementService/Session": method}
         )
 
     def dial(address: str) -> Any:
@@ -491,6 +495,6 @@ def test_an_owner_that_took_its_pool_again_is_told_anew_what_is_open() -> None:
         await first.owner("r0", 3)
         await asyncio.sleep(0.5)
         # At the stream's beginning, when the router was first named as owner, and now.
-        assert [one.HasField("hello") for one in first.heard] == [True, True, True]
+        assert [message.HasField("hello") for message in first.heard] == [True, True, True]
 
     virtually(work())

@@ -13,16 +13,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 
-from pointsman_agent.core import cached_blocks, key_stream
-from pointsman_agent.core.cached_blocks import Tier
 from pointsman_agent.core.key_stream import KeyStream
 from pointsman_common.core.block_keys import digest_of
+from pointsman_common.core.key_messages import Delta, MergedDelta, Tier
 from pointsman_lab.engine.block_cache import BlocksRemoved, BlocksStored
 from pointsman_lab.engine.host_tier import HOST, STORAGE, OffloadedRemoved, OffloadedStored
 from pointsman_lab.engine.interface import Event, Preempted
 from pointsman_lab.engine.model import EngineModel
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.instances import report_sync
 
 # Interval between load reports, s; the agent's default.
 REPORT_INTERVAL_S = 1.0
@@ -46,7 +44,7 @@ class ModelKeys:
         # Keys in the tiers below, by tier.
         tiers = _MEDIUM_OF if tiers_reported and model.offloading is not None else ()
         self._offloaded: dict[Tier, set[int]] = {tier: set() for tier in tiers}
-        self._deltas: deque[cached_blocks.Delta] = deque(maxlen=_KEPT_DELTAS)
+        self._deltas: deque[Delta] = deque(maxlen=_KEPT_DELTAS)
         # Events of the current step.
         self._unheard: Sequence[Event] = ()
 
@@ -82,7 +80,7 @@ class ModelKeys:
                 keys.update(_evicted_hashes(event))
         return keys
 
-    def delta(self, seq: int) -> cached_blocks.Delta:
+    def delta(self, seq: int) -> Delta:
         """Return change number `seq`."""
         return self._deltas[seq - self.oldest_seq]
 
@@ -121,7 +119,7 @@ class ModelKeys:
 
     def _push(self, tier: Tier, added: tuple[int, ...], removed: tuple[int, ...]) -> None:
         self.latest_seq += 1
-        self._deltas.append(cached_blocks.Delta(self.latest_seq, tier, added, removed))
+        self._deltas.append(Delta(self.latest_seq, tier, added, removed))
 
 
 class SimulatedAgent:
@@ -171,24 +169,8 @@ class SimulatedAgent:
 
     def _tell(self, router: str, stream: KeyStream, now: float) -> None:
         while (message := stream.next_message(now)) is not None:
-            self._report_to(router, ev.KeysReported(self._stream_id, self._name, _to_router(message)), now)
-
-
-def _to_router(message: key_stream.KeyMessage) -> report_sync.KeyMessage:
-    """Convert a message to the router's type."""
-    match message:
-        case cached_blocks.Delta():
-            return report_sync.Delta(message.seq, message.tier.value, message.added, message.removed, message.cleared)
-        case key_stream.MergedDelta():
-            raise TypeError("a simulated agent is told no pace")
-        case key_stream.SnapshotBegin():
-            return report_sync.SnapshotBegin(message.seq)
-        case key_stream.SnapshotChunk():
-            return report_sync.SnapshotChunk(message.tier.value, message.keys)
-        case key_stream.SnapshotEnd():
-            return report_sync.SnapshotEnd(message.seq, message.key_count, message.digest)
-        case key_stream.ConsistencyCheck():
-            return report_sync.ConsistencyCheck(message.seq, message.key_count, message.digest)
+            assert not isinstance(message, MergedDelta), "no router has set a pace"
+            self._report_to(router, ev.KeysReported(self._stream_id, self._name, message), now)
 
 
 def _changes(events: Sequence[Event]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

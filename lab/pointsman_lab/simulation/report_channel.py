@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 from functools import partial
 
+from pointsman_common.core.key_messages import ConsistencyCheck, Delta
 from pointsman_lab.simulation.event_queue import EventQueue
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.instances.report_sync import ConsistencyCheck, Delta
 
 # (event, now): delivers an event to the router.
 Deliver = Callable[[ev.Event, float], None]

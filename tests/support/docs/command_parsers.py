@@ -66,7 +66,7 @@ def _file(path: str) -> bool:
 @cache
 def command_line() -> Any:
     """Return the click command of `pointsman`, with all its subcommands."""
-    for register in dict.fromkeys(one.register for one in command_line_module.COMMANDS.values()):
+    for register in dict.fromkeys(command.register for command in command_line_module.COMMANDS.values()):
         register()
     return typer.main.get_command(command_line_module.app)
 
@@ -119,7 +119,7 @@ def _compose(arguments: list[str]) -> str:
         if word == "-f" and not _file(file := next(words)):
             return f"there is no {file}"
         if not word.startswith("-") and word != "-f":
-            verb, rest = word, [one for one in words if not one.startswith("-")]
+            verb, rest = word, [other for other in words if not other.startswith("-")]
             if verb not in COMPOSE_VERBS:
                 return f"docker compose {verb}: not in COMPOSE_VERBS"
             named = rest[:1] if verb == "exec" else rest

@@ -151,7 +151,7 @@ class Engine:
             log_stats=True,
         )
         self.scheduler.use_v2_model_runner = settings["v2_runner"]
-        self.memory = Memory(self.block_size, {name: one["prompt"] for name, one in self.requests.items()})
+        self.memory = Memory(self.block_size, {name: request["prompt"] for name, request in self.requests.items()})
         self.hasher = get_request_block_hasher(self.block_size, sha256)
         self.in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self.sendable: dict[str, Sendable] = {}
@@ -194,7 +194,7 @@ class Engine:
             except RuntimeError:
                 self.counts["cache not reset"] += 1
         elif action == "sent":
-            if (one := self.sendable.get(f"t-{name}")) is not None and one.confirmed:
+            if (sendable := self.sendable.get(f"t-{name}")) is not None and sendable.confirmed:
                 self.to_report["sent"].add(str(name))
         elif action == "receive":
             if name in self.awaited:
@@ -217,12 +217,12 @@ class Engine:
         self.withdraw(message)
         ran = self.memory.run(output)
         self.extend(message, ran)
-        for transfer, one in self.sendable.items():
+        for transfer, sendable in self.sendable.items():
             name = transfer.removeprefix("t-")
             assert name in self.scheduler.requests, f"{transfer} has ended, and was not told to be aborted"
-            wrong = self.memory.holds(name, one.blocks, one.up_to)
-            assert not wrong, f"{wrong}: told {vars(one)}"
-            changed = {slot for slot, text in one.summed.items() if self.memory.slots.get(slot) != text}
+            wrong = self.memory.holds(name, sendable.blocks, sendable.up_to)
+            assert not wrong, f"{wrong}: told {vars(sendable)}"
+            changed = {slot for slot, text in sendable.summed.items() if self.memory.slots.get(slot) != text}
             assert not changed, f"{transfer} has other KV in {changed} than when it was summed"
         self.in_flight.append((output, self.answer(message, names, sampled)))
 
@@ -246,14 +246,14 @@ class Engine:
         assert computing <= chunks.keys() <= ran.keys(), (computing, chunks, ran)
         for name, chunk in chunks.items():
             length, end = len(self.requests[name]["prompt"]), ran[name][1]
-            one = self.sendable.get(f"t-{name}")
+            sendable = self.sendable.get(f"t-{name}")
             if chunk.restarted:
-                assert one is None, "a prompt restarts that was not told to be preempted"
+                assert sendable is None, "a prompt restarts that was not told to be preempted"
                 self.counts["restarted"] += 1
-            self.counts["later chunks"] += one is not None
-            one = self.sendable.setdefault(chunk.transfer_id, Sendable())
-            one.blocks += chunk.new_blocks
-            one.up_to, one.total = chunk.up_to, chunk.total
+            self.counts["later chunks"] += sendable is not None
+            sendable = self.sendable.setdefault(chunk.transfer_id, Sendable())
+            sendable.blocks += chunk.new_blocks
+            sendable.up_to, sendable.total = chunk.up_to, chunk.total
             assert chunk.total == -(-length // self.block_size)
             assert chunk.up_to == (chunk.total if end >= length else end // self.block_size)
             ended = chunk.up_to == chunk.total and end >= length
@@ -262,15 +262,19 @@ class Engine:
             assert bool(chunk.check) == (ended and comparable > 0)
             self.counts["checked"] += bool(chunk.check)
             slots = [(block, offset) for _, block in chunk.check for offset in range(self.block_size)]
-            one.summed |= {slot: self.memory.slots.get(slot) for slot in slots}
-            assert all(one.blocks[-place] == block for place, block in chunk.check)
+            sendable.summed |= {slot: self.memory.slots.get(slot) for slot in slots}
+            assert all(sendable.blocks[-place] == block for place, block in chunk.check)
             self.counts["complete"] += ended
         for name, (transfer, groups) in message.reqs_to_send.items():
             if groups:
                 # The scheduler keeps these blocks until they are sent.
-                one = self.sendable[transfer]
-                assert (one.up_to, groups[0][: one.total]) == (one.total, one.blocks), (name, groups, vars(one))
-                one.confirmed = True
+                sendable = self.sendable[transfer]
+                assert (sendable.up_to, groups[0][: sendable.total]) == (sendable.total, sendable.blocks), (
+                    name,
+                    groups,
+                    vars(sendable),
+                )
+                sendable.confirmed = True
                 self.counts["confirmed"] += 1
 
     def answer(self, message: Any, names: list[str], sampled: list[list[int]]) -> ModelRunnerOutput:

@@ -540,4 +540,4 @@ def bodies() -> Iterable[Case]:
 
 
 CASES = [*lengths(), *chat_tools(), *other_tools(), *formats(), *contents(), *bodies()]
-assert len({one.name for one in CASES}) == len(CASES), "two cases of one name"
+assert len({case.name for case in CASES}) == len(CASES), "two cases of one name"

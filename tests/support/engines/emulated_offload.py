@@ -143,7 +143,7 @@ def pair(model_folder: str, layers: int, make: Callable[..., Worker] = Worker, *
         mock.patch.multiple(upstream, **stand_ins),
         mock.patch.object(torch.accelerator, "current_device_index", return_value=0),
     ):
-        made = [make(one, config, name, cache_config) for one, name in ((stream, "P"), (None, "D"))]
+        made = [make(stream, config, name, cache_config) for stream, name in ((stream, "P"), (None, "D"))]
         caches = []
         for worker in made:
             # K and V of a head side by side, as the CPU backend has them.
@@ -269,7 +269,9 @@ class Pair:
         computed = transfer.computed
         assert computed is not None
         self._until(
-            lambda: self._in_sender(lambda: all(one.delivery.done(computed) for one in transfer.receivers.values()))
+            lambda: self._in_sender(
+                lambda: all(receiver.delivery.done(computed) for receiver in transfer.receivers.values())
+            )
         )
         self.end(transfer_id, blocks)
         self._until(transfer.scheduler_confirmed.is_set)
@@ -332,7 +334,7 @@ class Pair:
         deadline = time.monotonic() + WITHIN_S
         while not condition():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"threads: {[one.name for one in threading.enumerate()]}")
+                raise TimeoutError(f"threads: {[thread.name for thread in threading.enumerate()]}")
             time.sleep(0.002)
 
 
@@ -355,19 +357,19 @@ def layer_by_layer(
         launched = time.perf_counter() - launched
         usable = [both.arrived(f"t{number}") for number in range(prompts)]
         equal = [both.equal(sent[number], received[number]) for number in range(prompts)]
-        told = {
+        result = {
             "usable": usable,
             "equal": equal,
             "writes": len(both.engine.writes),
             "checked": len(both.receiver.xfer_stats.data["num_checked_requests"]),
         }
         if ended := both.stream.ended_at:
-            told |= {
+            result |= {
                 "launch_s": launched,
                 "computed_s": ended[-1] - ended[0],
                 "last_write_after_s": both.engine.writes[-1][1] - ended[-1],
             }
-        return told
+        return result
 
 
 def checksum_ms(model_folder: str, layers: int, rounds: int) -> dict[str, float]:
@@ -381,10 +383,10 @@ def checksum_ms(model_folder: str, layers: int, rounds: int) -> dict[str, float]
             began = time.thread_time()
             sums.of(range(number % 10, number % 10 + blocks)).tolist()
             taken.append(time.thread_time() - began)
-        one = next(iter(both.target.values()))
+        layer = next(iter(both.target.values()))
         return {
             "ms": statistics.median(taken) * 1e3,
-            "mib": blocks * layers * one[0].nbytes / 2**20,
+            "mib": blocks * layers * layer[0].nbytes / 2**20,
         }
 
 
@@ -417,12 +419,12 @@ def wrong_kv(model_folder: str, fault: str, rank: int = 0) -> dict[str, Any]:
         if fault == "reused":
             both.overwrite(sent)
             both.stream.launch(0.0, overwritten.set)
-        told = both.arrived("t")
+        used = both.arrived("t")
         refused = "P" in both.receiver._refused
         same = both.equal(sent, received)
         counted = dict(both.receiver.xfer_stats.data)
         return {
-            "used": told,
+            "used": used,
             "same": same,
             "refused": refused,
             "checked": len(counted["num_checked_requests"]),
@@ -463,9 +465,9 @@ def preempted(model_folder: str, sums_s: float) -> dict[str, Any]:
         both.step("t", again, layer_s=0.005, restarted=True)
         both.end_when_written("t", again)
         may_sum.set()
-        told = both.arrived("t")
+        used = both.arrived("t")
         checked = len(both.receiver.xfer_stats.data["num_checked_requests"])
-        return {"early": early, "used": told, "same": both.equal(again, received), "checked": checked}
+        return {"early": early, "used": used, "same": both.equal(again, received), "checked": checked}
 
 
 def preempted_after_its_end(model_folder: str) -> dict[str, Any]:

@@ -44,16 +44,16 @@ def faulty(engine: Engine, **faults: float | list[int]) -> Iterator[None]:
     beside = file(engine, ".json.new")
     beside.write_text(json.dumps(faults))
     beside.replace(file(engine, ".json"))
-    told(engine)  # By now it has read them.
+    reported(engine)  # By now it has read them.
     try:
         yield
     finally:
         file(engine, ".json").unlink()
         if engine.process.alive:
-            told(engine)
+            reported(engine)
 
 
-def told(engine: Engine, rank: int = 0) -> dict[str, Any]:
+def reported(engine: Engine, rank: int = 0) -> dict[str, Any]:
     """The report of one of the engine's workers, of now."""
     now = time.monotonic()
 
@@ -81,7 +81,7 @@ def left(engine: Engine) -> dict[str, float]:
     assert engine.ask("/v1/completions", body).status == 200
     scheduler = json.loads(file(engine, ".scheduler.json").read_text())
     workers = range(len(list(file(engine, "").parent.glob(f"{engine.spec.name}.worker*.json"))))
-    kept = {f"{name} of {rank}": count for rank in workers for name, count in told(engine, rank)["state"].items()}
+    kept = {f"{name} of {rank}": count for rank in workers for name, count in reported(engine, rank)["state"].items()}
     kept |= scheduler["state"] | {"kv_usage": engine.metric("vllm:kv_cache_usage_perc")}
     return {name: count for name, count in kept.items() if count}
 

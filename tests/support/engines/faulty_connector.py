@@ -75,8 +75,8 @@ class FaultyWorker(LayerwiseWorker):
             super().save_layer(layer)
 
     async def _pointers(self, transfer: Any, computed: Any, receiver: Any, batch: Batch) -> Any:
-        told = tuple(span for span in batch.spans if span.region not in faults().get("withhold", ()))
-        return await super()._pointers(transfer, computed, receiver, Batch(told, batch.epoch))
+        spans = tuple(span for span in batch.spans if span.region not in faults().get("withhold", ()))
+        return await super()._pointers(transfer, computed, receiver, Batch(spans, batch.epoch))
 
     def _differs(self, pull: Any, sums: Any) -> bool:
         return not faults().get("unchecked") and super()._differs(pull, sums)
@@ -94,7 +94,7 @@ class FaultyWorker(LayerwiseWorker):
             envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT = faults().get("expires_s", timeout)
             state = {
                 "transfers": len(self._transfers),
-                "receivers": sum(len(one.receivers) for one in self._transfers.values()),
+                "receivers": sum(len(transfer.receivers) for transfer in self._transfers.values()),
                 "transfer_of": len(self._transfer_of),
                 "done_sending": len(self._done_sending),
                 "may_free": len(self._may_free),

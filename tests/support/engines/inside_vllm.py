@@ -19,10 +19,10 @@ def main() -> None:
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 exec(question["code"], names)
-            told = {"answer": names["answer"]}
+            reply = {"answer": names["answer"]}
         except (Exception, SystemExit):
-            told = {"error": traceback.format_exc()}
-        print(json.dumps(told), flush=True)
+            reply = {"error": traceback.format_exc()}
+        print(json.dumps(reply), flush=True)
 
 
 if __name__ == "__main__":

@@ -78,11 +78,11 @@ class Engine:
         if statistics is not None and not statistics.is_empty():
             self.observe(json.loads(json.dumps(statistics.to_dict())))
 
-    def observe(self, told: dict[str, Any]) -> None:
+    def observe(self, stats: dict[str, Any]) -> None:
         """As vLLM's stat loggers, in the process of the front end."""
-        self.logging.observe(told)
-        self.metrics.observe(told)
-        for name, values in told["LayerwiseMooncakeConnector"].items():
+        self.logging.observe(stats)
+        self.metrics.observe(stats)
+        for name, values in stats["LayerwiseMooncakeConnector"].items():
             self.counted.setdefault(name, []).extend(values)
 
 

@@ -62,7 +62,7 @@ def play(model_folder: str, folder: str, *, asynchronous: bool, kv_blocks: int, 
             output = scheduler.schedule()
             preemptions += len(output.preempted_req_ids or ())
             _count(real, scheduler, output)
-            left = sum(max(one.num_tokens - one.num_computed_tokens, 0) for one in scheduler.running)
+            left = sum(max(request.num_tokens - request.num_computed_tokens, 0) for request in scheduler.running)
             wrong_left += observer.prefill_tokens_left != left
             ahead.append((output, _answer(scheduler, output)))
             if len(ahead) > asynchronous:

@@ -69,7 +69,7 @@ def assert_same(engine: Engine, prompt: str, seen: str, tokens: int) -> None:
 def assert_tie(engine: Engine, prompt: str, expected: str, seen: str) -> None:
     """Two different greedy answers to `prompt` part at two tokens that have the same, best score."""
     words, others = expected.split(), seen.split()
-    at = next(n for n, (one, other) in enumerate(zip(words, others, strict=True)) if one != other)
+    at = next(n for n, (word, other) in enumerate(zip(words, others, strict=True)) if word != other)
     asked = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": at + 1, "temperature": 0, "logprobs": 5}
     best = engine.ask("/v1/completions", asked | {"cache_salt": f"alone-{next(_salts)}"}).json()
     scores = {token.strip(): score for token, score in best["choices"][0]["logprobs"]["top_logprobs"][at].items()}
@@ -108,7 +108,7 @@ def assert_offloaded(
         model=SERVED_NAME, prompt=prompt, max_tokens=24, temperature=0, stream=stream
     )
     parsed: Any = raw.parse()
-    text = "".join(one.choices[0].text for one in parsed if one.choices) if stream else parsed.choices[0].text
+    text = "".join(chunk.choices[0].text for chunk in parsed if chunk.choices) if stream else parsed.choices[0].text
     decision = decided(plane, raw.headers["X-Pointsman-Decision"])
     p, d = (step.instance.instance_id for step in decision.steps)
     assert p != d == raw.headers["X-Pointsman-Instance"]

@@ -47,7 +47,7 @@ def launch(start: Start) -> Child:
     if _address is None:
         return by_command(start)
     _, _, *module = start.argv
-    told = {
+    message = {
         "argv": module,
         "env": dict(start.env),
         "cwd": str(start.cwd or REPOSITORY),
@@ -55,7 +55,7 @@ def launch(start: Start) -> Child:
     }
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(_address))
-        connection.sendall(json.dumps(told).encode() + b"\n")
+        connection.sendall(json.dumps(message).encode() + b"\n")
         pid, watcher = map(int, connection.makefile().readline().split())
         return _Fork(pid, watcher, _address.parent / f"{pid}.status")
 

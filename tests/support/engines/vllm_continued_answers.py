@@ -36,10 +36,10 @@ PROMPT = "a prompt"
 def tokenizer() -> Any:
     """A token for each byte, and one for each special text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={one: at for at, one in enumerate(alphabet)}, merges=[]))
+    inner = Tokenizer(models.BPE(vocab={character: at for at, character in enumerate(alphabet)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    inner.add_tokens([AddedToken(one, normalized=False) for one in SPECIAL])
+    inner.add_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
     return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
@@ -84,11 +84,11 @@ class Server:
         type(self.serving).system_fingerprint = None
 
     async def stream(
-        self, script: list[list[int]], told: str, stop: list[str], interval: int = 1, **defaults: Any
+        self, script: list[list[int]], begun: str, stop: list[str], interval: int = 1, **defaults: Any
     ) -> list[str]:
         """The events of an answer whose engine core puts out `script` after what is told. `interval`: the server's
         --stream-interval. `defaults`: sampling parameters that the engine itself sets."""
-        request = self._request(told, stop)
+        request = self._request(begun, stop)
         processor = OutputProcessor(self.tokenizer, log_stats=False, stream_interval=interval)
         queue = RequestOutputCollector(RequestOutputKind.DELTA, "r")
         total = sum(map(len, script))
@@ -123,16 +123,16 @@ class Server:
         assert total
         metadata = RequestResponseMetadata(request_id="r")
         if self._api == "responses":
-            return [one async for one in self._response_events(request, params, outputs(), metadata)]
+            return [event async for event in self._response_events(request, params, outputs(), metadata)]
         events = self.serving.chat_completion_stream_generator(
             request, outputs(), "r", "m", [], self.tokenizer, metadata, {}
         )
         if self._api == "messages":
             events = self.serving.message_stream_converter(events)
-        return [one async for one in events]
+        return [event async for event in events]
 
-    def _request(self, told: str, stop: list[str]) -> Any:
-        asked: dict[str, Any] = {"model": "m", "stream": True, "stop": stop, "vllm_xargs": {"pointsman_answer": told}}
+    def _request(self, begun: str, stop: list[str]) -> Any:
+        asked: dict[str, Any] = {"model": "m", "stream": True, "stop": stop, "vllm_xargs": {"pointsman_answer": begun}}
         function = {"name": "get", "parameters": {"type": "object"}}
         if self._api == "responses":
             tools = [{"type": "function", **function}]
@@ -159,22 +159,22 @@ class Server:
         return api_router._convert_stream_to_sse_events(generator)
 
 
-def told_and_events(events: list[str]) -> tuple[str, list[dict[str, Any]]]:
+def ids_and_events(events: list[str]) -> tuple[str, list[dict[str, Any]]]:
     """What comments tell, and the events' data."""
     lines = "".join(events).split("\n")
-    told = "".join(line.partition("x")[0] for line in lines if line.startswith(":"))
-    return told, [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    ids = "".join(line.partition("x")[0] for line in lines if line.startswith(":"))
+    return ids, [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
 def gist_of_messages(events: list[str]) -> dict[str, Any]:
     """What a client of Messages has of these events, and what is told."""
-    told, parsed = told_and_events(events)
+    ids, parsed = ids_and_events(events)
     found: dict[str, Any] = {
         "blocks": {},
         "roles": 0,
         "finish": "",
         "usage": None,
-        "told": told,
+        "told": ids,
         "open": [],
         "order": [],
     }
@@ -203,8 +203,8 @@ def gist_of_messages(events: list[str]) -> dict[str, Any]:
 
 def gist_of_responses(events: list[str]) -> dict[str, Any]:
     """What a client of Responses has of these events, and what is told."""
-    told, parsed = told_and_events(events)
-    found: dict[str, Any] = {"roles": 0, "items": {}, "usage": None, "told": told, "order": []}
+    ids, parsed = ids_and_events(events)
+    found: dict[str, Any] = {"roles": 0, "items": {}, "usage": None, "told": ids, "order": []}
     assert [event["sequence_number"] for event in parsed] == list(range(len(parsed)))
     for event in parsed:
         found["order"].append(event["type"].removesuffix(".delta"))
@@ -222,16 +222,16 @@ def gist_of_responses(events: list[str]) -> dict[str, Any]:
                 assert response["id"] == found["id"]
                 found["usage"], found["output"] = response["usage"], response["output"]
             case kind if kind.endswith(".delta"):
-                one = found["items"][str(event["output_index"])]
-                assert one[1] == event["item_id"], "a part of an item with another id"
-                one[3] += event["delta"]
+                output_item = found["items"][str(event["output_index"])]
+                assert output_item[1] == event["item_id"], "a part of an item with another id"
+                output_item[3] += event["delta"]
     found["order"] = [kind for kind, _ in itertools.groupby(found["order"])]
     return found
 
 
 def gist(events: list[str]) -> dict[str, Any]:
     """What a client has of these events, and what is told."""
-    told, parsed = told_and_events(events)
+    ids, parsed = ids_and_events(events)
     found: dict[str, Any] = {
         "content": "",
         "reasoning": "",
@@ -239,7 +239,7 @@ def gist(events: list[str]) -> dict[str, Any]:
         "roles": 0,
         "finish": "",
         "usage": None,
-        "told": told,
+        "told": ids,
     }
     for chunk in parsed:
         assert "error" not in chunk, chunk
@@ -271,8 +271,8 @@ def cut_everywhere(asked: dict[str, Any]) -> dict[str, Any]:
     whole = asyncio.run(server.stream(script, "", stop, first))
     joined = []
     for events in range(1, len(whole)):
-        told = of(whole[:events])["told"]
-        rest = asyncio.run(server.stream(script, told, stop, second))
+        begun = of(whole[:events])["told"]
+        rest = asyncio.run(server.stream(script, begun, stop, second))
         joined.append(of(whole[:events] + rest))
     return {"whole": of(whole), "joined": joined}
 
@@ -280,5 +280,5 @@ def cut_everywhere(asked: dict[str, Any]) -> dict[str, Any]:
 def untold(asked: dict[str, Any]) -> list[str]:
     """The events of an answer that no other engine could continue, because of the engine's own defaults."""
     server = Server(asked["api"], None, None)
-    script = [[one] for one in server.tokenizer.encode("one two<|im_end|>")]
+    script = [[token] for token in server.tokenizer.encode("one two<|im_end|>")]
     return asyncio.run(server.stream(script, "", [], presence_penalty=0.5))

@@ -48,15 +48,15 @@ class Chunks:
 
     def kept(self, words: list[str]) -> list[str]:
         """Return those of the chunks that are there."""
-        return [one for one in words if self.manager._policy.get(make_offload_key(one.encode(), 0)) is not None]
+        return [word for word in words if self.manager._policy.get(make_offload_key(word.encode(), 0)) is not None]
 
 
 def hits(policy: str, chunks: int, requests: list[dict[str, Any]]) -> list[int]:
     """Return the number of loaded chunks of each request, one after another."""
     store = Chunks(policy, chunks)
     found = []
-    for number, one in enumerate(requests):
-        found.append(store.begin(str(number), one["words"], one["last"]))
+    for number, request in enumerate(requests):
+        found.append(store.begin(str(number), request["words"], request["last"]))
         store.end(str(number))
     return found
 
@@ -64,7 +64,7 @@ def hits(policy: str, chunks: int, requests: list[dict[str, Any]]) -> list[int]:
 def story(policy: str, chunks: int, actions: list[list[Any]], words: list[str]) -> list[Any]:
     """Return, after each action (begin, end, reset), the chunks that are there and the chunks in use."""
     store = Chunks(policy, chunks)
-    told = []
+    states = []
     for kind, *rest in actions:
         if kind == "reset":
             store.manager.reset_cache()
@@ -74,5 +74,5 @@ def story(policy: str, chunks: int, actions: list[list[Any]], words: list[str]) 
         in_use = {key[:-4].decode() for _, loaded, stores in store.open.values() for key in (*loaded, *stores)}
         events = [[event.removed, [key[:-4].decode() for key in event.keys]] for event in store.manager.take_events()]
         own = getattr(store.manager._policy, "_own", ())
-        told.append({"kept": store.kept(words), "in_use": sorted(in_use), "events": events, "own": len(own)})
-    return told
+        states.append({"kept": store.kept(words), "in_use": sorted(in_use), "events": events, "own": len(own)})
+    return states

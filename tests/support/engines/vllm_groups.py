@@ -82,7 +82,7 @@ class Runner:
         )
         self.published = self.scheduler.kv_event_publisher = Collector()
         self.hasher = get_request_block_hasher(hashed, sha256)
-        told = []
+        steps = []
         for action, name in script["actions"]:
             if action == "submit":
                 asked = script["requests"][name]
@@ -92,8 +92,8 @@ class Runner:
             elif action == "reset":
                 self.scheduler.kv_cache_manager.reset_prefix_cache()
             else:
-                told.append(self.step(script["requests"], script["prompts"]))
-        return told
+                steps.append(self.step(script["requests"], script["prompts"]))
+        return steps
 
     def request(self, name: str, prompt: list[int], max_tokens: int) -> Request:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)

@@ -57,8 +57,8 @@ class Direction(list[tuple[float, int, str]]):
 
     def ended(self, now: float) -> list[tuple[float, int, str]]:
         """Remove and return the transfers that have ended by `now`."""
-        ended = [one for one in self if one[0] <= now]
-        self[:] = [one for one in self if one[0] > now]
+        ended = [entry for entry in self if entry[0] <= now]
+        self[:] = [entry for entry in self if entry[0] > now]
         return ended
 
 
@@ -102,10 +102,10 @@ class Storage(SecondaryTierManager):  # type: ignore[misc]
     def get_finished_jobs(self) -> list[JobResult]:
         done = []
         for _, job, _ in (*self.reads.ended(self.runner.now), *self.writes.ended(self.runner.now)):
-            one = self.jobs.pop(job)
-            if not one.is_promotion:
-                self.keys.update(one.keys)
-                self.events.append(OffloadingEvent(keys=list(one.keys), medium=self.medium, removed=False))
+            metadata = self.jobs.pop(job)
+            if not metadata.is_promotion:
+                self.keys.update(metadata.keys)
+                self.events.append(OffloadingEvent(keys=list(metadata.keys), medium=self.medium, removed=False))
             done.append(JobResult(job_id=job, success=True))
         return done
 
@@ -184,7 +184,7 @@ class Runner:
         connector.request_finished, connector.build_connector_meta = ended, built
 
     def play(self, actions: list[list[Any]]) -> list[dict[str, Any]]:
-        told = []
+        steps = []
         for number, (action, name) in enumerate(actions):
             if action == "submit":
                 asked = self.requests[name]
@@ -204,8 +204,8 @@ class Runner:
             elif action == "wait":
                 self.now += name
             else:
-                told.append(self.step())
-        return told
+                steps.append(self.step())
+        return steps
 
     def step(self) -> dict[str, Any]:
         scheduler, now = self.scheduler, self.now
@@ -214,11 +214,13 @@ class Runner:
         # An idle engine steps on while there are transfers, and has heard of those that ended since the last step.
         scheduler._update_from_kv_xfer_finished(self._done(now))
         self._storage_done()
-        before = {name: one.status for name, one in scheduler.requests.items()}
+        before = {name: request.status for name, request in scheduler.requests.items()}
         output = scheduler.schedule()
         loading = RequestStatus.WAITING_FOR_REMOTE_KVS
         awaited = [
-            name for name, one in scheduler.requests.items() if one.status == loading and before[name] != loading
+            name
+            for name, request in scheduler.requests.items()
+            if request.status == loading and before[name] != loading
         ]
         meta, jobs = output.kv_connector_metadata, self.connector._jobs
         for job, load in meta.load_jobs.items():
@@ -289,19 +291,19 @@ class Runner:
         own: list[list[str]] = []
         host: list[list[str]] = []
         for event in [event for batch in self.batches for event in batch.events]:
-            told, medium = (own, []) if event.medium == "GPU" else (host, [event.medium])
+            events, medium = (own, []) if event.medium == "GPU" else (host, [event.medium])
             if type(event).__name__ == "BlockStored":
                 size, text = event.block_size, self.names.get(event.parent_block_hash, "")
                 for index, value in enumerate(event.block_hashes):
                     if not size:
                         # A block that came from storage is told without its tokens if it was not looked up again yet.
-                        told.append(["stored", self.names[value], *medium])
+                        events.append(["stored", self.names[value], *medium])
                         continue
                     text += "".join(f"{token} " for token in event.token_ids[index * size : (index + 1) * size])
                     self.names[value] = text
-                    told.append(["stored", text, *medium])
+                    events.append(["stored", text, *medium])
             else:
-                told += [["removed", self.names[value], *medium] for value in event.block_hashes]
+                events += [["removed", self.names[value], *medium] for value in event.block_hashes]
         return own, sorted(host)
 
     def _host(self) -> list[list[Any]]:

@@ -144,17 +144,25 @@ class OffloadRunner:
         """For each request: whether each full block of its prompt is in the engine's own cache, and in an offloaded chunk. Chunks
         of several prompts can have a block in common."""
         pool, connector = self.scheduler.kv_cache_manager.block_pool, self.scheduler.connector
-        prompts = [list(one.block_hashes)[: one.num_prompt_tokens // BLOCK] for one in self.requests]
+        prompts = [list(request.block_hashes)[: request.num_prompt_tokens // BLOCK] for request in self.requests]
         chunked = set()
         if self.simple:
             offloaded = connector.scheduler_manager.cpu_block_pool
-            chunked = {one for hashes in prompts for one in hashes if offloaded.get_cached_block(one, [0]) is not None}
+            chunked = {
+                block_hash
+                for hashes in prompts
+                for block_hash in hashes
+                if offloaded.get_cached_block(block_hash, [0]) is not None
+            }
         for hashes in prompts:
             for end in range(self.length, 0 if self.simple else len(hashes) + 1, self.length):
                 chunk = connector.connector_scheduler.manager._policy.get(make_offload_key(hashes[end - 1], 0))
                 if chunk is not None and chunk.is_ready:
                     chunked.update(hashes[end - self.length : end])
-        return [[[pool.get_cached_block(one, [0]) is not None, one in chunked] for one in hashes] for hashes in prompts]
+        return [
+            [[pool.get_cached_block(block_hash, [0]) is not None, block_hash in chunked] for block_hash in hashes]
+            for hashes in prompts
+        ]
 
 
 @functools.cache

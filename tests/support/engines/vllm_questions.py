@@ -31,9 +31,9 @@ class Vllm:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         assert line, self._log.read_text()
-        told = json.loads(line)
-        assert "answer" in told, f"{told['error']}\n{self._log.read_text()}"
-        return told["answer"]
+        reply = json.loads(line)
+        assert "answer" in reply, f"{reply['error']}\n{self._log.read_text()}"
+        return reply["answer"]
 
 
 @contextmanager

@@ -106,7 +106,7 @@ class Runner:
         scheduler._preempt_request = recorded
         hasher = get_request_block_hasher(block_size, sha256)
         self.names: dict[Any, str] = {}
-        told = []
+        steps = []
         for number, (action, name) in enumerate(script["actions"]):
             asked = script["requests"].get(name)
             if action == "submit":
@@ -135,17 +135,19 @@ class Runner:
                 if request is not None and (request.status == loading or request.is_finished()):
                     scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving={name}))
             else:
-                told.append(self.step(script["requests"]))
-        return told
+                steps.append(self.step(script["requests"]))
+        return steps
 
     def step(self, requests: dict[str, Any]) -> dict[str, Any]:
         scheduler = self.scheduler
         self.preempted.clear()
-        before = {name: one.status for name, one in scheduler.requests.items()}
+        before = {name: request.status for name, request in scheduler.requests.items()}
         output = scheduler.schedule()
         loading = RequestStatus.WAITING_FOR_REMOTE_KVS
         awaited = [
-            name for name, one in scheduler.requests.items() if one.status == loading and before[name] != loading
+            name
+            for name, request in scheduler.requests.items()
+            if request.status == loading and before[name] != loading
         ]
         events = self.events()
         sampled, ids = [], list(output.num_scheduled_tokens)
@@ -173,7 +175,7 @@ class Runner:
 
     def events(self) -> list[list[str]]:
         """[kind, block], each block named by all tokens up to its end."""
-        told = []
+        listed = []
         for event in self.scheduler.kv_cache_manager.take_events():
             kind = type(event).__name__
             if kind == "BlockStored":
@@ -181,12 +183,12 @@ class Runner:
                 for index, value in enumerate(event.block_hashes):
                     text += "".join(f"{token} " for token in event.token_ids[index * size : (index + 1) * size])
                     self.names[value] = text
-                    told.append(["stored", text])
+                    listed.append(["stored", text])
             elif kind == "AllBlocksCleared":
-                told.append(["cleared", ""])
+                listed.append(["cleared", ""])
             else:
-                told += [["removed", self.names[value]] for value in event.block_hashes]
-        return told
+                listed += [["removed", self.names[value]] for value in event.block_hashes]
+        return listed
 
 
 @functools.cache

@@ -132,13 +132,13 @@ class FakeEngine:
         if self.metrics_broken:
             raise web.HTTPServiceUnavailable
         lines = [] if self.process_start is None else [f"process_start_time_seconds {self.process_start}"]
-        for series, told in (
+        for series, facts in (
             ("kv_transfer", self.announced),
             ("tokenizer", self.tokenizer),
             ("engine", self.engine),
         ):
-            if told:
-                labels = ",".join(f'{name}="{value}"' for name, value in told.items())
+            if facts:
+                labels = ",".join(f'{name}="{value}"' for name, value in facts.items())
                 lines.append(f"pointsman_{series}_info{{{labels}}} 1.0")
         for rank in self.ranks:
             lines += [
@@ -173,7 +173,9 @@ class FakeEngine:
         assert "Authorization" not in request.headers, "the engine's API key is not for the bootstrap server"
         if not self.engine_ids:
             raise web.HTTPServiceUnavailable
-        return web.json_response({str(rank): {"engine_id": one} for rank, one in enumerate(self.engine_ids)})
+        return web.json_response(
+            {str(rank): {"engine_id": engine_id} for rank, engine_id in enumerate(self.engine_ids)}
+        )
 
     async def _sources(self, request: web.Request) -> web.Response:
         # Only rank 0 has sockets here. That suffices to test where the agent looks for the other ranks' events.

@@ -67,7 +67,7 @@ class FakeEngine:
             ids = self.tokenizer.chat(body)
         else:
             ids = self.tokenizer.text(body["prompt"], add_special_tokens=body.get("add_special_tokens", True))
-        return web.json_response({"tokens": [one + self.token_shift for one in ids], "count": len(ids)})
+        return web.json_response({"tokens": [token + self.token_shift for token in ids], "count": len(ids)})
 
     async def query(self, request: web.Request) -> web.Response:
         """Answer as Mooncake's bootstrap server does."""
@@ -233,9 +233,9 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
     async def tell_fleet(self) -> None:
         """Send all gateways the changes of `pools`."""
         fleet = placement_pb2.Fleet(pools=self.pools)
-        for session, told in self._sessions.items():
+        for session, sent in self._sessions.items():
             self._sessions[session] = fleet
-            await session.put(placement_pb2.SessionResponse(fleet_update=fleet_update(told, fleet)))
+            await session.put(placement_pb2.SessionResponse(fleet_update=fleet_update(sent, fleet)))
 
     async def move(self, request_id: str, reason: placement_pb2.MoveReason.ValueType) -> None:
         """Ask for a request to leave i0, which takes no more if it drains."""
@@ -247,10 +247,10 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
 
     def first(self, request: placement_pb2.PlacementRequest) -> placement_pb2.Placement | placement_pb2.Refusal:
         pool = next(
-            (one for one in self.pools if request.model in (one.model, *one.served_names, *one.lora_names)), None
+            (pool for pool in self.pools if request.model in (pool.model, *pool.served_names, *pool.lora_names)), None
         )
         not_these = {*request.exclude, *self.draining}
-        ready = [one for one in pool.instances if one.instance_id not in not_these] if pool else []
+        ready = [instance for instance in pool.instances if instance.instance_id not in not_these] if pool else []
         if not ready:
             return refusal(request, 14, "no instance")
         return serve(request, ready[0])
@@ -261,8 +261,8 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
 
         async def read() -> None:
             async for message in requests:
-                for one in message.batch.requests if message.HasField("batch") else (message,):
-                    await self._take(one, batch_queue)
+                for request in message.batch.requests if message.HasField("batch") else (message,):
+                    await self._take(request, batch_queue)
             await batch_queue.put(None)
 
         reader = asyncio.create_task(read())
@@ -280,7 +280,7 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
         match message.WhichOneof("kind"):
             case "hello":
                 self.hellos.append(message.hello)
-                self.reserved = {one.request.request_id for one in message.hello.open_streams}
+                self.reserved = {stream.request.request_id for stream in message.hello.open_streams}
                 welcome = placement_pb2.GatewayWelcome(router_id="fake", epoch=1, key_scheme=KEY_SCHEME)
                 await batch_queue.put(placement_pb2.SessionResponse(welcome=welcome))
                 fleet = self._sessions[batch_queue] = placement_pb2.Fleet(pools=self.pools)

@@ -114,10 +114,10 @@ class FakeKubernetes:
         if request.query.get("watch") == "True":
             return await self._watch(request)
         items = [
-            one
-            for one in self.slices.values()
+            endpoint_slice
+            for endpoint_slice in self.slices.values()
             if request.query["labelSelector"]
-            == f"kubernetes.io/service-name={one['metadata']['labels']['kubernetes.io/service-name']}"
+            == f"kubernetes.io/service-name={endpoint_slice['metadata']['labels']['kubernetes.io/service-name']}"
         ]
         return web.json_response(
             {
@@ -137,8 +137,8 @@ class FakeKubernetes:
                 queue.put_nowait(event)
         self._watching.add(queue)
         try:
-            while (told := await queue.get()) is not None:
-                await answer.write(json.dumps(told).encode() + b"\n")
+            while (change := await queue.get()) is not None:
+                await answer.write(json.dumps(change).encode() + b"\n")
         finally:
             self._watching.discard(queue)
         return answer

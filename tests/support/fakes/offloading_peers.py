@@ -144,7 +144,7 @@ async def answered(up: Stack, body: dict[str, Any]) -> tuple[str, str]:
         assert "kv_transfer_params" not in raw
     if body.get("stream"):
         events = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
-        text = "".join(one["choices"][0]["delta"]["content"] for one in events if one["choices"])
+        text = "".join(event["choices"][0]["delta"]["content"] for event in events if event["choices"])
         assert raw.rstrip().endswith("data: [DONE]")
     else:
         text = json.loads(raw)["choices"][0]["message"]["content"]
@@ -158,7 +158,7 @@ def halves(up: Stack, engine: int) -> list[str]:
     return [half for half, _, _ in server.halves]
 
 
-def told(up: Stack) -> list[tuple[int, str]]:
+def reported_steps(up: Stack) -> list[tuple[int, str]]:
     return [(done.step_index, done.error) for done in up.router.step_dones]
 
 
@@ -171,11 +171,11 @@ def p_and_d(up: Stack) -> tuple[KvEngine, KvEngine]:
 
 def slicing(up: Stack, *prefixes: int) -> None:
     """Make the router plan a PREFILL on i0 for each of `prefixes` (tokens), then SERVE on i0."""
-    one = up.router.pools[0].instances[0]
+    instance = up.router.pools[0].instances[0]
 
     def step(index: int, tokens: int = 0) -> placement_pb2.Placement:
         kind = placement_pb2.STEP_KIND_PREFILL if tokens else placement_pb2.STEP_KIND_SERVE
-        given = placement_pb2.Step(index=index, kind=kind, instance=one, prefix_tokens=tokens)
+        given = placement_pb2.Step(index=index, kind=kind, instance=instance, prefix_tokens=tokens)
         return placement_pb2.Placement(decision_id="d", step=given, last=not tokens)
 
     def first(request: placement_pb2.PlacementRequest) -> placement_pb2.Placement:

@@ -55,15 +55,15 @@ class Instance:
 
 @asynccontextmanager
 async def instance() -> AsyncIterator[Instance]:
-    one = Instance()
-    one.server = await asyncio.start_server(one.serve, "127.0.0.1", 0)
-    one.url = f"http://127.0.0.1:{one.server.sockets[0].getsockname()[1]}"
-    async with one.server:
-        yield one
-    if one.hold is not None:
-        one.hold.set()
+    scripted = Instance()
+    scripted.server = await asyncio.start_server(scripted.serve, "127.0.0.1", 0)
+    scripted.url = f"http://127.0.0.1:{scripted.server.sockets[0].getsockname()[1]}"
+    async with scripted.server:
+        yield scripted
+    if scripted.hold is not None:
+        scripted.hold.set()
     async with asyncio.timeout(10):
-        while one.serving:  # noqa: ASYNC110
+        while scripted.serving:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 

@@ -103,7 +103,7 @@ def _seen(service: str, span: Span) -> Seen:
 
 
 def _plain(attributes: Any) -> dict[str, Any]:
-    def value(one: KeyValue) -> Any:
-        return getattr(one.value, one.value.WhichOneof("value") or "string_value")
+    def value(attribute: KeyValue) -> Any:
+        return getattr(attribute.value, attribute.value.WhichOneof("value") or "string_value")
 
-    return {one.key: value(one) for one in attributes}
+    return {attribute.key: value(attribute) for attribute in attributes}

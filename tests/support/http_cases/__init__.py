@@ -41,34 +41,34 @@ class Outcome:
     silent: bool = False
 
     def __str__(self) -> str:
-        told = [str(status) for status in self.statuses]
+        words = [str(status) for status in self.statuses]
         if self.silent:
-            told.append("silence")
+            words.append("silence")
         elif not self.next:
-            told.append("closed")
+            words.append("closed")
         elif not 200 <= self.next < 300:
-            told.append(f"then {self.next}")
-        return ", ".join(told)
+            words.append(f"then {self.next}")
+        return ", ".join(words)
 
 
 def load(model: str) -> list[HttpCase]:
     """Return all cases; their chat requests name `model`."""
-    told = tomllib.loads(FILE.read_text(encoding="utf-8"))
-    macros: dict[str, str] = told.pop("macros")
+    content = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    macros: dict[str, str] = content.pop("macros")
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "set the points"}], "max_tokens": 1})
     macros |= {"JSON": body, "N": str(len(body)), "X": f"{len(body):X}", "LENGTH": str(len(macros["SMUGGLED"]))}
     return [
         HttpCase(
-            one["id"],
+            case["id"],
             group,
-            one["want"],
-            one["rfc"],
-            one["from"],
-            _expanded(one["send"], macros).encode("latin-1"),
-            one.get("answers", 1),
+            case["want"],
+            case["rfc"],
+            case["from"],
+            _expanded(case["send"], macros).encode("latin-1"),
+            case.get("answers", 1),
         )
-        for group, cases in told.items()
-        for one in cases["cases"]
+        for group, cases in content.items()
+        for case in cases["cases"]
     ]
 
 
@@ -88,7 +88,7 @@ def answers_in(data: bytes, *, head: bool, ended: bool) -> list[int]:
     while (end := data.find(b"\r\n\r\n")) >= 0:
         fields = data[:end].decode("latin-1").lower().split("\r\n")
         status, data = int(fields[0].split(" ")[1]), data[end + 4 :]
-        length = next((int(one[15:]) for one in fields if one.startswith("content-length:")), None)
+        length = next((int(field[15:]) for field in fields if field.startswith("content-length:")), None)
         if status < 200:
             continue
         if (head and not statuses) or status in (204, 304):

@@ -51,7 +51,7 @@ class Stack:
 
     def local(self, name: str, text: str) -> str:
         """Return `text` of service `name` with this machine's paths, addresses and ports."""
-        for mount, here in sorted(self._mounts(name).items(), key=lambda one: -len(one[0])):
+        for mount, here in sorted(self._mounts(name).items(), key=lambda item: -len(item[0])):
             text = re.sub(rf"(?<![\w./-]){re.escape(mount)}(?![\w-])", str(here), text)
         for (service, port), own in self.ports.items():
             text = re.sub(rf"(?<![\w.-]){service}:{port}\b", f"127.0.0.1:{own}", text)
@@ -63,11 +63,13 @@ class Stack:
 
     def environment(self, name: str) -> dict[str, str]:
         """Return a service's environment: only the variables of the compose file, and the paths of programs."""
-        told = {key: self.local(name, str(value)) for key, value in self.services[name].get("environment", {}).items()}
+        variables = {
+            key: self.local(name, str(value)) for key, value in self.services[name].get("environment", {}).items()
+        }
         programs = {"PATH": f"{self.folder / 'bin'}:{BIN}:{os.environ['PATH']}", "HOME": str(self.folder)}
         if path := os.environ.get("PYTHONPATH"):
             programs["PYTHONPATH"] = path
-        return {**programs, **told}
+        return {**programs, **variables}
 
     async def start(self, name: str, prepare: Callable[[Path], None] = lambda mounts: None) -> None:
         """Make a service's mounted secrets and files, and start it. `prepare` may change these files before the start."""
@@ -172,14 +174,14 @@ async def compose_stack(
     `above`: compose files to merge over the main one. `tls`: merge tls.yaml, too. `variables` override those of .env.example.
     """
     example, _ = compose.example_env(FILE.with_name(".env.example").read_text())
-    told = yaml.safe_load(FILE.read_text())
+    file_content = yaml.safe_load(FILE.read_text())
     for name in above:
-        told = compose.merge(told, yaml.safe_load(FILE.with_name(name).read_text()))
+        file_content = compose.merge(file_content, yaml.safe_load(FILE.with_name(name).read_text()))
     if tls:
-        told = compose.merge(told, yaml.safe_load(FILE.with_name("tls.yaml").read_text()))
+        file_content = compose.merge(file_content, yaml.safe_load(FILE.with_name("tls.yaml").read_text()))
         made = check_deploy.run(check_deploy.DEPLOY / "make-certificates.sh", folder / "tls")
         assert made.returncode == 0, made.stderr
-    project = compose.interpolate(told, example | variables)
+    project = compose.interpolate(file_content, example | variables)
     active = {
         name: service
         for name, service in project["services"].items()
@@ -196,7 +198,7 @@ async def compose_stack(
         inside |= {str(v) for k, v in service.get("environment", {}).items() if k.endswith("_PORT")}
         for port in sorted(inside):
             here = free_port()
-            stack.ports |= {(one, port): here for one in compose.names(name, service)}
+            stack.ports |= {(alias, port): here for alias in compose.names(name, service)}
     (folder / "bin").mkdir()
     for program in ("redis-server", "redis-cli"):
         # Debian's program is preferred: the one of the Python environment has no TLS.

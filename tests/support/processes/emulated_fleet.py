@@ -39,11 +39,13 @@ class EmulatedFleet:
             with grpc.insecure_channel(self.router) as channel:
                 request = fleet_pb2.ListDecisionsRequest(page_size=1_000)
                 every = fleet_pb2_grpc.FleetServiceStub(channel).ListDecisions(request, timeout=20).decisions
-            found = [one for one in every if session in ("", one.session_id)]
-            return found if sum(one.outcome == fleet_pb2.DECISION_OUTCOME_OK for one in found) >= count else []
+            found = [decision for decision in every if session in ("", decision.session_id)]
+            return (
+                found if sum(decision.outcome == fleet_pb2.DECISION_OUTCOME_OK for decision in found) >= count else []
+            )
 
         found = until(ended, within_s=60, what=f"{count} decisions that ended well")
-        return sorted(found, key=lambda one: one.time.ToNanoseconds())
+        return sorted(found, key=lambda decision: decision.time.ToNanoseconds())
 
 
 @contextmanager

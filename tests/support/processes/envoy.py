@@ -92,8 +92,8 @@ def is_ready(settings: EnvoySettings, admin: str) -> bool:
         return False
     if not settings.pickers_up:
         return True
-    told = ask(admin + "/clusters").text
-    return all(f"picker::127.0.0.1:{port}::health_flags::healthy" in told for port in settings.pickers)
+    clusters = ask(admin + "/clusters").text
+    return all(f"picker::127.0.0.1:{port}::health_flags::healthy" in clusters for port in settings.pickers)
 
 
 def configuration(settings: EnvoySettings, port: int, admin: int) -> Mapping[str, Any]:
@@ -176,7 +176,7 @@ def _engines(settings: EnvoySettings) -> Mapping[str, Any]:
         "type": "STATIC",
         "connect_timeout": "1s",
         "load_balancing_policy": {"policies": [{"typed_extension_config": override}]},
-        "load_assignment": _assignment("engines", [one.rpartition(":")[::2] for one in settings.endpoints]),
+        "load_assignment": _assignment("engines", [endpoint.rpartition(":")[::2] for endpoint in settings.endpoints]),
         "circuit_breakers": {"thresholds": [{"max_requests": settings.most_requests}]},
     }
 

@@ -209,7 +209,7 @@ class Fleet:
             stub_any: Any = stub
             answer = await stub_any.ListInstances(fleet_pb2.ListInstancesRequest(), timeout=ASK_S)
         names = {self.address("gateway", engine): engine for engine in ENGINES}
-        return {names[one.instance.instance_id]: one for one in answer.instances}
+        return {names[instance.instance.instance_id]: instance for instance in answer.instances}
 
     async def owner(self) -> str:
         """Wait until a router owns the pool, as its owner may be changing; return the router's name."""
@@ -234,7 +234,7 @@ class Fleet:
     async def incarnations(self, engine: str) -> set[str]:
         """Return the engine's incarnations as the routers know them; "" for a router that knows none."""
         known = [(await self.instances(name)).get(engine) for name in ROUTERS]
-        return {one.instance.incarnation if one is not None else "" for one in known}
+        return {instance.instance.incarnation if instance is not None else "" for instance in known}
 
     async def wait_until_restarted(self, engine: str, before: set[str]) -> None:
         """Wait until both routers know an incarnation of the engine that is not in `before`."""
@@ -294,10 +294,10 @@ class Fleet:
             assert part.alive, f"{part.name} ended\n{part.tail()}"
         owners = set()
         for name in ROUTERS:
-            told = await self.replicas(name)
-            if told.this_replica.degraded or not told.this_replica.ready or len(told.replicas) != len(ROUTERS):
-                return f"{name}: {told.this_replica}, {len(told.replicas)} replicas"
-            owners.add(self._owner_of(told.pools[0]) if told.pools else "")
+            listed = await self.replicas(name)
+            if listed.this_replica.degraded or not listed.this_replica.ready or len(listed.replicas) != len(ROUTERS):
+                return f"{name}: {listed.this_replica}, {len(listed.replicas)} replicas"
+            owners.add(self._owner_of(listed.pools[0]) if listed.pools else "")
             known = await self.instances(name)
             states = {engine: status.state for engine, status in known.items()}
             if states != dict.fromkeys(ENGINES, fleet_pb2.INSTANCE_STATE_READY):
@@ -314,11 +314,11 @@ class Fleet:
         if page["pointsman_gateway_open_requests"]:
             return f"gateway: {page['pointsman_gateway_open_requests']:.0f} open"
         for name in ROUTERS:
-            told = (await self.replicas(name)).this_replica
-            if told.open_requests or told.held_requests:
-                return f"{name}: {told.open_requests} open, {told.held_requests} held"
-            for engine, one in (await self.instances(name)).items():
-                if any(busy := counters(one).values()):
+            replica = (await self.replicas(name)).this_replica
+            if replica.open_requests or replica.held_requests:
+                return f"{name}: {replica.open_requests} open, {replica.held_requests} held"
+            for engine, instance in (await self.instances(name)).items():
+                if any(busy := counters(instance).values()):
                     return f"{name}: {engine} {list(busy)}"
         for engine in ENGINES:
             page = await self.metrics(f"http://127.0.0.1:{self.ports[engine]}")
@@ -346,9 +346,9 @@ class Fleet:
             truth[engine] = await asyncio.to_thread(held_pieces, endpoint)
         for name in ROUTERS:
             for engine, status in (await self.instances(name)).items():
-                told = (status.keys, status.provisional_keys, status.prefix_source, status.prediction_audit_failures)
-                if told != (len(truth[engine]), 0, fleet_pb2.PREFIX_SOURCE_EVENTS, 0):
-                    return f"{name}: {engine} has {len(truth[engine])} keys, not {told}"
+                cache = (status.keys, status.provisional_keys, status.prefix_source, status.prediction_audit_failures)
+                if cache != (len(truth[engine]), 0, fleet_pb2.PREFIX_SOURCE_EVENTS, 0):
+                    return f"{name}: {engine} has {len(truth[engine])} keys, not {cache}"
         owner = await self.owner()
         for prompt in list(self.replay.prompts.values())[-20:]:
             assumed = await self._cached(owner, prompt)
@@ -368,7 +368,7 @@ class Fleet:
             stub_any: Any = stub
             answer = await stub_any.Explain(fleet_pb2.ExplainRequest(request=asked), timeout=ASK_S)
         names = {self.address("gateway", engine): engine for engine in ENGINES}
-        return {names[one.instance_id]: one.cached_tokens for one in answer.decision.candidates}
+        return {names[candidate.instance_id]: candidate.cached_tokens for candidate in answer.decision.candidates}
 
     # ---- after the load ----
 
@@ -376,10 +376,12 @@ class Fleet:
         """Return ids of requests whose answers engines have made in full more than once since the last call."""
         ends = Counter(self.ledger.read_text().splitlines())
         self.ledger.write_bytes(b"")
-        asked = {one.request_id for one in self.replay.asked}
+        asked = {request.request_id for request in self.replay.asked}
         made = {line.removesuffix(" whole"): count for line, count in ends.items() if line.endswith(" whole")}
         assert made.keys() <= asked, "an engine answered an unknown request"
-        assert {one.request_id for one in self.replay.asked if one.outcome == "whole"} <= made.keys(), "not generated"
+        assert {request.request_id for request in self.replay.asked if request.outcome == "whole"} <= made.keys(), (
+            "not generated"
+        )
         return [request_id for request_id, count in made.items() if count > 1]
 
     def tails(self) -> str:
@@ -394,7 +396,9 @@ class Fleet:
                 text = part.log.read_text(errors="replace")
                 new = text[self._read.get(name, 0) :]
                 self._read[name] = len(text)
-                found += [f"{name}: {one}" for one in re.findall(r"Traceback \(most recent[^\0]{0,2000}", new)]
+                found += [
+                    f"{name}: {traceback}" for traceback in re.findall(r"Traceback \(most recent[^\0]{0,2000}", new)
+                ]
         return found
 
 

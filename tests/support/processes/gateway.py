@@ -44,7 +44,7 @@ async def gateway_running(
         await reading
 
 
-async def told_url(log: list[bytes]) -> str:
+async def logged_url(log: list[bytes]) -> str:
     """Wait until the gateway logs the address at which it serves; return the address."""
     while True:
         for line in log:

@@ -98,7 +98,11 @@ class Cluster:
 
     def workload(self, name: str) -> Object:
         """Return the only workload of that name."""
-        [found] = [one for one in self.objects if one["kind"] in k8s.WORKLOADS and one["metadata"]["name"] == name]
+        [found] = [
+            resource
+            for resource in self.objects
+            if resource["kind"] in k8s.WORKLOADS and resource["metadata"]["name"] == name
+        ]
         return found
 
     def add(self, workload: str, name: str) -> Pod:
@@ -114,11 +118,13 @@ class Cluster:
 
     def data(self, kind: str, name: str) -> dict[str, str] | None:
         """Return the data of a ConfigMap or Secret, or None. Its real name may end in the hash that kustomize appends."""
-        for one in self.objects:
-            if one["kind"] == kind and re.fullmatch(rf"{re.escape(name)}(-[0-9a-z]{{10}})?", one["metadata"]["name"]):
+        for resource in self.objects:
+            if resource["kind"] == kind and re.fullmatch(
+                rf"{re.escape(name)}(-[0-9a-z]{{10}})?", resource["metadata"]["name"]
+            ):
                 if kind == "Secret":
-                    return {key: base64.b64decode(value).decode() for key, value in one.get("data", {}).items()}
-                return dict(one.get("data", {}))
+                    return {key: base64.b64decode(value).decode() for key, value in resource.get("data", {}).items()}
+                return dict(resource.get("data", {}))
         return None
 
     def addresses(self) -> dict[str, int]:
@@ -127,7 +133,7 @@ class Cluster:
         A Service of several pods is not included: it has no single port, and no pod here connects to one by its name.
         """
         found: dict[str, int] = {}
-        for service in (one for one in self.objects if one["kind"] == "Service"):
+        for service in (resource for resource in self.objects if resource["kind"] == "Service"):
             name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
             chosen = [pod for pod in self.pods.values() if service["spec"]["selector"].items() <= pod.labels.items()]
             headless = service["spec"].get("clusterIP") == "None"
@@ -137,7 +143,7 @@ class Cluster:
                 for port in service["spec"]["ports"]:
                     here = pod.port(port.get("targetPort", port["port"]))
                     # The name of a pod stands for that pod's own port.
-                    found |= {f"{one}:{port['port']}": here for one in names}
+                    found |= {f"{name}:{port['port']}": here for name in names}
         return found
 
     def stop(self) -> None:
@@ -253,7 +259,7 @@ class Pod:
     def delete(self) -> dict[str, int]:
         """End the pod as kubelet does (hooks, SIGTERM, SIGKILL after the grace period); return exit status by container."""
         # Kubelet ends containers in parallel, so those without a hook get SIGTERM at once.
-        ordered = sorted(self.spec["containers"], key=lambda one: "lifecycle" in one)
+        ordered = sorted(self.spec["containers"], key=lambda container: "lifecycle" in container)
         statuses = {}
         for container in ordered:
             if hook := container.get("lifecycle", {}).get("preStop"):
@@ -312,9 +318,9 @@ class Pod:
         """Return the container's environment as it is in the cluster."""
         env = dict(_image(container["image"])[1])
         for source in container.get("envFrom", []):
-            [(kind, told)] = source.items()
-            found = self.cluster.data({"configMapRef": "ConfigMap", "secretRef": "Secret"}[kind], told["name"])
-            assert found is not None, f"{self.name}: no {told['name']}"
+            [(kind, reference)] = source.items()
+            found = self.cluster.data({"configMapRef": "ConfigMap", "secretRef": "Secret"}[kind], reference["name"])
+            assert found is not None, f"{self.name}: no {reference['name']}"
             env |= found
         for entry in container.get("env", []):
             value = entry["value"] if "value" in entry else self._value_from(entry["valueFrom"])
@@ -323,15 +329,15 @@ class Pod:
         return env
 
     def _value_from(self, source: Object) -> str | None:
-        [(kind, told)] = source.items()
+        [(kind, reference)] = source.items()
         if kind == "fieldRef":
             fields = {"metadata.name": self.name, "metadata.namespace": self.namespace, "status.hostIP": "127.0.0.1"}
-            return str(fields[told["fieldPath"]])
-        found = self.cluster.data({"configMapKeyRef": "ConfigMap", "secretKeyRef": "Secret"}[kind], told["name"])
-        if found is None or told["key"] not in found:
-            assert told.get("optional"), f"{self.name}: no {told['key']} in {told['name']}"
+            return str(fields[reference["fieldPath"]])
+        found = self.cluster.data({"configMapKeyRef": "ConfigMap", "secretKeyRef": "Secret"}[kind], reference["name"])
+        if found is None or reference["key"] not in found:
+            assert reference.get("optional"), f"{self.name}: no {reference['key']} in {reference['name']}"
             return None
-        return found[told["key"]]
+        return found[reference["key"]]
 
     def _volume(self, name: str) -> Path:
         return self.cluster.folder / self.name / name

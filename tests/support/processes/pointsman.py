@@ -19,8 +19,8 @@ def flag_words(flags: Mapping[str, object]) -> list[str]:
     words: list[str] = []
     for name, value in flags.items():
         flag = "--" + name.removeprefix("--").replace("_", "-")
-        for one in value if isinstance(value, list) else [value]:
-            words += [flag, str(one)]
+        for item in value if isinstance(value, list) else [value]:
+            words += [flag, str(item)]
     return words
 
 

@@ -131,7 +131,7 @@ class Replicas:
 
                 async def empty(client: Client = client) -> bool:
                     known = (await client.instances()).values()
-                    return not any(any(counters(one).values()) for one in known)
+                    return not any(any(counters(instance).values()) for instance in known)
 
                 await eventually(empty, f"all counters of {name} are 0")
 
@@ -142,7 +142,7 @@ class Replicas:
         placed = await asyncio.gather(*(gateway.place(name) for gateway, name in zip(gateways, names, strict=True)))
         for gateway, name in zip(gateways, names, strict=True):
             gateway.finish(name)
-        return [one.step.instance.instance_id for one in placed]
+        return [placement.step.instance.instance_id for placement in placed]
 
 
 def double_bookings(instances: list[str]) -> int:

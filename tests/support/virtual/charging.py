@@ -13,10 +13,10 @@ from typing import Any
 from unittest import mock
 
 from pointsman_agent.core import key_stream, report_protocol
+from pointsman_common.core.key_messages import Delta, SnapshotChunk
 from pointsman_lab.rival_policies.registry import POLICIES
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core import router_state
-from pointsman_router.core.instances.report_sync import Delta, SnapshotChunk
 from pointsman_router.core.load import affinity
 from pointsman_router.core.policy_views import FleetViewBuilder
 from pointsman_router.core.prefix import exact_index
@@ -57,9 +57,9 @@ class Charges:
 
     # ---- charges of Redis and its clients ----
 
-    def fields(self, told: Mapping[str, str]) -> float:
+    def fields(self, reply: Mapping[str, str]) -> float:
         """Return the number of fields that the fields of a reply stand for."""
-        return sum(self.sessions if name.startswith(PREBUILT) else 1.0 for name in told)
+        return sum(self.sessions if name.startswith(PREBUILT) else 1.0 for name in reply)
 
     def changes(self, args: Any) -> float:
         """Return the number of changes that a call of APPLY with these arguments stands for; 0 for other scripts."""
@@ -202,8 +202,8 @@ class Charges:
         return charged
 
     def _whole(self, whole: Any) -> Any:
-        def charged(told: Any) -> Any:
-            fleet = whole(told)
+        def charged(sent: Any) -> Any:
+            fleet = whole(sent)
             instances = sum(len(pool.instances) for pool in fleet.pools)
             self._charge(instances * self.instances * costs.FLEET_INSTANCE_S)
             return fleet

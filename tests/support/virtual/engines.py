@@ -117,8 +117,8 @@ class Engine:
 
     async def _answer(self, asked: dict[str, Any], transfer: dict[str, Any], reply: Any) -> None:
         output, answer = asked["max_tokens"], answer_to(asked["prompt"], asked["max_tokens"])
-        told = begun_answer(asked) if self.tells and asked.get("stream") else None
-        begun = told.ids if told is not None else ()
+        continued = begun_answer(asked) if self.tells and asked.get("stream") else None
+        begun = continued.ids if continued is not None else ()
         assert list(begun) == answer[: len(begun)], "what the client has is another answer"
         tokens = [*asked["prompt"], *begun]
         names = [key ^ 1 for key in extend_keys(root_key(self.model), tokens)]
@@ -142,7 +142,7 @@ class Engine:
             if asked.get("stream"):
                 last = at + 1 == output
                 event = _event({"choices": [_choice("length" if last else None, answer[at])]})
-                reply.write(event if told is None else with_comment(answer[at : at + 1], event, complete=last))
+                reply.write(event if continued is None else with_comment(answer[at : at + 1], event, complete=last))
         self.queries += len(tokens)
         self.hits += cached * KEY_TOKENS
         self.generated += output - len(begun)
@@ -155,7 +155,7 @@ class Engine:
             end = b"data: [DONE]\n\n"
             if (asked.get("stream_options") or {}).get("include_usage"):
                 end = _event({"choices": [], "usage": usage}) + end
-            reply.write(end if told is None else with_comment((), end, complete=True))
+            reply.write(end if continued is None else with_comment((), end, complete=True))
             reply.end()
         else:
             _whole(reply, 200, {"choices": [_choice("length")], "usage": usage})
@@ -174,7 +174,9 @@ class Engine:
 
     def _engine_of(self, transfer: dict[str, Any]) -> Engine | None:
         """Return the engine that keeps the KV of a transfer, or None if it does not run."""
-        return next((one for one in self.peers if one.up and one.incarnation == transfer.get("remote_engine_id")), None)
+        return next(
+            (peer for peer in self.peers if peer.up and peer.incarnation == transfer.get("remote_engine_id")), None
+        )
 
     def _store(self, tokens: list[int], names: list[int]) -> None:
         first = next((at for at, name in enumerate(names) if name not in self.cache), len(names))

@@ -26,12 +26,12 @@ def _dies(group: str) -> Fault:
     def die(world: World, for_s: float) -> str:
         ones: dict[str, Any] = vars(world)[group]
         name = world.rng.choice(sorted(ones))
-        one = ones[name]
-        if not one.up:
+        process = ones[name]
+        if not process.up:
             return f"{name} is dead already"
         world.disturbances.note(name, for_s)
-        one.kill()
-        asyncio.get_running_loop().call_later(for_s, one.start)
+        process.kill()
+        asyncio.get_running_loop().call_later(for_s, process.start)
         return f"{name} dies"
 
     return die
@@ -49,9 +49,9 @@ def _stops(group: str) -> Fault:
 
 def _clock_jumps(group: str) -> Fault:
     def jump(world: World, for_s: float) -> str:
-        one = vars(world)[group][world.rng.choice(sorted(vars(world)[group]))]
-        one.node.clock_s = world.rng.choice((world.rng.uniform(-5.0, 5.0), world.rng.uniform(-3_600.0, 3_600.0)))
-        return f"the clock of {one.node.name} is {one.node.clock_s:+.3f} s off"
+        process = vars(world)[group][world.rng.choice(sorted(vars(world)[group]))]
+        process.node.clock_s = world.rng.choice((world.rng.uniform(-5.0, 5.0), world.rng.uniform(-3_600.0, 3_600.0)))
+        return f"the clock of {process.node.name} is {process.node.clock_s:+.3f} s off"
 
     return jump
 
@@ -70,15 +70,15 @@ def _redis_stops(world: World, for_s: float) -> str:
 
 def _router_ends(world: World, for_s: float) -> str:
     address = world.rng.choice(sorted(world.routers))
-    one = world.routers[address]
-    if not one.up:
+    router = world.routers[address]
+    if not router.up:
         return f"{address} is dead already"
     world.disturbances.note(address, for_s)
 
     async def roll() -> None:
-        await one.stop()
+        await router.stop()
         await asyncio.sleep(for_s)
-        one.start()
+        router.start()
 
     world.chores.append(asyncio.create_task(roll()))
     return f"{address} stops in order"
@@ -109,7 +109,7 @@ def _drains(world: World, for_s: float) -> str:
         await asyncio.sleep(for_s)
         everywhere, nodes = False, list(world.routers.values())
         while True:
-            not_back = [node for node in nodes if (one := known(node)) is None or one.draining]
+            not_back = [node for node in nodes if (instance := known(node)) is None or instance.draining]
             if everywhere and not not_back:
                 return
             everywhere = await order((not_back or nodes)[0], resume=True)

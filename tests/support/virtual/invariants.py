@@ -54,7 +54,7 @@ class Disturbances:
     def any(self, name: str, since: float, until: float) -> bool:
         """Return whether the node or Redis was disturbed between two times."""
         return any(
-            begins <= until and ends >= since for one in (name, REDIS) for begins, ends in self._times.get(one, ())
+            begins <= until and ends >= since for node in (name, REDIS) for begins, ends in self._times.get(node, ())
         )
 
 
@@ -119,11 +119,15 @@ def check_held(state: RouterState, ticked_at: float, now: float) -> None:
             continue  # its policy holds it
         members = state.instances.members(held.pool, held.request.model)
         for snapshot in state.views._snapshots(members, now):
-            one = snapshot.candidate
-            free = not one.excluded and not one.produces_only and one.instance_id not in held.request.exclude
-            if free and not one.num_requests:
+            candidate = snapshot.candidate
+            free = (
+                not candidate.excluded
+                and not candidate.produces_only
+                and candidate.instance_id not in held.request.exclude
+            )
+            if free and not candidate.num_requests:
                 raise InvariantViolation(
-                    f"{held.request.request_id} waits for room beside {one.instance_id}, which is idle"
+                    f"{held.request.request_id} waits for room beside {candidate.instance_id}, which is idle"
                 )
 
 
@@ -192,7 +196,7 @@ async def _read_and_written(world: Any) -> None:
 def _check_router(world: Any, router: Any) -> None:
     state, name = router.state, router.settings.router_id
     _equal(state.degraded, False, f"{name} degraded")
-    _equal([one.request_id for one in state.reservations], [], f"reservations of {name}")
+    _equal([reservation.request_id for reservation in state.reservations], [], f"reservations of {name}")
     _equal(len(state.held_requests.queue), 0, f"held requests of {name}")
     for engine in world.engines.values():
         record = state.instances.get(engine.instance_id)
@@ -210,14 +214,14 @@ async def _check_circuits(world: Any) -> None:
     records = [record for router in world.live_routers() for record in router.state.instances.records()]
     left_s = max((record.circuit.until - loop.time() for record in records), default=0.0)
     for router in world.live_routers():
-        if left_s > router.settings.circuit_max_open_s:
+        if left_s > router.state.settings.circuit.max_open_s:
             raise InvariantViolation(f"a circuit stays open for {left_s:.0f} s more")
     await asyncio.sleep(max(left_s, 0.0) + 0.01)
     for router in world.live_routers():
         now = loop.time()
         for snapshot in router.state.views._snapshots(router.state.instances.records(), now):
-            one = snapshot.candidate
-            _equal(one.excluded, "", f"why {one.instance_id} stays excluded at {router.settings.router_id}")
+            candidate = snapshot.candidate
+            _equal(candidate.excluded, "", f"why {candidate.instance_id} stays excluded at {router.settings.router_id}")
 
 
 def _equal(found: object, wanted: object, what: str) -> None:

@@ -318,7 +318,7 @@ class Channel:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for call in [one for one in self._network.calls if one.client is here() and one.server is self._server]:
+        for call in [call for call in self._network.calls if call.client is here() and call.server is self._server]:
             call.cancel()
 
     @property

@@ -86,7 +86,7 @@ class VirtualRedis:
         return fields
 
     def _table(self, value: Any) -> Any:
-        return self._lua.table_from([self._table(one) for one in value]) if isinstance(value, list) else value
+        return self._lua.table_from([self._table(item) for item in value]) if isinstance(value, list) else value
 
     def _plain(self, value: Any) -> Any:
         if lupa.lua_type(value) == "table":
@@ -100,7 +100,10 @@ class VirtualRedis:
         return self._values.get(key)
 
     def _call(self, command: str, *raw: Any) -> Any:
-        args = [str(int(one)) if isinstance(one, float) and one.is_integer() else str(one) for one in raw]
+        args = [
+            str(int(argument)) if isinstance(argument, float) and argument.is_integer() else str(argument)
+            for argument in raw
+        ]
         return getattr(self, f"_{command.lower()}")(*args)
 
     def _now(self) -> float:
@@ -212,7 +215,7 @@ class Client:
         def page() -> tuple[int, dict[str, str]]:
             # Ordered by a hash of the field's name, as a scan of a hash table: a change of other fields does not move a field.
             fields = sorted((zlib.crc32(name.encode()), name, value) for name, value in self._store.hash(key).items())
-            rest = [one for one in fields if one[0] >= cursor]
+            rest = [field for field in fields if field[0] >= cursor]
             nxt = rest[PAGE][0] if len(rest) > PAGE else 0
             return nxt, {name: value for number, name, value in rest if not nxt or number < nxt}
 
@@ -269,8 +272,8 @@ class Client:
         if self._charges is None:
             await asyncio.sleep(self._delay_s())
             return answer
-        told = answer[1] if isinstance(answer, tuple) else answer
-        fields = self._charges.fields(told) if isinstance(told, dict) else 0.0
+        reply = answer[1] if isinstance(answer, tuple) else answer
+        fields = self._charges.fields(reply) if isinstance(reply, dict) else 0.0
         serves_s = costs.REDIS_COMMAND_S + fields * costs.REDIS_FIELD_S + changes * costs.REDIS_CHANGE_S
         self._store.busy_until = loop.time() + serves_s
         if max(wait_s, 0.0) + serves_s > self._timeout_s:

@@ -109,7 +109,7 @@ class GatewayNode:
             breakdown=LineLog(None),
             expose_placement=True,
             mark_session_ends=False,
-            continuations=Continuations(1 << 20, 600),
+            continuations=Continuations(1 << 20),
         )
         await client.start()
 
@@ -277,8 +277,8 @@ class World:
             )
             for at, name in enumerate(names)
         }
-        for one in self.engines.values():
-            one.peers = list(self.engines.values())
+        for engine in self.engines.values():
+            engine.peers = list(self.engines.values())
         self.routers = {address: RouterNode(self, address) for address in ROUTERS}
         self.gateways = {name: GatewayNode(self, name) for name in ("g0", "g1")}
         agents = max(engines // ENGINES_OF_AGENT, 2)
@@ -304,7 +304,7 @@ class World:
 
         if self.charges.declared.sessions:
             for model in MODELS:
-                names = [one.instance_id for one in self.engines.values() if one.model == model]
+                names = [engine.instance_id for engine in self.engines.values() if engine.model == model]
                 sessions = {f"{PREBUILT}{at}": names[at % len(names)] for at in range(PREBUILT_SESSIONS)}
                 self.redis.prebuild(model, sessions)
         with (
@@ -312,11 +312,11 @@ class World:
             mock.patch.object(redis.asyncio.Redis, "from_url", from_url),
         ):
             everything: list[Any] = [*self.routers.values(), *self.agents.values(), *self.gateways.values()]
-            for one in everything:
-                one.start()
+            for part in everything:
+                part.start()
             yield
-            for one in everything:
-                self.network.kill(one.node)
+            for part in everything:
+                self.network.kill(part.node)
 
     def live_routers(self) -> list[CheckedRouter]:
         """Return the routers that run."""

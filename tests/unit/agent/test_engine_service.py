@@ -15,8 +15,8 @@ TWO_PORTS = [{"name": "http", "port": 8000, "protocol": "TCP"}, {"name": "metric
 
 def urls(service: str, *slices: dict[str, Any]) -> list[str]:
     """The URLs of a service's engines, of slices that are valid."""
-    for one in slices:
-        kubernetes_validate.validate(one, "1.37", strict=True)
+    for manifest in slices:
+        kubernetes_validate.validate(manifest, "1.37", strict=True)
     endpoints = ServiceEndpoints(parse_engine_service(service))
     endpoints.replace(slices)
     return sorted(endpoints.engines())

@@ -122,7 +122,10 @@ def test_an_older_package_names_senders_by_url_and_no_rank() -> None:
 def wrong(scrape: Scrape, rank: int) -> list[tuple[str, str, int]]:
     told = kv_transfer(parse_engine_address("http://h"), ANNOUNCED, "auto", scrape.wrong_kv, rank=rank)
     assert told is not None
-    return [(one.bootstrap_url, one.engine_id, one.requests) for one in told.wrong_from]
+    return [
+        (wrong_requests.bootstrap_url, wrong_requests.engine_id, wrong_requests.requests)
+        for wrong_requests in told.wrong_from
+    ]
 
 
 def test_engine_ids_are_read_by_rank() -> None:

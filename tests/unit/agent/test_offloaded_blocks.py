@@ -7,10 +7,11 @@ from collections import Counter
 
 import pytest
 
-from pointsman_agent.core.cached_blocks import CachedBlocks, Tier
+from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from pointsman_agent.io.state_file import restore_cached_blocks, to_saved_state
 from pointsman_common.core.block_keys import prompt_keys
+from pointsman_common.core.key_messages import Tier
 from tests.support.kv_events import MODEL, hash_of, store, tokens_of
 
 Path = tuple[int, ...]
@@ -131,7 +132,7 @@ def test_random_chunks(seed: int, length: int) -> None:
         path = tuple(draw.choice((1, 2)) for _ in range(draw.randint(1, 8)))
         events: list[BlockStored | BlockRemoved] = []
         if draw.random() < 0.5:
-            missing = next((at for at, one in enumerate(prefixes(path)) if not device[one]), len(path))
+            missing = next((at for at, prefix in enumerate(prefixes(path)) if not device[prefix]), len(path))
             if missing < len(path):
                 events.append(store(path, first=missing))
                 device.update(prefixes(path)[missing:])
@@ -140,12 +141,14 @@ def test_random_chunks(seed: int, length: int) -> None:
                     chunks.add(path[:end])
                     events.append(placeholder(path[:end]))
         else:
-            for one in [one for one in device if one[: len(path)] == path and device[one]]:
-                device[one] = 0
-                events.append(gone(one))
-            for one in [one for one in chunks if one[: len(path)] == path and draw.random() < 0.5]:
-                chunks.discard(one)
-                events.append(gone(one, medium="CPU"))
+            for prefix in [prefix for prefix in device if prefix[: len(path)] == path and device[prefix]]:
+                device[prefix] = 0
+                events.append(gone(prefix))
+            for cached_chunk in [
+                cached_chunk for cached_chunk in chunks if cached_chunk[: len(path)] == path and draw.random() < 0.5
+            ]:
+                chunks.discard(cached_chunk)
+                events.append(gone(cached_chunk, medium="CPU"))
         cached_blocks.apply(events)
         held = {part for chunk in chunks for part in prefixes(chunk)[len(chunk) - length :]}
         assert host(cached_blocks) == {key for part in held for key in prompt_keys(tokens_of(part), MODEL)[-2:]}

@@ -53,7 +53,7 @@ async def test_a_sender_of_unreadable_messages_does_not_fill_the_log(message: by
     with structlog.testing.capture_logs() as logs:
         await asyncio.wait([received(queued)])
     assert queued.taken == 500
-    assert [(one["event"], one["messages"]) for one in logs] == [("load messages are dropped", 1)]
+    assert [(entry["event"], entry["messages"]) for entry in logs] == [("load messages are dropped", 1)]
 
 
 async def test_a_sender_that_never_pauses_does_not_keep_other_tasks_from_running() -> None:

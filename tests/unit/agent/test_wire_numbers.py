@@ -40,7 +40,7 @@ def test_what_is_no_number_of_a_field(value: object) -> None:
 
 
 def test_numbers_of_a_field() -> None:
-    assert [uint64(one) for one in ("0", b"2.0", 1.9e6, "1.5e+07", 2**40, -0.0)] == [
+    assert [uint64(written) for written in ("0", b"2.0", 1.9e6, "1.5e+07", 2**40, -0.0)] == [
         0,
         2,
         1_900_000,

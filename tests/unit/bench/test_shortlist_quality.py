@@ -14,7 +14,7 @@ def test_cases_are_read() -> None:
         Case("unified", 128, "knee", 3),
         Case("lpwl", 256, "light", 1),
     ]
-    assert {(one.policy, one.instances) for one in cases(CASES)} == {
+    assert {(case.policy, case.instances) for case in cases(CASES)} == {
         (policy, instances) for policy in ("unified", "foresight") for instances in (128, 256)
     }
 

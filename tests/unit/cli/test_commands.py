@@ -41,8 +41,8 @@ def test_the_help_shows_what_an_operator_does_and_imports_no_part() -> None:
     panels = re.findall(r"^╭─ ([\w ]+?) ─", told, re.MULTILINE)
     assert panels == ["Options", main.RUN, main.ASK, main.CHANGE, main.MEASURE]
     shown = set(re.findall(r"^│ ([a-z][a-z-]*) ", told, re.MULTILINE))
-    assert shown == {name for name, one in main.COMMANDS.items() if one.panel}
-    assert not {one for one in shown if "stud" in one or "finding" in one}
+    assert shown == {name for name, command in main.COMMANDS.items() if command.panel}
+    assert not {command for command in shown if "stud" in command or "finding" in command}
     assert imported("--help") == imported() == imported("no-such-command") == set()
 
 
@@ -54,7 +54,9 @@ def test_the_version_is_the_distributions() -> None:
 def test_only_the_asked_commands_module_is_imported() -> None:
     found = imported("emulate", "--help")
     assert "pointsman_lab.emulator.emulated_engine" in found
-    assert not {one for one in found if one.startswith(("pointsman_lab.live", "pointsman_router", "pointsman_agent"))}
+    assert not {
+        module for module in found if module.startswith(("pointsman_lab.live", "pointsman_router", "pointsman_agent"))
+    }
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def instance(
 
 
 def levels(*pool: agent_pb2.Instance) -> list[tuple[str, str]]:
-    return [(one.check.split()[0], one.level) for one in transfers(list(pool))]
+    return [(finding.check.split()[0], finding.level) for finding in transfers(list(pool))]
 
 
 def test_a_pair_that_fits_is_well(bootstrap: str) -> None:
@@ -110,8 +110,8 @@ def test_answers_differ_unless_they_part_at_a_tie() -> None:
 
 def pair(protocol: agent_pb2.KvProtocol.ValueType) -> list[agent_pb2.Instance]:
     pool = [agent_pb2.Instance(instance_id=name, model="m", url=f"http://{name}:1", block_size=16) for name in "ab"]
-    for one in pool:
-        one.kv_transfer.protocol = protocol
+    for instance in pool:
+        instance.kv_transfer.protocol = protocol
     pool[1].kv_transfer.role = agent_pb2.KV_ROLE_CONSUMER
     return pool
 
@@ -166,7 +166,9 @@ def test_cordons_of_long_ago_and_orders_for_nobody_are_told_of() -> None:
         order("both", 2 * day, cordoned=True, weight=0.5, weight_reason="canary", instance_known=False),
     ]
     nobody = "no agent reports an instance of this id"
-    assert [(one.level, one.check, one.found, one.advice) for one in forgotten_orders(orders, 2 * day)] == [
+    assert [
+        (finding.level, finding.check, finding.found, finding.advice) for finding in forgotten_orders(orders, 2 * day)
+    ] == [
         (Finding.WARN, "old", "cordoned: a new disk; for more than a day", "pointsman uncordon old"),
         (Finding.WARN, "gone", f"weight 0.5; {nobody}", "if it went for good: pointsman weight gone 1"),
         (
@@ -259,10 +261,10 @@ def test_wrong_kv_is_a_failure_that_names_the_sender_while_it_runs(bootstrap: st
     wrong, *others = transfers([receiver, sender])
     assert (wrong.level, wrong.check) == (Finding.FAIL, "a KV transfer")
     assert "KV from b was wrong" in wrong.found
-    assert [one.level for one in others] == [Finding.OK, Finding.OK]
+    assert [finding.level for finding in others] == [Finding.OK, Finding.OK]
     assert [(one.instance_id, other.instance_id) for one, other in pairs_of([receiver, sender])] == [("a", "b")]
     sender.kv_transfer.engine_id = "b2"
-    assert [one.level for one in transfers([receiver, sender])] == [Finding.OK, Finding.OK], (
+    assert [finding.level for finding in transfers([receiver, sender])] == [Finding.OK, Finding.OK], (
         "as advised, it was restarted"
     )
     assert [(one.instance_id, other.instance_id) for one, other in pairs_of([receiver, sender])] == [
@@ -274,4 +276,4 @@ def test_wrong_kv_is_a_failure_that_names_the_sender_while_it_runs(bootstrap: st
 def test_a_sender_of_wrong_kv_whose_id_is_unknown_is_known_by_its_url(bootstrap: str) -> None:
     receiver, sender = instance("a", "http://a:1", role=agent_pb2.KV_ROLE_CONSUMER), instance("b", bootstrap)
     receiver.kv_transfer.wrong_from.add(bootstrap_url=bootstrap, engine_id="b1", requests=1)
-    assert [one.level for one in transfers([receiver, sender])] == [Finding.FAIL, Finding.OK, Finding.OK]
+    assert [finding.level for finding in transfers([receiver, sender])] == [Finding.FAIL, Finding.OK, Finding.OK]

@@ -24,8 +24,8 @@ def test_it_lists_every_policy_with_its_settings_and_their_bounds(capsys: pytest
     told = capsys.readouterr().out.splitlines()
     for name, kind in POLICIES.items():
         assert name in told
-        for one in fields(kind):
-            assert any(line.startswith(f"    {one.name} = {one.default} ({bounds(one)}): ") for line in told)
+        for field in fields(kind):
+            assert any(line.startswith(f"    {field.name} = {field.default} ({bounds(field)}): ") for line in told)
     assert "    decider = cost (cost or heuristic): what decides on an offload" in told
     assert "    rotate_affinity = False (true or false): the session belongs to the target afterwards" in told
     # What looks like markup is text.

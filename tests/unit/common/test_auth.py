@@ -177,7 +177,7 @@ class Door:
                     await fleet.Drain(fleet_pb2.DrainRequest(), **with_)
                 case "watch":
                     request = fleet_pb2.WatchDecisionsRequest()
-                    told = [one async for one in fleet.WatchDecisions(request, **with_)]
+                    told = [message async for message in fleet.WatchDecisions(request, **with_)]
                     assert len(told) == 1
         except grpc.aio.AioRpcError as error:
             return error.code()

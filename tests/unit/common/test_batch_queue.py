@@ -51,7 +51,7 @@ async def test_many_messages_are_taken_in_turns() -> None:
         batch_queue.put(number)
     taken = [await batch_queue.take() for _ in range(3)]
     assert [len(batch) for batch in taken] == [MAX_BATCH, MAX_BATCH, 1]
-    assert [one for batch in taken for one in batch] == list(range(2 * MAX_BATCH + 1))
+    assert [item for batch in taken for item in batch] == list(range(2 * MAX_BATCH + 1))
 
 
 async def test_the_end_comes_after_all_that_was_put() -> None:

@@ -46,7 +46,7 @@ def test_every_server_takes_these_options() -> None:
     for path, call in calls("server"):
         if path in OTHERS:
             continue
-        options = next((ast.unparse(one.value) for one in call.keywords if one.arg == "options"), "")
+        options = next((ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "options"), "")
         assert "SERVER_OPTIONS" in options, (
             f"{path}:{call.lineno}: grpc's own would end a client's pings (too_many_pings)"
         )

@@ -67,8 +67,8 @@ async def _held_up(loop: Watched) -> list[int]:
     def call() -> None:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             calls = [channel.stream_stream("/test/Report", None, None)(messages()) for _ in range(STREAMS)]
-            for one in calls:
-                for _ in one:
+            for call in calls:
+                for _ in call:
                     pass
 
     calling = loop.run_in_executor(None, call)

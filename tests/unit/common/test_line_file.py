@@ -146,7 +146,7 @@ def test_a_line_larger_than_a_file_may_be_is_kept(tmp_path: Path) -> None:
     for line in (b"one", b"longer", b"two"):
         file.append(line)
     file.close()
-    assert [one.read_bytes() for one in (path, tmp_path / "lines.1", tmp_path / "lines.2")] == [
+    assert [file.read_bytes() for file in (path, tmp_path / "lines.1", tmp_path / "lines.2")] == [
         b"two\n",
         b"longer\n",
         b"one\n",

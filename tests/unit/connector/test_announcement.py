@@ -35,7 +35,7 @@ class MultiConnector:
     @classmethod
     def _get_connector_classes_and_configs(cls, vllm_config: Any) -> list[tuple[type, Any]]:
         children = vllm_config.kv_transfer_config.kv_connector_extra_config["connectors"]
-        return [(KINDS[one], config(one)) for one in children]
+        return [(KINDS[child], config(child)) for child in children]
 
 
 KINDS = {
@@ -221,5 +221,5 @@ def test_an_engine_without_one_of_vllms_modules_announces_the_rest(
     page = generate_latest(REGISTRY).decode()
     assert 'pointsman_tokenizer_info{revision="",tokenizer="maker/tiny"} 1.0' in page
     assert "pointsman_kv_transfer_info{" not in page
-    (told,) = [one.getMessage() for one in caplog.records]
+    (told,) = [record.getMessage() for record in caplog.records]
     assert "runs without the announcement of its KV transfer support: ModuleNotFoundError" in told

@@ -12,7 +12,7 @@ from pointsman_connector.own_chunks import OwnChunks
 
 def keys(text: str) -> list[bytes]:
     """The keys of a prompt: each names its chunk and all before it."""
-    return [one.encode() for one in accumulate(text)]
+    return [beginning.encode() for beginning in accumulate(text)]
 
 
 def test_what_two_prompts_have_in_common_belongs_to_neither() -> None:

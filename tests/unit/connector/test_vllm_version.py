@@ -46,7 +46,7 @@ def test_another_version_is_told_once(vllm: Any, caplog: pytest.LogCaptureFixtur
     vllm.__version__ = "0.99.1"
     for _ in range(3):
         warn_if_untested()
-    (told,) = [one.getMessage() for one in caplog.records]
+    (told,) = [record.getMessage() for record in caplog.records]
     assert f"tested with vLLM {TESTED}, this is vLLM 0.99.1" in told
 
 
@@ -64,6 +64,6 @@ def test_a_vllm_without_a_version_is_not_tested(vllm: Any, caplog: pytest.LogCap
 def test_what_is_missing_is_one_line(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
     vllm.__version__ = "0.99.1"
     warn_without("its ears", ValueError("no such\n  thing"))
-    (told,) = [one.getMessage() for one in caplog.records]
+    (told,) = [record.getMessage() for record in caplog.records]
     assert told.endswith(f"runs without its ears: ValueError: no such thing (vLLM 0.99.1; tested with {TESTED})")
     assert vllm_version.running() == "0.99.1"

@@ -142,7 +142,7 @@ def as_values(told: str) -> str:
 
 def case(name: str, changes: dict[str, str]) -> dict[str, Any]:
     """A test for promtool in which the alert `name` ("": none) fires and no other."""
-    series = [{"series": one, "values": as_values(told)} for one, told in with_changes(changes).items()]
+    series = [{"series": name, "values": as_values(told)} for name, told in with_changes(changes).items()]
     fired = [{"labels": f'{{alertname="{name}"}}', "value": 1}] if name else []
     firing = 'clamp_max(count by (alertname) (ALERTS{alertstate="firing"}), 1)'
     expected = {"expr": firing, "eval_time": END, "exp_samples": fired}

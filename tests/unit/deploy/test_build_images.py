@@ -74,21 +74,21 @@ def test_all_images_are_built_for_all_platforms_and_the_overlays_take_them_by_di
     files = {"k8s/components/images/kustomization.yaml": written}
     found = {
         container["image"]
-        for one in check_deploy.render(check_deploy.DEPLOY / "k8s/overlays/gpu", files=files)
-        if one["kind"] in ("Deployment", "StatefulSet")
-        for container in one["spec"]["template"]["spec"]["containers"]
+        for manifest in check_deploy.render(check_deploy.DEPLOY / "k8s/overlays/gpu", files=files)
+        if manifest["kind"] in ("Deployment", "StatefulSet")
+        for container in manifest["spec"]["template"]["spec"]["containers"]
         if "pointsman" in container["image"]
     }
     entries = yaml.safe_load(written)["images"]
-    assert found == {f"{one['newName']}:{tag}@{one['digest']}" for one in entries}
-    assert len({one["digest"] for one in entries}) == 4
+    assert found == {f"{entry['newName']}:{tag}@{entry['digest']}" for entry in entries}
+    assert len({entry["digest"] for entry in entries}) == 4
 
 
 def test_images_of_this_machine_have_no_digest(checkout: Path) -> None:
     assert build_images.main(["local"], checkout) == 0
     assert all("--load" in words for words in told(checkout))
     assert not any(
-        "digest" in one for one in yaml.safe_load((checkout / build_images.OVERLAY_IMAGES).read_text())["images"]
+        "digest" in image for image in yaml.safe_load((checkout / build_images.OVERLAY_IMAGES).read_text())["images"]
     )
     # The written file does not count as a change, which would alter the next tag.
     assert build_images.main(["local"], checkout) == 0

@@ -43,20 +43,24 @@ def test_compose_file_with_others_on_top_is_sound(names: list[str]) -> None:
 
 def test_each_gpu_profile_starts_as_many_instances_and_one_agent_for_them(project: Project) -> None:
     for profile, count in (("gpu", 1), ("gpu2", 2), ("gpu4", 4), ("gpu8", 8)):
-        started = {name: one for name, one in project["services"].items() if profile in one.get("profiles", [])}
-        engines = {name: one["environment"]["CUDA_VISIBLE_DEVICES"] for name, one in started.items() if "vllm" in name}
+        started = {
+            name: service for name, service in project["services"].items() if profile in service.get("profiles", [])
+        }
+        engines = {
+            name: service["environment"]["CUDA_VISIBLE_DEVICES"] for name, service in started.items() if "vllm" in name
+        }
         assert engines == {f"vllm-{number}": f"${{GPUS_{number}:-{number}}}" for number in range(count)}
-        (agent,) = [one for name, one in started.items() if name.startswith("agent")]
+        (agent,) = [service for name, service in started.items() if name.startswith("agent")]
         assert agent["environment"]["POINTSMAN_AGENT_ENGINES"].count("http://") == count
 
 
 def test_engines_push_their_steps_to_where_their_agent_listens(project: Project) -> None:
     services = project["services"]
-    engines = [one for name, one in services.items() if name.startswith("vllm-")]
-    agents = [one for name, one in services.items() if name.startswith("agent") and name != "agent-emulated"]
-    assert {one["environment"]["POINTSMAN_AGENT_LOADS"] for one in engines} == {"tcp://agent:9108"}
-    assert {one["environment"]["POINTSMAN_AGENT_STEP_LOADS_LISTEN"] for one in agents} == {"tcp://0.0.0.0:9108"}
-    assert all("agent" in one["networks"]["engine"]["aliases"] for one in agents)
+    engines = [service for name, service in services.items() if name.startswith("vllm-")]
+    agents = [service for name, service in services.items() if name.startswith("agent") and name != "agent-emulated"]
+    assert {engine["environment"]["POINTSMAN_AGENT_LOADS"] for engine in engines} == {"tcp://agent:9108"}
+    assert {agent["environment"]["POINTSMAN_AGENT_STEP_LOADS_LISTEN"] for agent in agents} == {"tcp://0.0.0.0:9108"}
+    assert all("agent" in agent["networks"]["engine"]["aliases"] for agent in agents)
 
 
 def test_files_are_merged_as_compose_does() -> None:

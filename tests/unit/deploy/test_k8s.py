@@ -96,7 +96,7 @@ def test_engines_get_the_gpus_that_they_split_the_model_over(overlay: str, kind:
     objects = check_deploy.render(OVERLAYS / overlay)
     assert find(objects, "ConfigMap", "engine")["data"]["TENSOR_PARALLEL_SIZE"] == count
     spec = pod(objects, kind, "vllm")
-    resources = next(one for one in spec["containers"] if one["name"] == "vllm")["resources"]
+    resources = next(container for container in spec["containers"] if container["name"] == "vllm")["resources"]
     assert {resources[name]["nvidia.com/gpu"] for name in ("requests", "limits")} == {count}
     assert {"key": "nvidia.com/gpu", "operator": "Exists"} in spec["tolerations"]
     assert (spec.get("runtimeClassName") == "nvidia") is (overlay == "single-node"), (
@@ -116,7 +116,9 @@ def test_a_size_that_is_patched_for_one_role_is_followed_by_its_gpus() -> None:
         assert found["vllm"]["resources"]["limits"]["nvidia.com/gpu"] == count
     assert k8s.check(objects) == []
     engine = pod(objects, "StatefulSet", "vllm-decode")["containers"]
-    next(one for one in engine if one["name"] == "vllm")["resources"]["limits"]["nvidia.com/gpu"] = "4"
+    next(container for container in engine if container["name"] == "vllm")["resources"]["limits"]["nvidia.com/gpu"] = (
+        "4"
+    )
     (problem,) = k8s.check(objects)
     assert problem.endswith("limits 4 GPUs, and TENSOR_PARALLEL_SIZE is 1")
 
@@ -128,7 +130,9 @@ def test_a_data_parallel_engine_needs_gpus_for_each_rank() -> None:
     problems = k8s.check(objects)
     assert len(problems) == 2
     assert problems[0].endswith("requests 1 GPUs, and TENSOR_PARALLEL_SIZE is 1 for each of 2 data-parallel ranks")
-    engine = next(one for one in pod(objects, "StatefulSet", "vllm")["containers"] if one["name"] == "vllm")
+    engine = next(
+        container for container in pod(objects, "StatefulSet", "vllm")["containers"] if container["name"] == "vllm"
+    )
     for kind in ("requests", "limits"):
         engine["resources"][kind]["nvidia.com/gpu"] = "2"
     assert k8s.check(objects) == []
@@ -191,7 +195,9 @@ def test_engines_push_their_steps_to_where_their_agent_listens(overlay: str, nam
         pushed_to = k8s.environment(engine, objects)[0]["POINTSMAN_AGENT_LOADS"]
         if overlay != "gpu-per-node":
             assert pushed_to == told["POINTSMAN_AGENT_STEP_LOADS_LISTEN"] == "ipc:///run/kv/loads"
-            folders = [{m["mountPath"]: m["name"] for m in one.spec["volumeMounts"]} for one in (engine, beside)]
+            folders = [
+                {m["mountPath"]: m["name"] for m in container.spec["volumeMounts"]} for container in (engine, beside)
+            ]
             assert folders[0]["/run/kv"] == folders[1]["/run/kv"], "one folder for both"
         else:
             service = find(objects, "Service", "agent-node")["spec"]
@@ -293,14 +299,18 @@ def test_the_ingress_leads_to_every_api_and_to_nothing_else() -> None:
     objects = check_deploy.render(OVERLAYS / "ha", "ingress")
     ingress = find(objects, "Ingress", "gateway")
     [rule] = ingress["spec"]["rules"]
-    paths = [one["path"] for one in rule["http"]["paths"]]
+    paths = [entry["path"] for entry in rule["http"]["paths"]]
 
     def reached(path: str) -> bool:
-        return any(path == one or path.startswith(f"{one}/") for one in paths)
+        return any(path == prefix or path.startswith(f"{prefix}/") for prefix in paths)
 
     assert all(reached(path) for path in ROUTES)
     assert not any(map(reached, ("/metrics", "/health", "/ready", "/live")))
-    assert not [one for one in objects if one["kind"] == "ConfigMap" and one["metadata"]["name"] == "ingress"]
+    assert not [
+        manifest
+        for manifest in objects
+        if manifest["kind"] == "ConfigMap" and manifest["metadata"]["name"] == "ingress"
+    ]
     broken = copy.deepcopy(objects)
     find(broken, "Ingress", "gateway")["spec"]["rules"][0]["host"] = "other.example.com"
     find(broken, "Ingress", "gateway")["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]["name"] = "router"
@@ -313,9 +323,13 @@ def test_the_ingress_leads_to_every_api_and_to_nothing_else() -> None:
 def test_the_route_leads_every_api_to_the_pool_and_its_pickers() -> None:
     objects = check_deploy.render(OVERLAYS / "gateway-api")
     [rule] = find(objects, "HTTPRoute", "llm")["spec"]["rules"]
-    paths = [one["path"]["value"] for one in rule["matches"]]
-    assert all(any(path == one or path.startswith(f"{one}/") for one in paths) for path in ROUTES)
-    assert not [one for one in objects if one["kind"] == "ConfigMap" and one["metadata"]["name"] == "gateway-api"]
+    paths = [match["path"]["value"] for match in rule["matches"]]
+    assert all(any(path == prefix or path.startswith(f"{prefix}/") for prefix in paths) for path in ROUTES)
+    assert not [
+        manifest
+        for manifest in objects
+        if manifest["kind"] == "ConfigMap" and manifest["metadata"]["name"] == "gateway-api"
+    ]
     changed = check_deploy.render(
         OVERLAYS / "gateway-api", files={"k8s/overlays/gateway-api/gateway-api.env": "GATEWAY=a\nGATEWAY_NAMESPACE=b\n"}
     )

@@ -53,7 +53,7 @@ def test_a_key_has_limits_and_a_salt_of_its_own() -> None:
 
 def test_a_key_has_a_class_and_a_weight() -> None:
     lines = ["red:k1", "red:k2 priority=interactive weight=1000", "blue:k3 priority=standard", "blue:k4 priority=batch"]
-    assert [(one.priority, one.weight) for one in parse_keys(lines, "x").values()] == [
+    assert [(tenant.priority, tenant.weight) for tenant in parse_keys(lines, "x").values()] == [
         (placement_pb2.PRIORITY_STANDARD, 1),
         (placement_pb2.PRIORITY_INTERACTIVE, 1_000),
         (placement_pb2.PRIORITY_STANDARD, 1),

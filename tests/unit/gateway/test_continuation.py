@@ -202,7 +202,7 @@ def test_the_rest_is_placed_by_the_tokens_of_the_prompt_and_the_answer(prompt_to
     context.kept_payload, context.rest = b"", None
     context.drop_prompt(keep=True)
     assert json.loads(context.payload_at("a")).items() >= (CHAT | {"max_tokens": 100}).items()
-    told = b"".join(b":%d" % one for one in answer)
+    told = b"".join(b":%d" % token_id for token_id in answer)
     request = continued_placement(context, ids_of(told))
     assert request.input_tokens == len(ids) + len(answer)
     assert request.max_output_tokens == 100 - len(answer)

@@ -165,8 +165,8 @@ async def test_what_listens_may_be_silent_and_is_asked_once_for_all_streams() ->
         while there.connections < 25:  # noqa: ASYNC110 - the questions are connections, too
             await asyncio.sleep(0)
         there.hold.set()
-        for one in asking:
-            assert await whole(await one) == b"hello"
+        for request in asking:
+            assert await whole(await request) == b"hello"
 
 
 async def test_a_stream_that_goes_on_outlives_its_port() -> None:

@@ -78,7 +78,7 @@ def test_too_many_values_are_refused(value: object) -> None:
 )
 def test_what_stands_in_texts_is_never_counted(values: list[Any], window: int) -> None:
     raw = json.dumps(values).encode()
-    objects = 1 + sum(isinstance(one, list) for one in values)
+    objects = 1 + sum(isinstance(value, list) for value in values)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode_body, "_WINDOW_BYTES", window)
         patch.setattr(decode_body, "MAX_OBJECTS", objects)

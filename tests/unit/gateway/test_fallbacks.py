@@ -21,7 +21,7 @@ LOAD = {"b": 3, "c": 1, "d": 0, "e": 2}
 
 
 def names(step: StepAssigned, refs: list[placement_pb2.InstanceRef], exclude: set[str], count: int = 2) -> list[str]:
-    return [one.instance_id for one in fallbacks(step, refs, exclude, LOAD, count)]
+    return [fallback.instance_id for fallback in fallbacks(step, refs, exclude, LOAD, count)]
 
 
 def test_the_runner_up_and_the_emptiest_of_other_servers() -> None:

@@ -31,10 +31,10 @@ class Page:
         """(name, model) -> value, of all samples with a model."""
         families = text_string_to_metric_families(generate_latest(self.metrics.registry).decode())
         return {
-            (one.name.removeprefix("pointsman_gateway_"), one.labels["model"]): one.value
+            (sample.name.removeprefix("pointsman_gateway_"), sample.labels["model"]): sample.value
             for family in families
-            for one in family.samples
-            if "model" in one.labels and not one.name.endswith("_created")
+            for sample in family.samples
+            if "model" in sample.labels and not sample.name.endswith("_created")
         }
 
     def models(self) -> set[str]:

@@ -322,7 +322,7 @@ async def test_a_client_that_asks_again_at_once_is_still_noticed_when_it_leaves(
     wire: Any = client.wire
     wire.write = write
     await client.send(WHOLE.replace(b"/echo", first.encode()))
-    assert [one.path for one in client.handler.seen] == [first, "/hang"]
+    assert [request.path for request in client.handler.seen] == [first, "/hang"]
     assert client.server.bodies.used == 5
     client.connection.connection_lost(None)
     for _ in range(3):
@@ -496,8 +496,8 @@ async def test_a_closing_server_ends_idle_connections_and_lets_answers_end() -> 
     assert idle.wire.closed
     assert busy.wire.out.endswith(b"0\r\n\r\n")
     assert busy.wire.closed
-    for one in (idle, busy):
-        one.connection.connection_lost(None)
+    for client in (idle, busy):
+        client.connection.connection_lost(None)
     await closing
 
 
@@ -541,7 +541,7 @@ async def test_one_clients_bodies_leave_room_for_the_others() -> None:
     first = Client()
     answers = [await first.send(uploading(70_000, "a"), b"x" * 39_000)]
     answers += [await Client(first).send(uploading(70_000, "a"), b"x" * 39_000) for _ in range(5)]
-    assert [status_of(one) if one else 0 for one in answers] == [0, 0, 503, 503, 503, 503]
+    assert [status_of(answer) if answer else 0 for answer in answers] == [0, 0, 503, 503, 503, 503]
     assert first.server.bodies.used == 78_000
     other = Client(first)
     assert await other.send(uploading(60_000, "b"), b"x" * 59_999) == b"", "another client finds room"

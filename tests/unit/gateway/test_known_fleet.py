@@ -28,7 +28,7 @@ def update(*pools: placement_pb2.PoolUpdate, **values: Any) -> placement_pb2.Fle
 def test_instances_come_change_and_go_in_order_and_the_rest_stays() -> None:
     told = KnownFleet(fleet("b", "d"))
     told.apply(update(placement_pb2.PoolUpdate(model="m", instances=[ref("c"), ref("a"), ref("d", "2")])))
-    assert [(one.instance_id, one.incarnation) for one in told.pools["m"].instances] == [
+    assert [(instance.instance_id, instance.incarnation) for instance in told.pools["m"].instances] == [
         ("a", "1"),
         ("b", "1"),
         ("c", "1"),
@@ -95,8 +95,8 @@ def test_what_one_router_updates_is_merged_with_what_the_others_tell() -> None:
     assert owners.pools() == [other.pools[0]], "two owns it by the higher epoch, and describes it"
     owners.update("2", update(placement_pb2.PoolUpdate(model="m", instances=[ref("d")])))
     [pool] = owners.pools()
-    assert ([one.instance_id for one in pool.instances], pool.owner.router_id) == (["b", "d"], "two")
+    assert ([instance.instance_id for instance in pool.instances], pool.owner.router_id) == (["b", "d"], "two")
     described = placement_pb2.Pool(model="m", owner=placement_pb2.Owner(router_id="one", epoch=3))
     owners.update("1", update(placement_pb2.PoolUpdate(model="m", description=described)))
     [pool] = owners.pools()
-    assert ([one.instance_id for one in pool.instances], pool.owner.epoch) == (["a", "c"], 3)
+    assert ([instance.instance_id for instance in pool.instances], pool.owner.epoch) == (["a", "c"], 3)

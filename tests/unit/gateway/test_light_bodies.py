@@ -29,8 +29,8 @@ VALUES = st.recursive(
 def objects_and_items(value: Any) -> tuple[int, int]:
     if not isinstance(value, dict | list):
         return 0, 0
-    inner = [objects_and_items(one) for one in (value.values() if isinstance(value, dict) else value)]
-    return 1 + sum(one for one, _ in inner), len(value) + sum(one for _, one in inner)
+    inner = [objects_and_items(item) for item in (value.values() if isinstance(value, dict) else value)]
+    return 1 + sum(count for count, _ in inner), len(value) + sum(count for _, count in inner)
 
 
 def turn_of_an_agent(messages: int = 200, tools: int = 30) -> bytes:

@@ -34,10 +34,10 @@ def test_what_is_let_go_makes_room() -> None:
 def test_who_holds_much_leaves_room_for_others() -> None:
     budget = MemoryBudget(100)
     greedy = [holding(budget, b"a") for _ in range(20)]
-    assert sum(one.take(10) for one in greedy) == 7
+    assert sum(holding.take(10) for holding in greedy) == 7
     assert holding(budget, b"b").take(25)
-    for one in greedy:
-        one.let_go()
+    for greedy_holding in greedy:
+        greedy_holding.let_go()
     assert holding(budget, b"a").take(75), "alone, all that is free"
 
 
@@ -97,10 +97,14 @@ async def test_an_answer_that_ends_badly_counts_nothing() -> None:
     budget = MemoryBudget(100)
     broken = answer([b"x" * 50], 80, whole=False)
     broken.end(UpstreamError("broke off"))
-    for one, error in ((broken, UpstreamError), (answer([], 80), AnswerTooLong), (answer([b"x" * 80]), AnswerTooLong)):
+    for failing, error in (
+        (broken, UpstreamError),
+        (answer([], 80), AnswerTooLong),
+        (answer([b"x" * 80]), AnswerTooLong),
+    ):
         held = holding(budget)
         with pytest.raises(error):
-            await read(one, held, 60 if error is AnswerTooLong else None)
+            await read(failing, held, 60 if error is AnswerTooLong else None)
         assert budget.used == 0
 
 

@@ -135,7 +135,9 @@ def test_responses_become_a_chat() -> None:
     ]
     tools = [{"type": "function", "name": "read", "parameters": {}, "strict": True}, {"type": "web_search"}]
     chat = chat_of(Endpoint.RESPONSES, instructions="Be brief.", input=items, tools=tools)
-    calls = [{"id": one, "type": "function", "function": {"name": "read", "arguments": "{}"}} for one in ("c1", "c2")]
+    calls = [
+        {"id": call_id, "type": "function", "function": {"name": "read", "arguments": "{}"}} for call_id in ("c1", "c2")
+    ]
     assert chat["messages"] == [
         {"role": "system", "content": "Be brief."},
         user([{"type": "input_text", "text": "Read it."}]),
@@ -209,7 +211,7 @@ def test_a_response_id_says_where_it_is_and_whose(
     here = data.draw(st.sampled_from(instances))
     made = response_id(here, tenant, uuid.hex)
     assert storing_instance(made, tenant, instances) == here
-    assert storing_instance(made, tenant, [one for one in instances if one != here]) is None
+    assert storing_instance(made, tenant, [instance_id for instance_id in instances if instance_id != here]) is None
     assert (storing_instance(made, other, instances) is None) == (other != tenant)
     for wrong in ("", "resp_" + uuid.hex, made + "0", made.upper(), "../" + made):
         assert storing_instance(wrong, tenant, instances) is None

@@ -278,7 +278,7 @@ def test_a_response_does_not_name_itself() -> None:
 
 @given(st.binary(max_size=3), st.dictionaries(st.text(max_size=4), JSON, max_size=4))
 def test_fields_in_front_change_nothing_else(blanks: bytes, body: dict[str, Any]) -> None:
-    space = bytes(b" \t\n\r"[one % 4] for one in blanks)
+    space = bytes(b" \t\n\r"[number % 4] for number in blanks)
     raw = space + b"{" + space + json.dumps(body).encode()[1:] + space
     added = {"request\u00fc": 1, "a": ["b"]}
     for name in added:

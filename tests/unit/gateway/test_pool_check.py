@@ -66,7 +66,7 @@ class World:
         return cast(ModelTokenizer, self.kept[source])
 
     async def compare(self, state: PoolState, url: str) -> str | None:
-        lives = {one.url: one.incarnation for one in state.pool.instances}
+        lives = {instance.url: instance.incarnation for instance in state.pool.instances}
         ours = cast(int, state.tokenizer)
         await asyncio.sleep(0.5)
         if url not in self.engines or url in self.silent:
@@ -88,7 +88,7 @@ class World:
 
     def leaves(self, url: str) -> None:
         self.engines.pop(url, None)
-        left = [one for one in self.state.pool.instances if one.url != url]
+        left = [instance for instance in self.state.pool.instances if instance.url != url]
         del self.state.pool.instances[:]
         self.state.pool.instances.extend(left)
 
@@ -107,7 +107,7 @@ class World:
     def is_safe(self) -> bool:
         """Return whether the status is not EXACT, or no present engine had other tokens than the tokenizer when last compared."""
         ours = cast(int, self.state.tokenizer)
-        told = [self.told.get((ours, one.url, one.incarnation)) for one in self.state.pool.instances]
+        told = [self.told.get((ours, instance.url, instance.incarnation)) for instance in self.state.pool.instances]
         return self.state.tokenizer_status is not TokenizerStatus.EXACT or False not in told
 
 

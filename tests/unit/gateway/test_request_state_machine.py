@@ -865,12 +865,12 @@ TestConversation.settings = settings(max_examples=200, stateful_step_count=40)
 )
 def test_least_inflight_takes_one_of_the_emptiest(ids: list[str], inflight: dict[str, int], turn: int) -> None:
     chosen = least_inflight(ids, inflight, ("a",), turn)
-    allowed = [one for one in ids if one != "a"]
+    allowed = [instance_id for instance_id in ids if instance_id != "a"]
     if not allowed:
         assert chosen is None
     else:
         assert chosen in allowed
-        assert inflight.get(chosen, 0) == min(inflight.get(one, 0) for one in allowed)
+        assert inflight.get(chosen, 0) == min(inflight.get(instance_id, 0) for instance_id in allowed)
 
 
 def test_equals_take_turns() -> None:

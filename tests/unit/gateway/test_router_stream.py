@@ -36,5 +36,5 @@ async def test_a_router_that_may_be_starting_is_no_warning(startup_s: float, mon
         session.start()
         await eventually(lambda: len(attempts) > 2, "it has dialled three times")
         await session.close(0.0)
-    said = [one["event"] for one in logs if one["log_level"] == "warning"]
+    said = [entry["event"] for entry in logs if entry["log_level"] == "warning"]
     assert said == ([] if startup_s else ["no session with the router"])

@@ -93,7 +93,7 @@ def test_an_owner_is_told_of_what_it_has_not_confirmed(actions: list[tuple[str, 
             case "confirmed":
                 ends.confirmed("t", session, [pool], POOLS)
                 untold.get(session, set()).discard(pool)
-        for one in POOLS:
-            assert {name for _, name in ends.untold([one], 1.0)} == {
-                name for name, left in untold.items() if one in left
+        for pool_name in POOLS:
+            assert {name for _, name in ends.untold([pool_name], 1.0)} == {
+                name for name, left in untold.items() if pool_name in left
             }

@@ -36,7 +36,7 @@ def test_three_processes_admit_what_one_would(
 ) -> None:
     file = tmp_path_factory.mktemp("shared") / "limits"
     usage_file = [SharedUsageFile(file, number, 3) for number in range(3)]
-    several, alone = [RateLimiter(one.store) for one in usage_file], RateLimiter()
+    several, alone = [RateLimiter(usage_store.store) for usage_store in usage_file], RateLimiter()
     open_ones: list[tuple[Admission, Admission]] = []
     now = 0.0
     for who, key, close, tokens, pause in steps:

@@ -126,8 +126,11 @@ def test_a_text_and_its_continuation_have_their_own_tokens(
 ) -> None:
     tokenizer, _ = models_by_family[family]
     reference = tokenizer._tokenizer
-    for one in (text, text + more):
-        assert tokenizer.text(one, add_special_tokens=special) == reference.encode(one, add_special_tokens=special).ids
+    for prompt in (text, text + more):
+        assert (
+            tokenizer.text(prompt, add_special_tokens=special)
+            == reference.encode(prompt, add_special_tokens=special).ids
+        )
 
 
 @settings(max_examples=300)

@@ -314,12 +314,12 @@ def test_what_the_client_has_is_told_by_chunks_that_pass_whole_and_by_others() -
 
 @given(CUTS, st.lists(st.integers(0, 99_999), min_size=1, max_size=30))
 def test_what_is_told_and_what_is_sent_agree_however_the_stream_is_cut(cuts: list[int], ids: list[int]) -> None:
-    whole = b"".join(b":%d\n\n" % one + event(f"{one}\\n:3") for one in ids)
+    whole = b"".join(b":%d\n\n" % token_id + event(f"{token_id}\\n:3") for token_id in ids)
     events, out = told_filter(), b""
     for piece in cut_up(whole, cuts)[:-1]:
         out += events.feed(piece)
-        sent = [json.loads(one[6:]) for one in out.split(b"\n\n") if one]
-        words = [one["choices"][0]["delta"]["content"].partition("\\")[0] for one in sent]
+        sent = [json.loads(event_bytes[6:]) for event_bytes in out.split(b"\n\n") if event_bytes]
+        words = [message["choices"][0]["delta"]["content"].partition("\\")[0] for message in sent]
         assert bytes(events.record or b"") == "".join(f":{word}" for word in words).encode(), (
             "an id is told with its event"
         )

@@ -24,8 +24,8 @@ async def test_who_leaves_while_waiting_leaves_nothing_behind() -> None:
         first.cancel()  # it is left, and its thread goes on
         waiting = [asyncio.create_task(threads.run(lambda: "never")) for _ in range(9)]
         await asyncio.sleep(0)
-        for one in waiting:
-            one.cancel()
+        for task in waiting:
+            task.cancel()
         await asyncio.gather(first, *waiting, return_exceptions=True)
         assert threads._executor._work_queue.qsize() == 0
         last = asyncio.create_task(threads.run(lambda: "last"))

@@ -51,7 +51,7 @@ def test_another_apis_prompt_is_sent_as_the_chat_that_it_is() -> None:
     path, raw = kv.prefill_request(made, {"transfer_id": "t"})
     body = json.loads(raw)
     assert path == "/v1/chat/completions"
-    assert [one["role"] for one in body["messages"]] == ["system", "user"]
+    assert [message["role"] for message in body["messages"]] == ["system", "user"]
     assert (body["model"], body["cache_salt"], body["max_completion_tokens"]) == ("m", "s", 1)
     assert "stop" not in body
 

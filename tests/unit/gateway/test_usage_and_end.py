@@ -25,7 +25,7 @@ USAGES = {Endpoint.CHAT: OPENAI, Endpoint.MESSAGES: ANTHROPIC, Endpoint.RESPONSE
 
 def named(*events: dict[str, Any]) -> bytes:
     """Return SSE events with event names, as Messages and Responses write them."""
-    return "".join(f"event: {one['type']}\ndata: {json.dumps(one)}\n\n" for one in events).encode()
+    return "".join(f"event: {payload['type']}\ndata: {json.dumps(payload)}\n\n" for payload in events).encode()
 
 
 def messages_stream(*, stop: bool = True) -> bytes:
@@ -134,7 +134,7 @@ def test_any_bytes_have_an_ending(endpoint: Endpoint, text: bytes) -> None:
 
 
 def chat_stream(*events: dict[str, Any]) -> bytes:
-    return b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in events) + b"data: [DONE]\n\n"
+    return b"".join(b"data: " + json.dumps(payload).encode() + b"\n\n" for payload in events) + b"data: [DONE]\n\n"
 
 
 def test_why_a_chat_stream_ended_stands_before_its_usage() -> None:

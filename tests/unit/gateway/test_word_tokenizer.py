@@ -68,7 +68,7 @@ KNOWN: dict[str, Callable[[], Tokenizer]] = {
 }
 EVERY = "".join(map(chr, range(128)))
 FRAGMENTS = (
-    st.sampled_from([one for one in SPECIALS if one.isascii()])
+    st.sampled_from([special for special in SPECIALS if special.isascii()])
     | st.sampled_from(
         [
             "'s",
@@ -117,7 +117,7 @@ def known() -> dict[str, tuple[Tokenizer, WordTokenizer]]:
 @example(text=" a\n b \n c \x1d d\te \tf")
 @example(text="a\t \nb")
 @example(text="a\n \x0c b")
-@example(text="".join(f" {one}x{one}\n{one}{one}1{one}" for one in EVERY))
+@example(text="".join(f" {letter}x{letter}\n{letter}{letter}1{letter}" for letter in EVERY))
 def test_words_have_the_whole_texts_tokens(
     known: dict[str, tuple[Tokenizer, WordTokenizer]], name: str, text: str
 ) -> None:
@@ -131,11 +131,11 @@ def test_every_pair_of_letters_is_split_as_the_library_splits_it(
     known: dict[str, tuple[Tokenizer, WordTokenizer]],
 ) -> None:
     for name, (tokenizer, found) in known.items():
-        for one in EVERY:
-            text = "".join(f"{one}{other}a {one}{other}" for other in EVERY)
+        for letter in EVERY:
+            text = "".join(f"{letter}{other}a {letter}{other}" for other in EVERY)
             ids = found.ids(text)
             assert ids is not None
-            assert ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids, (name, one)
+            assert ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids, (name, letter)
 
 
 def test_what_is_not_ascii_is_left_to_the_library(known: dict[str, tuple[Tokenizer, WordTokenizer]]) -> None:
@@ -153,7 +153,7 @@ def test_every_alternative_of_the_table_is_tried_here() -> None:
         )
     )
     tried += f"|{CASED}|{UPPER}|{MORE}|{MARKS}"
-    untried = {one for one in ASCII if one not in tried}
+    untried = {letter for letter in ASCII if letter not in tried}
     # The remaining pattern is a combination of tried ones: marks of one, newlines and slashes of another.
     assert untried == {r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n/]*"}
 

@@ -65,7 +65,7 @@ def test_a_session_lasts_from_its_first_request_to_its_last_answer_and_counts_on
 def test_means_are_compared_over_the_draws_that_were_served_both_live_and_simulated() -> None:
     # The third live draw is not simulated yet.
     compared = compare_means(runs([1.0, 2.0, 90.0], [1.0, 1.0, 1.0], [1.2, 2.4], [1.0, 1.0]))
-    (new,) = [one for one in compared if one.policy == "new"]
+    (new,) = [comparison for comparison in compared if comparison.policy == "new"]
     assert (new.live, new.simulated, new.trials) == pytest.approx((1.5, 1.8, 2))
     assert new.error == pytest.approx(0.2)
 

@@ -80,7 +80,10 @@ def test_the_hotspot_is_where_requests_are_open_longest() -> None:
     # a 3 and 33 s, c 11 s, on i1; b 8 and 2.5 s on i2; from 10 s to 53 s.
     assert spot.open_mean == pytest.approx(47 / 43)
     assert spot.ratio == pytest.approx(47 / ((47 + 10.5) / 2))
-    assert [(one.session, one.requests, one.computed_tokens) for one in spot.sessions] == [("a", 2, 160), ("c", 1, 60)]
+    assert [(session.session, session.requests, session.computed_tokens) for session in spot.sessions] == [
+        ("a", 2, 160),
+        ("c", 1, 60),
+    ]
     assert hotspot([]) is None
     (worst, beside), *_ = slowest(RECORDS)
     assert (worst.session, worst.turn, beside) == ("a", 2, 1)
@@ -174,7 +177,9 @@ class Page(HTMLParser):
 
 def test_the_page_needs_nothing_else() -> None:
     name = 'run <b> & "more"'
-    samples = [InstanceSample(t=float(at), instance=one, num_requests=2) for at in range(40) for one in ("i1", "i2")]
+    samples = [
+        InstanceSample(t=float(at), instance=instance, num_requests=2) for at in range(40) for instance in ("i1", "i2")
+    ]
     run = Bundle({"kind": "replay", "policy": "<script>"}, RECORDS, {}, samples)
     text = render({name: run, "second": Bundle({}, RECORDS, {})})
     assert text == render({name: run, "second": Bundle({}, RECORDS, {})})
@@ -192,11 +197,11 @@ def test_the_page_needs_nothing_else() -> None:
     assert "@import" not in text
     drawn = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
     assert len(drawn) == 8
-    for one in drawn:
-        ElementTree.fromstring(one)
+    for picture in drawn:
+        ElementTree.fromstring(picture)
         # Charts draw in the page's own colour, so that they can be read on a dark page.
-        assert "#0101" not in one
-        assert "#000000" not in one
+        assert "#0101" not in picture
+        assert "#000000" not in picture
 
 
 def test_the_command_prints_and_writes(tmp_path: Path) -> None:
@@ -222,14 +227,18 @@ def test_what_was_cached_when_placed_and_no_longer_when_begun_is_told() -> None:
         answer("a", 1, 111.0, prompt_tokens=9_000, predicted_cached_tokens=8_992, cached_tokens=0),
         answer("a", 2, 1.0, prompt_tokens=9_100, predicted_cached_tokens=64, cached_tokens=96),
     ]
-    [slowest] = [one for one in sections({"run": Bundle({}, records, {})}, draw=False) if "Slowest" in one.title]
+    [slowest] = [
+        section for section in sections({"run": Bundle({}, records, {})}, draw=False) if "Slowest" in section.title
+    ]
     assert "In 1 of 2 requests the engine found less when it began" in slowest.note
     assert "8,992 tokens were computed again" in slowest.note
     [table] = slowest.blocks
     assert isinstance(table, Table)
     place = list(table.columns).index("predicted")
     assert [row[place : place + 2] for row in table.rows] == [["8,992", "0"], ["64", "96"]]
-    [untold] = [one for one in sections({"run": Bundle({}, RECORDS, {})}, draw=False) if "Slowest" in one.title]
+    [untold] = [
+        section for section in sections({"run": Bundle({}, RECORDS, {})}, draw=False) if "Slowest" in section.title
+    ]
     assert "predicted" not in untold.note
 
 

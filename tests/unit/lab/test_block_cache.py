@@ -62,8 +62,8 @@ class Plain:
 def chain(path: list[int], name: int = 1) -> list[int]:
     """Hashes of a prompt whose blocks are `path`, after the block `name`. Two hashes are equal if all blocks up to them are."""
     hashes = []
-    for one in path:
-        name = name * 3 + one
+    for part in path:
+        name = name * 3 + part
         hashes.append(name)
     return hashes
 

@@ -54,7 +54,7 @@ def test_a_summary_counts_complete_answers_only() -> None:
     # One token has no time per token; the others took 1 s for 10 tokens after the first.
     assert summary["tpot_s"]["p50"] == pytest.approx(0.1)
     assert summary["tpot_s"]["count"] == 2
-    assert {name: (one["requests"], one["hit_ratio"]) for name, one in summary["instances"].items()} == {
+    assert {name: (instance["requests"], instance["hit_ratio"]) for name, instance in summary["instances"].items()} == {
         "": (1, None),
         "i1": (2, 0.5),
         "i2": (2, 0.5),

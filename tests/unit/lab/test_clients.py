@@ -119,8 +119,10 @@ def test_a_client_without_patience_disconnects_wherever_its_request_is() -> None
     requests = [ask("a", 1, 0.0, [1], 100), ask("b", 1, 0.1, [2], 100), ask("c", 1, 0.2, [3], 100)]
     router = StateSettings(queue=QueueSettings(size=1))
     records = simulate(requests, policy=OneAtATime(), leaves_after_s=1.5, router=router)
-    assert {name: one.status for (name, _), one in records.items()} == {"a": 499, "b": 499, "c": 499}
-    assert {name: one.e2e_s for (name, _), one in records.items()} == pytest.approx({"a": 1.5, "b": 1.5, "c": 1.5})
+    assert {name: record.status for (name, _), record in records.items()} == {"a": 499, "b": 499, "c": 499}
+    assert {name: record.e2e_s for (name, _), record in records.items()} == pytest.approx(
+        {"a": 1.5, "b": 1.5, "c": 1.5}
+    )
     patient = simulate(requests[:1], leaves_after_s=2.5)
     assert patient["a", 1].status == 200
 

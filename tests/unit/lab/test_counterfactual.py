@@ -44,7 +44,7 @@ def compare(
     requests: list[ObservedRequest], policy: str = "unified", assumed: str = "round_robin"
 ) -> list[RequestPair]:
     fleets = PairedFleets(simulation(policy), assumed)
-    ended = [one for request in requests for one in fleets.submit(request)] + fleets.finish()
+    ended = [ended_request for request in requests for ended_request in fleets.submit(request)] + fleets.finish()
     assert fleets.open == 0
     return sorted(ended, key=lambda one: one.request.turn)
 
@@ -53,21 +53,32 @@ def test_what_another_placement_would_have_found() -> None:
     """A session that alternates finds nothing on its second instance; a session that stays finds its whole last prompt."""
     requests = [observed(n, n * 10.0, range(BLOCKS + n), instance=NAMES[n % 2]) for n in range(4)]
     compared = compare(requests)
-    assert [one.recorded.instance for one in compared] == ["a:1", "b:1", "a:1", "b:1"]
-    assert [one.recorded.cached_tokens for one in compared] == [0, 0, (BLOCKS + 1) * 16, (BLOCKS + 2) * 16]
-    assert len({one.counterfactual.instance for one in compared}) == 1
+    assert [comparison.recorded.instance for comparison in compared] == ["a:1", "b:1", "a:1", "b:1"]
+    assert [comparison.recorded.cached_tokens for comparison in compared] == [
+        0,
+        0,
+        (BLOCKS + 1) * 16,
+        (BLOCKS + 2) * 16,
+    ]
+    assert len({comparison.counterfactual.instance for comparison in compared}) == 1
     # An answer continues in the partial block of its prompt, and all but its last token is cached for the next prompt.
-    assert [one.counterfactual.cached_tokens for one in compared] == [0, *((BLOCKS + n) * 16 for n in (1, 2, 3))]
+    assert [comparison.counterfactual.cached_tokens for comparison in compared] == [
+        0,
+        *((BLOCKS + n) * 16 for n in (1, 2, 3)),
+    ]
 
     totals = PlacementTotals()
-    for one in compared:
-        totals.add(one)
+    for comparison in compared:
+        totals.add(comparison)
     told = totals.summary()
     assert told["saved_tokens"] == sum(
-        (one.counterfactual.cached_tokens or 0) - (one.recorded.cached_tokens or 0) for one in compared
+        (comparison.counterfactual.cached_tokens or 0) - (comparison.recorded.cached_tokens or 0)
+        for comparison in compared
     )
     assert told["placement_known"] == 4
-    assert told["same_instance"] == sum(one.request.instance == one.counterfactual.instance for one in compared)
+    assert told["same_instance"] == sum(
+        comparison.request.instance == comparison.counterfactual.instance for comparison in compared
+    )
     assert told["recorded"]["instances"]["a:1"]["requests"] == 2
 
 
@@ -75,16 +86,19 @@ def test_the_same_placement_finds_the_same() -> None:
     requests = [observed(n, n * 0.2, range(BLOCKS + n)) for n in range(12)]
     first = compare(requests)
     again = compare(
-        [observed(n, n * 0.2, range(BLOCKS + n), one.counterfactual.instance) for n, one in enumerate(first)]
+        [
+            observed(n, n * 0.2, range(BLOCKS + n), comparison.counterfactual.instance)
+            for n, comparison in enumerate(first)
+        ]
     )
-    for one in again:
-        assert one.recorded.cached_tokens == one.counterfactual.cached_tokens
-        assert one.recorded.ttft_s == one.counterfactual.ttft_s
+    for comparison in again:
+        assert comparison.recorded.cached_tokens == comparison.counterfactual.cached_tokens
+        assert comparison.recorded.ttft_s == comparison.counterfactual.ttft_s
 
 
 def test_an_unknown_placement_is_assumed() -> None:
     compared = compare([observed(n, n * 10.0, range(BLOCKS), instance) for n, instance in enumerate(("", "gone:1"))])
-    assert [one.recorded.instance for one in compared] == ["a:1", "b:1"]
+    assert [comparison.recorded.instance for comparison in compared] == ["a:1", "b:1"]
 
 
 def test_what_the_engines_said_is_compared_with_the_model_of_the_same_placement() -> None:
@@ -94,8 +108,8 @@ def test_what_the_engines_said_is_compared_with_the_model_of_the_same_placement(
         observed(number, number * 9.0, range(BLOCKS), instance, cached_tokens=said)
         for number, (instance, said) in enumerate(went)
     ]
-    for one in compare(requests):
-        totals.add(one)
+    for comparison in compare(requests):
+        totals.add(comparison)
     said = totals.summary()["engine_reported"]
     assert said == {
         "requests": 3,
@@ -108,15 +122,15 @@ def test_what_the_engines_said_is_compared_with_the_model_of_the_same_placement(
 
 def test_a_request_that_no_engine_could_serve_is_counted_apart() -> None:
     totals = PlacementTotals()
-    for one in compare([observed(0, 0.0, range(7_000)), observed(1, 1.0, range(5))]):
-        totals.add(one)
+    for comparison in compare([observed(0, 0.0, range(7_000)), observed(1, 1.0, range(5))]):
+        totals.add(comparison)
     told = totals.summary()
     assert (told["requests"], told["failed"], told["prompt_tokens"]) == (2, 1, 88)
 
 
 def test_one_that_was_noted_late_comes_when_it_is_told() -> None:
     compared = compare([observed(0, 5.0, range(9)), observed(1, 2.0, range(9)), observed(2, 6.0, range(9))])
-    assert [one.counterfactual.t_send for one in compared] == [0.0, 0.0, 1.0]
+    assert [comparison.counterfactual.t_send for comparison in compared] == [0.0, 0.0, 1.0]
 
 
 def test_a_simulation_told_one_by_one_is_the_one_told_at_once() -> None:

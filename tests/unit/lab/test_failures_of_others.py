@@ -27,12 +27,12 @@ def run(requests: list[TraceRequest], policy: str = "unified", **asked: Any) -> 
 
 def phantoms(records: Sequence[RequestRecord]) -> int:
     """Return the number of requests of which more was predicted as cached than the engine had."""
-    return sum(one.lost_tokens > 0 for one in records)
+    return sum(record.lost_tokens > 0 for record in records)
 
 
 def blind(records: Sequence[RequestRecord]) -> int:
     """Return the number of requests of which the engine had more cached than was predicted."""
-    return sum((one.cached_tokens or 0) > (one.predicted_cached_tokens or 0) for one in records)
+    return sum((record.cached_tokens or 0) > (record.predicted_cached_tokens or 0) for record in records)
 
 
 def test_an_index_that_loses_reports_predicts_what_is_there() -> None:
@@ -40,7 +40,7 @@ def test_an_index_that_loses_reports_predicts_what_is_there() -> None:
     requests = generate(60, 60.0, 1, SMALL)
     whole, gaps = (run(requests, report_loss=loss) for loss in (0.0, 0.05))
     assert len(whole) == len(gaps) > 200
-    assert sum(one.cached_tokens or 0 for one in gaps) > 500_000
+    assert sum(record.cached_tokens or 0 for record in gaps) > 500_000
     assert (phantoms(whole), blind(whole), phantoms(gaps)) == (0, 0, 0)
     # Decisions between a gap and the end of its resync.
     assert blind(gaps) <= len(gaps) / 100
@@ -50,8 +50,8 @@ def test_a_routers_death_leaves_no_decision_blind_and_no_phantom() -> None:
     """sglang pull request 39822: after a restart 337 of 1,958 decisions were blind, and 484 placements phantoms."""
     requests = generate(60, 60.0, 2, SMALL)
     records = run(requests, routers=2, owner_dies_at_s=30.0, takeover_s=1.5, owner_back_after_s=10.0)
-    assert all(one.ok for one in records)
-    assert sum(one.t_send > 30.0 for one in records) > 100
+    assert all(record.ok for record in records)
+    assert sum(record.t_send > 30.0 for record in records) > 100
     assert (phantoms(records), blind(records)) == (0, 0)
 
 
@@ -131,5 +131,5 @@ def test_short_requests_pass_long_prefills() -> None:
 
 
 def _p99_of_short_s(records: Sequence[RequestRecord]) -> float:
-    waits = sorted(one.ttft_s or math.inf for one in records if (one.prompt_tokens or 0) < 20_000)
+    waits = sorted(record.ttft_s or math.inf for record in records if (record.prompt_tokens or 0) < 20_000)
     return waits[int(0.99 * len(waits))]

@@ -42,9 +42,9 @@ def test_a_knee_by_hand() -> None:
 
 def test_what_differs_otherwise_is_another_sweep() -> None:
     cells = [cell("p", rate, n) for n in (4, 8) for rate in (1.0, 2.0, 4.0)] + [cell("q", 1.0), cell("q", 2.0)]
-    trials = [trial(one, 0, one.workload.arrivals.rate, 1.0) for one in cells]
+    trials = [trial(cell, 0, cell.workload.arrivals.rate, 1.0) for cell in cells]
     found = knees(cells, trials)
-    assert [(one.policy, one.rate, one.inside, one.saturated) for one in found] == [("p", 4.0, False, False)] * 2
+    assert [(knee.policy, knee.rate, knee.inside, knee.saturated) for knee in found] == [("p", 4.0, False, False)] * 2
     assert knees(cells, trials[:2]) == []
     assert power({"all": {"requests": 0.0}}) is None
 
@@ -53,8 +53,10 @@ def test_what_differs_otherwise_is_another_sweep() -> None:
 def test_the_knee_of_a_single_queue_is_at_half_its_capacity(capacity: float) -> None:
     # M/M/1: mean response time 1 / (capacity - load).
     cells = [cell("p", share) for share in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)]
-    loads = [one.workload.arrivals.rate * capacity for one in cells]
-    [knee] = knees(cells, [trial(one, 0, load, 1 / (capacity - load)) for one, load in zip(cells, loads, strict=True)])
+    loads = [cell.workload.arrivals.rate * capacity for cell in cells]
+    [knee] = knees(
+        cells, [trial(cell, 0, load, 1 / (capacity - load)) for cell, load in zip(cells, loads, strict=True)]
+    )
     assert knee.rate == 0.5
 
 
@@ -72,7 +74,7 @@ def sweep(trace: Path, folder: Path, **changes: Any) -> None:
 def test_a_sweep_goes_on_until_it_is_saturated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_trace(tmp_path / "t.jsonl", generate(20, 200.0, seed=1))
     sweep(tmp_path / "t.jsonl", tmp_path)
-    found = {one["policy"]: one for one in json.loads((tmp_path / "out" / "results.json").read_text())["knees"]}
+    found = {knee["policy"]: knee for knee in json.loads((tmp_path / "out" / "results.json").read_text())["knees"]}
     assert len(found["unified"]["rates"]) % 4 == 0
     assert found["unified"]["powers"][-1] <= 0.5 * max(found["unified"]["powers"])
     assert found["floor"]["powers"][-1] > found["unified"]["powers"][-1]
@@ -88,5 +90,5 @@ def test_a_sweep_that_finds_no_knee_says_why(tmp_path: Path, capsys: pytest.Capt
 def test_a_sweep_of_fresh_sessions_finds_knees(tmp_path: Path) -> None:
     sweep(Path("small"), tmp_path, sessions=20)
     found = json.loads((tmp_path / "out" / "results.json").read_text())["knees"]
-    assert [one["policy"] for one in found] == ["unified", "floor"]
+    assert [knee["policy"] for knee in found] == ["unified", "floor"]
     assert len(found[0]["rates"]) > 4

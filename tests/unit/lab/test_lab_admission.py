@@ -25,7 +25,7 @@ NO_LOADS: dict[str, Load] = {}
 
 
 def names(admitted: Sequence[Admitted]) -> list[tuple[str, str]]:
-    return [(one.program, one.instance) for one in admitted]
+    return [(admission.program, admission.instance) for admission in admitted]
 
 
 def test_thunderagent_places_a_new_program_where_the_fewest_tokens_are_and_keeps_it_there() -> None:
@@ -122,10 +122,10 @@ def test_every_program_goes_on_once_for_each_request_and_none_is_forgotten(
     now = 0.0
 
     def admit(admitted: Sequence[Admitted]) -> None:
-        for one in admitted:
-            waiting.remove(one.program)
-            assert one.instance in ("", "a", "b")
-            running[one.program] = 1
+        for admission in admitted:
+            waiting.remove(admission.program)
+            assert admission.instance in ("", "a", "b")
+            running[admission.program] = 1
 
     for number, tokens, what in steps:
         program, now = f"p{number}", now + 1

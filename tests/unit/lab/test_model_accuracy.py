@@ -45,7 +45,7 @@ def record(ttft_s: float, e2e_s: float, cached: int, status: int = 200) -> Reque
 def test_what_is_compared() -> None:
     live = [record(0.1, 1.0, 96), record(0.3, 3.0, 0), record(9.0, 9.0, 999, status=500)]
     simulated = [record(0.2, 1.0, 111), record(0.2, 3.0, 31)]
-    found = {one.metric: one for one in compare_runs(live, simulated, 32)}
+    found = {metric.metric: metric for metric in compare_runs(live, simulated, 32)}
     assert (found["TTFT p50"].live, found["TTFT p50"].simulated) == pytest.approx((0.2, 0.2))
     assert found["TTFT p90"].error == pytest.approx(0.2 / 0.28 - 1)
     assert found["E2E p90"].error == pytest.approx(0.0)

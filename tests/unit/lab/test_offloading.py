@@ -35,18 +35,18 @@ class EvictsTheLeastRecentlyUsed(RuleBasedStateMachine):
         self.readers: list[list[int]] = []
 
     def idle(self, block: int) -> bool:
-        return block not in self.writing and not any(block in one for one in self.readers)
+        return block not in self.writing and not any(block in reader for reader in self.readers)
 
     @rule(blocks=BLOCKS)
     def offer(self, blocks: list[int]) -> None:
-        write = [one for one in blocks if one not in self.order]
+        write = [block for block in blocks if block not in self.order]
         missing = max(len(self.order) + len(write) - 12, 0)
-        evictable = [one for one in self.order if self.idle(one) and one not in blocks]
-        ready = tuple(one for one in blocks if one in self.order and one not in self.writing)
+        evictable = [block for block in self.order if self.idle(block) and block not in blocks]
+        ready = tuple(block for block in blocks if block in self.order and block not in self.writing)
         expected = Offer(tuple(write), ready, accepted=False)
         if missing <= len(evictable):
             expected = Offer(tuple(write), ready, tuple(evictable[:missing]))
-            self.order = [one for one in self.order if one not in evictable[:missing]] + write
+            self.order = [block for block in self.order if block not in evictable[:missing]] + write
             self.writing.update(write)
         assert self.tier.offer(blocks) == expected
 
@@ -58,7 +58,7 @@ class EvictsTheLeastRecentlyUsed(RuleBasedStateMachine):
 
     @rule(blocks=BLOCKS)
     def read(self, blocks: list[int]) -> None:
-        readable = [one for one in blocks if one in self.order and one not in self.writing]
+        readable = [block for block in blocks if block in self.order and block not in self.writing]
         self.tier.pin(readable)
         self.readers.append(readable)
 
@@ -77,13 +77,13 @@ class EvictsTheLeastRecentlyUsed(RuleBasedStateMachine):
 
     @rule(blocks=BLOCKS)
     def lookup(self, blocks: list[int]) -> None:
-        found = next((at for at, one in enumerate(blocks) if one not in self.order), len(blocks))
+        found = next((at for at, block in enumerate(blocks) if block not in self.order), len(blocks))
         assert self.tier.leading(blocks) == (found, self.writing.isdisjoint(blocks[:found]))
 
     @invariant()
     def is_the_list(self) -> None:
         self.tier.check()
-        assert self.tier.hashes() == [one for one in self.order if one not in self.writing]
+        assert self.tier.hashes() == [block for block in self.order if block not in self.writing]
         assert len(self.tier) == len(self.tier.hashes())
 
 
@@ -260,7 +260,7 @@ def test_every_request_is_answered_and_nothing_stays_reserved(
             model.abort(f"r{number - 1}", run.now)
     run.until_idle()
     finished = {event.request_id for event in run.of(Finished)}
-    aborted_too = {f"r{at - 1}" for at, one in enumerate(sorted(requests)) if one[-1] and at}
+    aborted_too = {f"r{at - 1}" for at, request in enumerate(sorted(requests)) if request[-1] and at}
     assert finished | aborted_too == {f"r{number}" for number in range(len(requests))}
     assert model.cache.free == model.cache.capacity
     assert model.offloading is not None

@@ -49,7 +49,7 @@ def test_without_an_owner_for_long_the_gateway_places_by_its_own_counts() -> Non
         takeover_s=30.0,
         ownerless_timeout_s=2.0,
     )
-    assert [one.ok for one in records.values()] == [True] * 3
+    assert [record.ok for record in records.values()] == [True] * 3
     assert [records[name].decision for name in "ab"] == ["", ""]
     assert (simulator.steps_without_router, simulator.resent_requests) == (2, 0)
     # One instance has an open request, so the other one gets request a.

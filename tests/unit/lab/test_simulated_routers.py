@@ -44,8 +44,8 @@ def test_a_standby_changes_nothing() -> None:
     requests = generate(15, 20.0, seed=2)
     alone = Simulator(requests, SimulationConfig(instances=3)).run()
     shared = Simulator(requests, SimulationConfig(instances=3, routers=3)).run()
-    assert [(one.session, one.turn, one.ttft_s) for one in shared] == [
-        (one.session, one.turn, one.ttft_s) for one in alone
+    assert [(record.session, record.turn, record.ttft_s) for record in shared] == [
+        (record.session, record.turn, record.ttft_s) for record in alone
     ]
 
 
@@ -62,7 +62,7 @@ def test_who_comes_while_nobody_owns_the_pool_waits_for_the_new_owner() -> None:
     requests = [ask("first", 0.0, 100), ask("between", 10.0, 100), ask("after", 30.0, 100)]
     simulator, records = simulate(requests, replace(TWO, owner_dies_at_s=9.0))
     # 1 + 100 * 0.01 s; the second request first waits for a new owner until 12 s.
-    assert [one.ttft_s for one in records.values()] == pytest.approx([2.0, 4.0, 2.0])
+    assert [record.ttft_s for record in records.values()] == pytest.approx([2.0, 4.0, 2.0])
     assert simulator.resent_requests == 1
     assert len(simulator.routers.states) == 1
 
@@ -151,7 +151,7 @@ def test_a_hold_between_two_steps_that_outlasts_the_gateway_gives_one_answer(wor
     )
     requests = [ask(name, number / 4, 128, output=60) for number, name in enumerate("abcdef")]
     simulator, records = simulate(requests, asked)
-    assert {one.status for one in records.values()} == {200}
+    assert {record.status for record in records.values()} == {200}
     assert bool(simulator.steps_without_router) == bool(word_s)
 
 
@@ -161,7 +161,7 @@ def test_an_answer_on_its_way_from_a_dead_owner_does_not_count() -> None:
     assert plain.resent_requests == 0
     requests = [ask(f"s{number}", 0.1 * number, 32) for number in range(30)]
     simulator, records = simulate(requests, replace(asked, owner_dies_at_s=1.5))
-    assert all(one.ok for one in records.values())
+    assert all(record.ok for record in records.values())
     assert simulator.resent_requests > 5
 
 
@@ -189,8 +189,10 @@ def test_every_request_is_answered_once_whatever_happens_to_owners(
     )
     simulator = Simulator(requests, asked)
     records = simulator.run()
-    assert sorted((one.session, one.turn) for one in records) == sorted((one.session, one.turn) for one in requests)
-    assert all(one.ok for one in records)
+    assert sorted((record.session, record.turn) for record in records) == sorted(
+        (request.session, request.turn) for request in requests
+    )
+    assert all(record.ok for record in records)
     for state in simulator.routers.states.values():
         state.check_invariants()
         assert len(state.reservations) == 0
@@ -222,12 +224,12 @@ def test_a_dead_replica_comes_back_and_takes_what_is_its_own() -> None:
     first = simulator.run()
     # The successor owns the pool from 13 s on. From 10 + 15 + 6 s on the other router is settled, and owns it again.
     owner = simulator.routers.owner("simulated")
-    assert (owner, [one.decision.rpartition("-")[0] for one in first]) == (
+    assert (owner, [record.decision.rpartition("-")[0] for record in first]) == (
         "sim-1",
         ["sim-1", "sim-0", "sim-1-again"],
     )
     # Agents have reported cached blocks to it that were computed before it started.
-    assert [one.cached_tokens for one in first] == [0, 64, 128]
+    assert [record.cached_tokens for record in first] == [0, 64, 128]
     assert len(simulator.routers.states[owner].index) == len(simulator.routers.states["sim-0"].index) > 0
     for state in simulator.routers.states.values():
         state.check_invariants()
@@ -239,13 +241,13 @@ def most_lost_s(requests: list[TraceRequest], asked: SimulationConfig, moments: 
     lost = []
     for moment in moments:
         _, records = simulate(requests, replace(asked, owner_dies_at_s=moment))
-        lost += [(one.ttft_s or 0.0) - (alive[name].ttft_s or 0.0) for name, one in records.items()]
+        lost += [(record.ttft_s or 0.0) - (alive[name].ttft_s or 0.0) for name, record in records.items()]
     return max(lost)
 
 
 def most_waited_s(records: dict[str, RequestRecord]) -> float:
     """The longest time to a first token of a small request."""
-    return max(one.ttft_s or 0.0 for name, one in records.items() if name.startswith("small"))
+    return max(record.ttft_s or 0.0 for name, record in records.items() if name.startswith("small"))
 
 
 STREAM = [ask(f"s{number}", 2.5 * number, 40 + 30 * (number % 3), output=2) for number in range(12)]
@@ -264,7 +266,7 @@ def test_an_owners_death_costs_small_requests_between_slices_no_more_than_its_ta
     requests += [lab_values.ask(f"small{number}", 1, 15.2 + number, (), 3_000, output=4) for number in range(14)]
     asked = SimulationConfig(instances=1, policy="foresight", routers=2, takeover_s=1.5)
     _, alive = simulate(requests, asked)
-    assert {one.rule for one in alive.values()} == {"at_once", "slice"}
+    assert {record.rule for record in alive.values()} == {"at_once", "slice"}
     alone_s = alive["usual0"].ttft_s or 0.0
     # The small requests wait for the rest of a slice, not for the 13 s of the whole prompt.
     assert alone_s < most_waited_s(alive) < 3 * alone_s

@@ -11,7 +11,7 @@ import pytest
 import typer
 from msgspec import structs
 
-from pointsman_agent.core.cached_blocks import Tier
+from pointsman_common.core.key_messages import Tier
 from pointsman_lab.engine.cost_profile import Profile, ProfileError, load_profile
 from pointsman_lab.engine.interface import EngineConfig
 from pointsman_lab.engine.prompt_content import NamedPrompt
@@ -80,7 +80,7 @@ def test_a_session_without_a_name_is_known_by_its_prefix_as_at_the_gateway() -> 
     turns += [ask("a", 2, 60.0, [1, 2, 5], 200), ask("b", 2, 60.0, [3, 4, 6], 200)]
     simulator = Simulator(turns, SimulationConfig(instances=2, profile=PLAIN, unnamed_share=1.0))
     simulator.run()
-    sessions = [one[1] for one in simulator.router.affinity.newest(60.0)]
+    sessions = [entry[1] for entry in simulator.router.affinity.newest(60.0)]
     assert len(sessions) == 2
     assert all("/s-" in session for session in sessions)
 
@@ -245,10 +245,12 @@ def test_a_slice_waits_for_the_one_before_and_finds_its_work() -> None:
 def test_small_requests_get_in_between_slices() -> None:
     engine = EngineConfig(max_num_batched_tokens=64)
     turns = [ask("a", 1, 0.0, [1, 2, 3, 4], 256), ask("b", 1, 0.5, [9], 64, output=1)]
-    records = {one.session: one for one in simulate(turns, instances=1, policy=Sliced(), profile=PLAIN, engine=engine)}
+    records = {
+        record.session: record for record in simulate(turns, instances=1, policy=Sliced(), profile=PLAIN, engine=engine)
+    }
     # b comes while a's slice is computed and goes before a's remaining three chunks.
     assert records["b"].ttft_s == pytest.approx(2 * 1.64 - 0.5)
-    whole = {one.session: one for one in simulate(turns, instances=1, profile=PLAIN, engine=engine)}
+    whole = {record.session: record for record in simulate(turns, instances=1, profile=PLAIN, engine=engine)}
     # Unsliced, b shares the step after a's four chunks with a's second token, and its last token takes one more.
     assert whole["b"].ttft_s == pytest.approx(4 * 1.64 + 1.63 + 1.0 - 0.5)
 
@@ -272,7 +274,7 @@ def test_only_what_the_answering_instance_lacks_is_moved() -> None:
 
 def test_a_held_request_is_placed_when_something_ends() -> None:
     turns = [ask("a", 1, 0.0, [1], 64), ask("b", 1, 0.25, [2], 64, output=1), ask("c", 1, 0.25, [3], 32, output=1)]
-    records = {one.session: one for one in simulate(turns, instances=1, policy=OneAtATime(), profile=PLAIN)}
+    records = {record.session: record for record in simulate(turns, instances=1, policy=OneAtATime(), profile=PLAIN)}
     # a: 1.64 + 1 s. Then the shorter prompt of the two that wait, then the other.
     assert records["c"].ttft_s == pytest.approx(2.64 - 0.25 + 1.32)
     assert records["b"].ttft_s == pytest.approx(2.64 - 0.25 + 1.32 + 1.64)
@@ -280,7 +282,7 @@ def test_a_held_request_is_placed_when_something_ends() -> None:
 
 def test_a_hold_that_expires_is_placed_all_the_same() -> None:
     turns = [ask("a", 1, 0.0, [1], 64, output=60), ask("b", 1, 0.25, [2], 64, output=1)]
-    records = {one.session: one for one in simulate(turns, instances=1, policy=OneAtATime(3.0), profile=PLAIN)}
+    records = {record.session: record for record in simulate(turns, instances=1, policy=OneAtATime(3.0), profile=PLAIN)}
     # Held until the tick at 3.5 s; a's step under way ends at 3.64 s.
     assert records["b"].ttft_s == pytest.approx(3.64 + 1.64 - 0.25)
 
@@ -293,10 +295,12 @@ def full(**changes: Any) -> StateSettings:
 
 def test_a_refused_client_comes_back_when_it_was_told_to() -> None:
     turns = [ask("a", 1, 0.0, [1], 64, output=4), ask("b", 1, 0.25, [2], 64, output=1)]
-    records = {one.session: one for one in simulate(turns, instances=1, profile=PLAIN, router=full())}
+    records = {record.session: record for record in simulate(turns, instances=1, profile=PLAIN, router=full())}
     # a ends at 4.64 s; b asks at 0.25, 2.25, 4.25 and 6.25 s.
     assert (records["b"].status, records["b"].ttft_s) == pytest.approx((200, 6.0 + 1.64))
-    given_up = {one.session: one for one in simulate(turns, instances=1, profile=PLAIN, router=full(), retries=1)}
+    given_up = {
+        record.session: record for record in simulate(turns, instances=1, profile=PLAIN, router=full(), retries=1)
+    }
     assert (given_up["b"].status, given_up["b"].e2e_s) == pytest.approx((429, 2.0))
     assert "at its limit" in given_up["b"].error
 
@@ -333,7 +337,7 @@ def test_lost_reports_are_made_good_by_snapshots(delay_s: float) -> None:
     records = simulator.run()
     simulator.router.check_invariants()
     assert all(record.ok for record in records)
-    assert sum(one.sync.resyncs for one in simulator.router.instances.records()) > 0
+    assert sum(instance.sync.resyncs for instance in simulator.router.instances.records()) > 0
     assert sum(record.cached_tokens or 0 for record in records) > 0
 
 
@@ -361,12 +365,12 @@ def test_what_is_below_an_engines_cache_is_loaded_and_reported(shared_storage: b
         assert stored <= in_storage
     assert stored == in_storage
     # The router takes credit for them.
-    assert sum(one.predicted_cached_tokens or 0 for one in records) > sum(
-        (one.cached_tokens or 0) - one.host_tokens - one.storage_tokens for one in records
+    assert sum(record.predicted_cached_tokens or 0 for record in records) > sum(
+        (record.cached_tokens or 0) - record.host_tokens - record.storage_tokens for record in records
     )
     unknown = Simulator(requests, SimulationConfig(**asked, tiers_reported=False))
     assert sum(record.host_tokens for record in unknown.run()) > 0
-    assert all(not one.agent.keys.keys(Tier.HOST) for one in unknown._fleet.instances.values())
+    assert all(not instance.agent.keys.keys(Tier.HOST) for instance in unknown._fleet.instances.values())
 
 
 @pytest.mark.parametrize("wrong", [{"report_loss": 1.0}, {"report_delay_s": -1.0}, {"shared_storage": True}])
@@ -415,7 +419,7 @@ def test_producers_answer_no_requests() -> None:
     requests = generate(8, 5.0, 1)
     config = SimulationConfig(instances=3, producers=1, policy="auto", profile=PLAIN)
     simulator = Simulator(requests, config)
-    assert {one.instance for one in simulator.run()} == {"i0", "i1"}
+    assert {record.instance for record in simulator.run()} == {"i0", "i1"}
     facts = simulator.router.views.facts("simulated", 0.0)
     assert facts.instances == 2
     with pytest.raises(SimulationError, match="producers"):

@@ -33,7 +33,7 @@ def test_sessions_grow_and_share_their_agents_prompt() -> None:
             assert after.timestamp_ms > before.timestamp_ms
     # Additional sessions change nothing in earlier ones.
     more = by_session(generate(25, 60.0, seed=3, shape=shape))
-    assert [one.input_length for one in more["s019"]] == [one.input_length for one in sessions["s019"]]
+    assert [turn.input_length for turn in more["s019"]] == [turn.input_length for turn in sessions["s019"]]
 
 
 def test_a_reset_keeps_the_system_prompt_alone_and_a_model_is_not_outgrown() -> None:
@@ -43,7 +43,7 @@ def test_a_reset_keeps_the_system_prompt_alone_and_a_model_is_not_outgrown() -> 
             assert shared_prefix(before.hash_ids, after.hash_ids) == 2
     tight = replace(SMALL, max_tokens=8_192)
     sessions = by_session(generate(50, 60.0, seed=1, shape=tight)).values()
-    assert max(one.input_length for turns in sessions for one in turns) <= 8_192
+    assert max(turn.input_length for turns in sessions for turn in turns) <= 8_192
     assert any(after.input_length < before.input_length for turns in sessions for before, after in pairwise(turns))
 
 

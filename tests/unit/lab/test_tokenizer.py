@@ -122,7 +122,7 @@ def test_turns_become_a_growing_chat() -> None:
         request("c", 1, [], 40),
     ]
     chats = ChatMaker(requests, TOKENIZER.words, 1 / 64)
-    first, second, other, short = (chats.messages(one) for one in requests)
+    first, second, other, short = (chats.messages(request) for request in requests)
     assert [message["role"] for message in first] == ["system", "user"]
     assert [message["role"] for message in second] == ["system", "user", "assistant", "user"]
     assert [message["role"] for message in other] == ["system", "user"]
@@ -137,7 +137,7 @@ def test_turns_become_a_growing_chat() -> None:
 def test_prompts_share_tokens_exactly_where_the_trace_says_so(scale: float) -> None:
     requests = load_trace(TINY_TRACE)[:40]
     chats = ChatMaker(requests, TOKENIZER.words, scale)
-    tokens = [TOKENIZER.encode(TOKENIZER.render(chats.messages(one))) for one in requests]
+    tokens = [TOKENIZER.encode(TOKENIZER.render(chats.messages(request))) for request in requests]
     for (one, first), (other, second) in combinations(list(zip(requests, tokens, strict=True)), 2):
         blocks = shared_prefix(one.hash_ids, other.hash_ids)
         shared = shared_prefix(first, second) - blocks * chats.tokens(512)

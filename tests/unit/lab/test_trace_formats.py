@@ -22,7 +22,10 @@ def write(path: Path, *lines: dict[str, Any]) -> Path:
 
 
 def shown(requests: list[TraceRequest]) -> list[tuple[str, int, float, int, tuple[int, ...]]]:
-    return [(one.session, one.turn, one.timestamp_ms, one.input_length, one.hash_ids) for one in requests]
+    return [
+        (request.session, request.turn, request.timestamp_ms, request.input_length, request.hash_ids)
+        for request in requests
+    ]
 
 
 def mooncake(at: float, length: int, ids: list[int], output: int = 9) -> dict[str, Any]:
@@ -48,8 +51,8 @@ def test_mooncake_sessions_follow_from_prefixes(tmp_path: Path) -> None:
         ("0", 2, 9, 2000, (0, 1, 6, 7)),
         ("2", 1, 9, 700, (0, 8)),
     ]
-    assert {one.block_size for one in requests} == {512}
-    assert {one.think_ms for one in requests} == {None}
+    assert {request.block_size for request in requests} == {512}
+    assert {request.think_ms for request in requests} == {None}
     assert requests[1].output_length == 1
 
 
@@ -92,7 +95,7 @@ def test_bailian_sessions_are_chains_of_chats(tmp_path: Path) -> None:
         ("10", 3, 3250.0, 80, (1, 2, 4, 5, 7)),
         ("14", 1, 4000.0, 16, (8,)),
     ]
-    assert {one.block_size for one in requests} == {16}
+    assert {request.block_size for request in requests} == {16}
 
 
 def test_aiperf_turns_are_put_together(tmp_path: Path) -> None:
@@ -110,8 +113,8 @@ def test_aiperf_turns_are_put_together(tmp_path: Path) -> None:
         ("a", 2, 3800.0, 2100, (0, 1, -1, -2)),
         ("a", 3, 4800.0, 2750, (0, 1, -1, -2, -3)),
     ]
-    assert [one.think_ms for one in requests] == [0.0, 0.0, 300.0, 0.0]
-    assert [one.output_length for one in requests] == [100, 1, 50, 50]
+    assert [request.think_ms for request in requests] == [0.0, 0.0, 300.0, 0.0]
+    assert [request.output_length for request in requests] == [100, 1, 50, 50]
 
 
 @pytest.mark.parametrize(

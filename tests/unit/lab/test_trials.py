@@ -61,7 +61,7 @@ def test_a_draw_moves_sessions_and_nothing_else(seed: int, starts: Any, jitter_s
     once = {turns[0].session: turns for turns in draw_sessions(requests, Arrivals(starts, jitter_s), seed)}
     for turns in drawn:
         old = before[turns[0].session]
-        assert [one.hash_ids for one in turns] == [one.hash_ids for one in old]
+        assert [turn.hash_ids for turn in turns] == [turn.hash_ids for turn in old]
         for one, other in zip(turns, old, strict=True):
             assert one.timestamp_ms - turns[0].timestamp_ms == pytest.approx(other.timestamp_ms - old[0].timestamp_ms)
         # A rate changes when sessions start; the draw stays the same.
@@ -125,7 +125,9 @@ def test_the_floor_by_hand() -> None:
     asked = SimulationConfig(profile=PLAIN, engine=EngineConfig(max_num_batched_tokens=100), policy=FLOOR)
     turns = [ask("a", 1, 0.0, [1, 2], 128, output=3), ask("a", 2, 3.0, [1, 2, 3], 192)]
     turns += [ask("b", 1, 0.0, [1, 2], 128), ask("c", 1, 20.0, [1, 2], 128)]
-    records = {(one.session, one.turn): one for one in LatencyBound(list(by_session(turns).values()), asked).run()}
+    records = {
+        (record.session, record.turn): record for record in LatencyBound(list(by_session(turns).values()), asked).run()
+    }
     # Two chunks, 3.28 s; b beside it waits for nothing and finds nothing yet; then two tokens more.
     assert (records["a", 1].ttft_s, records["a", 1].e2e_s) == pytest.approx((3.28, 5.28))
     assert records["b", 1].ttft_s == pytest.approx(3.28)
@@ -142,8 +144,18 @@ def test_a_pool_by_hand() -> None:
     turns = [ask(name, 1, 50.0 * at, ids, 192) for at, (name, ids) in enumerate(prompts)]
     pooled, floor = (LatencyBound([[turn] for turn in turns], of).run() for of in (asked, replace(asked, policy=FLOOR)))
     # Each prompt takes 12 of the pool's 26 blocks: b's and c's leave a's first two, which d finds.
-    assert [(one.reason, one.cached_tokens) for one in pooled] == [(POOLED, 0), (POOLED, 0), (POOLED, 0), (POOLED, 32)]
-    assert [(one.reason, one.cached_tokens) for one in floor] == [(FLOOR, 0), (FLOOR, 0), (FLOOR, 0), (FLOOR, 176)]
+    assert [(record.reason, record.cached_tokens) for record in pooled] == [
+        (POOLED, 0),
+        (POOLED, 0),
+        (POOLED, 0),
+        (POOLED, 32),
+    ]
+    assert [(record.reason, record.cached_tokens) for record in floor] == [
+        (FLOOR, 0),
+        (FLOOR, 0),
+        (FLOOR, 0),
+        (FLOOR, 176),
+    ]
 
 
 @pytest.mark.parametrize("timing", ["trace", "think"])
@@ -153,9 +165,9 @@ def test_no_policy_passes_the_floor(timing: str) -> None:
     floor, _ = run_trial(Cell(FLOOR, "", workload, SimulationConfig(policy=FLOOR, timing=timing)), 1)
     for policy in ("unified", "round_robin"):
         records, _ = run_trial(Cell(policy, "", workload, asked), 1)
-        bound = sum(one.ttft_s or 0 for one in floor)
+        bound = sum(record.ttft_s or 0 for record in floor)
         assert len(records) == len(floor)
-        assert sum(one.ttft_s or 0 for one in records) >= bound > 0
+        assert sum(record.ttft_s or 0 for record in records) >= bound > 0
 
 
 # ---- trials ----
@@ -170,7 +182,7 @@ def test_trials_do_not_depend_on_how_many_processes_there_are() -> None:
     told: list[Trial] = []
     alone = run_cells(cells(), range(2), processes=1, on_trial=told.append)
     assert told == alone
-    assert [(one.policy, one.seed) for one in alone] == [(p, s) for p in ("random", "unified") for s in (0, 1)]
+    assert [(trial.policy, trial.seed) for trial in alone] == [(p, s) for p in ("random", "unified") for s in (0, 1)]
     assert run_cells(cells(), range(2), processes=2) == alone
     assert alone[0].measures != alone[1].measures
 
@@ -193,7 +205,7 @@ def test_policies_are_paired_by_seed_and_load() -> None:
     trials = [trial("base", seed, float(seed)) for seed in (1, 2, 3)]
     # Seed 9 has no partner; another load has no baseline.
     trials += [trial("new", 3, 2.0), trial("new", 1, 0.5), trial("new", 9, 99.0), trial("new", 1, 7.0, "rate 2")]
-    found = {(one.policy, one.load): one for one in compare(trials, "base")}
+    found = {(comparison.policy, comparison.load): comparison for comparison in compare(trials, "base")}
     assert found["base", ""].difference is None
     assert found["new", "rate 2"].difference is None
     paired = found["new", ""].difference
@@ -210,7 +222,7 @@ def test_verdicts() -> None:
     trials += [trial("low", seed, 5.0 + seed * 1.1) for seed in range(5)]
     trials += [trial("high", seed, 20.0 + seed * 1.1) for seed in range(5)]
     trials += [trial("once", 0, 1.0)]
-    verdicts = {one.policy: one.verdict for one in compare(trials, "base")}
+    verdicts = {comparison.policy: comparison.verdict for comparison in compare(trials, "base")}
     assert verdicts == {"base": "", "low": "lower", "high": "higher", "once": "one trial"}
 
 
@@ -243,7 +255,7 @@ def test_the_command_prints_and_writes_what_it_found(
     assert "difference to unified" in printed
     found = json.loads((out / "results.json").read_text())
     assert len(found["trials"]) == 3 * 4 * 2
-    assert {one["baseline"] for one in found["comparisons"]} == {"unified"}
+    assert {comparison["baseline"] for comparison in found["comparisons"]} == {"unified"}
     assert (out / "table.txt").read_text().strip() in printed
     assert len(list((out / "bundles").rglob("metrics.jsonl"))) == 24
 
@@ -268,8 +280,8 @@ def test_made_up_sessions_are_others_for_each_seed() -> None:
     [cell] = cells_of(CompareSettings(trace=Path("small"), sessions=3, policies=["unified"]))
     first, again, other = (run_trial(cell, seed)[0] for seed in (1, 1, 2))
     assert first == again
-    assert len({one.session for one in first}) == 3
-    assert [one.prompt_tokens for one in first] != [one.prompt_tokens for one in other]
+    assert len({record.session for record in first}) == 3
+    assert [record.prompt_tokens for record in first] != [record.prompt_tokens for record in other]
 
 
 @pytest.mark.parametrize(

@@ -48,27 +48,27 @@ def compare_with_a_dict(actions: list[tuple[str, str, str, str]]) -> None:
                     returned.add(key)
             case "forget":
                 known.forget_pool(pool)
-                model = {one: value for one, value in model.items() if one[0] != pool}
+                model = {key: value for key, value in model.items() if key[0] != pool}
             case "end":
-                assert set(known.end(session, now)) == {one[0] for one in model if one[1] == session}
-                model = {one: value for one, value in model.items() if one[1] != session}
+                assert set(known.end(session, now)) == {key[0] for key in model if key[1] == session}
+                model = {key: value for key, value in model.items() if key[1] != session}
             case _:
                 now += 3.0
                 known.expire(now)
-                model = {one: value for one, value in model.items() if value[1] > now}
+                model = {key: value for key, value in model.items() if value[1] > now}
         returned &= set(model)
         known.check_invariants()
         assert len(known) == len(model)
-        assert all(known.owner(*one, now) == value[0] for one, value in model.items())
+        assert all(known.owner(*key, now) == value[0] for key, value in model.items())
         for name in "abc":
             assert known.sessions_of(name) == sum(value[0] == name for value in model.values())
         for of in "mn":
             assert dict(filter(None, known.returning(of))) == {
-                one[1]: model[one][0] for one in model if one in returned and one[0] == of
+                key[1]: model[key][0] for key in model if key in returned and key[0] == of
             }
         listed = list(known.newest(now))
-        assert {one[:3] for one in listed} == {(*one, value[0]) for one, value in model.items()}
-        assert [one[3] for one in listed] == sorted((one[3] for one in listed), reverse=True)
+        assert {entry[:3] for entry in listed} == {(*key, value[0]) for key, value in model.items()}
+        assert [entry[3] for entry in listed] == sorted((entry[3] for entry in listed), reverse=True)
 
 
 def test_the_oldest_of_all_pools_goes_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:

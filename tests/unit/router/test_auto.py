@@ -134,16 +134,16 @@ def test_a_pool_changes_its_policy_when_its_curve_is_learned() -> None:
     after = decided(router, "after", LEARNED_AFTER + 0.5 + MAX_AGE_S, tokens=1_000)
     assert (after.policy.name, after.result.policy) == ("auto", "foresight")
     assert after.result.policy_reason == "times_predictable"
-    for one in (before, after):
-        assert differences(one, redecide(one)) == []
+    for decision in (before, after):
+        assert differences(decision, redecide(decision)) == []
 
 
 def test_sessions_are_counted_for_admission_from_when_auto_takes_foresight() -> None:
     router, by_hand = state("auto"), state("foresight")
-    for one in (router, by_hand):
-        join_three(one)
-        learn(one, 0, LEARNED_AFTER, 0.0)
-        decided(one, "late", LEARNED_AFTER + MAX_AGE_S, tokens=8_000, session_id="s", tenant="t")
+    for router_state in (router, by_hand):
+        join_three(router_state)
+        learn(router_state, 0, LEARNED_AFTER, 0.0)
+        decided(router_state, "late", LEARNED_AFTER + MAX_AGE_S, tokens=8_000, session_id="s", tenant="t")
     assert router.admission.applies("m", LEARNED_AFTER + MAX_AGE_S)
     assert "t/s" in router.admission.pools["m"].ledger.sessions
     assert admission_status(router, "m", LEARNED_AFTER + MAX_AGE_S) is not None
@@ -183,13 +183,13 @@ def test_a_request_that_foresight_held_is_placed_when_the_pool_gets_another_poli
     learn(router, 0, LEARNED_AFTER, 0.0)
     decided(router, "first", 20.0, tokens=60_000)
     held = router.handle(ev.PlaceRequested(request("held", 55_000, exclude=OTHERS), "g"), 20.1)
-    assert not [one for one in held if isinstance(one, ev.Placed)]
+    assert not [effect for effect in held if isinstance(effect, ev.Placed)]
     set_policy(router, make_policy("foresight"), 20.2)
     assert len(router.held_requests.queue) == 1
     set_policy(router, make_policy("auto"), 20.3)
     assert len(router.held_requests.queue) == 1
     silent_for = router.settings.stale_keys_s
     effects = router.handle(ev.Tick(), 20.3 + silent_for)
-    [placed] = [one for one in effects if isinstance(one, ev.Placed)]
+    [placed] = [effect for effect in effects if isinstance(effect, ev.Placed)]
     assert (placed.request_id, placed.decision.result.policy) == ("held", "unified")
     router.check_invariants()

@@ -11,8 +11,9 @@ from msgspec import structs
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
+from pointsman_common.core import key_message_wire
+from pointsman_common.core.key_messages import SnapshotChunk, Tier
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.instances.report_sync import TIER_DEVICE, SnapshotChunk
 from pointsman_router.core.priority import Priority
 from pointsman_router.core.types import (
     Gpu,
@@ -205,8 +206,8 @@ def test_a_request_has_an_id() -> None:
 def test_a_snapshots_chunk_in_pieces_has_all_its_keys_in_their_order(count: int) -> None:
     chunk = agent_pb2.SnapshotChunk(tier=agent_pb2.TIER_DEVICE, keys=range(count))
     wire = agent_pb2.ReportRequest(snapshot_chunk=chunk)
-    pieces = [agent_messages.key_message(wire, piece) for piece in range(agent_messages.pieces(wire))]
-    assert all(isinstance(one, SnapshotChunk) and one.tier == TIER_DEVICE for one in pieces)
-    assert [key for one in pieces if isinstance(one, SnapshotChunk) for key in one.keys] == list(range(count))
-    assert all(isinstance(one, SnapshotChunk) and len(one.keys) <= agent_messages.PIECE_KEYS for one in pieces)
-    assert agent_messages.pieces(agent_pb2.ReportRequest(load=agent_pb2.Load(healthy=True))) == 1
+    pieces = [key_message_wire.key_message(wire, piece) for piece in range(key_message_wire.pieces(wire))]
+    assert all(isinstance(piece, SnapshotChunk) and piece.tier == Tier.DEVICE for piece in pieces)
+    assert [key for piece in pieces if isinstance(piece, SnapshotChunk) for key in piece.keys] == list(range(count))
+    assert all(isinstance(piece, SnapshotChunk) and len(piece.keys) <= key_message_wire.PIECE_KEYS for piece in pieces)
+    assert key_message_wire.pieces(agent_pb2.ReportRequest(load=agent_pb2.Load(healthy=True))) == 1

@@ -203,7 +203,7 @@ def test_decisions_are_filtered_by_time() -> None:
         assert isinstance(answer, ev.Placed)
         log.decided(answer.decision, 100.0 * number, 0.0)
     wanted = DecisionFilter(since_unix_s=50.0, until_unix_s=150.0)
-    assert [one.decision.request.request_id for one in log.newest(wanted.matches)] == ["r1"]
+    assert [record.decision.request.request_id for record in log.newest(wanted.matches)] == ["r1"]
 
 
 def busy_fleet(instances: int, each: int, policy: str = "unified") -> RouterState:
@@ -274,7 +274,7 @@ def test_the_newest_decision_stays_however_large_it_is() -> None:
 def test_a_decision_before_many_open_prefills_is_the_same_when_made_again(policy: str) -> None:
     router = busy_fleet(2, 2 * LISTED_PREFILLS, policy)
     recorded = msgspec.json.decode(decided_line(LoggedDecision(decided(router, 1), 0.0, 0.0)), type=DecidedLine)
-    assert any(one.prefill_backlog.unlisted.prefills for one in recorded.decision.view.candidates)
+    assert any(candidate.prefill_backlog.unlisted.prefills for candidate in recorded.decision.view.candidates)
     assert differences(recorded.decision, redecide(recorded.decision, policies=POLICIES)) == []
     assert inputs_digest(recorded.decision) == recorded.inputs_digest
 
@@ -313,7 +313,7 @@ async def test_a_slow_reader_of_the_log_is_told_what_it_missed() -> None:
     second, dropped = await watch.next()
     assert (second.decision.decision_id, dropped) == ("12", 0)
     news, dropped = other.read_all()
-    assert ([one.decision.decision_id for one in news], dropped) == ([str(n) for n in range(1_010, 2_010)], 1_010)
+    assert ([record.decision.decision_id for record in news], dropped) == ([str(n) for n in range(1_010, 2_010)], 1_010)
     assert other.read_all() == ([], 0)
     log.unwatch(watch)
     log.unwatch(other)
@@ -332,6 +332,6 @@ async def test_viewers_are_told_of_decisions_that_were_dropped_before_they_were_
     for number in range(1_200):
         log.decided(replace(decision, decision_id=str(number)), 0.0, 0.0)
     told = json.loads((await viewer.next(60.0)).removeprefix("data: "))
-    assert [one["decisionId"] for one in told["decisions"]] == [str(number) for number in range(1_180, 1_200)]
+    assert [decision["decisionId"] for decision in told["decisions"]] == [str(number) for number in range(1_180, 1_200)]
     assert told["skipped"] == 1_180
     stream.leave(viewer)

@@ -36,8 +36,8 @@ def entry(name: str, tenant: str = "t", **changes: Any) -> Entry:
 
 def added(*entries: Entry, share: float = SHARE) -> PoolOrder:
     order = PoolOrder(share)
-    for one in entries:
-        order.add(one)
+    for queued in entries:
+        order.add(queued)
     return order
 
 
@@ -339,15 +339,17 @@ class OrderMachine(RuleBasedStateMachine):
     @rule(full=QUEUE_KEYS)
     def walk_past_a_full_queue(self, full: QueueKey) -> None:
         told = list(self.order.walk({full}))
-        assert sorted(told) == sorted(name for name, one in self.entries.items() if one.queue_key != full)
+        assert sorted(told) == sorted(name for name, queued in self.entries.items() if queued.queue_key != full)
 
     @rule(level=st.integers(0, 2), tenant=st.sampled_from([None, "a", "b"]))
     def who_goes_last(self, level: int, tenant: str | None) -> None:
         told = [self.entries[name] for name in self.order.last(level, tenant)]
-        wanted = [one for one in self.entries.values() if one.level == level and tenant in (None, one.tenant)]
-        assert sorted(one.request_id for one in told) == sorted(one.request_id for one in wanted)
+        wanted = [
+            queued for queued in self.entries.values() if queued.level == level and tenant in (None, queued.tenant)
+        ]
+        assert sorted(queued.request_id for queued in told) == sorted(queued.request_id for queued in wanted)
         for name in "abc":
-            ranks = [one.rank for one in told if one.tenant == name]
+            ranks = [queued.rank for queued in told if queued.tenant == name]
             assert ranks == sorted(ranks, reverse=True)
 
     @invariant()
@@ -364,8 +366,8 @@ class OrderMachine(RuleBasedStateMachine):
         assert walked == served
         for level in range(3):
             for name in "abc":
-                of = [self.entries[one] for one in walked]
-                ranks = [one.rank for one in of if (one.level, one.tenant) == (level, name)]
+                of = [self.entries[request_id] for request_id in walked]
+                ranks = [queued.rank for queued in of if (queued.level, queued.tenant) == (level, name)]
                 assert ranks == sorted(ranks)
 
 

@@ -111,8 +111,8 @@ def test_what_this_router_computed_in_parts_is_no_hit() -> None:
     [step] = decided.result.steps
     offloaded = replace(decided, result=replace(decided.result, steps=(step, step)))
     history.decided(later, 1.0)
-    for one in (later, offloaded):
-        history.ended(one, finished(cached_tokens=1_000), 1.0)
+    for ended_decision in (later, offloaded):
+        history.ended(ended_decision, finished(cached_tokens=1_000), 1.0)
     history.ended(decided, finished(cached_tokens=None), 1.0)
     same(pool(history, PoolMeasure.PLACEMENTS, 5.0), [0.2])
     same(pool(history, PoolMeasure.PREDICTED_HITS, 5.0), [NAN])
@@ -291,15 +291,15 @@ def test_whatever_happens_it_is_bounded_and_tells_figures_that_can_be(acts: list
         for measure in PoolMeasure:
             values = history.read_pool(row, measure, now)
             assert len(values) == max(last - first + 1, 0)
-            known = [one for one in values if not math.isnan(one)]
-            assert all(0.0 <= one < math.inf for one in known)
-            assert measure not in shares or all(one <= 1.0 for one in known)
+            known = [value for value in values if not math.isnan(value)]
+            assert all(0.0 <= value < math.inf for value in known)
+            assert measure not in shares or all(value <= 1.0 for value in known)
     first, last = history.instance_buckets(now)
     for instance_row in history.instances.values():
         for instance_measure in InstanceMeasure:
             values = history.read_instance(instance_row, instance_measure, now)
             assert len(values) == max(last - first + 1, 0) <= INSTANCE_BUCKETS
-            assert all(0.0 <= one < math.inf for one in values if not math.isnan(one))
+            assert all(0.0 <= value < math.inf for value in values if not math.isnan(value))
 
 
 def test_a_sample_can_pause_after_each_instance() -> None:

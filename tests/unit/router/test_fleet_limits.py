@@ -108,7 +108,7 @@ class _Fleet(RuleBasedStateMachine):
         left = seconds
         while left > 0:
             self.now += min(left, 1.0)
-            self.shares += sum(not one.limiter.accounted for one in self.gateways) / len(self.gateways) / 60
+            self.shares += sum(not gateway.limiter.accounted for gateway in self.gateways) / len(self.gateways) / 60
             left -= 1.0
             for gateway in self.gateways:
                 if gateway.limiter.accounted:
@@ -132,7 +132,7 @@ class _Fleet(RuleBasedStateMachine):
                 used += taken
                 assert used <= tokens * (1 + (self.now - begun) / 60) + more * (1 + self.faults * self.shares) + 1e-2
         if most := self.limits.in_flight:
-            open_ones = sum(len(one.open) for one in self.gateways)
+            open_ones = sum(len(gateway.open) for gateway in self.gateways)
             assert open_ones <= (most if not self.faults else 2 * max(most, count) * (1 + math.ceil(self.shares)))
         for gateway in self.gateways:
             assert gateway.limiter.in_flight(KEY) == (len(gateway.open) if self.limits != RateLimits() else 0)
@@ -149,7 +149,7 @@ class _Fleet(RuleBasedStateMachine):
                 self.connect(gateway)
         for _ in range(6):
             self.wait(70.0)
-        most = min((one for one in (self.limits.requests_per_minute, self.limits.in_flight) if one), default=20)
+        most = min((limit for limit in (self.limits.requests_per_minute, self.limits.in_flight) if limit), default=20)
         for _ in range(most):
             self.gateways[-1].admit(self.accounts, self.limits, self.now)
 
@@ -220,14 +220,14 @@ def test_without_a_router_the_shares_of_all_gateways_are_the_limit() -> None:
     accounts, gateways = fleet(4)
     for gateway in gateways:
         gateway.limiter.accounted = False
-    assert [use_up(one, accounts, RateLimits(requests_per_minute=40), 2.0) for one in gateways] == [10] * 4
-    assert [use_up(one, accounts, RateLimits(requests_per_minute=40), 32.0) for one in gateways] == [5] * 4
+    assert [use_up(gateway, accounts, RateLimits(requests_per_minute=40), 2.0) for gateway in gateways] == [10] * 4
+    assert [use_up(gateway, accounts, RateLimits(requests_per_minute=40), 32.0) for gateway in gateways] == [5] * 4
     # What they used is told to the router that comes.
     accounts = UsageAccounts()
     for gateway in gateways:
         gateway.limiter.accounted = gateway.full = True
         gateway.exchange(accounts, 33.0, asked=False)
-    assert [use_up(one, accounts, RateLimits(requests_per_minute=40), 33.0) for one in gateways] == [0] * 4
+    assert [use_up(gateway, accounts, RateLimits(requests_per_minute=40), 33.0) for gateway in gateways] == [0] * 4
 
 
 def test_a_takeover_gives_nobody_a_fresh_minute() -> None:
@@ -238,13 +238,13 @@ def test_a_takeover_gives_nobody_a_fresh_minute() -> None:
     for gateway in gateways:
         gateway.limiter.accounted = False
     assert (
-        sum(use_up(one, taking_over, limits, 2.0) for one in gateways) <= 40
+        sum(use_up(gateway, taking_over, limits, 2.0) for gateway in gateways) <= 40
     )  # the shares of the two other gateways, which do not know of the first one's requests
     for gateway in gateways:
         gateway.limiter.accounted = gateway.full = True
         gateway.exchange(taking_over, 3.0, asked=False)
         gateway.exchange(taking_over, 3.0, asked=False)
-    assert sum(use_up(one, taking_over, limits, 3.0) for one in gateways) <= 1
+    assert sum(use_up(gateway, taking_over, limits, 3.0) for gateway in gateways) <= 1
 
 
 def test_what_was_granted_too_late_is_kept_from_nobody() -> None:
@@ -332,7 +332,7 @@ def test_figures_that_cannot_be_are_not_taken(wrong: dict[str, Any]) -> None:
     good = placement_pb2.KeyReport(key=b"0" * 16, requests_per_minute=10, wanted=True)
     fields: dict[str, Any] = {"key": b"1" * 16, "wanted": True} | wrong
     bad = placement_pb2.KeyReport(**fields)
-    assert [one.key for one in usage_reports(placement_pb2.UsageReport(keys=[good, bad]))] == [b"0" * 16]
+    assert [report.key for report in usage_reports(placement_pb2.UsageReport(keys=[good, bad]))] == [b"0" * 16]
 
 
 def test_memory_is_bounded_and_idle_keys_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,7 @@ def test_nothing_that_another_says_or_asks_touches_a_gateways_request(event: ev.
     assert told(router, "r", "g") == ([] if held else ENDED)
 
 
-@pytest.mark.parametrize("event", [one for one in OTHERS if getattr(one, "gateway_id", "")])
+@pytest.mark.parametrize("event", [event for event in OTHERS if getattr(event, "gateway_id", "")])
 def test_a_request_of_a_gateway_without_a_stream_is_taken_over_by_who_says_to_have_it(event: ev.Event) -> None:
     router = state(gateway_lease_s=15.0)
     join(router, "a", 1)

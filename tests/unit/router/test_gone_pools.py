@@ -50,19 +50,19 @@ class Churn:
     def pool(self) -> None:
         """The life of one pool."""
         self.number += 1
-        model, keys = f"m{self.number}", [self.number * 10 + one for one in range(4)]
+        model, keys = f"m{self.number}", [self.number * 10 + key for key in range(4)]
         if not self.owns_all:
             self.tell(ev.PoolTaken(model, (), MeanWork(PrefillWork(1.0, 1.0), 5)))
-        names = [f"i{self.number}-{one}" for one in range(self.instances)]
+        names = [f"i{self.number}-{number}" for number in range(self.instances)]
         streams = {}
         for name in names:
             self.stream += 1
             streams[name] = self.stream
             join(self.router, name, self.stream, keys, self.now, model=model, served_names=(), hardware=HARDWARE)
             self.tell(ev.LoadReported(self.stream, name, Load(self.now, running=1)))
-        for one in range(2 * self.instances + 3):
-            request_id = f"r{self.number}-{one}"
-            asked = request(request_id, tokens=64 + one, keys=tuple(keys), model=model, session_id=request_id)
+        for number in range(2 * self.instances + 3):
+            request_id = f"r{self.number}-{number}"
+            asked = request(request_id, tokens=64 + number, keys=tuple(keys), model=model, session_id=request_id)
             self.tell(ev.PlaceRequested(asked, self.random.choice(["g", "h", ""])))
             self.now += 0.1
             if self.random.random() < 0.6:

@@ -95,7 +95,7 @@ class Driven:
             self.longest_s = max(self.longest_s, self.now - self.free_since)
 
     def open(self) -> list[str]:
-        return sorted(one.request_id for one in self.router.reservations)
+        return sorted(reservation.request_id for reservation in self.router.reservations)
 
     def act(self, kind: str, which: int) -> None:
         open_ = self.open()
@@ -111,8 +111,8 @@ class Driven:
                 who = which % INSTANCES
                 self.tell(ev.LoadReported(who, f"i{who}", Load(self.now, running=1)))
             case "cordon":
-                cordoned = [f"i{one}" for one in range(INSTANCES) if which >> one & 1]
-                self.tell(ev.OrdersChanged({one: InstanceOrder(cordoned=True) for one in cordoned}))
+                cordoned = [f"i{number}" for number in range(INSTANCES) if which >> number & 1]
+                self.tell(ev.OrdersChanged({instance_id: InstanceOrder(cordoned=True) for instance_id in cordoned}))
             case "hello":
                 self.tell(ev.AgentHello(which % INSTANCES, info(f"i{which % INSTANCES}"), KEY_SCHEME, 1, 0))
 
@@ -291,8 +291,8 @@ def test_those_that_end_together_are_answered_in_turns(for_room: bool, needed: l
     event: ev.Event = ev.Tick()
     for _ in range(waiting + 2):
         decisions = 0
-        given_ = [one for one in router.handle(event, now) if isinstance(one, ev.Placed | ev.Refused)]
-        answered.update(one.request_id for one in given_)
+        given_ = [effect for effect in router.handle(event, now) if isinstance(effect, ev.Placed | ev.Refused)]
+        answered.update(effect.request_id for effect in given_)
         assert len(given_) <= ENDS_AT_ONCE + MOST_DECISIONS + TRIES_ON_TICK
         few = TRIES + (TRIES_ON_TICK if isinstance(event, ev.Tick) else TRIES)
         assert decisions <= (0 if for_room and needed == [None] else few)

@@ -36,7 +36,7 @@ def held(name: str, new: int = 100, *, since: float = 0.0, tenant: str = "", **c
 
 
 def order(queue: HoldQueue) -> str:
-    return " ".join(one.request.request_id for one in queue.order("m"))
+    return " ".join(held.request.request_id for held in queue.order("m"))
 
 
 def test_the_shortest_new_prefill_goes_first_and_waiting_counts() -> None:
@@ -141,12 +141,15 @@ def tell(router: RouterState, event: ev.Event, now: float) -> list[tuple[str, st
     """(request id, instance or refusal code) of the answers to an event."""
     given = answers(router.handle(event, now))
     router.check_invariants()
-    return [(one.request_id, one.step.instance_id if isinstance(one, ev.Placed) else one.code) for one in given]
+    return [
+        (effect.request_id, effect.step.instance_id if isinstance(effect, ev.Placed) else effect.code)
+        for effect in given
+    ]
 
 
 def test_without_a_queue_a_saturated_fleet_refuses_at_once_with_a_time_to_come_back() -> None:
     router, first = busy("ab", size=0)
-    assert [type(one) for one in first] == [ev.Placed, ev.Placed]
+    assert [type(effect) for effect in first] == [ev.Placed, ev.Placed]
     [refused] = ask(router, "r")
     assert isinstance(refused, ev.Refused)
     assert (refused.code, refused.retry_after_s, refused.gateway_id) == ("RESOURCE_EXHAUSTED", 1.0, "g")
@@ -159,7 +162,7 @@ def test_saturated_instances_are_passed_over_while_another_is_not() -> None:
     ask(router, "r0")
     [placed] = ask(router, "r1")
     assert router.reservations.counters("a").num_requests == router.reservations.counters("b").num_requests == 2
-    assert {one.excluded for one in placed.decision.view.candidates} == {"", "saturated"}
+    assert {candidate.excluded for candidate in placed.decision.view.candidates} == {"", "saturated"}
 
 
 def test_a_held_request_is_answered_when_another_ends_and_tells_how_long_it_was_held() -> None:
@@ -194,7 +197,7 @@ def test_a_new_request_does_not_overtake_those_that_wait_for_room() -> None:
     # The limit is raised without an event that would have told the queue.
     router.views.limits = SaturationLimits(2)
     given = ask(router, "new", 10.0, tokens=100)
-    assert [one.request_id for one in given] == ["old"]
+    assert [effect.request_id for effect in given] == ["old"]
     assert router.held_requests.queue.get("new") is not None
 
 
@@ -228,7 +231,7 @@ def test_a_hold_ends_with_its_request_and_with_its_gateways_stream() -> None:
     assert tell(router, ev.Finished("r0", "CANCELLED"), 1.0) == []
     router.handle(ev.GatewayLost("h"), 1.0)
     router.handle(ev.GatewayHello("i"), 1.0)
-    assert [one.request.request_id for one in router.held_requests.queue] == ["r1"]
+    assert [held.request.request_id for held in router.held_requests.queue] == ["r1"]
     assert ask(router, "r2", 5.0, gateway="h", age_s=5.0) == []
     waiting = router.held_requests.queue.get("r2")
     assert waiting is not None
@@ -287,7 +290,7 @@ def test_requests_wait_only_behind_those_that_could_go_where_they_would(adapters
         join(router, name, number, lora_names=("lora",) if name == "a" else ())
     for name in ("xa", *(() if room else ("xb", "xc"))):
         ask(router, name)
-    where = {one.instance_id: one.request_id for one in router.reservations}
+    where = {reservation.instance_id: reservation.request_id for reservation in router.reservations}
     base_first = order == "base first"
     if base_first:
         ask(router, "base", 1.0)
@@ -295,7 +298,7 @@ def test_requests_wait_only_behind_those_that_could_go_where_they_would(adapters
         assert ask(router, f"lora{number}", 1.0 + number / 100, model="lora", tokens=100) == []
     given_ = [] if base_first else ask(router, "base", 2.0, tokens=50_000)
     if room:
-        assert "base" in [one.request_id for one in given_] or base_first
+        assert "base" in [effect.request_id for effect in given_] or base_first
         assert router.held_requests.queue.get("base") is None
         return
     freed = "b" if "b" in where else "c"
@@ -397,7 +400,7 @@ class Picky(Policy):
     at_most_s: float = 0.0
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
-        idle = [one for one in view.eligible() if not one.num_requests]
+        idle = [candidate for candidate in view.eligible() if not candidate.num_requests]
         if request.input_tokens > 1_000 and not idle:
             return hold("all_busy", self.at_most_s)
         return serve((idle or view.eligible())[0], "idle" if idle else "light")
@@ -406,7 +409,7 @@ class Picky(Policy):
 def test_a_policy_may_hold_a_request_and_light_ones_pass_it() -> None:
     router, _ = busy(limit=0, policy=Picky())
     assert ask(router, "heavy", 0.0, tokens=5_000) == []
-    assert [one.request_id for one in ask(router, "light", 1.0)] == ["light"]
+    assert [effect.request_id for effect in ask(router, "light", 1.0)] == ["light"]
     assert tell(router, ev.Finished("light", "OK"), 2.0) == []
     [placed] = answers(router.handle(ev.Finished("xa", "OK"), 3.0))
     assert isinstance(placed, ev.Placed)
@@ -447,7 +450,7 @@ def test_explain_and_what_if_tell_of_holds_and_change_nothing() -> None:
     assert (dry.mode, dry.instance_id, dry.result.reason) == ("HELD", "", "all_busy")
     assert isinstance(first, ev.Placed)
     view = first.decision.view
-    seen = replace(view, candidates=tuple(replace(one, num_requests=1) for one in view.candidates))
+    seen = replace(view, candidates=tuple(replace(candidate, num_requests=1) for candidate in view.candidates))
     recorded = replace(first.decision, view=seen, request=replace(first.decision.request, input_tokens=2_000))
     assert router.what_if(recorded, Picky()).mode == "HELD"
     assert len(router.held_requests.queue) == 0

@@ -75,7 +75,7 @@ def test_the_expected_part_of_the_sessions_returns_and_is_not_counted_any_more()
         expected = 1_000 * (len(kinds) - len(due) + sum(chances.chance(kind, bin_of(now)) for kind in idle))
         assert after.weighted() == pytest.approx(expected, rel=0.03)
     after.advance(EDGES_S[-1])
-    assert after.weighted() == sum(one.size for one in after.sessions.values())
+    assert after.weighted() == sum(session.size for session in after.sessions.values())
     after.check_invariants()
 
 
@@ -151,7 +151,7 @@ def keys(name: str, tokens: int) -> tuple[int, ...]:
 
 
 def answers(effects: list[ev.Effect]) -> list[type[ev.Effect]]:
-    return [type(one) for one in effects if isinstance(one, ev.Placed | ev.Parked | ev.Refused)]
+    return [type(effect) for effect in effects if isinstance(effect, ev.Placed | ev.Parked | ev.Refused)]
 
 
 def used(router: RouterState) -> None:
@@ -167,7 +167,9 @@ def used(router: RouterState) -> None:
 def stored(router: RouterState, first: float, last: float) -> list[ev.IdleSessionsSet]:
     """What a router stores at the ticks of these times."""
     times = [first + step / 4 for step in range(int(4 * (last - first)))]
-    return [one for now in times for one in router.handle(ev.Tick(), now) if isinstance(one, ev.IdleSessionsSet)]
+    return [
+        effect for now in times for effect in router.handle(ev.Tick(), now) if isinstance(effect, ev.IdleSessionsSet)
+    ]
 
 
 def test_a_new_owner_of_an_armed_pool_lets_in_no_more_than_the_owner_before_it() -> None:

@@ -58,7 +58,7 @@ def placed(router: RouterState, name: str, now: float = 0.0, **asked: Any) -> De
 
 
 def excluded(decision: Decision) -> dict[str, str]:
-    return {one.instance_id: one.excluded for one in decision.view.candidates}
+    return {candidate.instance_id: candidate.excluded for candidate in decision.view.candidates}
 
 
 # ---- orders ----
@@ -191,7 +191,7 @@ def test_the_shortlist_of_a_large_pool_is_of_those_that_are_left() -> None:
     used = set()
     for number in range(50):
         decision = placed(router, f"r{number}", tokens=100)
-        assert {one.instance_id for one in decision.view.candidates} <= left
+        assert {candidate.instance_id for candidate in decision.view.candidates} <= left
         used.add(decision.instance_id)
     assert used == left
     router.check_invariants()
@@ -211,7 +211,7 @@ def test_a_weighted_instance_gets_its_part_of_its_fair_share(policy: str, weight
     order(router, **weights(i3=weight))
     for name in names:
         if name != "i3":
-            placed(router, f"busy-{name}", tokens=50, exclude=tuple(one for one in names if one != name))
+            placed(router, f"busy-{name}", tokens=50, exclude=tuple(other for other in names if other != name))
     found = Counter(would(router, "r", session_id=f"s{number}").instance_id for number in range(sessions))
     assert found["i3"] == pytest.approx(sessions * weight / 10, rel=0.3)
 

@@ -22,7 +22,7 @@ TOKENS = st.integers(0, 200_000)
 def test_a_load_is_credited_with_what_it_saves_and_never_less_than_nothing(
     device: int, host: int, storage: int, factor: float
 ) -> None:
-    prices = LoadPrices(*(LoadPrice(one.latency_s * factor, one.token_s * factor) for one in PRICES))
+    prices = LoadPrices(*(LoadPrice(price.latency_s * factor, price.token_s * factor) for price in PRICES))
     load = prices.load(device, host, storage, CURVE)
     tokens = host + storage
     assert load.seconds == pytest.approx(prices.host.seconds(host) + prices.storage.seconds(storage))

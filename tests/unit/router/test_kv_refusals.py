@@ -39,7 +39,7 @@ def test_refused_senders_are_those_of_each_pair(fleet: list[InstanceInfo]) -> No
         for sender in fleet:
             if receiver is sender or receiver.kv_transfer is None or sender.kv_transfer is None:
                 continue
-            refused = any(refuses(one, sender.kv_transfer) for one in receiver.kv_transfer.wrong_from)
+            refused = any(refuses(refusal, sender.kv_transfer) for refusal in receiver.kv_transfer.wrong_from)
             one = sender.kv_transfer
             assert receiver.kv_transfer.refused.refuses(one.engine_id, one.bootstrap_url) == refused
             if refused:

@@ -13,8 +13,8 @@ from pointsman_router.core.history.log_histogram import HIGHEST_S, LOWEST_S, MAX
 @given(st.lists(st.floats(1e-5, 1e5), min_size=1), st.floats(0.01, 1.0))
 def test_a_quantile_is_at_most_a_bins_half_off_the_sample_of_its_rank(times: list[float], share: float) -> None:
     histogram = LogHistogram()
-    for one in times:
-        histogram.add(one)
+    for seconds in times:
+        histogram.add(seconds)
     [found] = histogram.quantiles(share)
     exact = sorted(times)[max(math.ceil(len(times) * share), 1) - 1]
     exact = min(max(exact, LOWEST_S), HIGHEST_S)
@@ -24,8 +24,8 @@ def test_a_quantile_is_at_most_a_bins_half_off_the_sample_of_its_rank(times: lis
 @given(st.lists(st.floats(0.001, 100.0)))
 def test_quantiles_ascend_and_there_are_none_of_nothing(times: list[float]) -> None:
     histogram = LogHistogram()
-    for one in [*times, math.nan]:
-        histogram.add(one)
+    for seconds in [*times, math.nan]:
+        histogram.add(seconds)
     half, most = histogram.quantiles(0.5, 0.9)
     assert half <= most if times else math.isnan(half) and math.isnan(most)
     histogram.clear()

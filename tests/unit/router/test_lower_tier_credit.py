@@ -9,15 +9,14 @@ import pytest
 from msgspec.structs import replace
 
 from pointsman_common.core.block_keys import KEY_SCHEME, digest_of, prompt_keys
+from pointsman_common.core.key_messages import Delta, SnapshotBegin, SnapshotChunk, SnapshotEnd, Tier
 from pointsman_lab.rival_policies.registry import POLICIES, make_policy
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.decision_replay import differences, inputs_digest, redecide
 from pointsman_router.core.instances.prediction_audit import AGAIN_S, SHORTFALLS
-from pointsman_router.core.instances.report_sync import Delta, SnapshotBegin, SnapshotChunk, SnapshotEnd
 from pointsman_router.core.kv_load import NO_LOAD
 from pointsman_router.core.learning.load_price_fit import LoadPriceFit
 from pointsman_router.core.prefill_curve import DEFAULT_CURVE
-from pointsman_router.core.prefix.lower_tiers import TIER_HOST, TIER_STORAGE
 from pointsman_router.core.router_state import RouterState
 from pointsman_router.core.types import Candidate, Decision, Load
 from pointsman_router.io.telemetry.decision_log import LoggedDecision
@@ -32,7 +31,9 @@ def report(router: RouterState, *messages: Any, name: str = "a", now: float = 0.
     record = router.instances.get(name)
     assert record is not None
     effects = [
-        effect for one in messages for effect in router.handle(ev.KeysReported(record.stream_id, name, one), now)
+        effect
+        for message in messages
+        for effect in router.handle(ev.KeysReported(record.stream_id, name, message), now)
     ]
     router.check_invariants()
     return effects
@@ -55,13 +56,13 @@ def two(**changes: Any) -> RouterState:
     router = state()
     join(router, "a", 1, KEYS[:1_000], **changes)
     join(router, "b", 2, KEYS[:1_100], **changes)
-    report(router, Delta(1, TIER_HOST, KEYS[:2_000]))
+    report(router, Delta(1, Tier.HOST, KEYS[:2_000]))
     return router
 
 
 def test_a_prefix_continues_from_the_gpu_into_host_memory_and_storage() -> None:
     router = two()
-    report(router, Delta(2, TIER_STORAGE, KEYS[2_000:2_200]))
+    report(router, Delta(2, Tier.STORAGE, KEYS[2_000:2_200]))
     one = seen(router)
     assert (one.kv_load.host_tokens, one.kv_load.storage_tokens) == (16_000, 3_200)
     assert 0 < one.kv_load.price_tokens < 19_200
@@ -76,17 +77,17 @@ def test_a_prefix_continues_from_the_gpu_into_host_memory_and_storage() -> None:
 def test_only_what_follows_without_a_gap_is_credited() -> None:
     router = state()
     join(router, "a", 1, KEYS[:1_000])
-    report(router, Delta(1, TIER_HOST, KEYS[1_001:2_000]), Delta(2, TIER_STORAGE, KEYS[1_002:]))
+    report(router, Delta(1, Tier.HOST, KEYS[1_001:2_000]), Delta(2, Tier.STORAGE, KEYS[1_002:]))
     assert seen(router).kv_load == NO_LOAD
     assert seen(router).cached_tokens == 16_000
-    report(router, Delta(3, TIER_HOST, KEYS[1_000:1_001]))
+    report(router, Delta(3, Tier.HOST, KEYS[1_000:1_001]))
     assert (seen(router).kv_load.host_tokens, seen(router).kv_load.storage_tokens) == (16_000, 39_984 - 32_000)
 
 
 def test_the_last_token_is_always_computed() -> None:
     router = state()
     join(router, "a", 1)
-    report(router, Delta(1, TIER_HOST, KEYS))
+    report(router, Delta(1, Tier.HOST, KEYS))
     assert len(KEYS) * 16 == len(PROMPT)
     assert seen(router).present_tokens == len(PROMPT) - 16
 
@@ -132,11 +133,11 @@ def test_a_decision_is_made_again_from_its_record() -> None:
 
 def test_blocks_that_leave_a_tier_are_not_credited() -> None:
     router = two()
-    assert not report(router, Delta(2, TIER_HOST, removed=KEYS[1_500:2_000]))
+    assert not report(router, Delta(2, Tier.HOST, removed=KEYS[1_500:2_000]))
     assert seen(router).kv_load.host_tokens == 8_000
     report(router, Delta(3, DEVICE, cleared=True))
     assert seen(router).present_tokens == 0
-    assert router.lower_tiers.count("a", TIER_HOST) == 0
+    assert router.lower_tiers.count("a", Tier.HOST) == 0
 
 
 def test_blocks_that_leave_the_gpu_are_loaded_from_below() -> None:
@@ -148,13 +149,13 @@ def test_blocks_that_leave_the_gpu_are_loaded_from_below() -> None:
 
 def test_a_removal_of_what_a_tier_does_not_have_asks_for_a_snapshot() -> None:
     router = two()
-    effects = report(router, Delta(2, TIER_HOST, removed=[KEYS[2_400]]))
-    assert any(isinstance(one, ev.Resync) for one in effects)
-    assert router.lower_tiers.count("a", TIER_HOST) == 0
+    effects = report(router, Delta(2, Tier.HOST, removed=[KEYS[2_400]]))
+    assert any(isinstance(effect, ev.Resync) for effect in effects)
+    assert router.lower_tiers.count("a", Tier.HOST) == 0
     report(
         router,
         SnapshotBegin(7),
-        SnapshotChunk(TIER_HOST, KEYS[:1_200]),
+        SnapshotChunk(Tier.HOST, KEYS[:1_200]),
         SnapshotChunk(DEVICE, KEYS[:1_000]),
         SnapshotEnd(7, 2_200, digest_of(DEVICE, KEYS[:1_000]) ^ digest_of(HOST, KEYS[:1_200])),
     )
@@ -164,14 +165,14 @@ def test_a_removal_of_what_a_tier_does_not_have_asks_for_a_snapshot() -> None:
 def test_an_instance_that_is_gone_leaves_no_key() -> None:
     router = two()
     router.handle(ev.AgentGoodbye(1, "a"), 0.0)
-    assert router.lower_tiers.count("a", TIER_HOST) == 0
+    assert router.lower_tiers.count("a", Tier.HOST) == 0
     router.check_invariants()
 
 
 def test_a_new_incarnation_begins_without_lower_tiers() -> None:
     router = two()
     router.handle(ev.AgentHello(3, info("a", incarnation="2"), KEY_SCHEME, 1, 0), 0.0)
-    assert router.lower_tiers.count("a", TIER_HOST) == 0
+    assert router.lower_tiers.count("a", Tier.HOST) == 0
     assert seen(router).kv_load == NO_LOAD
 
 
@@ -184,11 +185,11 @@ def test_an_agent_that_resumes_keeps_the_lower_tiers() -> None:
 def test_tiers_without_room_cost_no_credit_on_the_gpu() -> None:
     router = state(max_keys=1_500)
     join(router, "a", 1, KEYS[:1_000])
-    assert not report(router, Delta(1, TIER_HOST, KEYS[:1_600]))
+    assert not report(router, Delta(1, Tier.HOST, KEYS[:1_600]))
     assert seen(router).cached_tokens == 16_000
-    assert not report(router, Delta(2, TIER_HOST, KEYS[1_600:1_700]), Delta(3, TIER_HOST, removed=KEYS[:1_700]))
+    assert not report(router, Delta(2, Tier.HOST, KEYS[1_600:1_700]), Delta(3, Tier.HOST, removed=KEYS[:1_700]))
     assert seen(router).kv_load == NO_LOAD
-    report(router, Delta(4, DEVICE, cleared=True), Delta(5, TIER_HOST, KEYS[:1_200]))
+    report(router, Delta(4, DEVICE, cleared=True), Delta(5, Tier.HOST, KEYS[:1_200]))
     assert seen(router).kv_load.host_tokens == 19_200
 
 
@@ -203,7 +204,7 @@ def test_instances_with_the_same_store_load_each_others_blocks() -> None:
     join(router, "a", 1, KEYS[:1_000], shared_storage="s")
     join(router, "b", 2, shared_storage="s")
     join(router, "c", 3)
-    report(router, Delta(1, TIER_STORAGE, KEYS[:2_000]))
+    report(router, Delta(1, Tier.STORAGE, KEYS[:2_000]))
     assert [seen(router, name).kv_load.storage_tokens for name in "abc"] == [16_000, 32_000, 0]
 
 

@@ -9,15 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pointsman_common.core.key_messages import Tier
 from pointsman_router.core.prefix import lower_tiers
 from pointsman_router.core.prefix.exact_index import IndexFull
-from pointsman_router.core.prefix.lower_tiers import (
-    MOST_CONTINUED,
-    TIER_HOST,
-    TIER_STORAGE,
-    LowerBlocks,
-    LowerTiers,
-)
+from pointsman_router.core.prefix.lower_tiers import MOST_CONTINUED, LowerBlocks, LowerTiers
 
 KEYS = list(range(1_000, 1_040))
 NAMES = [f"i{number}" for number in range(6)]
@@ -27,16 +22,16 @@ RUNS = st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40), st.
 
 
 def naive(
-    starts: Mapping[str, int], held: Mapping[int, Mapping[str, set[int]]], store: Sequence[str] = ()
+    starts: Mapping[str, int], held: Mapping[Tier, Mapping[str, set[int]]], store: Sequence[str] = ()
 ) -> dict[str, LowerBlocks]:
     """Key by key, for each instance alone."""
     found = {}
     for name, start in starts.items():
-        storage = set(held[TIER_STORAGE].get(name, set()))
+        storage = set(held[Tier.STORAGE].get(name, set()))
         if name in store:
-            storage = set().union(*(held[TIER_STORAGE].get(one, set()) for one in store))
+            storage = set().union(*(held[Tier.STORAGE].get(owner, set()) for owner in store))
         end = start
-        while end < len(KEYS) and KEYS[end] in held[TIER_HOST].get(name, set()):
+        while end < len(KEYS) and KEYS[end] in held[Tier.HOST].get(name, set()):
             end += 1
         last = end
         while last < len(KEYS) and KEYS[last] in storage:
@@ -55,12 +50,12 @@ def test_runs_continue_as_key_by_key(
     runs: dict[str, tuple[int, int, int, int, int]], store: list[str], gone: set[str]
 ) -> None:
     tiers = LowerTiers()
-    held: dict[int, dict[str, set[int]]] = {TIER_HOST: {}, TIER_STORAGE: {}}
+    held: dict[Tier, dict[str, set[int]]] = {Tier.HOST: {}, Tier.STORAGE: {}}
     for name in store:
         tiers.share(name, "m", "s")
     for name, (start, host, storage, host_evicted, storage_evicted) in runs.items():
         # What a lower tier has evicted at its front is on the GPU, or the run does not begin: keys are chained from the start on.
-        for tier, reach, evicted in ((TIER_HOST, host, host_evicted), (TIER_STORAGE, storage, storage_evicted)):
+        for tier, reach, evicted in ((Tier.HOST, host, host_evicted), (Tier.STORAGE, storage, storage_evicted)):
             keys = KEYS[min(evicted, start) : reach]
             tiers.add(tier, name, keys)
             held[tier][name] = set(keys)
@@ -74,12 +69,12 @@ def test_runs_continue_as_key_by_key(
     used = [name for name in store if name in starts]
     if len({run[2] for run in runs.values()}) > 1 and used:
         # The members' parts of a shared store must be chained together, as the store's blocks are.
-        reach = max(len(held[TIER_STORAGE].get(name, ())) for name in store)
+        reach = max(len(held[Tier.STORAGE].get(name, ())) for name in store)
         for name in store:
-            tiers.remove(TIER_STORAGE, name, list(held[TIER_STORAGE].get(name, ())))
-            held[TIER_STORAGE][name] = set()
-        tiers.add(TIER_STORAGE, store[0], KEYS[:reach])
-        held[TIER_STORAGE][store[0]] = set(KEYS[:reach])
+            tiers.remove(Tier.STORAGE, name, list(held[Tier.STORAGE].get(name, ())))
+            held[Tier.STORAGE][name] = set()
+        tiers.add(Tier.STORAGE, store[0], KEYS[:reach])
+        held[Tier.STORAGE][store[0]] = set(KEYS[:reach])
     assert tiers.continued(KEYS, starts) == naive(starts, held, store)
 
 
@@ -87,10 +82,10 @@ def test_runs_continue_as_key_by_key(
 def test_only_the_longest_of_many_are_searched(ends: list[tuple[int, int]]) -> None:
     tiers = LowerTiers()
     starts = {f"i{number}": start for number, (start, _) in enumerate(ends)}
-    held: dict[int, dict[str, set[int]]] = {TIER_HOST: {}, TIER_STORAGE: {}}
+    held: dict[Tier, dict[str, set[int]]] = {Tier.HOST: {}, Tier.STORAGE: {}}
     for number, (_, end) in enumerate(ends):
-        tiers.add(TIER_HOST, f"i{number}", KEYS[:end])
-        held[TIER_HOST][f"i{number}"] = set(KEYS[:end])
+        tiers.add(Tier.HOST, f"i{number}", KEYS[:end])
+        held[Tier.HOST][f"i{number}"] = set(KEYS[:end])
     every = naive(starts, held)
     longest = sorted({starts[name] + blocks.host for name, blocks in every.items()}, reverse=True)[:MOST_CONTINUED]
     expected = {name: blocks for name, blocks in every.items() if starts[name] + blocks.host in longest}
@@ -102,27 +97,27 @@ def test_a_pool_without_lower_tiers_has_no_index() -> None:
     assert not tiers
     assert tiers.indexes() == ()
     assert tiers.continued(KEYS, {"a": 3}) == {}
-    tiers.add(TIER_HOST, "a", KEYS)
+    tiers.add(Tier.HOST, "a", KEYS)
     assert tiers
-    tiers.remove(TIER_HOST, "a", KEYS)
+    tiers.remove(Tier.HOST, "a", KEYS)
     assert not tiers
 
 
 def test_keys_that_do_not_fit_are_refused() -> None:
     tiers = LowerTiers(max_keys=10)
-    tiers.add(TIER_HOST, "a", KEYS[:8])
+    tiers.add(Tier.HOST, "a", KEYS[:8])
     with pytest.raises(IndexFull):
-        tiers.add(TIER_HOST, "b", KEYS[8:12])
-    tiers.add(TIER_STORAGE, "b", KEYS[8:12])
-    tiers.add(TIER_HOST, "b", KEYS[:8])
-    assert (tiers.count("a", TIER_HOST), tiers.count("b", TIER_STORAGE)) == (8, 4)
+        tiers.add(Tier.HOST, "b", KEYS[8:12])
+    tiers.add(Tier.STORAGE, "b", KEYS[8:12])
+    tiers.add(Tier.HOST, "b", KEYS[:8])
+    assert (tiers.count("a", Tier.HOST), tiers.count("b", Tier.STORAGE)) == (8, 4)
 
 
 def test_a_store_is_shared_within_its_pool_only() -> None:
     tiers = LowerTiers()
     for name, pool in (("a", "m"), ("b", "m"), ("c", "n")):
         tiers.share(name, pool, "s")
-    tiers.add(TIER_STORAGE, "a", KEYS[:8])
+    tiers.add(Tier.STORAGE, "a", KEYS[:8])
     starts = dict.fromkeys("abcd", 2)
     assert tiers.continued(KEYS, starts) == {"a": LowerBlocks(0, 6), "b": LowerBlocks(0, 6)}
     tiers.share("b", "m", "")
@@ -138,7 +133,7 @@ def test_a_store_is_shared_within_its_pool_only() -> None:
 def test_a_decision_probes_few_keys_for_many_instances(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, tiers, probes = list(range(8_125)), LowerTiers(), 0
     for number in range(64):
-        tiers.add(TIER_HOST, f"i{number}", keys[: 4_000 + 60 * number])
+        tiers.add(Tier.HOST, f"i{number}", keys[: 4_000 + 60 * number])
 
     class Counted(list[int]):
         def __getitem__(self, at: Any) -> Any:

@@ -58,7 +58,7 @@ def migrating(**settings: Any) -> RouterState:
 def seen(router: RouterState, instance_id: str, now: float) -> Candidate:
     decision = router.explain(request("look", prompt=PROMPT), now)
     assert isinstance(decision, Decision)
-    return next(one for one in decision.view.candidates if one.instance_id == instance_id)
+    return next(candidate for candidate in decision.view.candidates if candidate.instance_id == instance_id)
 
 
 def placed(router: RouterState, request_id: str, now: float) -> ev.Placed:
@@ -296,5 +296,8 @@ def test_the_wire_tells_figures_next_owner_and_the_new_features() -> None:
     assert [step.instance.instance_id for step in wire.steps] == ["a", "b"]
     assert wire.policy.settings["picker"] == "rotation"
     assert wire.policy.settings["rotate_affinity"] is False
-    told = {one.instance_id: (one.recent_migrations, one.kv_capacity_tokens) for one in wire.candidates}
+    told = {
+        candidate.instance_id: (candidate.recent_migrations, candidate.kv_capacity_tokens)
+        for candidate in wire.candidates
+    }
     assert told == {"a": (0, 5_000), "b": (1, 5_000)}

@@ -64,12 +64,12 @@ def test_nothing_is_lost_however_replicas_and_the_store_meet(
     for who, change in apart:
         replicas[who] = changed(replicas[who], change)
     latest: dict[tuple[str, str], tuple[float, object]] = {}
-    for one in (before, *replicas):
-        for part in one.changes(OperatorConfig()):
+    for config in (before, *replicas):
+        for part in config.changes(OperatorConfig()):
             key = part.instance_id, part.kind
             latest[key] = max(latest.get(key, (0.0, "")), (part.set_at, str(part.now)))
     store = data.draw(st.sampled_from([before.written(), ""]))
-    texts = [one.written() for one in replicas]
+    texts = [config.written() for config in replicas]
     for who in data.draw(st.permutations([0, 0, 1, 1, 2, 2])):
         texts[who] = store = merged_operator_configs(before.written(), texts[who], store)
     texts = [merged_operator_configs(before.written(), text, store) for text in texts]

@@ -39,16 +39,16 @@ def session(name: str, tokens: int, **changes: Any) -> PlacementRequest:
 
 def ask(router: RouterState, asked: PlacementRequest, now: float, gateway: str = "g") -> list[ev.Effect]:
     effects = router.handle(ev.PlaceRequested(asked, gateway), now)
-    return [one for one in effects if isinstance(one, ev.Placed | ev.Refused | ev.Parked)]
+    return [effect for effect in effects if isinstance(effect, ev.Placed | ev.Refused | ev.Parked)]
 
 
 def end(router: RouterState, name: str, now: float, reason: str = "STOP") -> list[ev.Effect]:
     effects = router.handle(ev.Finished(f"r-{name}", "OK", output_tokens=0, finish_reason=reason), now)
-    return [one for one in effects if isinstance(one, ev.Placed | ev.Refused)]
+    return [effect for effect in effects if isinstance(effect, ev.Placed | ev.Refused)]
 
 
 def placed(effects: list[ev.Effect]) -> list[str]:
-    return [one.request_id.removeprefix("r-") for one in effects if isinstance(one, ev.Placed)]
+    return [effect.request_id.removeprefix("r-") for effect in effects if isinstance(effect, ev.Placed)]
 
 
 def test_a_new_session_that_does_not_fit_is_parked_and_let_in_when_another_is_idle() -> None:
@@ -68,7 +68,7 @@ def test_a_session_that_its_client_ends_makes_room_at_once() -> None:
     router.handle(ev.Finished("r-busy", "OK", output_tokens=0, finish_reason="TOOL_CALLS"), 0.5)
     ask(router, session("new", 9_500), 1.0)
     effects = router.handle(ev.SessionEnded("t", "busy"), 2.0)
-    assert placed([one for one in effects if isinstance(one, ev.Placed)]) == ["new"]
+    assert placed([effect for effect in effects if isinstance(effect, ev.Placed)]) == ["new"]
     router.check_invariants()
 
 
@@ -97,7 +97,7 @@ def test_a_parked_request_is_refused_at_the_bound_of_its_class_with_its_place(
     ask(router, session("new", 3_000, priority=priority), 1.0)
     assert router.retry_at == 1.0 + bound_s
     router.handle(ev.Tick(), bound_s)
-    [refused] = [one for one in router.handle(ev.RetryDue(), 1.0 + bound_s) if isinstance(one, ev.Refused)]
+    [refused] = [effect for effect in router.handle(ev.RetryDue(), 1.0 + bound_s) if isinstance(effect, ev.Refused)]
     assert (refused.code, refused.place) == ("RESOURCE_EXHAUSTED", 1)
     assert refused.retry_after_s is not None
     assert refused.admission is not None
@@ -190,7 +190,7 @@ def test_a_pool_that_is_lost_sends_its_parked_requests_to_the_new_owner() -> Non
     ask(router, session("busy", 8_000), 0.0)
     router.admission.was_parked("m", 0.0)
     ask(router, session("new", 3_000), 1.0)
-    [refused] = [one for one in router.handle(ev.PoolLost("m"), 2.0) if isinstance(one, ev.Refused)]
+    [refused] = [effect for effect in router.handle(ev.PoolLost("m"), 2.0) if isinstance(effect, ev.Refused)]
     assert (refused.request_id, refused.not_serving) == ("r-new", True)
     while router.unfinished:
         router.handle(ev.GoOn(), 2.0)
@@ -205,7 +205,9 @@ def test_an_admission_is_made_again_from_its_record() -> None:
     decision, record = answer.decision, answer.decision.request.admitted
     assert record is not None
     assert admission_differences(record) == []
-    assert not [one for one in differences(decision, redecide(decision)) if one.startswith("admission")]
+    assert not [
+        difference for difference in differences(decision, redecide(decision)) if difference.startswith("admission")
+    ]
 
 
 def test_parked_work_counts_in_the_order_of_arrival_of_one_shot_requests_without_leaving_state() -> None:

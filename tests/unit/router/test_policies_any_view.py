@@ -130,14 +130,14 @@ def cases(draw: st.DrawFn) -> tuple[PlacementRequest, FleetView]:
 def configured(draw: st.DrawFn, name: str) -> Policy:
     """The policy with some of its settings anywhere within their bounds."""
     chosen: dict[str, Any] = {}
-    for one in fields(POLICIES[name]):
+    for field in fields(POLICIES[name]):
         if draw(st.booleans()):
-            if "options" in one.metadata:
-                chosen[one.name] = draw(st.sampled_from(one.metadata["options"]))
-            elif "switch" in one.metadata:
-                chosen[one.name] = draw(st.booleans())
+            if "options" in field.metadata:
+                chosen[field.name] = draw(st.sampled_from(field.metadata["options"]))
+            elif "switch" in field.metadata:
+                chosen[field.name] = draw(st.booleans())
             else:
-                chosen[one.name] = draw(st.floats(one.metadata["low"], one.metadata["high"]))
+                chosen[field.name] = draw(st.floats(field.metadata["low"], field.metadata["high"]))
     return make_policy(name, chosen)
 
 

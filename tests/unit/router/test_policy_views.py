@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from pointsman_common.core.key_messages import Delta
 from pointsman_lab.rival_policies.registry import POLICIES
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_orders import InstanceOrder
 from pointsman_router.core.instances.instance_registry import CandidateSnapshot
-from pointsman_router.core.instances.report_sync import Delta
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.load import reservations
 from pointsman_router.core.load.reservations import Reservation, Reservations
@@ -47,7 +47,7 @@ def seen(router: RouterState, now: float = 1.0, model: str = "m") -> dict[str, C
     decision = router.explain(request("?", tokens=200, keys=tuple(KEYS), model=model), now)
     assert isinstance(decision, Decision)
     router.check_invariants()
-    return {one.instance_id: one for one in decision.view.candidates}
+    return {candidate.instance_id: candidate for candidate in decision.view.candidates}
 
 
 def sight(router: RouterState, name: str) -> CandidateSnapshot | None:
@@ -155,7 +155,10 @@ def test_an_instance_that_failed_the_request_is_excluded_for_it_alone() -> None:
     router = fleet()
     answer = place(router, request("r", tokens=64, exclude=("a",)), 1.0)
     assert isinstance(answer, ev.Placed)
-    assert {one.instance_id: one.excluded for one in answer.decision.view.candidates} == {"a": "failed_before", "b": ""}
+    assert {candidate.instance_id: candidate.excluded for candidate in answer.decision.view.candidates} == {
+        "a": "failed_before",
+        "b": "",
+    }
     assert seen(router)["a"].excluded == ""
 
 
@@ -169,7 +172,7 @@ def test_an_open_request_keeps_of_what_it_was_decided_on_its_own_instances_alone
     open_ones = list(router.requests.decisions())
     assert len(open_ones) == 10
     for decision in open_ones:
-        assert [one.instance_id for one in decision.view.candidates] == [decision.instance_id]
+        assert [candidate.instance_id for candidate in decision.view.candidates] == [decision.instance_id]
         assert not decision.result.scores
 
 
@@ -218,7 +221,7 @@ def test_a_request_waits_for_an_engine_that_answers() -> None:
     join(router, "d", 2, kv_transfer=kv("d", KvRole.CONSUMER))
     place(router, request("first", tokens=100), 1.0)
     assert router.handle(ev.PlaceRequested(request("second", tokens=100), "g"), 1.0) == []
-    [placed] = [one for one in router.handle(ev.Finished("first", "OK"), 2.0) if isinstance(one, ev.Placed)]
+    [placed] = [effect for effect in router.handle(ev.Finished("first", "OK"), 2.0) if isinstance(effect, ev.Placed)]
     assert (placed.request_id, placed.step.instance_id) == ("second", "d")
 
 
@@ -249,12 +252,14 @@ def test_some_of_the_open_prefills_are_listed_and_all_are_told(events: list[tupl
             open_.check_invariants()
             for instance_id in "ab":
                 prefills = open_.open_prefills(instance_id)
-                left = [(one.pending_tokens, one.prefilled_tokens) for one in prefills if one.pending_tokens]
-                rests = [(one.request_id, 1_000 - one.new_tokens, one.new_tokens) for one in prefills]
+                left = [
+                    (prefill.pending_tokens, prefill.prefilled_tokens) for prefill in prefills if prefill.pending_tokens
+                ]
+                rests = [(prefill.request_id, 1_000 - prefill.new_tokens, prefill.new_tokens) for prefill in prefills]
                 rests = [rest for rest in rests if rest[1]]
                 assert open_.num_prefills(instance_id) == len(prefills)
                 assert open_.queue(instance_id) == (tuple(left[:3]), sums_of(left[3:]))
-                assert open_.remainders(instance_id) == (tuple(rests[-3:]), sums_of([one[1:] for one in rests[:-3]]))
+                assert open_.remainders(instance_id) == (tuple(rests[-3:]), sums_of([rest[1:] for rest in rests[:-3]]))
 
 
 def sums_of(prefills: list[tuple[int, int]]) -> PrefillSums:
@@ -304,7 +309,7 @@ def described(name: str, engine_id: str, *wrong: WrongKv) -> KvTransfer:
 
 def senders(router: RouterState, receiver: str, now: float) -> set[str]:
     candidates = seen(router, now)
-    return {name for name, one in candidates.items() if one.can_give_kv_to(candidates[receiver])}
+    return {name for name, candidate in candidates.items() if candidate.can_give_kv_to(candidates[receiver])}
 
 
 def test_an_engine_that_sent_wrong_kv_sends_no_more_as_long_as_it_runs() -> None:

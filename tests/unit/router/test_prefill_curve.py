@@ -85,8 +85,8 @@ def test_usual_work_is_news_when_it_has_moved_or_rests_on_far_more() -> None:
         mean_work = mean_work.after(tokens, 0)
         if mean_work.differs_from(told[-1]):
             told.append(mean_work)
-    alike = [one.requests for one in told if one.requests <= 1_000]
+    alike = [mean.requests for mean in told if mean.requests <= 1_000]
     assert alike == [0, 1, 2, 4, 8, 16, 32, 64, 128]
-    changed = [one.work.pairs for one in told[len(alike) - 1 :]]
+    changed = [mean.work.pairs for mean in told[len(alike) - 1 :]]
     assert all(1.1 < after / before < 1.2 for before, after in pairwise(changed))
     assert changed[-1] == pytest.approx(200**2, rel=0.1)

@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from pointsman_common.core.block_keys import KEY_SCHEME, prompt_keys
+from pointsman_common.core.key_messages import Delta, KeyMessage, SnapshotBegin, SnapshotEnd
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_registry import InstanceRecord
-from pointsman_router.core.instances.report_sync import Delta, KeyMessage, SnapshotBegin, SnapshotEnd
 from pointsman_router.core.prefix.approximate_index import ApproximateIndex
 from pointsman_router.core.prefix.exact_index import IndexFull, PrefixIndex
 from pointsman_router.core.prefix.provisional_blocks import ProvisionalBlocks
@@ -45,7 +45,7 @@ def seen(router: RouterState, prompt: list[int] = PROMPT, now: float = 0.0, name
     """How a decision on `prompt` would see an instance."""
     decision = router.explain(request(f"dry-{now}", prompt=prompt), now)
     assert isinstance(decision, Decision)
-    return next(one for one in decision.view.candidates if one.instance_id == name)
+    return next(candidate for candidate in decision.view.candidates if candidate.instance_id == name)
 
 
 def answer(

@@ -49,7 +49,7 @@ def test_a_request_of_a_higher_class_does_not_wait_behind_those_of_lower_ones() 
     for number in range(5):
         ask(router, f"b{number}", 0.0, priority=BATCH, tokens=10)
     router.views.limits = SaturationLimits(2)
-    assert [one.request_id for one in ask(router, "i", 5.0, priority=INTERACTIVE, tokens=9_000)] == ["i"]
+    assert [effect.request_id for effect in ask(router, "i", 5.0, priority=INTERACTIVE, tokens=9_000)] == ["i"]
 
 
 def test_when_the_queue_is_full_the_last_of_the_lowest_class_gives_up_its_place() -> None:
@@ -61,10 +61,10 @@ def test_when_the_queue_is_full_the_last_of_the_lowest_class_gives_up_its_place(
     assert (refused.request_id, refused.code, refused.retry_after_s) == ("b1", "RESOURCE_EXHAUSTED", 1.0)
     assert "another priority class takes this request's place" in refused.message
     assert "STANDARD" not in refused.message, "nobody is told of others' classes"
-    assert [one.request_id for one in ask(router, "i0", priority=INTERACTIVE)] == ["b0"]
-    assert [one.request_id for one in ask(router, "b2", priority=BATCH)] == ["b2"]
-    assert [one.request_id for one in ask(router, "s2", priority=STANDARD)] == ["s2"]
-    assert [one.request_id for one in ask(router, "i1", priority=INTERACTIVE)] == ["s0"]  # longer than s1
+    assert [effect.request_id for effect in ask(router, "i0", priority=INTERACTIVE)] == ["b0"]
+    assert [effect.request_id for effect in ask(router, "b2", priority=BATCH)] == ["b2"]
+    assert [effect.request_id for effect in ask(router, "s2", priority=STANDARD)] == ["s2"]
+    assert [effect.request_id for effect in ask(router, "i1", priority=INTERACTIVE)] == ["s0"]  # longer than s1
 
 
 def test_the_tenant_with_most_work_waiting_for_its_weight_gives_up_the_place() -> None:
@@ -251,21 +251,23 @@ def test_an_overloaded_router_answers_all_and_serves_lower_classes_too(
         asked.append(f"{priority}-{next(numbers)}")
         new = request(asked[-1], tokens=tokens, priority=priority, tenant=tenant)
         given_ = answers(router.handle(ev.PlaceRequested(new, "g"), 0.0))
-        assert all(isinstance(one, ev.Refused) for one in given_)
-        answered.extend(one.request_id for one in given_)
+        assert all(isinstance(effect, ev.Refused) for effect in given_)
+        answered.extend(effect.request_id for effect in given_)
 
     def serve_one(running: str) -> str:
         now = 1.0 + len(served) * RETRY_S
         [placed] = [
-            one for one in answers(router.handle(ev.Finished(running, "OK"), now)) if isinstance(one, ev.Placed)
+            effect
+            for effect in answers(router.handle(ev.Finished(running, "OK"), now))
+            if isinstance(effect, ev.Placed)
         ]
         router.check_invariants()
         answered.append(placed.request_id)
         served.append(placed.decision.request.priority)
         return str(placed.request_id)
 
-    for one in arrivals:
-        come(*one)
+    for arrival in arrivals:
+        come(*arrival)
     while len(router.held_requests.queue) < size:
         come(INTERACTIVE, "a", 500)
     running = "x0"

@@ -87,7 +87,7 @@ class AdmittedStateMachine(StateMachine):
     @invariant()
     def what_is_open_is_counted(self) -> None:
         for name, pool in self.router.admission.pools.items():
-            counted = sum(one.open for one in pool.ledger.sessions.values())
+            counted = sum(session.open for session in pool.ledger.sessions.values())
             # A reservation that a new owner of the pool took from the store is counted when its gateway announces it.
             assert counted <= len(self.router.reservations.of_pool(name))
 
@@ -95,7 +95,7 @@ class AdmittedStateMachine(StateMachine):
         super().teardown()
         assert not len(self.router.parking.queue)
         for pool in self.router.admission.pools.values():
-            assert not any(one.open for one in pool.ledger.sessions.values())
+            assert not any(session.open for session in pool.ledger.sessions.values())
 
 
 AdmittedStateMachine.TestCase.settings = settings(MACHINE, max_examples=50)

@@ -15,19 +15,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from msgspec.structs import replace
 
 from pointsman_common.core.block_keys import KEY_SCHEME, digest_of
-from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.admission.session_admission import AdmissionSettings
-from pointsman_router.core.instances.circuit_breaker import CircuitSettings
-from pointsman_router.core.instances.instance_orders import InstanceOrder
-from pointsman_router.core.instances.report_sync import (
+from pointsman_common.core.key_messages import (
     ConsistencyCheck,
     Delta,
     KeyMessage,
-    ReportSync,
     SnapshotBegin,
     SnapshotChunk,
     SnapshotEnd,
 )
+from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.admission.session_admission import AdmissionSettings
+from pointsman_router.core.instances.circuit_breaker import CircuitSettings
+from pointsman_router.core.instances.instance_orders import InstanceOrder
+from pointsman_router.core.instances.report_sync import ReportSync
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.policy.base import Policy, hold, serve
@@ -292,7 +292,9 @@ class StateMachine(RuleBasedStateMachine):
                 self.waiting.pop(stream.request.request_id, None)
             case ev.GatewayLost(gateway) | ev.GatewayHello(gateway):
                 kept = event.waiting if isinstance(event, ev.GatewayHello) else frozenset()
-                self.waiting = {one: by for one, by in self.waiting.items() if by != gateway or one in kept}
+                self.waiting = {
+                    request_id: by for request_id, by in self.waiting.items() if by != gateway or request_id in kept
+                }
         if isinstance(event, ev.GatewayHello):
             for stream in event.open_streams:
                 if not self.is_anothers(stream.request.request_id, event.gateway_id):
@@ -332,7 +334,7 @@ class StateMachine(RuleBasedStateMachine):
         before = list(self.router.reservations), self.waiters()
         effects = self.router.handle(event, self.now)
         assert (list(self.router.reservations), self.waiters()) == before
-        [effect] = [one for one in effects if not isinstance(one, ev.Move)]
+        [effect] = [effect for effect in effects if not isinstance(effect, ev.Move)]
         assert isinstance(effect, ev.ReportIgnored | ev.Refused)
         assert effect.request_id == request_id
         return effects
@@ -341,7 +343,9 @@ class StateMachine(RuleBasedStateMachine):
         """Return whether `p` may serve: its agent has not yet reported that `p` only produces KV, or the pool has no other
         instance."""
         instances = self.router.instances
-        return instances.get("p") is None or all(one.info.instance_id == "p" for one in instances.members(pool, pool))
+        return instances.get("p") is None or all(
+            member.info.instance_id == "p" for member in instances.members(pool, pool)
+        )
 
     @initialize(joined=st.booleans())
     def begin(self, joined: bool) -> None:
@@ -515,7 +519,9 @@ class StateMachine(RuleBasedStateMachine):
     @rule(at=st.integers(0, 7))
     def ask_again(self, at: int) -> None:
         """Its gateway asks for a request that is open."""
-        if opened := [one for one in self.router.reservations if one.request_id.startswith("r")]:
+        if opened := [
+            reservation for reservation in self.router.reservations if reservation.request_id.startswith("r")
+        ]:
             one = opened[at % len(opened)]
             self.place(one.request_id, one.gateway_id, one.input_tokens, [], "t", None, 0.0)
 
@@ -550,7 +556,7 @@ class StateMachine(RuleBasedStateMachine):
             self.handle(ev.StreamOpened(gateway, stream))
         for _ in range(times):
             effects = self.handle(ev.StreamOpened(gateway, stream))
-            assert not any(isinstance(one, ev.Placed) and one.request_id == request_id for one in effects)
+            assert not any(isinstance(effect, ev.Placed) and effect.request_id == request_id for effect in effects)
             assert request_id not in [held.request.request_id for held in self.waiters()]
             if (kept := self.router.reservations.get(request_id)) is not None:
                 assert (kept.instance_id, kept.gateway_id) == (where, gateway)
@@ -565,7 +571,7 @@ class StateMachine(RuleBasedStateMachine):
     def send_to(self, name: str) -> str:
         """A request that can go to no other instance; its id."""
         self.stream += 1
-        others = tuple(one for one in POOL_OF if one != name)
+        others = tuple(instance_id for instance_id in POOL_OF if instance_id != name)
         asked = request(f"s{self.stream}", tokens=10, model=self.model_of[name], exclude=others)
         self.handle(ev.PlaceRequested(asked, "g1"))
         return asked.request_id
@@ -601,7 +607,7 @@ class StateMachine(RuleBasedStateMachine):
         self, gateway: str, announced: list[str], where: str, phase: Phase, waiting: frozenset[str]
     ) -> None:
         asked = [request(name, tokens=10, model=_model(name)) for name in announced]
-        streams = tuple(ev.OpenStream(one, where, phase, 3) for one in asked)
+        streams = tuple(ev.OpenStream(asked_request, where, phase, 3) for asked_request in asked)
         self.handle(ev.GatewayHello(gateway, streams, waiting))
 
     @rule(gateway=GATEWAYS)
@@ -636,9 +642,11 @@ class StateMachine(RuleBasedStateMachine):
     @invariant()
     def the_store_holds_what_is_owned(self) -> None:
         for pool, kept in self.kept.items():
-            here = {one.request_id: _kept(one) for one in self.router.reservations.of_pool(pool)}
+            here = {
+                reservation.request_id: _kept(reservation) for reservation in self.router.reservations.of_pool(pool)
+            }
             if self.router.owned.owns(pool):
-                assert here == {key: _kept(one) for key, one in kept.items()}
+                assert here == {key: _kept(reservation) for key, reservation in kept.items()}
             else:
                 assert here == {}
 

@@ -138,7 +138,7 @@ def test_a_policy_that_is_set_decides_at_once_on_what_waits() -> None:
     join(router, "a", 1)
     assert router.handle(ev.PlaceRequested(request("r", tokens=10), "g"), 1.0) == []
     effects = router.handle(ev.PolicySet(make_policy("unified")), 2.0)
-    assert [one.request_id for one in effects if isinstance(one, ev.Placed)] == ["r"]
+    assert [effect.request_id for effect in effects if isinstance(effect, ev.Placed)] == ["r"]
     assert router.policy.name == "unified"
 
 
@@ -189,7 +189,7 @@ def test_a_hello_in_parts_passes_over_requests_that_ended_meanwhile() -> None:
     router.handle(ev.Tick(), 15.1)
     finish(router, 15.2)
     assert 0 < len(router.requests) < 2 * PART
-    assert {one.lease_until for one in router.reservations} == {None}
+    assert {reservation.lease_until for reservation in router.reservations} == {None}
     router.check_invariants()
 
 
@@ -222,7 +222,7 @@ def test_a_gateway_that_is_back_keeps_what_waits_between_two_steps() -> None:
     router.handle(ev.Tick(), 3.0)
     assert known(router).stage is Stage.BETWEEN_STEPS
     effects = [*router.handle(ev.FirstToken("other"), 3.1), *router.handle(ev.Tick(), 4.0)]
-    assert [(one.request_id, one.step_index) for one in effects if isinstance(one, ev.Placed)] == [("r", 1)]
+    assert [(effect.request_id, effect.step_index) for effect in effects if isinstance(effect, ev.Placed)] == [("r", 1)]
 
 
 def test_the_decision_of_another_pool_does_not_stay_with_an_id_that_comes_again() -> None:

@@ -24,7 +24,7 @@ def full(size: int, timeout_s: float = 10.0) -> RouterState:
 
 
 def refused(effects: list[ev.Effect]) -> dict[str, float | None]:
-    return {one.request_id: one.retry_after_s for one in effects if isinstance(one, ev.Refused)}
+    return {effect.request_id: effect.retry_after_s for effect in effects if isinstance(effect, ev.Refused)}
 
 
 def ask(router: RouterState, name: str, now: float, priority: Priority = STANDARD) -> dict[str, float | None]:
@@ -69,7 +69,7 @@ def test_nobody_is_sent_away_for_less_than_the_least_or_more_than_the_most(
     told = RetryAfter(1.0)
     for priority, seconds in waits:
         told.waited("m", priority, seconds, 0.0)
-    by_class = [told.seconds("m", one, waited_s) for one in (INTERACTIVE, STANDARD, BATCH)]
+    by_class = [told.seconds("m", priority, waited_s) for priority in (INTERACTIVE, STANDARD, BATCH)]
     assert by_class == sorted(by_class)
-    assert all(1.0 <= one <= MOST_S for one in by_class)
+    assert all(1.0 <= seconds <= MOST_S for seconds in by_class)
     assert told.seconds("other", STANDARD) == 1.0

@@ -7,10 +7,10 @@ from msgspec.structs import replace
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import KEY_SCHEME, prompt_keys
+from pointsman_common.core.key_messages import ConsistencyCheck, Delta
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.agent_reports import key_interval_s, load_interval_s
 from pointsman_router.core.analysis.decision_replay import redecide
-from pointsman_router.core.instances.report_sync import ConsistencyCheck, Delta
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.load.reservations import Reservation, Reservations
 from pointsman_router.core.policy.base import RESUMED
@@ -382,7 +382,7 @@ def test_a_new_owner_knows_what_is_usual() -> None:
     for number in range(40):
         effects = before.handle(ev.PlaceRequested(request(f"r{number}", tokens=100), "g"), 1.0)
         told += [effect for effect in effects if isinstance(effect, ev.MeanWorkSet)]
-    assert [one.mean_work.requests for one in told] == [1, 2, 4, 8, 16, 32]
+    assert [effect.mean_work.requests for effect in told] == [1, 2, 4, 8, 16, 32]
     after.handle(ev.PoolTaken("m", mean_work=told[-1].mean_work), 50.0)
     assert after.prefill_observer.mean_work("m") == before.prefill_observer.mean_work("m")
     # The next MeanWorkSet is sent only when the number of requests has doubled.
@@ -449,11 +449,11 @@ def test_what_an_earlier_owner_prefills_on_a_producer_is_answered_by_another_whe
         assert isinstance(refused, ev.Refused)
         assert (refused.not_serving, refused.gateway_id) == (True, "g")
     else:
-        assert [one.step.instance_id for one in failed if isinstance(one, ev.Placed)] == ["a"]
+        assert [effect.step.instance_id for effect in failed if isinstance(effect, ev.Placed)] == ["a"]
     again = place(router, request("r", tokens=100), 1.0)
     assert isinstance(again, ev.Placed)
     assert (again.step.kind, again.step.instance_id) == (StepKind.SERVE, "d" if others else "a")
-    assert [one.instance_id for one in router.reservations] == [again.step.instance_id]
+    assert [reservation.instance_id for reservation in router.reservations] == [again.step.instance_id]
     router.check_invariants()
 
 
@@ -638,8 +638,8 @@ def test_the_id_of_a_held_request_belongs_to_its_model() -> None:
     place(router, request("first", tokens=100))
     assert router.handle(ev.PlaceRequested(request("r", tokens=100), "g"), 0.0) == []
     assert refusal(place(router, request("r", tokens=100, model="n"))) == "INVALID_ARGUMENT"
-    answers = [one for one in router.handle(ev.Finished("first", "OK"), 1.0) if isinstance(one, ev.Placed)]
-    assert [(one.request_id, one.step.instance_id) for one in answers] == [("r", "a")]
+    answers = [effect for effect in router.handle(ev.Finished("first", "OK"), 1.0) if isinstance(effect, ev.Placed)]
+    assert [(answer.request_id, answer.step.instance_id) for answer in answers] == [("r", "a")]
 
 
 def test_a_new_owner_knows_whose_model_a_recovered_request_is_for() -> None:

@@ -34,7 +34,9 @@ def finish(state_: RouterState, name: str, outcome: str, now: float) -> list[ev.
 
 
 def break_(state_: RouterState, instance: str, now: float = 0.0) -> None:
-    others = tuple(one.info.instance_id for one in state_.instances.records() if one.info.instance_id != instance)
+    others = tuple(
+        record.info.instance_id for record in state_.instances.records() if record.info.instance_id != instance
+    )
     for number in range(SETTINGS.failures):
         assert placed_on(state_, f"{instance}{number}@{now}", now, exclude=others) == instance
         effects = finish(state_, f"{instance}{number}@{now}", "FAILED", now)
@@ -109,7 +111,10 @@ def test_a_refused_request_is_an_answer_and_a_new_incarnation_starts_anew() -> N
     break_(state_, "a")
     decision = state_.explain(request("why", tokens=10), 0.0)
     assert not isinstance(decision, ev.Refused)
-    assert {one.instance_id: one.excluded for one in decision.view.candidates} == {"a": CIRCUIT_OPEN, "b": ""}
+    assert {candidate.instance_id: candidate.excluded for candidate in decision.view.candidates} == {
+        "a": CIRCUIT_OPEN,
+        "b": "",
+    }
     join(state_, "a", 9, incarnation="2")
     assert told(state_) == ["a", "b"]
 

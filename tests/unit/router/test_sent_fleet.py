@@ -115,7 +115,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.registry.check_invariants()
 
     def _one(self, data: st.DataObject) -> str:
-        return data.draw(st.sampled_from([one.info.instance_id for one in self.registry.records()]))
+        return data.draw(st.sampled_from([record.info.instance_id for record in self.registry.records()]))
 
 
 TestFleet = FleetMachine.TestCase
@@ -132,8 +132,8 @@ def _whole(told: SentFleet) -> placement_pb2.Fleet:
 
 def registry(*infos: InstanceInfo) -> InstanceRegistry:
     known = InstanceRegistry(PrefixIndex())
-    for one in infos:
-        known.add(one, 1, 0.0)
+    for instance_info in infos:
+        known.add(instance_info, 1, 0.0)
     return known
 
 
@@ -151,7 +151,7 @@ def test_only_what_changed_is_told() -> None:
     assert update is not None
     [pool] = update.pools
     assert (pool.model, pool.HasField("description"), list(pool.removed_instance_ids)) == ("m", False, [])
-    assert [(one.instance_id, one.incarnation) for one in pool.instances] == [("a", "2")]
+    assert [(instance.instance_id, instance.incarnation) for instance in pool.instances] == [("a", "2")]
     known.remove("x")
     assert told.update(known.pools(), lambda _: None, starting=True) == placement_pb2.FleetUpdate(
         starting=True, removed_models=["n"]

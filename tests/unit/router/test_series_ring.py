@@ -21,7 +21,7 @@ def test_a_ring_has_the_newest_buckets_and_nothing_else(puts: list[tuple[int, fl
         bucket += step
         told[bucket] = value
         ring.put(bucket, (value, -value))
-    expected = [told.get(one, NAN) if one > bucket - buckets else NAN for one in range(bucket + 3)]
+    expected = [told.get(number, NAN) if number > bucket - buckets else NAN for number in range(bucket + 3)]
     assert ring.read(0, 0, bucket + 2) == pytest.approx(expected, nan_ok=True)
-    assert ring.read(1, 0, bucket + 2) == pytest.approx([-one for one in expected], nan_ok=True)
+    assert ring.read(1, 0, bucket + 2) == pytest.approx([-value for value in expected], nan_ok=True)
     assert ring.size_bytes == size

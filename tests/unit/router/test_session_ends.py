@@ -33,7 +33,7 @@ def owners(router: RouterState, now: float, session: str = "t/s") -> tuple[str, 
 
 
 def disowned(effects: list[ev.Effect]) -> list[tuple[str, str]]:
-    return [(one.session, one.pool) for one in effects if isinstance(one, ev.SessionDisowned)]
+    return [(effect.session, effect.pool) for effect in effects if isinstance(effect, ev.SessionDisowned)]
 
 
 def test_an_ended_session_has_no_owner_in_any_pool() -> None:
@@ -90,13 +90,13 @@ def test_an_open_request_goes_on_after_the_end_of_its_session() -> None:
 def test_a_request_that_was_held_at_the_end_of_its_session_gives_it_no_owner() -> None:
     router = fleet(limits=SaturationLimits(1))
     place(router, request("other", tokens=100), 0.0)
-    assert not [one for one in router.handle(_asks("held"), 1.0) if isinstance(one, ev.Placed | ev.Refused)]
+    assert not [effect for effect in router.handle(_asks("held"), 1.0) if isinstance(effect, ev.Placed | ev.Refused)]
     router.handle(END, 2.0)
     assert len(router.held_requests.queue) == 1
     effects = router.handle(ev.Finished("other", "OK"), 3.0)
-    assert [one.request_id for one in effects if isinstance(one, ev.Placed)] == ["held"]
+    assert [effect.request_id for effect in effects if isinstance(effect, ev.Placed)] == ["held"]
     assert owners(router, 3.0) == ("", "")
-    assert not [one for one in effects if isinstance(one, ev.SessionOwnerSet)]
+    assert not [effect for effect in effects if isinstance(effect, ev.SessionOwnerSet)]
 
 
 def test_a_request_that_comes_after_the_end_and_is_held_gives_the_session_an_owner() -> None:
@@ -162,9 +162,9 @@ def test_the_number_of_remembered_ends_is_bounded(monkeypatch: pytest.MonkeyPatc
     for now, session in enumerate(["a", "b", "a", "c"]):
         known.end(session, float(now))
         known.check_invariants()
-    assert [known.ended_at(one) for one in "abc"] == [2.0, float("-inf"), 3.0]
+    assert [known.ended_at(session) for session in "abc"] == [2.0, float("-inf"), 3.0]
     known.expire(12.0)
-    assert [known.ended_at(one) for one in "abc"] == [float("-inf"), float("-inf"), 3.0]
+    assert [known.ended_at(session) for session in "abc"] == [float("-inf"), float("-inf"), 3.0]
 
 
 def test_a_request_from_before_the_end_does_not_displace_the_owner_that_came_after_it() -> None:

@@ -184,7 +184,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def consistent(self) -> None:
         self.ledger.check_invariants()
-        sizes = sum(one.size for one in self.ledger.sessions.values())
+        sizes = sum(session.size for session in self.ledger.sessions.values())
         shared = self.ledger._shared_sum
         assert -1e-6 <= self.ledger.weighted() - shared <= sizes + 1e-6
         assert sum(self.ledger.of_tenant(tenant) for tenant in ("t",)) >= 0.0

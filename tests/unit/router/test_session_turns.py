@@ -27,8 +27,8 @@ def told(cached: int | None) -> Finished:
 
 def counted(*decisions: tuple[Decision, Finished | None]) -> Turns:
     turns = SessionTurns([("m", "t/s"), ("other", "t/s")])
-    for one, finished in decisions:
-        turns.add(one, finished)
+    for decision, finished in decisions:
+        turns.add(decision, finished)
     assert turns.of("other", "t/s") == Turns()
     return turns.of("m", "t/s")
 

@@ -53,7 +53,7 @@ def load(router: RouterState, rng: random.Random, steps: int) -> None:
     for number in range(steps):
         name = f"o{number}"
         here = rng.choice(NAMES)
-        others = tuple(one for one in NAMES if one != here)
+        others = tuple(name for name in NAMES if name != here)
         place(router, request(name, tokens=rng.choice((0, 16, 5_000, 40_000)), exclude=others))
         if rng.random() < 0.6:
             router.handle(ev.FirstToken(name), 0.0)
@@ -83,7 +83,7 @@ def busy_fleet(rng: random.Random, prompt: list[int], steps: int) -> RouterState
     for name in NAMES:
         if rng.random() < 0.5:
             held = prompt[: 16 * rng.choice((1, 1, 4, 10))]
-            place(router, request("cached", prompt=held, exclude=tuple(one for one in NAMES if one != name)))
+            place(router, request("cached", prompt=held, exclude=tuple(other for other in NAMES if other != name)))
             router.handle(ev.FirstToken("cached"), 0.0)
             router.handle(ev.Finished("cached", "OK", 1, 0, 1), 0.0)
     load(router, rng, steps)
@@ -119,10 +119,10 @@ def test_with_an_instance_all_that_have_as_much_of_a_prompt_and_less_load_are_sh
     prompt = list(range(160))
     router = busy_fleet(random.Random(seed), prompt, steps)
     everything, short = views(router, request("asked", prompt=prompt))
-    shown = {one.instance_id for one in short.candidates}
-    for one in short.candidates:
+    shown = {candidate.instance_id for candidate in short.candidates}
+    for listed in short.candidates:
         for other in everything.eligible():
-            if other.cached_tokens == one.cached_tokens and less_load(other, one):
+            if other.cached_tokens == listed.cached_tokens and less_load(other, listed):
                 assert other.instance_id in shown
 
 
@@ -150,7 +150,7 @@ def test_the_fewest_requests_of_all_are_those_of_an_instance_looked_at(policy: s
     everything, short = views(busy_fleet(random.Random(seed), prompt, steps), asked)
     chosen = short.find(make_policy(policy).choose(asked, short, random.Random(0)).steps[0].instance_id)
     assert chosen is not None
-    assert chosen.num_requests == min(one.num_requests for one in everything.eligible())
+    assert chosen.num_requests == min(candidate.num_requests for candidate in everything.eligible())
 
 
 @given(st.integers(0, 1_000_000), st.integers(0, 60))
@@ -159,12 +159,12 @@ def test_what_is_not_looked_at_is_told_in_sums(seed: int, steps: int) -> None:
     load(router, random.Random(seed), steps)
     everything = router.views.view(request(), "m", 0, 0.0)
     view = decision_of(router).view
-    seen = {one.instance_id for one in view.candidates}
-    others = [one for one in everything.candidates if one.instance_id not in seen]
+    seen = {candidate.instance_id for candidate in view.candidates}
+    others = [candidate for candidate in everything.candidates if candidate.instance_id not in seen]
     assert view.unseen.instances == len(others) > 0
-    assert view.unseen.num_requests == sum(one.num_requests for one in others)
-    assert view.unseen.prefilling == sum(one.prefill_backlog.requests > 0 for one in others)
-    assert view.unseen.ongoing_tokens == sum(one.ongoing_tokens for one in others)
+    assert view.unseen.num_requests == sum(candidate.num_requests for candidate in others)
+    assert view.unseen.prefilling == sum(candidate.prefill_backlog.requests > 0 for candidate in others)
+    assert view.unseen.ongoing_tokens == sum(candidate.ongoing_tokens for candidate in others)
 
 
 def test_a_policy_that_compares_with_all_is_shown_all() -> None:
@@ -220,7 +220,9 @@ def test_policies_weigh_the_unseen_with_the_seen() -> None:
     unified = Unified(ceiling_min=1.0)
     assert unified.below_ceiling(seen) == seen
     unseen = Unseen(instances=6, num_requests=12)
-    assert unified.below_ceiling(seen, unseen) == tuple(one for one in unified.below_ceiling(every) if one in seen)
+    assert unified.below_ceiling(seen, unseen) == tuple(
+        candidate for candidate in unified.below_ceiling(every) if candidate in seen
+    )
 
 
 def test_a_session_leaves_an_owner_with_more_tokens_than_the_mean_of_all() -> None:
@@ -248,7 +250,10 @@ def test_runs_come_the_longest_first(held: list[int]) -> None:
     assert order == sorted(order, reverse=True)
     runs = [(count, sorted(names)) for count, names in merged.items()]
     counts = sorted({count for count in held if count}, reverse=True)
-    assert runs == [(count, sorted(str(number) for number, one in enumerate(held) if one == count)) for count in counts]
+    assert runs == [
+        (count, sorted(str(number) for number, held_blocks in enumerate(held) if held_blocks == count))
+        for count in counts
+    ]
 
 
 def test_the_bits_of_owners_change_with_the_generation_only() -> None:
@@ -306,9 +311,9 @@ def test_names_of_the_same_instances_share_a_list_and_what_is_kept_for_it() -> N
     for number, name in enumerate(NAMES):
         join(router, name, number, lora_names=("all", "also all", *(("some",) if number % 4 else ())))
     members = {name: router.instances.members("m", name) for name in ("m", "alias", "all", "also all", "some", "none")}
-    assert len({id(one) for one in members.values()}) == 3
+    assert len({id(records) for records in members.values()}) == 3
     assert [record.info.instance_id for record in members["all"]] == NAMES
-    assert [record.info.instance_id for record in members["some"]] == [one for n, one in enumerate(NAMES) if n % 4]
+    assert [record.info.instance_id for record in members["some"]] == [name for n, name in enumerate(NAMES) if n % 4]
     assert members["none"] == []
     join(router, "i00", 99, incarnation="2", lora_names=("all",))
     assert [record.info.instance_id for record in router.instances.members("m", "also all")] == NAMES[1:]
@@ -335,7 +340,7 @@ def test_no_more_is_kept_than_is_bounded_and_what_was_not_asked_for_long_goes_fi
     router = state()
     names = [f"all-but-{name}" for name in NAMES]
     for number, name in enumerate(NAMES):
-        join(router, name, number, lora_names=tuple(one for one in names if one != f"all-but-{name}"))
+        join(router, name, number, lora_names=tuple(other for other in names if other != f"all-but-{name}"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shortlist, "MAX_PLACES", 50)
         made: list[object] = []
@@ -363,7 +368,7 @@ def test_an_instance_that_restarts_as_it_was_has_no_list_made_anew() -> None:
     assert router.instances.lists("m") is lists
     assert router.instances.members("m", "m") is members
     router.check_invariants()
-    found = decision_of(router, "after", exclude=tuple(one for one in NAMES if one != "i03")).view.find("i03")
+    found = decision_of(router, "after", exclude=tuple(name for name in NAMES if name != "i03")).view.find("i03")
     assert found is not None
     assert (found.incarnation, found.kv_capacity_tokens) == ("another", 64)
     # A restart that changes the served names makes a new list.

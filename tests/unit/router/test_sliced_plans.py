@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import pytest
 from msgspec.structs import replace
 
+from pointsman_common.core.key_messages import Delta
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.instances.report_sync import Delta
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.policy.base import Policy, hold, serve, slice_of
 from pointsman_router.core.prefill_curve import PrefillCurve
@@ -40,7 +40,7 @@ class Slices(Policy):
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         best = max(view.eligible(), key=lambda one: one.cached_tokens)
-        busy = any(one.prefill_backlog.queue for one in view.candidates)
+        busy = any(candidate.prefill_backlog.queue for candidate in view.candidates)
         if best.cached_tokens >= self.hold_at and busy:
             return hold("busy", queue_penalty_s=best.new_tokens)
         if request.sliceable_tokens and best.new_tokens > 300:

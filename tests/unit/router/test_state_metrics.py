@@ -25,7 +25,11 @@ Told = dict[tuple[str, frozenset[tuple[str, str]]], float]
 def read(telemetry: EventMetrics) -> Told:
     """Every sample of the page by its name and labels."""
     families = text_string_to_metric_families(generate_latest(telemetry.registry).decode())
-    return {(one.name, frozenset(one.labels.items())): one.value for family in families for one in family.samples}
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
 
 
 def at(told: Told, name: str, **labels: str) -> float:
@@ -63,7 +67,7 @@ def test_the_state_is_told_as_it_is_when_asked() -> None:
     assert at(told, "instances", model="m", state="READY") == 1
     assert at(told, "instances", model="m", state="LOST") == 0
     assert at(told, "pool_owned", model="m") == 1
-    assert [at(told, "held_requests", model="m", priority=one) for one in Priority] == [0, 0, 0]
+    assert [at(told, "held_requests", model="m", priority=priority) for priority in Priority] == [0, 0, 0]
     assert at(told, "open_requests", instance="a") == 1
     assert at(told, "pending_prefill_tokens", instance="a") == 100
     assert at(told, "keys", instance="a") == 3
@@ -97,9 +101,13 @@ def test_the_backlog_of_every_class_is_told_by_the_pools_owner_alone() -> None:
     fleet.handle(ev.PoolTaken("m", ()), 0.0)
     classes = ("LIGHT", "MEDIUM", "HEAVY")
     # A figure, and no gap, for a scaler to read.
-    assert [at(read(telemetry), "backlog_seconds", model="m", route_class=one) for one in classes] == [0, 0, 0]
+    assert [at(read(telemetry), "backlog_seconds", model="m", route_class=route_class) for route_class in classes] == [
+        0,
+        0,
+        0,
+    ]
     fleet.handle(ev.PlaceRequested(request("r", 8_000), "g"), 0.0)
-    told = [at(read(telemetry), "backlog_seconds", model="m", route_class=one) for one in classes]
+    told = [at(read(telemetry), "backlog_seconds", model="m", route_class=route_class) for route_class in classes]
     assert told == [pytest.approx(DEFAULT_CURVE.cost_s(8_000, 0))] * 3
     fleet.handle(ev.PoolLost("m"), 0.0)
     assert not [name for name, _ in read(telemetry) if name.endswith("backlog_seconds")]
@@ -194,8 +202,8 @@ def test_names_that_several_models_answer_to_are_told_and_go_to_the_first() -> N
 
 def test_how_many_prefills_taught_a_curve_is_told_by_its_owner() -> None:
     fleet, other = state(), state(owns_all=False)
-    for one in (fleet, other):
-        join(one, "a", 1, hardware="H")
+    for router in (fleet, other):
+        join(router, "a", 1, hardware="H")
     for number in range(3):
         decided(fleet, f"r{number}")
         fleet.handle(ev.FirstToken(f"r{number}"), 1.0 + number)
@@ -207,8 +215,8 @@ def test_how_many_prefills_taught_a_curve_is_told_by_its_owner() -> None:
 
 def test_the_policy_of_a_pool_is_told_by_its_owner_with_the_reason() -> None:
     fleet, chosen, other = state("auto"), state("lpwl"), state("auto", owns_all=False)
-    for one in (fleet, chosen, other):
-        join(one, "a", 1)
+    for router in (fleet, chosen, other):
+        join(router, "a", 1)
     told = read(with_state(fleet))
     assert at(told, "pool_policy", model="m", policy="unified", reason="curve_not_learned") == 1
     assert at(read(with_state(chosen)), "pool_policy", model="m", policy="lpwl", reason="") == 1

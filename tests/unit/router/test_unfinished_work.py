@@ -52,13 +52,16 @@ def known(router: RouterState) -> dict[str, Any]:
     """Return what the router knows of requests, without what depends on the order of events, such as the time of a decision that
     waited for a takeover."""
     return {
-        "open": {one.request_id: one for one in router.reservations},
+        "open": {reservation.request_id: reservation for reservation in router.reservations},
         "counters": {name: router.reservations.counters(name) for names in POOLS.values() for name in names},
-        "held": sorted(one.request.request_id for one in router.held_requests.queue),
-        "decided": {one.request.request_id: (one.pool, one.decision_id) for one in router.requests.decisions()},
+        "held": sorted(held.request.request_id for held in router.held_requests.queue),
+        "decided": {
+            decision.request.request_id: (decision.pool, decision.decision_id)
+            for decision in router.requests.decisions()
+        },
         "owned": {pool: router.owned.owns(pool) for pool in POOLS},
         "mean": {pool: router.prefill_observer.mean_work(pool) for pool in POOLS},
-        "owner": {pool: {one: router.affinity.owner(pool, f"/{one}", 0.0) for one in NAMES} for pool in POOLS},
+        "owner": {pool: {name: router.affinity.owner(pool, f"/{name}", 0.0) for name in NAMES} for pool in POOLS},
     }
 
 
@@ -70,7 +73,7 @@ PLACES = st.sampled_from([(pool, name) for pool, names in POOLS.items() for name
 
 def _reservations(drawn: list[tuple[str, str, tuple[str, str]]]) -> dict[str, list[Reservation]]:
     one_each = {name: reservation(name, pool, gateway, where) for name, gateway, (pool, where) in drawn}
-    return {pool: [one for one in one_each.values() if one.pool == pool] for pool in POOLS}
+    return {pool: [event for event in one_each.values() if event.pool == pool] for pool in POOLS}
 
 
 def _taken(drawn: list[tuple[str, str, tuple[str, str]]], pool: str) -> ev.PoolTaken:
@@ -168,7 +171,7 @@ def test_nothing_is_placed_in_a_pool_once_its_loss_is_told(events: list[ev.Event
         while router.unfinished:
             tell(ev.GoOn())
     assert {pool: router.owned.owns(pool) for pool in POOLS} == owned
-    assert {one.pool for one in router.reservations} <= {pool for pool in POOLS if owned[pool]}
+    assert {reservation.pool for reservation in router.reservations} <= {pool for pool in POOLS if owned[pool]}
     assert asked <= answered
 
 
@@ -183,12 +186,12 @@ def _in_one_pool(event: ev.Event) -> ev.Event:
 
     match event:
         case ev.PoolTaken():
-            kept = {one.request_id: one for one in event.reservations}
+            kept = {reservation.request_id: reservation for reservation in event.reservations}
             return replace(
                 event,
                 reservations=tuple(
-                    reservation(name, event.pool, one.gateway_id, home(name)[1])
-                    for name, one in kept.items()
+                    reservation(name, event.pool, reserved.gateway_id, home(name)[1])
+                    for name, reserved in kept.items()
                     if home(name)[0] == event.pool
                 ),
             )
@@ -205,23 +208,27 @@ def _in_one_pool(event: ev.Event) -> ev.Event:
 def _answers(effects: list[ev.Effect]) -> list[tuple[str, str, str]]:
     """Who is told what."""
     return [
-        (one.request_id, one.gateway_id, "placed" if isinstance(one, ev.Placed) else one.code)
-        for one in effects
-        if isinstance(one, ev.Placed | ev.Refused)
+        (effect.request_id, effect.gateway_id, "placed" if isinstance(effect, ev.Placed) else effect.code)
+        for effect in effects
+        if isinstance(effect, ev.Placed | ev.Refused)
     ]
 
 
 def _sums(router: RouterState) -> dict[str, Any]:
     """Return what is known, without the ids of decisions, which depend on the order of decisions in different pools."""
     found = known(router)
-    found["open"] = {name: replace(one, decision_id="", instance_id="") for name, one in found["open"].items()}
+    found["open"] = {
+        name: replace(reservation, decision_id="", instance_id="") for name, reservation in found["open"].items()
+    }
     found["decided"] = {name: pool for name, (pool, _) in found["decided"].items()}
     by_pool = {pool: [found["counters"][name] for name in names] for pool, names in POOLS.items()}
     found["counters"] = {
-        pool: (sum(one.num_requests for one in sums), sum(one.ongoing_tokens for one in sums))
+        pool: (sum(load.num_requests for load in sums), sum(load.ongoing_tokens for load in sums))
         for pool, sums in by_pool.items()
     }
-    found["owner"] = {pool: {one: bool(name) for one, name in of.items()} for pool, of in found["owner"].items()}
+    found["owner"] = {
+        pool: {session: bool(name) for session, name in of.items()} for pool, of in found["owner"].items()
+    }
     return found
 
 
@@ -236,8 +243,8 @@ def test_a_takeover_is_applied_in_parts_and_its_pools_placements_wait_for_all_of
     assert (router.unfinished, len(router.reservations)) == (True, PART - 1)
     assert router.handle(ev.PlaceRequested(request("new", tokens=10), "g2"), 1.0) == []
     other = router.handle(ev.PlaceRequested(request("other", tokens=10, model="n"), "g2"), 1.0)
-    assert [type(one) for one in other if isinstance(one, ev.Placed | ev.Refused)] == [ev.Placed]
-    [placed] = [one for one in finish(router, 2.0) if isinstance(one, ev.Placed)]
+    assert [type(effect) for effect in other if isinstance(effect, ev.Placed | ev.Refused)] == [ev.Placed]
+    [placed] = [effect for effect in finish(router, 2.0) if isinstance(effect, ev.Placed)]
     # All of the takeover's are on a.
     assert (placed.request_id, placed.step.instance_id) == ("new", "b")
     assert len(router.reservations) == 3 * PART + 2
@@ -262,7 +269,7 @@ def test_a_hello_in_the_middle_of_a_takeover_and_the_loss_of_its_stream_come_aft
     assert router.handle(ev.PlaceRequested(request("new", tokens=10), "g2"), 3.0) == []
     finish(router, 3.0)
     assert len(router.reservations) == 2 * PART + 1
-    assert {one.lease_until for one in router.reservations if one.gateway_id == "g1"} == {53.0}
+    assert {reservation.lease_until for reservation in router.reservations if reservation.gateway_id == "g1"} == {53.0}
 
 
 def test_a_pool_that_is_lost_in_the_middle_is_lost_at_once() -> None:
@@ -271,7 +278,7 @@ def test_a_pool_that_is_lost_in_the_middle_is_lost_at_once() -> None:
     router.handle(ev.PlaceRequested(request("new", tokens=10), "g2"), 1.0)
     router.handle(ev.PoolLost("m"), 1.0)
     assert (router.unfinished, len(router.reservations), router.owned.owns("m")) == (True, PART - 1, False)
-    [refused] = [one for one in finish(router) if isinstance(one, ev.Placed | ev.Refused)]
+    [refused] = [effect for effect in finish(router) if isinstance(effect, ev.Placed | ev.Refused)]
     assert isinstance(refused, ev.Refused)
     assert (refused.request_id, refused.not_serving, len(router.reservations)) == ("new", True, 0)
     router.check_invariants()
@@ -288,9 +295,9 @@ def test_the_requests_of_a_pool_that_is_lost_are_forgotten_in_parts() -> None:
     # A step report of a lost pool's request comes too late. Requests of another pool do not wait.
     assert router.handle(ev.StepDone(f"r{3 * PART - 1}", 0, ok=False), 2.0) == []
     other = router.handle(ev.PlaceRequested(request("other", tokens=10, model="n"), "g2"), 2.0)
-    assert any(isinstance(one, ev.Placed) for one in other)
-    assert not any(isinstance(one, ev.Placed) for one in finish(router))
-    assert [one.request_id for one in router.reservations] == ["other"]
+    assert any(isinstance(effect, ev.Placed) for effect in other)
+    assert not any(isinstance(effect, ev.Placed) for effect in finish(router))
+    assert [reservation.request_id for reservation in router.reservations] == ["other"]
     router.check_invariants()
 
 
@@ -302,7 +309,7 @@ def test_a_takeover_that_waits_is_void_once_its_pool_is_lost() -> None:
     router.handle(ev.PlaceRequested(request("new", tokens=10), "g2"), 1.0)
     router.handle(ev.PoolLost("m"), 1.0)
     effects = finish(router)
-    assert not any(isinstance(one, ev.Placed) for one in effects)
+    assert not any(isinstance(effect, ev.Placed) for effect in effects)
     assert (len(router.reservations), router.owned.owns("m")) == (0, False)
     router.handle(taking(), 2.0)
     finish(router)
@@ -331,6 +338,6 @@ async def test_the_process_has_other_turns_between_the_parts() -> None:
     assert seen[:4] == [PART, 2 * PART, 3 * PART, 4 * PART]
     # A snapshot for the store contains all reservations.
     router.submit(ev.GatewayHello("g1", tuple(stream(f"s{number}") for number in range(4 * PART))))
-    written = [one for one in router._snapshot("m") if isinstance(one, ev.Reserved)]
-    assert {one.reservation.request_id for one in written} == {f"s{number}" for number in range(4 * PART)}
+    written = [event for event in router._snapshot("m") if isinstance(event, ev.Reserved)]
+    assert {event.reservation.request_id for event in written} == {f"s{number}" for number in range(4 * PART)}
     router.decisions.close()

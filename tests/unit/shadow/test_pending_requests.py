@@ -13,7 +13,7 @@ def asked(name: str, at: float, *, tokens: int = 40, keys: tuple[int, ...] = (7,
 
 
 def names(found: list[ObservedRequest]) -> list[str]:
-    return [one.request_id for one in found]
+    return [request.request_id for request in found]
 
 
 def test_a_request_waits_for_its_end_and_for_those_before_it() -> None:

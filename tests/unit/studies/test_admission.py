@@ -55,8 +55,8 @@ RECORDS = [
 
 
 def test_only_sessions_whose_turns_were_all_answered_are_done_and_have_a_time() -> None:
-    found = {turns[0].session: one for turns, one in zip(SESSIONS, outcomes(SESSIONS, RECORDS), strict=True)}
-    assert {name: one.fate for name, one in found.items()} == {
+    found = {turns[0].session: outcome for turns, outcome in zip(SESSIONS, outcomes(SESSIONS, RECORDS), strict=True)}
+    assert {name: outcome.fate for name, outcome in found.items()} == {
         "early": "done",
         "done": "done",
         "refused": "refused",
@@ -105,11 +105,11 @@ def test_a_mixture_adds_sessions_that_share_nothing_with_the_others() -> None:
 
 def test_cells_of_a_scenario_see_the_same_draw_and_have_keys_of_their_own(tmp_path: Path) -> None:
     cells = plan_cells(tmp_path, 2, quick=True)
-    assert len({one.key for one in cells}) == len(cells)
-    assert {one.scenario for one in cells} >= {"burst", "burst, sub-agents", "knee"}
-    bursts = [one for one in cells if one.scenario == "burst"]
+    assert len({cell.key for cell in cells}) == len(cells)
+    assert {cell.scenario for cell in cells} >= {"burst", "burst, sub-agents", "knee"}
+    bursts = [cell for cell in cells if cell.scenario == "burst"]
     assert len(bursts) > 4
-    assert all(drawn(one.cell.workload, 3) == drawn(bursts[0].cell.workload, 3) for one in bursts)
+    assert all(drawn(cell.cell.workload, 3) == drawn(bursts[0].cell.workload, 3) for cell in bursts)
     # Without traces nothing but made-up sessions can be run.
     assert plan_cells(tmp_path) == []
     planned = {name for scenarios, _, _ in PLAN for name in scenarios}
@@ -131,9 +131,9 @@ def test_a_trial_is_run_once_and_the_section_keeps_its_place(tmp_path: Path) -> 
         out=out,
     )
     cells = [
-        one
-        for one in plan_cells(tmp_path, 2, quick=True)
-        if (one.scenario, one.policy) == ("burst", "foresight") and one.admission in ways
+        cell
+        for cell in plan_cells(tmp_path, 2, quick=True)
+        if (cell.scenario, cell.policy) == ("burst", "foresight") and cell.admission in ways
     ]
     run(settings)
     text = out.read_text()
@@ -152,7 +152,8 @@ def test_a_trial_is_run_once_and_the_section_keeps_its_place(tmp_path: Path) -> 
     trials = planned_trials(cells, range(1), settings.results)
     assert len(trials) == len(cells)
     assert all(
-        one.measures["all"]["sessions"] == sum(started.sessions for started in one.by_start) > 10 for one in trials
+        trial.measures["all"]["sessions"] == sum(started.sessions for started in trial.by_start) > 10
+        for trial in trials
     )
 
 
@@ -166,7 +167,7 @@ def test_a_trial_that_another_process_has_begun_is_left_to_it(tmp_path: Path) ->
     claimed: list[str] = []
 
     def others_see(trial: AdmissionTrial) -> None:
-        claimed.extend(one.name for one in claims.iterdir())
+        claimed.extend(file.name for file in claims.iterdir())
 
     # A line that was cut off, and a claim that a dead process has left.
     file.write_bytes(first[:-20])

@@ -125,12 +125,14 @@ def test_every_request_is_answered_once_whoever_comes_and_goes(
     settled = SimulationConfig(instances=2, policy=policy, seed=seed, **ways)
     simulator = Resized(requests, settled, changes)
     records = simulator.run()
-    assert sorted((one.session, one.turn) for one in records) == sorted((one.session, one.turn) for one in requests)
+    assert sorted((record.session, record.turn) for record in records) == sorted(
+        (request.session, request.turn) for request in requests
+    )
     assert all(record.ok for record in records)
     simulator.router.check_invariants()
     assert len(simulator.router.reservations) == 0
     # Instances that began to leave are gone, because nothing runs any more.
-    assert {one.info.instance_id for one in simulator.router.instances.records()} == set(simulator.answering)
+    assert {instance.info.instance_id for instance in simulator.router.instances.records()} == set(simulator.answering)
 
 
 def test_held_requests_go_to_whoever_comes() -> None:
@@ -198,7 +200,9 @@ def test_no_figure_changes_nothing() -> None:
 
 def test_signals_are_the_routers_and_the_engines_figures() -> None:
     # A prefill of 29.6 s, and two that wait behind it.
-    turns = [ask(name, 1, 0.0, [number * 10 + one for one in range(10)], 640) for number, name in enumerate("abc")]
+    turns = [
+        ask(name, 1, 0.0, [number * 10 + position for position in range(10)], 640) for number, name in enumerate("abc")
+    ]
     seen: dict[str, list[float | None]] = {"backlog": [], "waiting": [], "kv": []}
 
     def reading(router: Any, pool: str, loads: Any, now: float) -> float | None:
@@ -278,8 +282,8 @@ def test_a_ramp_keeps_the_rate_before_and_multiplies_it_after() -> None:
     assert ramp.moment(100.0 + 30.0 * 1.5) == pytest.approx(130.0)
     requests = generate(30, ramp.constant_s, seed=1)
     sessions = ramp_sessions(requests, ramp)
-    assert sorted((one.session, one.turn) for turns in sessions for one in turns) == sorted(
-        (one.session, one.turn) for one in requests
+    assert sorted((turn.session, turn.turn) for turns in sessions for turn in turns) == sorted(
+        (request.session, request.turn) for request in requests
     )
     starts = [turns[0].timestamp_ms for turns in sessions]
     assert starts == sorted(starts)

@@ -61,10 +61,10 @@ def test_a_run_is_resumed_and_its_table_is_written_again(tmp_path: Path, monkeyp
 
 def test_cells_of_missing_traces_are_left_out_and_all_keys_differ(tmp_path: Path) -> None:
     generated = default_cells(tmp_path)
-    assert not [one for one in generated if isinstance(one.source, Recorded | Mixed)]
-    keys = {one.key(policy) for one in generated for policy in (BASELINE, "auto")}
+    assert not [workload for workload in generated if isinstance(workload.source, Recorded | Mixed)]
+    keys = {workload.key(policy) for workload in generated for policy in (BASELINE, "auto")}
     assert len(keys) == 2 * len(generated)
-    assert len({one.name for one in generated}) == len(generated)
+    assert len({workload.name for workload in generated}) == len(generated)
 
 
 def test_a_recorded_turn_without_a_pause_gets_one() -> None:
@@ -78,7 +78,8 @@ def test_mixed_traffic_has_all_parts_and_nothing_in_common() -> None:
     mixed = Mixed(parts)(3)
     assert len(mixed) == sum(len(part(3)) for part in parts)
     blocks = [
-        {one for turn in mixed if turn.session.startswith(f"{number}/") for one in turn.hash_ids} for number in range(3)
+        {hash_id for turn in mixed if turn.session.startswith(f"{number}/") for hash_id in turn.hash_ids}
+        for number in range(3)
     ]
     assert not blocks[0] & blocks[1] | blocks[0] & blocks[2] | blocks[1] & blocks[2]
     assert [replace(turn, session_id="", hash_ids=()) for turn in mixed[: len(TINY(3))]] == [

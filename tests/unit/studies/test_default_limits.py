@@ -33,7 +33,7 @@ Figures = dict[int, Mapping[str, float]]
 def trials(factors: list[float], metric: str = "ttft_p90_s") -> tuple[Figures, Figures]:
     """Trials of a policy and of the default one that differ in one metric, by a factor in each seed."""
     base: Figures = {seed: dict.fromkeys((*LIMITS, FAILED), 1.0 + seed) for seed in range(len(factors))}
-    ours: Figures = {seed: {**base[seed], metric: base[seed][metric] * one} for seed, one in enumerate(factors)}
+    ours: Figures = {seed: {**base[seed], metric: base[seed][metric] * factor} for seed, factor in enumerate(factors)}
     return ours, base
 
 
@@ -51,9 +51,9 @@ def trials(factors: list[float], metric: str = "ttft_p90_s") -> tuple[Figures, F
 )
 def test_a_limit_is_kept_if_the_upper_end_of_the_interval_is_within_it(factors: list[float], expected: str) -> None:
     found = changes(*trials(factors))
-    assert next(one for one in found if one.metric == "ttft_p90_s").verdict == expected
+    assert next(change for change in found if change.metric == "ttft_p90_s").verdict == expected
     assert verdict(found, more_failed=False) == expected
-    assert {one.verdict for one in found if one.metric != "ttft_p90_s"} <= {PASS, OPEN}
+    assert {change.verdict for change in found if change.metric != "ttft_p90_s"} <= {PASS, OPEN}
 
 
 def test_each_metric_has_its_own_limit() -> None:
@@ -73,7 +73,7 @@ def test_a_cell_fails_if_more_requests_failed() -> None:
 @given(st.lists(st.floats(0.2, 5.0), min_size=2, max_size=25))
 def test_the_interval_holds_the_geometric_mean_and_does_not_depend_on_the_scale(factors: list[float]) -> None:
     ours, base = trials(factors)
-    found = {one.metric: one for one in changes(ours, base)}["ttft_p90_s"]
+    found = {change.metric: change for change in changes(ours, base)}["ttft_p90_s"]
     kept = factors[: SEEDS[-1]]
     assert found.trials == len(kept)
     assert found.mean == pytest.approx(math.prod(kept) ** (1 / len(kept)) - 1)

@@ -101,14 +101,16 @@ def test_without_trials_there_is_no_document(tmp_path: Path) -> None:
 
 def test_the_whole_study_has_every_policy_at_three_loads_and_foresight_everywhere(tmp_path: Path) -> None:
     cells = plan_cells(tmp_path / "none", 5, quick=False)
-    main = {(one.load, one.policy) for one in cells if not one.threshold}
+    main = {(cell.load, cell.policy) for cell in cells if not cell.threshold}
     for load in ("light", "full", "saturated"):
         assert {name for at, name in main if at == load} >= {*POLICIES, "floor", "pooled"}
-    places = {(one.load, one.threshold) for one in cells}
+    places = {(cell.load, cell.threshold) for cell in cells}
     loads = LOADS.keys() - {"overloaded"}
     assert places == {(load, threshold) for load in loads for threshold in (0, 4_096)}
-    assert {(one.load, one.threshold) for one in cells if one.policy == "foresight"} == places
-    assert len({(one.key, one.load, one.policy) for one in cells}) == len({one.key for one in cells}) == len(cells)
+    assert {(cell.load, cell.threshold) for cell in cells if cell.policy == "foresight"} == places
+    assert (
+        len({(cell.key, cell.load, cell.policy) for cell in cells}) == len({cell.key for cell in cells}) == len(cells)
+    )
 
 
 def test_no_figure_is_written_into_the_template() -> None:
@@ -148,7 +150,7 @@ def test_what_is_said_follows_from_the_figures() -> None:
     assert "`sticky` (affinity alone): full: +0% (=) s, no difference." in text
     assert "missing" not in text
     assert "No rival but `unified`" not in text
-    own = [one for one in trials if one.policy in ("floor", "unified", "foresight")]
+    own = [trial for trial in trials if trial.policy in ("floor", "unified", "foresight")]
     assert "No rival but `unified` was run in 1 of them" in render(own, {}, 0, quick=False)
     worse = render([*trials, *(trial("lpwl", "full", seed, 4.2) for seed in (1, 2, 3))], {}, 7, quick=False)
     assert "| lowest |" in worse
@@ -157,7 +159,7 @@ def test_what_is_said_follows_from_the_figures() -> None:
     # Slower answers are reported, but only if the interval leaves no doubt.
     slower = [trial("foresight", "full", seed, 4.5, e2e_p90_s=5.1 + seed / 100, tpot_p90_s=0.04) for seed in (1, 2, 3)]
     doubt = [trial("foresight", "full", seed, 4.5, e2e_p90_s=5.0 + (2 - seed)) for seed in (1, 2, 3)]
-    others = [one for one in trials if one.policy != "foresight"]
+    others = [trial for trial in trials if trial.policy != "foresight"]
     assert "| E2E p90, TPOT p90 |" in render([*others, *slower], {}, 0, quick=False)
     assert "| none |" in render([*others, *doubt], {}, 0, quick=False)
 

@@ -73,8 +73,8 @@ def row(page: str, heading: str, name: str) -> list[str]:
 def test_each_figure_stands_beside_its_ratio_in_the_same_rounds(tmp_path: Path) -> None:
     results = Results(tmp_path / "board.jsonl")
     results.save_plan([CELL], FACTS)
-    for one in rounds("pointsman unified", 1.0, 2.0, 4.0) + rounds("smg cache_aware", 2.0, 4.0, 8.0):
-        results.add(one)
+    for result in rounds("pointsman unified", 1.0, 2.0, 4.0) + rounds("smg cache_aware", 2.0, 4.0, 8.0):
+        results.add(result)
     write_page(Results(tmp_path / "board.jsonl"), tmp_path / "docs" / "scoreboard.md")
     page = (tmp_path / "docs" / "scoreboard.md").read_text()
     # Twice as slow in every round, however much the rounds differ: the interval has no width.
@@ -88,8 +88,8 @@ def test_each_figure_stands_beside_its_ratio_in_the_same_rounds(tmp_path: Path) 
 def test_cpu_time_stands_beside_its_goal(tmp_path: Path) -> None:
     results = Results(tmp_path / "abc.jsonl")
     results.save_plan([CELL], FACTS)
-    for one in rounds(f"{POINTSMAN} auto", 1.0, 1.1):
-        results.add(one)
+    for result in rounds(f"{POINTSMAN} auto", 1.0, 1.1):
+        results.add(result)
     assert results.figures() is None
     figures = [
         Figure(
@@ -217,11 +217,11 @@ def test_the_best_rivals_are_of_different_products_and_answer_everything() -> No
 @given(st.lists(st.tuples(st.floats(0.01, 100), st.floats(0.01, 100)), min_size=2, max_size=5))
 def test_the_interval_of_a_ratio_contains_it(pairs: list[tuple[float, float]]) -> None:
     trials = rounds("pointsman unified", *(own for own, _ in pairs)) + rounds(
-        "smg cache_aware", *(one for _, one in pairs)
+        "smg cache_aware", *(rival for _, rival in pairs)
     )
     entry = Comparison(CELL, trials).entry("smg cache_aware", TTFT[1], "pointsman unified")
     assert entry.ratio is not None
-    assert entry.ratio == pytest.approx(math.prod(one / own for own, one in pairs) ** (1 / len(pairs)))
+    assert entry.ratio == pytest.approx(math.prod(rival / own for own, rival in pairs) ** (1 / len(pairs)))
     assert entry.low <= entry.ratio * (1 + 1e-9)
     assert entry.high >= entry.ratio * (1 - 1e-9)
 
@@ -295,10 +295,10 @@ def test_a_burst_comes_within_its_seconds(tmp_path: Path) -> None:
 
 
 def test_shown_commands_name_no_folder_of_this_machine() -> None:
-    for one in contenders():
-        if one.is_pointsman or one.name.startswith("nginx"):
-            assert not re.search(r"(^| )[./][^ ]*/", shown_command(one)), one.name
-    up = next(one for one in contenders() if one.name == "pointsman unified")
+    for contender in contenders():
+        if contender.is_pointsman or contender.name.startswith("nginx"):
+            assert not re.search(r"(^| )[./][^ ]*/", shown_command(contender)), contender.name
+    up = next(contender for contender in contenders() if contender.name == "pointsman unified")
     assert "pointsman_cli.main up --engine URL --listen 127.0.0.1:PORT" in shown_command(up)
 
 

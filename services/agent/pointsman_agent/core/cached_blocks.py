@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import partial
 from math import gcd
 
@@ -21,20 +20,13 @@ from pointsman_agent.core.event_keys import block_keys, has_extra_keys, root_of
 from pointsman_agent.core.grouped_blocks import FULL_KINDS, Group, GroupedBlocks, SavedNode, Unsupported
 from pointsman_agent.core.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 from pointsman_common.core.block_keys import KEY_TOKENS, digest_of
+from pointsman_common.core.key_messages import Delta, Tier
 
 # Maximum number of deltas kept for routers that resume.
 RING_DELTAS = 4096
 _MASK = (1 << 64) - 1
 # Attention kinds in which a hit needs every block before it. A chain of keys can express only these.
 _CHAINED_KINDS = FULL_KINDS | {None, "unknown"}
-
-
-class Tier(IntEnum):
-    """Where blocks are stored. The numbers equal those of pointsman.agent.v1.Tier."""
-
-    DEVICE = 1
-    HOST = 2
-    STORAGE = 3
 
 
 # (medium, locality, ownership) as the engine reports them. The same block can be in several locations.
@@ -67,17 +59,6 @@ class Block:
     refs: dict[BlockLocation, int] = field(default_factory=dict)
     parent: BlockHash | None = None
     depth: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """One change of the set of (tier, key) pairs. It has the meaning of pointsman.agent.v1.Delta."""
-
-    seq: int
-    tier: Tier
-    added: tuple[int, ...] = ()
-    removed: tuple[int, ...] = ()
-    cleared: bool = False
 
 
 @dataclass(slots=True)

@@ -7,63 +7,24 @@ router can make the agent's memory grow.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import Protocol
 
-from pointsman_agent.core.cached_blocks import Delta, Tier
+from pointsman_common.core.key_messages import (
+    ConsistencyCheck,
+    Delta,
+    KeyMessage,
+    MergedDelta,
+    SnapshotBegin,
+    SnapshotChunk,
+    SnapshotEnd,
+    Tier,
+)
 
 # Maximum number of keys in one message of a snapshot. 2,048 keys block the event loop of a router that has 4 million keys for
 # 2 ms; 32,768 keys blocked it for 20 to 40 ms.
 CHUNK_KEYS = 2_048
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotBegin:
-    """Start of a snapshot: all keys as of `seq` follow."""
-
-    seq: int
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotChunk:
-    """Part of a snapshot's keys, all of one tier."""
-
-    tier: Tier
-    keys: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotEnd:
-    """End of a snapshot, with the number and the digest of its keys."""
-
-    seq: int
-    key_count: int
-    digest: int
-
-
-@dataclass(frozen=True, slots=True)
-class ConsistencyCheck:
-    """Number and digest of the keys that the router must have after delta `seq`."""
-
-    seq: int
-    key_count: int
-    digest: int
-
-
-@dataclass(frozen=True, slots=True)
-class MergedDelta:
-    """The sum of the changes `first_seq` to `seq`: for each tier that changed, the keys added and removed, the device's first.
-    `cleared`: all keys of all tiers are removed first."""
-
-    first_seq: int
-    seq: int
-    changes: Sequence[tuple[Tier, Sequence[int], Sequence[int]]]
-    cleared: bool
-
-
-KeyMessage = SnapshotBegin | SnapshotChunk | SnapshotEnd | Delta | MergedDelta | ConsistencyCheck
 
 
 class ReportedKeys(Protocol):
@@ -120,7 +81,7 @@ class KeyStream:
         if snapshot or not self._can_resume():
             self.begin_snapshot()
 
-    def next_message(self, now: float) -> KeyMessage | None:
+    def next_message(self, now: float) -> KeyMessage | MergedDelta | None:
         """Return the next message, or None if there is no message before `wake_at` or the next change. Mutates."""
         if not self.welcomed:
             return None
@@ -160,7 +121,7 @@ class KeyStream:
         copies = [(tier, list(keys.keys(tier))) for tier in Tier]
         self._snapshot = _snapshot(copies, SnapshotEnd(keys.latest_seq, keys.key_count, keys.digest))
 
-    def _next_delta(self, now: float) -> KeyMessage | None:
+    def _next_delta(self, now: float) -> Delta | MergedDelta | None:
         """Return the next change, or with an interval all that have come since the last delta; None before that has passed."""
         if not self.key_interval_s:
             self._cursor += 1
@@ -180,7 +141,7 @@ class KeyStream:
 def _merged(keys: ReportedKeys, first_seq: int) -> MergedDelta:
     """Return the sum of the changes from `first_seq` to the latest, or to the one with which CHUNK_KEYS keys are reached."""
     # Tier -> key -> whether it was there before (or since all keys were removed), and whether it is there now.
-    net: dict[Tier, dict[int, tuple[bool, bool]]] = {}
+    net: dict[int, dict[int, tuple[bool, bool]]] = {}
     cleared, size, seq = False, 0, first_seq - 1
     while seq < keys.latest_seq and size < CHUNK_KEYS:
         seq += 1

@@ -8,18 +8,10 @@
 from __future__ import annotations
 
 from pointsman.agent.v1 import agent_pb2 as pb
-from pointsman_agent.core.cached_blocks import Delta, Tier
-from pointsman_agent.core.key_stream import (
-    ConsistencyCheck,
-    KeyMessage,
-    KeyStream,
-    MergedDelta,
-    ReportedKeys,
-    SnapshotBegin,
-    SnapshotChunk,
-    SnapshotEnd,
-)
+from pointsman_agent.core.key_stream import KeyStream, ReportedKeys
 from pointsman_common.core.block_keys import KEY_SCHEME
+from pointsman_common.core.key_message_wire import to_wire
+from pointsman_common.core.key_messages import Delta, MergedDelta
 
 
 class ProtocolError(Exception):
@@ -104,14 +96,14 @@ class ReportProtocol:
             message.load.sample_age_ms = max(0, round((now - taken_at) * 1000))
             return message
         told = self._stream.next_message(now)
-        return None if told is None else _to_wire(told)
+        return None if told is None else to_wire(told)
 
     def last_changes(self, now: float) -> list[pb.ReportRequest]:
         """Return the changes of keys that wait for the router's pace: the router resumes after them. Mutates."""
         changes = []
         self._stream.end_pause()
         while (told := self._stream.next_message(now)) is not None and isinstance(told, Delta | MergedDelta):
-            changes.append(_to_wire(told))
+            changes.append(to_wire(told))
         return changes
 
     def wake_at(self) -> float | None:
@@ -127,33 +119,3 @@ class ReportProtocol:
 
 def _state_of(load: pb.Load) -> tuple[bool, str]:
     return load.healthy, load.suspended
-
-
-_TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST, Tier.STORAGE: pb.TIER_STORAGE}
-
-
-def _to_wire(told: KeyMessage) -> pb.ReportRequest:
-    match told:
-        case Delta():
-            delta = pb.Delta(
-                seq=told.seq, tier=_TIERS[told.tier], added=told.added, removed=told.removed, cleared=told.cleared
-            )
-            return pb.ReportRequest(delta=delta)
-        case MergedDelta():
-            delta = pb.Delta(first_seq=told.first_seq, seq=told.seq, cleared=told.cleared)
-            for at, (tier, added, removed) in enumerate(told.changes):
-                into = delta.other_tiers.add() if at else delta
-                into.tier = _TIERS[tier]
-                into.added.extend(added)
-                into.removed.extend(removed)
-            return pb.ReportRequest(delta=delta)
-        case SnapshotBegin():
-            return pb.ReportRequest(snapshot_begin=pb.SnapshotBegin(seq=told.seq))
-        case SnapshotChunk():
-            return pb.ReportRequest(snapshot_chunk=pb.SnapshotChunk(tier=_TIERS[told.tier], keys=told.keys))
-        case SnapshotEnd():
-            end = pb.SnapshotEnd(seq=told.seq, key_count=told.key_count, digest=told.digest)
-            return pb.ReportRequest(snapshot_end=end)
-        case ConsistencyCheck():
-            check = pb.ConsistencyCheck(seq=told.seq, key_count=told.key_count, digest=told.digest)
-            return pb.ReportRequest(consistency_check=check)

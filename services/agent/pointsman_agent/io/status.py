@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pointsman_agent.core.cached_blocks import Tier
 from pointsman_agent.io.engine_monitor import EngineMonitor
 from pointsman_agent.io.instance_reporting import InstanceMonitor
+from pointsman_common.core.key_messages import Tier
 
 
 class AgentCollector(Collector):

@@ -1,6 +1,12 @@
 """Files that a service appends lines to. A disk that is full, slow or stuck loses lines, but never blocks or fails the service.
 
 Another program may rotate a file by a rename or a removal: the service opens the name again within a second.
+
+The handlers of `logging` do not give this. A QueueHandler's queue is bounded by records, not bytes, and nothing counts what its
+listener loses. A RotatingFileHandler follows no other program's rotation, lets each of the processes that share a file rename it
+(the second one renames the new file), and lets the file grow after a refused rename. A WatchedFileHandler never rotates. All of
+them leave the written part of a line on a full disk, so that the next line continues it. Each line would also be formatted in the
+event loop, instead of in the thread.
 """
 
 from __future__ import annotations

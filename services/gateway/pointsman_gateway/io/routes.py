@@ -164,7 +164,7 @@ class Gateway:
             self._breakdown,
             settings.expose_placement,
             settings.mark_session_ends,
-            Continuations(settings.continue_mb << 20, settings.continued_per_minute),
+            Continuations(settings.continue_mb << 20),
             settings.ext_proc_fallbacks,
         )
         self.ext_proc_port = 0

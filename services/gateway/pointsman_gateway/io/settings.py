@@ -167,9 +167,6 @@ class GatewaySettings(BaseSettings):
         description="maximum size of the bodies that are kept while their answers are streamed, in MiB, so that another "
         "instance can go on with an answer whose instance is gone; 0: no answer is continued",
     )
-    continued_per_minute: int = Field(
-        600, ge=0, description="maximum number of answers that are continued at another instance in a minute"
-    )
     drain_timeout_s: float = Field(
         3600.0,
         ge=0,

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import msgspec
 
+from pointsman_common.core.key_messages import KeyMessage
 from pointsman_router.core.admission_rule import AdmissionRecord
 from pointsman_router.core.idle_sessions import IdleSessions
 from pointsman_router.core.instances.instance_orders import InstanceOrder
-from pointsman_router.core.instances.report_sync import KeyMessage
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.policy.base import Policy
 from pointsman_router.core.prefill_curve import MeanWork

@@ -83,8 +83,7 @@ class RouterServer:
         self.console: Console | None = None
         if settings.console_listen:
             news = DecisionStream(self.router.decisions, fleet.without_candidates)
-            listen, viewers = settings.console_listen, settings.console_max_viewers
-            self.console = Console(fleet, news, interceptor, listen, viewers, tls.for_console())
+            self.console = Console(fleet, news, interceptor, settings.console_listen, tls.for_console())
         self.port = 0
 
     async def start(self) -> None:

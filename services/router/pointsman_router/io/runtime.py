@@ -143,20 +143,11 @@ class Router:
                     size=settings.queue_size,
                     timeout_s=settings.queue_timeout_s,
                     tenant_share=settings.queue_tenant_share,
-                    ageing_tokens_per_s=settings.queue_ageing_tokens_per_s,
                     fair=settings.queue_fair,
-                    lower_class_share=settings.queue_lower_class_share,
                     expiry=settings.hold_expiry,
                 ),
-                admission=AdmissionSettings(
-                    settings.session_admission,
-                    settings.admission_interactive_s,
-                    settings.admission_standard_s,
-                    settings.admission_batch_s,
-                ),
-                circuit=CircuitSettings(
-                    settings.circuit_failures, settings.circuit_first_open_s, settings.circuit_max_open_s
-                ),
+                admission=AdmissionSettings(settings.session_admission, standard_s=settings.admission_standard_s),
+                circuit=CircuitSettings(settings.circuit_failures),
                 migration_window_s=settings.migration_window_s,
                 stale_report_s=settings.stale_report_s,
                 stale_keys_s=settings.stale_keys_s,

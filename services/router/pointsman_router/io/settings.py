@@ -35,7 +35,6 @@ class RouterSettings(BaseSettings):
     console_advertise: str = Field(
         "", description="URL at which browsers reach this replica's console; empty: from `console_listen`"
     )
-    console_max_viewers: int = Field(16, ge=1, description="maximum number of viewers of the console's decision stream")
     agents_file: Path | None = Field(
         None,
         description="file with lines TOKEN PATTERN... [cert=NAME...]: each token permits only instances whose id and address "
@@ -91,21 +90,9 @@ class RouterSettings(BaseSettings):
     queue_tenant_share: float = Field(
         _STATE.queue.tenant_share, gt=0, le=1, description="maximum share of a model's queue for one tenant"
     )
-    queue_ageing_tokens_per_s: float = Field(
-        _STATE.queue.ageing_tokens_per_s,
-        ge=0,
-        description="new tokens that one second of waiting outweighs in the order of held requests",
-    )
     queue_fair: bool = Field(
         _STATE.queue.fair,
         description="serve tenants with held requests of one priority class by weight and cost; false: like a single tenant",
-    )
-    queue_lower_class_share: float = Field(
-        _STATE.queue.lower_class_share,
-        ge=0,
-        le=1,
-        description="minimum service of a waiting lower priority class, as a share of the work of higher classes; 0: "
-        "none while a higher class waits",
     )
     hold_expiry: Literal["place", "refuse"] = Field(
         _STATE.queue.expiry,
@@ -116,29 +103,16 @@ class RouterSettings(BaseSettings):
         description="park new sessions under every policy while the caches evict what sessions under way need again, and have "
         "no room for more; false: only where the policy auto does",
     )
-    admission_interactive_s: float = Field(
-        _STATE.admission.interactive_s,
-        gt=0,
-        description="maximum time that a new session of the class interactive is parked, in seconds",
-    )
     admission_standard_s: float = Field(
-        _STATE.admission.standard_s, gt=0, description="the same for the class standard, in seconds"
-    )
-    admission_batch_s: float = Field(
-        _STATE.admission.batch_s, gt=0, description="the same for the class batch, in seconds"
+        _STATE.admission.standard_s,
+        gt=0,
+        description="maximum time that a new session of the class standard is parked, in seconds; 30 for the class "
+        "interactive, 600 for batch",
     )
     circuit_failures: int = Field(
         _STATE.circuit.failures,
         ge=0,
         description="number of failed requests in a row that opens an instance's circuit; 0: never",
-    )
-    circuit_first_open_s: float = Field(
-        _STATE.circuit.first_open_s,
-        gt=0,
-        description="seconds that a circuit is open before one request is tried; each failed trial doubles it",
-    )
-    circuit_max_open_s: float = Field(
-        _STATE.circuit.max_open_s, gt=0, description="maximum time that a circuit is open, in seconds"
     )
     lost_instance_s: float = Field(
         _STATE.lost_instance_s, gt=0, description="seconds that an instance is kept after its agent's stream has ended"

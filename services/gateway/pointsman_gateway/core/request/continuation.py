@@ -31,7 +31,7 @@ class Continuations:
     streamed, and how many more answers may be continued. `per_minute`: maximum number in a minute, so that requests that end
     their engines do not go on doing so."""
 
-    def __init__(self, keep_bytes: int, per_minute: int) -> None:
+    def __init__(self, keep_bytes: int, per_minute: int = 600) -> None:
         self.kept = MemoryBudget(keep_bytes)
         self.count = 0
         self._per_minute = per_minute

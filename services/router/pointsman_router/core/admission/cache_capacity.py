@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pointsman_common.core.block_keys import KEY_TOKENS
+from pointsman_common.core.key_messages import Tier
 from pointsman_router.core.instances.instance_registry import InstanceRecord
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
-from pointsman_router.core.prefix.lower_tiers import TIER_HOST, TIER_STORAGE
 from pointsman_router.core.types import InstanceState
 
 # States of the instances whose KV counts. One that syncs its keys has its cache, and is placed on.
@@ -106,7 +106,7 @@ class CacheCapacity:
         return total + sum(_beyond(min(held, most), above, gpu) * worth for gpu, above, held, worth in stores.values())
 
     def _different_blocks(self, pool: str, records: Sequence[InstanceRecord]) -> int:
-        different = self._knowledge.lower_tiers.different(TIER_STORAGE)
+        different = self._knowledge.lower_tiers.different(Tier.STORAGE)
         if any(record.state is InstanceState.SYNCING for record in records):
             different = max(different, self._different.get(pool, 0))
         self._different[pool] = different
@@ -121,7 +121,7 @@ class CacheCapacity:
             return known
         count = self._knowledge.lower_tiers.count
         return _Held(
-            incarnation, count(instance_id, TIER_HOST) * KEY_TOKENS, count(instance_id, TIER_STORAGE) * KEY_TOKENS
+            incarnation, count(instance_id, Tier.HOST) * KEY_TOKENS, count(instance_id, Tier.STORAGE) * KEY_TOKENS
         )
 
     def _worths(self, pool: str, hardware: str, token_bytes: int) -> tuple[float, float]:

@@ -12,15 +12,20 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import StrEnum
 
-import msgspec
-
 from pointsman_common.core.block_keys import digest_of
+from pointsman_common.core.key_messages import (
+    ConsistencyCheck,
+    Delta,
+    KeyMessage,
+    SnapshotBegin,
+    SnapshotChunk,
+    SnapshotEnd,
+    Tier,
+)
 from pointsman_router.core.prefix.exact_index import IndexFull, PrefixIndex
-from pointsman_router.core.prefix.lower_tiers import TIER_HOST, TIER_STORAGE, LowerTiers
+from pointsman_router.core.prefix.lower_tiers import LowerTiers
 
-# agent.v1.Tier of the engine's device memory.
-TIER_DEVICE = 1
-_LOWER = (TIER_HOST, TIER_STORAGE)
+_LOWER = (Tier.HOST, Tier.STORAGE)
 
 
 class SyncPhase(StrEnum):
@@ -31,51 +36,6 @@ class SyncPhase(StrEnum):
     SNAPSHOT = "SNAPSHOT"
     LIVE = "LIVE"
     FULL = "FULL"
-
-
-class SnapshotBegin(msgspec.Struct, frozen=True, gc=False):
-    """The beginning of a snapshot: the full set as of `seq` follows."""
-
-    seq: int
-
-
-class SnapshotChunk(msgspec.Struct, frozen=True, gc=False):
-    """A part of a snapshot."""
-
-    tier: int
-    keys: Collection[int]
-
-
-class SnapshotEnd(msgspec.Struct, frozen=True, gc=False):
-    """The end of a snapshot. The copy must have this count and digest."""
-
-    seq: int
-    key_count: int
-    digest: int
-
-
-class Delta(msgspec.Struct, frozen=True, gc=False):
-    """One change of the set, or with a `first_seq` the sum of the changes from that one to `seq`. `cleared`: all keys were
-    removed before this change. `more`: the sum goes on with another tier's keys in the next message."""
-
-    seq: int
-    tier: int
-    added: Collection[int] = ()
-    removed: Collection[int] = ()
-    cleared: bool = False
-    first_seq: int = 0
-    more: bool = False
-
-
-class ConsistencyCheck(msgspec.Struct, frozen=True, gc=False):
-    """The count and digest that the set must have after delta `seq`."""
-
-    seq: int
-    key_count: int
-    digest: int
-
-
-KeyMessage = SnapshotBegin | SnapshotChunk | SnapshotEnd | Delta | ConsistencyCheck
 
 
 class ReportSync:
@@ -157,7 +117,7 @@ class ReportSync:
             return self._fail("a snapshot chunk outside a snapshot")
         keys = chunk.keys
         self.wanted = self._count + len(keys)
-        if chunk.tier == TIER_DEVICE:
+        if chunk.tier == Tier.DEVICE:
             self._index.add(self._instance_id, keys)
         else:
             self._change_lower(chunk.tier, keys, ())
@@ -190,7 +150,7 @@ class ReportSync:
             self._count = self._digest = 0
         added, removed = delta.added, delta.removed
         self.wanted = self._count + len(added)
-        if delta.tier == TIER_DEVICE:
+        if delta.tier == Tier.DEVICE:
             fits = self._index.remove(self._instance_id, removed) == len(removed)
             fits = fits and self._index.add(self._instance_id, added) == len(added)
         else:

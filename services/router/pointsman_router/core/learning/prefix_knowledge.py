@@ -12,10 +12,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from pointsman_common.core.block_keys import KEY_TOKENS
+from pointsman_common.core.key_messages import Delta, KeyMessage, SnapshotEnd, Tier
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
 from pointsman_router.core.instances.prediction_audit import AGAIN_S
-from pointsman_router.core.instances.report_sync import TIER_DEVICE, Delta, KeyMessage, SnapshotEnd
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefill_progress import NO_KEYS, OpenPrompt, PrefillProgress
 from pointsman_router.core.load.reservations import Reservation
@@ -138,7 +138,7 @@ class PrefixKnowledge:
                 if message.cleared:
                     self.provisional.drop(instance_id)
                     self.prefill_progress.removed(instance_id, self.index)
-                if message.tier != TIER_DEVICE:
+                if message.tier != Tier.DEVICE:
                     return []
                 self.provisional.settle(instance_id, message.removed)
                 self.provisional.settle(instance_id, message.added)

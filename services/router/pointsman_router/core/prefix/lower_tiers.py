@@ -11,10 +11,9 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from pointsman_common.core.key_messages import Tier
 from pointsman_router.core.prefix.exact_index import UNBOUNDED, IndexFull, PrefixIndex
 
-# agent.v1.Tier of the tiers that have an index here, in the order in which a prefix continues in them.
-TIER_HOST, TIER_STORAGE = 2, 3
 # Number of instances, those with the longest prefixes, whose runs in a lower tier are searched. Instances with equal ends count
 # as one. Without a limit a decision on 64 instances that all continue differently takes twice as long.
 MOST_CONTINUED = 16
@@ -115,13 +114,13 @@ class LowerTiers:
         Instances without any are left out, and of many those with shorter prefixes (MOST_CONTINUED)."""
         found: dict[str, LowerBlocks] = {}
         ends = starts
-        host = self._indexes.get(TIER_HOST)
+        host = self._indexes.get(Tier.HOST)
         if host is not None and len(host):
             reached = _run_ends(host, keys, starts, ())
             found = {name: LowerBlocks(host=end - starts[name]) for name, end in reached.items()}
             if reached:
                 ends = {**starts, **reached}
-        storage = self._indexes.get(TIER_STORAGE)
+        storage = self._indexes.get(Tier.STORAGE)
         if storage is not None and len(storage):
             for name, end in _run_ends(storage, keys, ends, self._stores_of(storage, ends)).items():
                 found[name] = LowerBlocks(found.get(name, NO_BLOCKS).host, end - ends[name])
@@ -236,4 +235,4 @@ def _ends(
             return
 
 
-__all__ = ["NO_BLOCKS", "TIER_HOST", "TIER_STORAGE", "IndexFull", "LowerBlocks", "LowerTiers"]
+__all__ = ["NO_BLOCKS", "IndexFull", "LowerBlocks", "LowerTiers"]

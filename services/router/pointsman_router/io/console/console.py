@@ -36,6 +36,8 @@ WATCH = f"/{SERVICE.full_name}/WatchDecisions"
 MAX_BODY_BYTES = 64 * 1024
 # Time without a decision after which a comment is sent to a viewer, s. So both sides notice when the connection is broken.
 KEEP_ALIVE_S = 5.0
+# Maximum number of concurrent streams of decisions.
+MAX_VIEWERS = 16
 
 HEADERS = {
     # Allow only this origin's files: no inline scripts or styles, and no text that is parsed as markup.
@@ -82,8 +84,7 @@ class _Call:
 
 
 class Console:
-    """The HTTP server of one router's FleetService. `listen`: HOST:PORT. `viewers`: maximum number of concurrent decision
-    streams. `tls`: the context for HTTPS; None: HTTP."""
+    """The HTTP server of one router's FleetService. `listen`: HOST:PORT. `tls`: the context for HTTPS; None: HTTP."""
 
     def __init__(
         self,
@@ -91,14 +92,12 @@ class Console:
         decisions: DecisionStream,
         auth: TokenInterceptor,
         listen: str,
-        viewers: int,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._fleet = fleet
         self.decisions = decisions
         self._auth = auth
         self._listen = listen
-        self._viewers = viewers
         self._tls = tls
         self._local = is_loopback(listen)
         self._methods: dict[str, MethodDescriptor] = {
@@ -201,10 +200,10 @@ class Console:
         self._check(request, WATCH)
         if (connection := request.transport) is None:
             return web.Response()  # The viewer has disconnected.
-        if len(self._streams) >= self._viewers:
+        if len(self._streams) >= MAX_VIEWERS:
             raise CallRefused(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{self._viewers} viewers are connected already, which is the maximum",
+                f"{MAX_VIEWERS} viewers are connected already, which is the maximum",
             )
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
         task = asyncio.current_task()

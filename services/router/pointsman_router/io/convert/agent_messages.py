@@ -1,27 +1,13 @@
-"""Conversions of agents' messages: instances, block keys, load."""
+"""Conversions of agents' messages: instances, load."""
 
 from __future__ import annotations
-
-import math
 
 from msgspec.structs import asdict
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman_router.core.instances.report_sync import (
-    ConsistencyCheck,
-    Delta,
-    KeyMessage,
-    SnapshotBegin,
-    SnapshotChunk,
-    SnapshotEnd,
-)
 from pointsman_router.core.types import Gpu, InstanceInfo, KvRole, KvTransfer, Load, StepTotals, WrongKv
 from pointsman_router.io.convert.times import finite
 
-# Maximum number of a snapshot's keys that are applied at once, which takes 0.2 ms.
-PIECE_KEYS = 512
-# Maximum number of tiers of one delta besides the first. There are three tiers, and newer versions may have more.
-MAX_OTHER_TIERS = 7
 # Maximum number of senders of wrong KV that are kept of one instance.
 MAX_WRONG_SENDERS = 1000
 _KV_ROLES = {
@@ -116,51 +102,6 @@ def _kv_transfer(wire: agent_pb2.Instance) -> KvTransfer | None:
         WrongKv(sender.bootstrap_url, sender.engine_id, sender.requests) for sender in kv.wrong_from[:MAX_WRONG_SENDERS]
     )
     return KvTransfer(protocol, kv.bootstrap_url, role, kv.cache_dtype, kv.layerwise, wrong_from, kv.engine_id)
-
-
-def pieces(wire: agent_pb2.ReportRequest) -> int:
-    """Return the number of pieces that `key_message` splits a message into: of at most PIECE_KEYS keys for a snapshot chunk, of
-    one tier for a delta, else one."""
-    return max(1, math.ceil(len(wire.snapshot_chunk.keys) / PIECE_KEYS)) + len(wire.delta.other_tiers)
-
-
-def key_message(wire: agent_pb2.ReportRequest, piece: int = 0) -> KeyMessage | None:
-    """Convert one piece of a message about block keys; None if the message is of another kind. Call this only when the piece is
-    applied: each collection of young garbage scans all numbers of a list that waits."""
-    match wire.WhichOneof("kind"):
-        case "snapshot_begin":
-            return SnapshotBegin(wire.snapshot_begin.seq)
-        case "snapshot_chunk":
-            chunk = wire.snapshot_chunk
-            return SnapshotChunk(chunk.tier, chunk.keys[piece * PIECE_KEYS : (piece + 1) * PIECE_KEYS])
-        case "snapshot_end":
-            end = wire.snapshot_end
-            return SnapshotEnd(end.seq, end.key_count, end.digest)
-        case "delta":
-            return _delta(wire.delta, piece)
-        case "consistency_check":
-            mark = wire.consistency_check
-            return ConsistencyCheck(mark.seq, mark.key_count, mark.digest)
-        case _:
-            return None
-
-
-def _delta(wire: agent_pb2.Delta, piece: int) -> Delta:
-    """Convert the part of a delta that is about one tier. A delta has no more tiers than changes: each part has the number of one
-    change, and the last part those of all that are left."""
-    of_tier = wire.other_tiers[piece - 1] if piece else wire
-    first = (wire.first_seq or wire.seq) + piece
-    more = piece < len(wire.other_tiers)
-    seq = first if more else wire.seq
-    cleared = wire.cleared and not piece
-    return Delta(seq, of_tier.tier, list(of_tier.added), list(of_tier.removed), cleared, first, more)
-
-
-def delta_fault(wire: agent_pb2.Delta) -> str:
-    """Return what is wrong with a delta's tiers; empty if nothing is. Each tier of merged changes has a change of its own."""
-    tiers = len(wire.other_tiers)
-    changes = wire.seq - wire.first_seq if wire.first_seq else 0
-    return "a delta of more tiers than changes" if tiers > max(min(changes, MAX_OTHER_TIERS), 0) else ""
 
 
 def load(wire: agent_pb2.Load, now: float) -> Load:

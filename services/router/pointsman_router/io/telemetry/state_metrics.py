@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pointsman_common.core.key_messages import Tier
 from pointsman_router.core.analysis.pool_backlog import PoolBacklogs
 from pointsman_router.core.instances.instance_registry import InstanceRecord
 from pointsman_router.core.instances.kv_refusals import refused_senders
-from pointsman_router.core.prefix.lower_tiers import TIER_HOST, TIER_STORAGE
 from pointsman_router.core.priority import Priority
 from pointsman_router.core.router_state import RouterState
 from pointsman_router.core.types import InstanceState
@@ -211,10 +211,10 @@ class StateCollector(Collector):
         )
         yield family("keys", "Block keys in the exact index", lambda _, instance: state.index.count(instance))
         yield family(
-            "host_keys", "Block keys in host memory", lambda _, instance: state.lower_tiers.count(instance, TIER_HOST)
+            "host_keys", "Block keys in host memory", lambda _, instance: state.lower_tiers.count(instance, Tier.HOST)
         )
         yield family(
-            "storage_keys", "Block keys in storage", lambda _, instance: state.lower_tiers.count(instance, TIER_STORAGE)
+            "storage_keys", "Block keys in storage", lambda _, instance: state.lower_tiers.count(instance, Tier.STORAGE)
         )
         yield family(
             "approximate_keys",
