@@ -193,9 +193,9 @@ def test_each_leak_is_reported_at_its_test(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(ROOT), *sys.path])
     done = subprocess.run(argv, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
     parts = re.split(r"^_+ ERROR at teardown of (\w+) _+$", done.stdout, flags=re.MULTILINE)
-    told = dict(zip(parts[1::2], parts[2::2], strict=True))
-    assert told.keys() == LEFT.keys(), done.stdout
+    messages = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert messages.keys() == LEFT.keys(), done.stdout
     for name, words in LEFT.items():
-        assert all(word in told[name] for word in words), told[name]
+        assert all(word in messages[name] for word in words), messages[name]
     assert " 1 failed, " in done.stdout
     assert "its own reason" in done.stdout

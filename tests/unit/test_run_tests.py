@@ -61,8 +61,8 @@ def test_a_test_that_fails_only_at_first_is_named(
     status_of: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(AT_FIRST) == 0
-    assert "PASSED ALONE" in (told := capfd.readouterr().out)
-    assert told.rstrip().endswith("processes/test_it.py::test_once")
+    assert "PASSED ALONE" in (output := capfd.readouterr().out)
+    assert output.rstrip().endswith("processes/test_it.py::test_once")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ ANNOUNCED = {
 }
 
 
-def told(url: str, **changes: str) -> pb.KvTransfer | None:
+def transfer_of(url: str, **changes: str) -> pb.KvTransfer | None:
     return kv_transfer(parse_engine_address(url), ANNOUNCED | changes, "auto")
 
 
@@ -32,22 +32,22 @@ def mooncake(
 
 
 def test_what_an_engine_announces() -> None:
-    assert told("http://h:8000") == mooncake("http://h:9001")
-    assert told("http://127.0.0.1:8000?advertise=http://[::2]:8000") == mooncake("http://[::2]:9001")
-    assert told("http://h", bootstrap_host="b") == mooncake("http://b:9001")
-    assert told("http://h", layerwise="False") == mooncake("http://h:9001", layerwise=False)
-    assert told("http://h", role="kv_producer") == mooncake("http://h:9001", role=pb.KV_ROLE_PRODUCER)
-    assert told("http://h", role="kv_consumer") == mooncake("http://h:9001", role=pb.KV_ROLE_CONSUMER)
-    assert told("http://h", protocol="nixl") == pb.KvTransfer(protocol=pb.KV_PROTOCOL_NIXL, cache_dtype="auto")
-    assert told("http://h", protocol="carrier-pigeon") is None
+    assert transfer_of("http://h:8000") == mooncake("http://h:9001")
+    assert transfer_of("http://127.0.0.1:8000?advertise=http://[::2]:8000") == mooncake("http://[::2]:9001")
+    assert transfer_of("http://h", bootstrap_host="b") == mooncake("http://b:9001")
+    assert transfer_of("http://h", layerwise="False") == mooncake("http://h:9001", layerwise=False)
+    assert transfer_of("http://h", role="kv_producer") == mooncake("http://h:9001", role=pb.KV_ROLE_PRODUCER)
+    assert transfer_of("http://h", role="kv_consumer") == mooncake("http://h:9001", role=pb.KV_ROLE_CONSUMER)
+    assert transfer_of("http://h", protocol="nixl") == pb.KvTransfer(protocol=pb.KV_PROTOCOL_NIXL, cache_dtype="auto")
+    assert transfer_of("http://h", protocol="carrier-pigeon") is None
 
 
 def test_an_operator_knows_where_others_reach_it() -> None:
-    assert told("http://h?bootstrap=http://b:1") == mooncake("http://b:1")
+    assert transfer_of("http://h?bootstrap=http://b:1") == mooncake("http://b:1")
 
 
 def test_the_engine_knows_its_protocol_and_role() -> None:
-    assert told("http://h?kv=nixl&kv-role=consumer", role="kv_producer") == mooncake(
+    assert transfer_of("http://h?kv=nixl&kv-role=consumer", role="kv_producer") == mooncake(
         "http://h:9001", role=pb.KV_ROLE_PRODUCER
     )
 
@@ -80,7 +80,7 @@ def test_an_announcement_is_read_from_the_page() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "root", "place"),
+    ("announced", "root", "place"),
     [
         ({}, "maker/tiny", "maker/tiny"),
         ({"tokenizer": "maker/tiny", "revision": "abc"}, "maker/tiny", "maker/tiny@abc"),
@@ -89,9 +89,9 @@ def test_an_announcement_is_read_from_the_page() -> None:
         ({"tokenizer": "/tmp/of/the/engine", "revision": ""}, "maker/tiny", "maker/tiny"),
     ],
 )
-def test_where_a_tokenizer_is_from(told: dict[str, str], root: str, place: str) -> None:
-    labels = ",".join(f'{name}="{value}"' for name, value in told.items())
-    page = f"pointsman_tokenizer_info{{{labels}}} 1.0\n" if told else ""
+def test_where_a_tokenizer_is_from(announced: dict[str, str], root: str, place: str) -> None:
+    labels = ",".join(f'{name}="{value}"' for name, value in announced.items())
+    page = f"pointsman_tokenizer_info{{{labels}}} 1.0\n" if announced else ""
     assert parse_metrics((page + 'vllm:num_requests_running{engine="0"} 2.0\n').encode()).tokenizer_place(root) == place
 
 
@@ -120,11 +120,11 @@ def test_an_older_package_names_senders_by_url_and_no_rank() -> None:
 
 
 def wrong(scrape: Scrape, rank: int) -> list[tuple[str, str, int]]:
-    told = kv_transfer(parse_engine_address("http://h"), ANNOUNCED, "auto", scrape.wrong_kv, rank=rank)
-    assert told is not None
+    support = kv_transfer(parse_engine_address("http://h"), ANNOUNCED, "auto", scrape.wrong_kv, rank=rank)
+    assert support is not None
     return [
         (wrong_requests.bootstrap_url, wrong_requests.engine_id, wrong_requests.requests)
-        for wrong_requests in told.wrong_from
+        for wrong_requests in support.wrong_from
     ]
 
 
@@ -140,6 +140,6 @@ def test_engine_ids_are_read_by_rank() -> None:
 
 def test_only_mooncake_has_engine_ids() -> None:
     for kind, expected in (("mooncake", "e1"), ("nixl", "")):
-        told = kv_transfer(parse_engine_address(f"http://h?kv={kind}"), {}, "auto", engine_id="e1")
-        assert told is not None
-        assert told.engine_id == expected
+        support = kv_transfer(parse_engine_address(f"http://h?kv={kind}"), {}, "auto", engine_id="e1")
+        assert support is not None
+        assert support.engine_id == expected

@@ -11,7 +11,7 @@ from bench.load_client import LoadRun, go
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 
 
-async def told(answers: list[bytes], requests: int) -> dict[str, Any]:
+async def report_of(answers: list[bytes], requests: int) -> dict[str, Any]:
     """What the client reports of a server that sends `answers` on each connection and closes it with the last one."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -31,11 +31,11 @@ async def told(answers: list[bytes], requests: int) -> dict[str, Any]:
 
 async def test_a_request_on_a_connection_that_was_closed_as_idle_is_asked_again() -> None:
     """As when the client had been stopped for longer than the server keeps connections."""
-    found = await told([ANSWER, ANSWER, b""], 6)
+    found = await report_of([ANSWER, ANSWER, b""], 6)
     assert (found["answered"], found["failed"], found["repeated"]) == (6, 0, 2)
 
 
 async def test_an_answer_that_breaks_off_and_one_that_never_comes_are_failures() -> None:
-    assert (await told([b""], 1))["failures"] == {"": 1}
-    found = await told([ANSWER, ANSWER[:-9]], 2)
+    assert (await report_of([b""], 1))["failures"] == {"": 1}
+    found = await report_of([ANSWER, ANSWER[:-9]], 2)
     assert (found["answered"], found["failed"], found["repeated"]) == (1, 1, 0)

@@ -37,10 +37,10 @@ def imported(*words: str) -> set[str]:
 
 
 def test_the_help_shows_what_an_operator_does_and_imports_no_part() -> None:
-    told = said("--help")
-    panels = re.findall(r"^╭─ ([\w ]+?) ─", told, re.MULTILINE)
+    output = said("--help")
+    panels = re.findall(r"^╭─ ([\w ]+?) ─", output, re.MULTILINE)
     assert panels == ["Options", main.RUN, main.ASK, main.CHANGE, main.MEASURE]
-    shown = set(re.findall(r"^│ ([a-z][a-z-]*) ", told, re.MULTILINE))
+    shown = set(re.findall(r"^│ ([a-z][a-z-]*) ", output, re.MULTILINE))
     assert shown == {name for name, command in main.COMMANDS.items() if command.panel}
     assert not {command for command in shown if "stud" in command or "finding" in command}
     assert imported("--help") == imported() == imported("no-such-command") == set()

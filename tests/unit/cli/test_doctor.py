@@ -181,18 +181,18 @@ def test_cordons_of_long_ago_and_orders_for_nobody_are_told_of() -> None:
 
 
 def test_a_router_that_was_lost_is_told_of() -> None:
-    told = fleet_pb2.ListReplicasResponse(
+    replicas = fleet_pb2.ListReplicasResponse(
         replicas=[fleet_pb2.Replica(router_id="r1"), fleet_pb2.Replica(router_id="r3")],
         this_replica=fleet_pb2.RouterStatus(router_id="r1", store="redis"),
     )
-    [finding] = redundancy(told)
+    [finding] = redundancy(replicas)
     assert (finding.level, finding.check, finding.found) == (Finding.OK, "routers", "2 alive: r1, r3")
-    told.lost_replicas.add(router_id="r2", heartbeat_age=duration(125.0))
-    [finding] = redundancy(told)
+    replicas.lost_replicas.add(router_id="r2", heartbeat_age=duration(125.0))
+    [finding] = redundancy(replicas)
     assert (finding.level, finding.check) == (Finding.WARN, "routers")
     assert finding.found == "2 alive: r1, r3; r2 ended without notice 125 s ago, and none has taken its place"
-    told.this_replica.store = "memory"
-    assert list(redundancy(told)) == []
+    replicas.this_replica.store = "memory"
+    assert list(redundancy(replicas)) == []
 
 
 def status(state: str, besides: str = "READY", **values: Any) -> fleet_pb2.InstanceStatus:

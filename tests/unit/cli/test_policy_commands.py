@@ -21,21 +21,21 @@ LOG_0_2_0 = REPOSITORY / "tests/data/decisions_0_2_0.jsonl.gz"
 
 def test_it_lists_every_policy_with_its_settings_and_their_bounds(capsys: pytest.CaptureFixture[str]) -> None:
     policies()
-    told = capsys.readouterr().out.splitlines()
+    output = capsys.readouterr().out.splitlines()
     for name, kind in POLICIES.items():
-        assert name in told
+        assert name in output
         for field in fields(kind):
-            assert any(line.startswith(f"    {field.name} = {field.default} ({bounds(field)}): ") for line in told)
-    assert "    decider = cost (cost or heuristic): what decides on an offload" in told
-    assert "    rotate_affinity = False (true or false): the session belongs to the target afterwards" in told
+            assert any(line.startswith(f"    {field.name} = {field.default} ({bounds(field)}): ") for line in output)
+    assert "    decider = cost (cost or heuristic): what decides on an offload" in output
+    assert "    rotate_affinity = False (true or false): the session belongs to the target afterwards" in output
     # What looks like markup is text.
-    assert any("[D is decoding]" in line for line in told)
+    assert any("[D is decoding]" in line for line in output)
 
 
 def test_it_lists_those_that_are_named_and_says_so_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     policies(["unified"])
-    told = capsys.readouterr().out.splitlines()
-    assert [line for line in told if line in POLICIES] == ["unified"]
+    output = capsys.readouterr().out.splitlines()
+    assert [line for line in output if line in POLICIES] == ["unified"]
     with pytest.raises(SystemExit):
         policies(["unifid"])
     assert "no policy is called unifid; there are unified, " in capsys.readouterr().err

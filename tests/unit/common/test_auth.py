@@ -177,8 +177,8 @@ class Door:
                     await fleet.Drain(fleet_pb2.DrainRequest(), **with_)
                 case "watch":
                     request = fleet_pb2.WatchDecisionsRequest()
-                    told = [message async for message in fleet.WatchDecisions(request, **with_)]
-                    assert len(told) == 1
+                    received = [message async for message in fleet.WatchDecisions(request, **with_)]
+                    assert len(received) == 1
         except grpc.aio.AioRpcError as error:
             return error.code()
         except grpc.aio.UsageError:

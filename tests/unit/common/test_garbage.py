@@ -32,9 +32,9 @@ def _as_before() -> Iterator[None]:
 async def test_all_objects_are_looked_at_once_an_interval_and_not_as_they_grow() -> None:
     begun: list[int] = []
 
-    def note(phase: str, told: dict[str, int]) -> None:
+    def note(phase: str, details: dict[str, int]) -> None:
         if phase == "start":
-            begun.append(told["generation"])
+            begun.append(details["generation"])
 
     collecting = asyncio.ensure_future(collect_garbage(INTERVAL_S))
     await asyncio.sleep(0)

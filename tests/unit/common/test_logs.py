@@ -23,7 +23,7 @@ structlog.get_logger().info("two")
 
 def test_a_line_is_one_write() -> None:
     """Processes that share a log would tear each other's lines."""
-    told = subprocess.run([sys.executable, "-c", CODE], check=True, capture_output=True, text=True, timeout=60).stdout
-    lines = told.splitlines()
+    output = subprocess.run([sys.executable, "-c", CODE], check=True, capture_output=True, text=True, timeout=60).stdout
+    lines = output.splitlines()
     assert len(lines) == 2
     assert all(line.endswith("}\\n'") for line in lines)

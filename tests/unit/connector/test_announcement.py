@@ -189,14 +189,16 @@ class Resolved(str):
 
 
 @pytest.mark.parametrize(
-    ("revision", "told"), [(None, ""), ("v2", "v2"), (Resolved("main"), "abc123")], ids=["none", "asked", "resolved"]
+    ("revision", "announced"),
+    [(None, ""), ("v2", "v2"), (Resolved("main"), "abc123")],
+    ids=["none", "asked", "resolved"],
 )
-def test_where_the_tokenizer_is_from(module: Any, revision: str | None, told: str) -> None:
+def test_where_the_tokenizer_is_from(module: Any, revision: str | None, announced: str) -> None:
     engine = config(None)
     engine.model_config.tokenizer_revision = revision
-    assert module.tokenizer_place(engine) == {"tokenizer": "maker/tiny", "revision": told}
+    assert module.tokenizer_place(engine) == {"tokenizer": "maker/tiny", "revision": announced}
     module.announce(engine)
-    expected = f'pointsman_tokenizer_info{{revision="{told}",tokenizer="maker/tiny"}} 1.0'
+    expected = f'pointsman_tokenizer_info{{revision="{announced}",tokenizer="maker/tiny"}} 1.0'
     assert expected in generate_latest(REGISTRY).decode().splitlines()
 
 
@@ -221,5 +223,5 @@ def test_an_engine_without_one_of_vllms_modules_announces_the_rest(
     page = generate_latest(REGISTRY).decode()
     assert 'pointsman_tokenizer_info{revision="",tokenizer="maker/tiny"} 1.0' in page
     assert "pointsman_kv_transfer_info{" not in page
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert "runs without the announcement of its KV transfer support: ModuleNotFoundError" in told
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "runs without the announcement of its KV transfer support: ModuleNotFoundError" in message

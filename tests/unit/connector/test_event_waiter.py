@@ -45,52 +45,52 @@ class Mark:
         self._stream.wait(self._at)
 
 
-def has(told: list[str], number: int) -> bool:
-    return len(told) == number
+def has(events: list[str], number: int) -> bool:
+    return len(events) == number
 
 
 def test_each_layer_is_told_when_it_is_done() -> None:
-    stream, told = Stream(), list[str]()
-    waiter = EventWaiter(stream.event, lambda error: told.append(str(error)))
+    stream, calls = Stream(), list[str]()
+    waiter = EventWaiter(stream.event, lambda error: calls.append(str(error)))
     for layer in ("a", "b", "c"):
         stream.launched += 1
-        waiter.after_launched(partial(told.append, layer))
-    assert told == [], "launching does not wait"
+        waiter.after_launched(partial(calls.append, layer))
+    assert calls == [], "launching does not wait"
     for number, layer in enumerate(("a", "b", "c"), 1):
         stream.advance()
-        until(partial(has, told, number), within_s=10, what=f"layer {layer}")
-    assert told == ["a", "b", "c"]
+        until(partial(has, calls, number), within_s=10, what=f"layer {layer}")
+    assert calls == ["a", "b", "c"]
     waiter.close()
 
 
 def test_what_needs_no_event_keeps_its_place() -> None:
-    stream, told = Stream(), list[str]()
-    waiter = EventWaiter(stream.event, lambda error: told.append(str(error)))
+    stream, calls = Stream(), list[str]()
+    waiter = EventWaiter(stream.event, lambda error: calls.append(str(error)))
     stream.launched += 1
-    waiter.after_launched(partial(told.append, "the last layer of a step"))
-    waiter.in_order(partial(told.append, "the next step begins"))
-    assert told == []
+    waiter.after_launched(partial(calls.append, "the last layer of a step"))
+    waiter.in_order(partial(calls.append, "the next step begins"))
+    assert calls == []
     stream.advance()
-    until(lambda: len(told) == 2, within_s=10, what="both")
-    assert told == ["the last layer of a step", "the next step begins"]
+    until(lambda: len(calls) == 2, within_s=10, what="both")
+    assert calls == ["the last layer of a step", "the next step begins"]
     waiter.close()
 
 
 def test_an_event_that_fails_reports_no_layer() -> None:
-    stream, told, errors = Stream(), list[str](), list[str]()
+    stream, calls, errors = Stream(), list[str](), list[str]()
     waiter = EventWaiter(stream.event, lambda error: errors.append(str(error)))
     stream.broken = True
-    waiter.after_launched(partial(told.append, "a"))
-    waiter.in_order(partial(told.append, "b"))
-    until(lambda: told == ["b"], within_s=10, what="what follows")
+    waiter.after_launched(partial(calls.append, "a"))
+    waiter.in_order(partial(calls.append, "b"))
+    until(lambda: calls == ["b"], within_s=10, what="what follows")
     assert errors == ["an illegal memory access"]
     waiter.close()
 
 
 def test_without_events_all_is_done_when_it_is_launched() -> None:
-    told = list[str]()
-    waiter = EventWaiter(None, lambda error: told.append(str(error)))
-    waiter.after_launched(partial(told.append, "a"))
-    waiter.in_order(partial(told.append, "b"))
-    assert told == ["a", "b"]
+    calls = list[str]()
+    waiter = EventWaiter(None, lambda error: calls.append(str(error)))
+    waiter.after_launched(partial(calls.append, "a"))
+    waiter.in_order(partial(calls.append, "b"))
+    assert calls == ["a", "b"]
     waiter.close()

@@ -162,7 +162,7 @@ class Pushing(RuleBasedStateMachine):
         self.unsaved: list[str] = []
         self.restart = False
         self.posted: list[Callable[[], None]] = []
-        self.told = False
+        self.reported = False
         self.write: tuple[Batch, list[int], dict[tuple[str, int], int | None] | None] | None = None
 
     def joining(self) -> Delivery:
@@ -242,10 +242,10 @@ class Pushing(RuleBasedStateMachine):
     def complete_is_right(self) -> None:
         """Whenever the loop finds that the receiver has all, it tells it."""
         delivery: Delivery | None = getattr(self, "delivery", None)
-        if self.told or delivery is None or not delivery.done(self.computed):
+        if self.reported or delivery is None or not delivery.done(self.computed):
             return
         assert not delivery.writing
-        self.told = True
+        self.reported = True
         # It is not written to any more.
         delivery.give_up()
         for layer in LAYERS:

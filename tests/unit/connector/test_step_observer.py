@@ -41,7 +41,7 @@ class Scheduler:
             num_scheduled_tokens=amounts,
             total_num_scheduled_tokens=sum(amounts.values()),
         )
-        self.told = self.observer.scheduled(self, output, began)
+        self.computes_prompt = self.observer.scheduled(self, output, began)
         return output
 
     @property
@@ -53,7 +53,7 @@ class Scheduler:
 def test_a_prompt_in_chunks_beside_answers() -> None:
     one = Scheduler()
     first = one.schedule(0.0, new={"a": (100, 20)}, a=50)
-    assert one.told, "the step computes a prompt"
+    assert one.computes_prompt, "the step computes a prompt"
     assert one.observer.prefill_tokens_left == 30
     one.observer.computed(first, 1.0)
     assert one.figures == (1, 0, 50, 50 * (40 + 50), 0)
@@ -62,7 +62,7 @@ def test_a_prompt_in_chunks_beside_answers() -> None:
     one.observer.computed(second, 1.5)
     assert one.figures == (2, 0, 90, 4_500 + 30 * (140 + 30) + 100, 2)
     third = one.schedule(1.5, a=1, b=1)
-    assert not one.told
+    assert not one.computes_prompt
     one.observer.computed(third, 1.6)
     assert one.figures == (3, 2, 90, 9_700, 2)
     assert one.observer.totals.seconds == pytest.approx(1.6)

@@ -46,8 +46,8 @@ def test_another_version_is_told_once(vllm: Any, caplog: pytest.LogCaptureFixtur
     vllm.__version__ = "0.99.1"
     for _ in range(3):
         warn_if_untested()
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert f"tested with vLLM {TESTED}, this is vLLM 0.99.1" in told
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert f"tested with vLLM {TESTED}, this is vLLM 0.99.1" in message
 
 
 def test_the_tested_one_says_nothing(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -64,6 +64,6 @@ def test_a_vllm_without_a_version_is_not_tested(vllm: Any, caplog: pytest.LogCap
 def test_what_is_missing_is_one_line(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
     vllm.__version__ = "0.99.1"
     warn_without("its ears", ValueError("no such\n  thing"))
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.endswith(f"runs without its ears: ValueError: no such thing (vLLM 0.99.1; tested with {TESTED})")
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.endswith(f"runs without its ears: ValueError: no such thing (vLLM 0.99.1; tested with {TESTED})")
     assert vllm_version.running() == "0.99.1"

@@ -134,15 +134,17 @@ def with_changes(changes: dict[str, str]) -> dict[str, str]:
     return changed
 
 
-def as_values(told: str) -> str:
-    if "x" in told:
-        return told
-    return f"{told}x{STEPS}" if "+" in told else f"{told}+0x{STEPS}"
+def as_values(changes: str) -> str:
+    if "x" in changes:
+        return changes
+    return f"{changes}x{STEPS}" if "+" in changes else f"{changes}+0x{STEPS}"
 
 
 def case(name: str, changes: dict[str, str]) -> dict[str, Any]:
     """A test for promtool in which the alert `name` ("": none) fires and no other."""
-    series = [{"series": name, "values": as_values(told)} for name, told in with_changes(changes).items()]
+    series = [
+        {"series": name, "values": as_values(series_values)} for name, series_values in with_changes(changes).items()
+    ]
     fired = [{"labels": f'{{alertname="{name}"}}', "value": 1}] if name else []
     firing = 'clamp_max(count by (alertname) (ALERTS{alertstate="firing"}), 1)'
     expected = {"expr": firing, "eval_time": END, "exp_samples": fired}
@@ -164,8 +166,8 @@ def test_every_alert_has_a_case_and_says_what_to_do() -> None:
 
 
 def test_each_alert_fires_alone_and_none_when_all_is_well(tmp_path: Path) -> None:
-    told = promtool(tmp_path, RULES, [case("", {}), *(case(name, changes) for name, changes in ILL.items())])
-    assert told.returncode == 0, told.stdout + told.stderr
+    ended = promtool(tmp_path, RULES, [case("", {}), *(case(name, changes) for name, changes in ILL.items())])
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("name", ["PointsmanStoreAway", "PointsmanRefusals"])
@@ -177,6 +179,6 @@ def test_a_rule_that_cannot_fire_is_found(name: str, tmp_path: Path) -> None:
         re.sub(rf"(alert: {name}\n +expr:)(?: .\n(?: {{12}}.*\n)+| .*\n)", r"\1 vector(0) > 1" + "\n", text)
     )
     assert broken.read_text() != text
-    told = promtool(tmp_path, broken, [case(name, ILL[name])])
-    assert told.returncode != 0
-    assert name in told.stdout + told.stderr
+    ended = promtool(tmp_path, broken, [case(name, ILL[name])])
+    assert ended.returncode != 0
+    assert name in ended.stdout + ended.stderr

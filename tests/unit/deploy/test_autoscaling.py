@@ -48,8 +48,10 @@ def test_the_engines_are_scaled_and_have_no_count_of_their_own(component: str) -
 def rendered(component: str, model: str) -> list[dict[str, Any]]:
     """The rendered objects, with the model set as the README says."""
     file = "k8s/components/settings/engine.env"
-    told = re.sub("(?m)^SERVED_MODEL_NAME=.*", f"SERVED_MODEL_NAME={model}", (check_deploy.DEPLOY / file).read_text())
-    return check_deploy.render(OVERLAYS / "single-node", component, files={file: told})
+    settings = re.sub(
+        "(?m)^SERVED_MODEL_NAME=.*", f"SERVED_MODEL_NAME={model}", (check_deploy.DEPLOY / file).read_text()
+    )
+    return check_deploy.render(OVERLAYS / "single-node", component, files={file: settings})
 
 
 def asked_model(component: str, objects: list[dict[str, Any]]) -> str:
@@ -67,8 +69,8 @@ def test_the_model_that_engines_serve_is_the_one_asked_for(component: str) -> No
     assert k8s.check(objects) == []
     broken = copy.deepcopy(objects)
     spec = scaler(broken, component)["spec"]
-    told = yaml.safe_load(yaml.safe_dump(spec).replace("my-model", "qwen3-coder"))
-    scaler(broken, component)["spec"] = told
+    renamed_spec = yaml.safe_load(yaml.safe_dump(spec).replace("my-model", "qwen3-coder"))
+    scaler(broken, component)["spec"] = renamed_spec
     assert k8s.check(broken) == [
         f"{KINDS[component]}/vllm: asks for model qwen3-coder, and SERVED_MODEL_NAME is my-model"
     ]

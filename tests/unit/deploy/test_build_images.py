@@ -46,7 +46,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def told(checkout: Path) -> list[list[str]]:
+def calls_of(checkout: Path) -> list[list[str]]:
     return [json.loads(line) for line in (checkout.parent / "bin/told").read_text().splitlines()]
 
 
@@ -59,7 +59,7 @@ def test_all_images_are_built_for_all_platforms_and_the_overlays_take_them_by_di
 ) -> None:
     platforms = "linux/amd64,linux/arm64"
     assert build_images.main(["reg.example.com:5000/llm/", "--push", "--platforms", platforms], checkout) == 0
-    built = told(checkout)
+    built = calls_of(checkout)
     tag = build_images.tag_of(checkout)
     assert tag.startswith(f"{VERSION}-g")
     names = [after(words, "--tag") for words in built]
@@ -86,7 +86,7 @@ def test_all_images_are_built_for_all_platforms_and_the_overlays_take_them_by_di
 
 def test_images_of_this_machine_have_no_digest(checkout: Path) -> None:
     assert build_images.main(["local"], checkout) == 0
-    assert all("--load" in words for words in told(checkout))
+    assert all("--load" in words for words in calls_of(checkout))
     assert not any(
         "digest" in image for image in yaml.safe_load((checkout / build_images.OVERLAY_IMAGES).read_text())["images"]
     )

@@ -107,10 +107,10 @@ def test_engines_get_the_gpus_that_they_split_the_model_over(overlay: str, kind:
 def test_a_size_that_is_patched_for_one_role_is_followed_by_its_gpus() -> None:
     file = "k8s/overlays/prefill-decode/prefill/kustomization.yaml"
     patch = "path: /data/KV_ROLE, value: kv_producer}"
-    told = (check_deploy.DEPLOY / file).read_text()
-    assert patch in told
+    text = (check_deploy.DEPLOY / file).read_text()
+    assert patch in text
     more = f'{patch}\n      - {{op: replace, path: /data/TENSOR_PARALLEL_SIZE, value: "2"}}'
-    objects = check_deploy.render(OVERLAYS / "prefill-decode", files={file: told.replace(patch, more)})
+    objects = check_deploy.render(OVERLAYS / "prefill-decode", files={file: text.replace(patch, more)})
     for role, count in (("prefill", "2"), ("decode", "1")):
         found = {c.spec["name"]: c.spec for c in k8s.containers(find(objects, "StatefulSet", f"vllm-{role}"))}
         assert found["vllm"]["resources"]["limits"]["nvidia.com/gpu"] == count
@@ -125,8 +125,8 @@ def test_a_size_that_is_patched_for_one_role_is_followed_by_its_gpus() -> None:
 
 def test_a_data_parallel_engine_needs_gpus_for_each_rank() -> None:
     file = "k8s/components/settings/engine.yaml"
-    told = (check_deploy.DEPLOY / file).read_text()
-    objects = check_deploy.render(OVERLAYS / "gpu", files={file: f"{told}data-parallel-size: 2\n"})
+    text = (check_deploy.DEPLOY / file).read_text()
+    objects = check_deploy.render(OVERLAYS / "gpu", files={file: f"{text}data-parallel-size: 2\n"})
     problems = k8s.check(objects)
     assert len(problems) == 2
     assert problems[0].endswith("requests 1 GPUs, and TENSOR_PARALLEL_SIZE is 1 for each of 2 data-parallel ranks")
@@ -144,9 +144,9 @@ def test_one_rank_on_each_gpu_of_a_node_takes_the_patches_of_the_page() -> None:
     page = (check_deploy.DEPLOY / "README.md").read_text()
     (patches,) = re.findall(r"^```yaml\n(patches:\n.*?)^```", page, re.DOTALL | re.MULTILINE)
     overlay, flags = "k8s/overlays/gpu-per-node/kustomization.yaml", "k8s/components/settings/engine.yaml"
-    told = {file: (check_deploy.DEPLOY / file).read_text() for file in (overlay, flags)}
-    ranks = f"{told[flags]}data-parallel-size: 8\nenable-expert-parallel: true\n"
-    objects = check_deploy.render(OVERLAYS / "gpu-per-node", files={overlay: told[overlay] + patches, flags: ranks})
+    texts = {file: (check_deploy.DEPLOY / file).read_text() for file in (overlay, flags)}
+    ranks = f"{texts[flags]}data-parallel-size: 8\nenable-expert-parallel: true\n"
+    objects = check_deploy.render(OVERLAYS / "gpu-per-node", files={overlay: texts[overlay] + patches, flags: ranks})
     assert [line for item in objects for line in check_deploy.schema_problems(item)] == []
     assert k8s.check(objects) == []
     spec = pod(objects, "DaemonSet", "vllm")
@@ -191,10 +191,10 @@ def test_engines_push_their_steps_to_where_their_agent_listens(overlay: str, nam
     assert {where.split("/")[1] for where in engines} == names
     for where, engine in engines.items():
         beside = found.get(where.removesuffix("/vllm") + "/agent") or found["DaemonSet/agent/agent"]
-        told = k8s.environment(beside, objects)[0]
+        environment = k8s.environment(beside, objects)[0]
         pushed_to = k8s.environment(engine, objects)[0]["POINTSMAN_AGENT_LOADS"]
         if overlay != "gpu-per-node":
-            assert pushed_to == told["POINTSMAN_AGENT_STEP_LOADS_LISTEN"] == "ipc:///run/kv/loads"
+            assert pushed_to == environment["POINTSMAN_AGENT_STEP_LOADS_LISTEN"] == "ipc:///run/kv/loads"
             folders = [
                 {m["mountPath"]: m["name"] for m in container.spec["volumeMounts"]} for container in (engine, beside)
             ]
@@ -203,24 +203,24 @@ def test_engines_push_their_steps_to_where_their_agent_listens(overlay: str, nam
             service = find(objects, "Service", "agent-node")["spec"]
             assert service["internalTrafficPolicy"] == "Local", "the agent of its own node"
             assert pushed_to == f"tcp://agent-node:{service['ports'][0]['port']}"
-            assert told["POINTSMAN_AGENT_STEP_LOADS_LISTEN"] == "tcp://0.0.0.0:9108"
+            assert environment["POINTSMAN_AGENT_STEP_LOADS_LISTEN"] == "tcp://0.0.0.0:9108"
             admitted = find(objects, "NetworkPolicy", "agent")["spec"]["ingress"]
             engine_pods = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "vllm"}}}
             assert {"from": [engine_pods], "ports": [{"port": "loads"}]} in admitted
-        assert "threshold" not in told["POINTSMAN_AGENT_ENGINES"], "the engine announces it"
+        assert "threshold" not in environment["POINTSMAN_AGENT_ENGINES"], "the engine announces it"
 
 
 def test_an_agent_may_name_engines_of_another_namespace_and_only_known_ones_of_its_own() -> None:
     objects = check_deploy.render(OVERLAYS / "external-engines")
     assert not [o for o in objects if "MODEL" in o.get("data", {})], "there is no engine that reads it"
-    told = find(objects, "ConfigMap", "engines")["data"]
+    settings = find(objects, "ConfigMap", "engines")["data"]
     own = "http://vllm-0.vllm.pointsman.svc:8000"
-    told["POINTSMAN_AGENT_ENGINES"] += f" {own}"
+    settings["POINTSMAN_AGENT_ENGINES"] += f" {own}"
     (problem,) = k8s.check(objects)
     assert problem.endswith("POINTSMAN_AGENT_ENGINES: nothing here serves vllm-0.vllm.pointsman.svc:8000")
-    told["POINTSMAN_AGENT_ENGINES"] = "http://10.0.0.7:8000 http://[fd00::7]:8000 http://vllm.models.svc:8000"
+    settings["POINTSMAN_AGENT_ENGINES"] = "http://10.0.0.7:8000 http://[fd00::7]:8000 http://vllm.models.svc:8000"
     assert k8s.check(objects) == []
-    told["POINTSMAN_AGENT_ENGINES"] = "http://vllm:8000"
+    settings["POINTSMAN_AGENT_ENGINES"] = "http://vllm:8000"
     assert len(k8s.check(objects)) == 1
 
 
@@ -256,8 +256,8 @@ def test_prefill_and_decode_instances_reach_each_other_and_know_their_side() -> 
     for role, side in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
         found = {c.spec["name"]: c for c in k8s.containers(find(objects, "StatefulSet", f"vllm-{role}"))}
         assert k8s.environment(found["vllm"], objects)[0]["KV_ROLE"] == side
-        told = k8s.environment(found["agent"], objects)[0]["POINTSMAN_AGENT_ENGINES"]
-        assert f"advertise=http://pod-name.vllm-{role}.pod-namespace.svc:8000" in told
+        engines = k8s.environment(found["agent"], objects)[0]["POINTSMAN_AGENT_ENGINES"]
+        assert f"advertise=http://pod-name.vllm-{role}.pod-namespace.svc:8000" in engines
         # Each role's objects must select the pods of that role only.
         service = find(objects, "Service", f"vllm-{role}")["spec"]["selector"]
         workload = find(objects, "StatefulSet", f"vllm-{role}")["spec"]
@@ -567,8 +567,8 @@ def test_with_tls_everyone_has_a_certificate_of_its_own(overlay: str, agent: str
     for where, name in (("StatefulSet/router", "router"), ("Deployment/gateway", "gateway"), (agent, "agent")):
         spec = pod(objects, *where.split("/"))
         container = next(c for c in spec["containers"] if c["name"] == name)
-        told = {entry["name"]: entry.get("value") for entry in container["env"]}
-        assert [told[f"POINTSMAN_TLS_{kind}"] for kind in ("CERT", "KEY", "CA")] == [
+        values = {entry["name"]: entry.get("value") for entry in container["env"]}
+        assert [values[f"POINTSMAN_TLS_{kind}"] for kind in ("CERT", "KEY", "CA")] == [
             f"/run/tls/{file}.pem" for file in ("cert", "key", "ca")
         ]
         [volume] = [volume for volume in spec["volumes"] if volume["name"] == "tls"]

@@ -32,7 +32,7 @@ def subset(value: Any) -> dict[str, Struct]:
 
 
 @pytest.mark.parametrize(
-    ("told", "pods", "candidates"),
+    ("filter_metadata", "pods", "candidates"),
     [
         pytest.param({}, PODS, PODS, id="no metadata"),
         pytest.param(metadata(NAMESPACE, another="value"), PODS, PODS, id="the namespace without the key"),
@@ -62,13 +62,15 @@ def subset(value: Any) -> dict[str, Struct]:
         pytest.param(subset(["fd00:0::1"]), [("fd00::1", 8000), ("fd00::2", 8000)], [("fd00::1", 8000)], id="IPv6, no port"),
     ],
 )  # fmt: skip
-def test_candidates(told: dict[str, Struct], pods: list[tuple[str, int]], candidates: list[tuple[str, int]]) -> None:
-    allowed = subset_of(told)
+def test_candidates(
+    filter_metadata: dict[str, Struct], pods: list[tuple[str, int]], candidates: list[tuple[str, int]]
+) -> None:
+    allowed = subset_of(filter_metadata)
     assert [pod for pod in pods if allowed is None or allowed.allows(*pod)] == candidates
 
 
 @pytest.mark.parametrize(
-    ("told", "attributes", "served"),
+    ("filter_metadata", "attributes", "served"),
     [
         pytest.param({}, {}, "", id="no metadata"),
         pytest.param(metadata("envoy.lb", another="value"), {}, "", id="the namespace without the key"),
@@ -85,8 +87,10 @@ def test_candidates(told: dict[str, Struct], pods: list[tuple[str, int]], candid
         pytest.param(metadata("envoy.lb", **{"x-gateway-destination-endpoint-served": 3.0}), {}, "", id="a number"),
     ],
 )  # fmt: skip
-def test_the_endpoint_that_answered(told: dict[str, Struct], attributes: dict[str, Struct], served: str) -> None:
-    assert served_endpoint(told, attributes) == served
+def test_the_endpoint_that_answered(
+    filter_metadata: dict[str, Struct], attributes: dict[str, Struct], served: str
+) -> None:
+    assert served_endpoint(filter_metadata, attributes) == served
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,10 @@ def test_a_model_that_left_the_fleet_keeps_its_counters_for_a_while() -> None:
     page.metrics.keep_models(["b"])
     page.now = GONE_MODEL_S - 1.0
     page.metrics.answered("a", ROUTE, 200)  # a request that was open
-    told = page.samples()
-    assert {name for name, model in told if model == "a"} == set(COUNTED)
-    assert (told["requests_total", "a"], told["tenant_prompt_tokens_total", "a"]) == (2, 3)
-    assert ("tokenizer_exact", "b") in told
+    samples = page.samples()
+    assert {name for name, model in samples if model == "a"} == set(COUNTED)
+    assert (samples["requests_total", "a"], samples["tenant_prompt_tokens_total", "a"]) == (2, 3)
+    assert ("tokenizer_exact", "b") in samples
     page.now = GONE_MODEL_S
     assert page.models() == {"b"}
     page.count_all("a")
@@ -106,8 +106,8 @@ def test_refusals_are_counted_by_the_names_that_routers_have_for_codes() -> None
     metrics = Page().metrics
     for code in (8, 8, 77):
         metrics.refused(code)
-    told = {
+    refusals = {
         code: metrics.registry.get_sample_value("pointsman_gateway_refusals_total", {"code": code})
         for code in ("RESOURCE_EXHAUSTED", "77", "8")
     }
-    assert told == {"RESOURCE_EXHAUSTED": 2, "77": 1, "8": None}
+    assert refusals == {"RESOURCE_EXHAUSTED": 2, "77": 1, "8": None}

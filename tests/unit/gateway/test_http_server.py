@@ -311,11 +311,11 @@ async def test_a_client_that_leaves_cancels_its_answer(way: str) -> None:
 @pytest.mark.parametrize("first", ["/echo", "/stream"])
 async def test_a_client_that_asks_again_at_once_is_still_noticed_when_it_leaves(first: str) -> None:
     client = Client()
-    loop, told = asyncio.get_running_loop(), client.wire.write
+    loop, write_through = asyncio.get_running_loop(), client.wire.write
 
     def write(data: bytes) -> None:
         # The next request arrives before the event loop has run once more: a fast client, and a gateway that waits for the CPU.
-        told(data)
+        write_through(data)
         if client.wire.out.endswith((b"hello", b"0\r\n\r\n")):
             loop.call_soon(client.connection.data_received, WHOLE.replace(b"/echo", b"/hang"))
 
@@ -341,13 +341,13 @@ async def test_a_fault_breaks_the_connection_off_and_is_logged(capsys: pytest.Ca
 
 async def test_a_slow_client_makes_its_source_wait_and_is_given_up_in_the_end() -> None:
     class Source:
-        told: list[str] = []  # noqa: RUF012
+        calls: list[str] = []  # noqa: RUF012
 
         def pause(self) -> None:
-            self.told.append("pause")
+            self.calls.append("pause")
 
         def resume(self) -> None:
-            self.told.append("resume")
+            self.calls.append("resume")
 
     client = Client()
     client.handler.source = Source()
@@ -358,7 +358,7 @@ async def test_a_slow_client_makes_its_source_wait_and_is_given_up_in_the_end() 
     client.connection.resume_writing()
     assert client.connection.deadline == math.inf
     client.connection.pause_writing()
-    assert Source.told[:3] == ["pause", "resume", "pause"]
+    assert Source.calls[:3] == ["pause", "resume", "pause"]
     client.wire.unsent = HIGH_WATER
     client.connection.pause_writing()
     client.connection.overdue(client.connection.deadline + 1)

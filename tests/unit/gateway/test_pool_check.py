@@ -40,7 +40,7 @@ class World:
         self.hub = dict.fromkeys(SOURCES, ("ok", 1))
         self.kept: dict[str, int] = {}
         self.loads = 0
-        self.told: dict[
+        self.answers: dict[
             tuple[int, str, str], bool
         ] = {}  # by tokenizer, URL and incarnation: whether the engine has its tokens
         self._incarnations = 0
@@ -72,7 +72,7 @@ class World:
         if url not in self.engines or url in self.silent:
             return None
         equal = self.engines[url] == ours
-        self.told[ours, url, lives[url]] = equal
+        self.answers[ours, url, lives[url]] = equal
         return "" if equal else "differs"
 
     def set_status(self, state: PoolState, tokenizer_status: TokenizerStatus, reason: str = "") -> None:
@@ -107,8 +107,10 @@ class World:
     def is_safe(self) -> bool:
         """Return whether the status is not EXACT, or no present engine had other tokens than the tokenizer when last compared."""
         ours = cast(int, self.state.tokenizer)
-        told = [self.told.get((ours, instance.url, instance.incarnation)) for instance in self.state.pool.instances]
-        return self.state.tokenizer_status is not TokenizerStatus.EXACT or False not in told
+        answers = [
+            self.answers.get((ours, instance.url, instance.incarnation)) for instance in self.state.pool.instances
+        ]
+        return self.state.tokenizer_status is not TokenizerStatus.EXACT or False not in answers
 
 
 async def play(events: list[tuple[Any, ...]]) -> None:

@@ -7,10 +7,10 @@ from pointsman_gateway.core.pool_owners import DEFAULT_OWNER_TIMEOUT_S, PoolOwne
 
 
 def fleet(timeout_s: int | None = None) -> placement_pb2.Fleet:
-    told = placement_pb2.Fleet()
+    message = placement_pb2.Fleet()
     if timeout_s is not None:
-        told.ownerless_timeout.FromSeconds(timeout_s)
-    return told
+        message.ownerless_timeout.FromSeconds(timeout_s)
+    return message
 
 
 def test_the_most_patient_router_says_how_long_a_pool_may_have_no_owner() -> None:

@@ -19,16 +19,16 @@ def test_a_name_means_the_same_pool_to_gateways_and_routers(instances: list[tupl
     registry = InstanceRegistry(PrefixIndex())
     for number, (model, served, adapters) in enumerate(instances):
         registry.add(info(f"i{number}", model=model, served_names=served, lora_names=adapters), number, 0.0)
-    told = [
+    pool_messages = [
         placement_pb2.Pool(model=pool.model, served_names=pool.served_names, lora_names=pool.lora_names)
         for pool in registry.pools()
     ]
-    for order in (told, told[::-1]):
+    for order in (pool_messages, pool_messages[::-1]):
         names = names_of(order)
         assert {name: pool for name, (pool, _) in names.items()} == {
             name: registry.pool_of(name) for name in "mnopq" if registry.pool_of(name)
         }
-        pools = {pool.model: pool for pool in told}
+        pools = {pool.model: pool for pool in pool_messages}
         for name, (pool, adapter) in names.items():
             assert adapter in ("", name)
             assert not adapter or (name != pool and name not in pools[pool].served_names)

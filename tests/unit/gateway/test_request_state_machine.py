@@ -63,9 +63,9 @@ def test_without_a_next_step_the_prefilled_instance_serves() -> None:
         machine = begun()
         machine.handle(StepAssigned("r", A, prefill_tokens=64), 1.0)
         machine.handle(ev.PrefillEnded("broke"), 2.0)
-        effect, told = machine.handle(event, now)
+        effect, report = machine.handle(event, now)
         assert isinstance(effect, ev.Serve)
-        assert told == ev.ReportServedAlone("r")
+        assert report == ev.ReportServedAlone("r")
         assert (effect.step.target, effect.step.index, effect.step.degraded) == (A, 1, True)
 
 
@@ -264,11 +264,11 @@ def test_a_failure_that_the_engine_told_the_client_is_not_told_twice() -> None:
 def test_an_answer_of_another_instance_is_an_attempt_of_its_own() -> None:
     """A proxy has sent the request to the next of the instances that it was given."""
     machine = serving()
-    finished, adopt, serve, told = machine.handle(ev.OtherAnswered(B), 2.0)
+    finished, adopt, serve, report = machine.handle(ev.OtherAnswered(B), 2.0)
     assert isinstance(finished, ev.ReportFinished)
     assert (finished.attempt_id, finished.outcome, finished.refused) == ("r", Outcome.FAILED, True)
     step = StepAssigned("r.1", B, degraded=True)
-    assert [adopt, serve, told] == [ev.AdoptInstance(step), ev.Serve(step), ev.ReportServedAlone("r.1")]
+    assert [adopt, serve, report] == [ev.AdoptInstance(step), ev.Serve(step), ev.ReportServedAlone("r.1")]
     assert machine.handle(ev.ResponseStarted(), 2.0) == [ev.ReportFirstToken("r.1", ("a",))]
     assert machine.handle(ev.ResponseEnded(), 3.0) == [ev.ReportFinished("r.1", Outcome.OK)]
 
@@ -507,13 +507,13 @@ def test_an_answer_may_begin_before_the_prefill_says_that_it_is_done() -> None:
 
 def test_a_prefill_that_fails_while_the_other_instance_waits_ends_both() -> None:
     for inline_kv_transfer in (True, False):
-        for event, now, told in (
+        for event, now, arguments in (
             (ev.PrefillEnded("broke", True), 1.0, ("broke", True)),
             (ev.PrefillEnded("stopped early"), 1.0, ("stopped early", False)),
             (ev.Tick(), 20.0, ("deadline", True)),
         ):
             machine = sent_ahead(inline_kv_transfer=inline_kv_transfer)
-            assert machine.handle(event, now) == [ev.AbortUpstream(), ev.AskNextStep("r", 0, *told)]
+            assert machine.handle(event, now) == [ev.AbortUpstream(), ev.AskNextStep("r", 0, *arguments)]
             assert machine.handle(ev.ResponseStarted(), now) == []
             assert machine.handle(replace(FOLLOWS, index=2), now) == [
                 ev.Serve(replace(EAGER_ALONE, decision_id="d", cached_tokens=32))

@@ -106,8 +106,8 @@ def _admit_many(file: Path, number: int, tries: int) -> int:
 
 def test_two_processes_at_once_lose_no_request(file: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(2) as pool:
-        told = pool.starmap(_admit_many, [(file, 0, 900), (file, 1, 900)])
-    assert sum(told) == 1_000
+        admitted = pool.starmap(_admit_many, [(file, 0, 900), (file, 1, 900)])
+    assert sum(admitted) == 1_000
 
 
 def test_a_key_is_a_digest(file: Path) -> None:
@@ -123,6 +123,6 @@ def test_the_disk_has_given_all_that_is_mapped(file: Path) -> None:
     usage_file = SharedUsageFile(file, 0, 2)
     for name in range(200):
         usage_file.store(digest(name))
-        told = file.stat()
-        assert told.st_blocks * 512 >= told.st_size
+        status = file.stat()
+        assert status.st_blocks * 512 >= status.st_size
     usage_file.close()

@@ -32,10 +32,10 @@ def sent(
 ) -> list[tuple[float, Turn]]:
     """Let clients send `sessions`; each request is answered after `answer_s`. Return what they sent."""
     queue = EventQueue()
-    told: list[tuple[float, Turn]] = []
+    sent_turns: list[tuple[float, Turn]] = []
 
     def answer(turn: Turn, now: float) -> None:
-        told.append((now, turn))
+        sent_turns.append((now, turn))
         name = f"{turn.request.session}#{turn.request.turn}"
         queue.schedule(now + answer_s, lambda end: clients.answered(turn, end, ok=name not in failed))
 
@@ -43,11 +43,11 @@ def sent(
     clients.start()
     while not clients.done:
         queue.run_next()
-    return told
+    return sent_turns
 
 
-def names(told: list[tuple[float, Turn]]) -> list[tuple[float, str]]:
-    return [(now, f"{turn.request.session}#{turn.request.turn}") for now, turn in told]
+def names(sent_turns: list[tuple[float, Turn]]) -> list[tuple[float, str]]:
+    return [(now, f"{turn.request.session}#{turn.request.turn}") for now, turn in sent_turns]
 
 
 def with_parent(turns: Session, parent: str, turn: int) -> Session:
@@ -58,11 +58,11 @@ def with_parent(turns: Session, parent: str, turn: int) -> Session:
 
 def test_a_parents_next_turn_waits_for_its_subagents() -> None:
     parent, child, other = turns_of("p", 2, think_s=5.0), turns_of("c", 3), turns_of("d", 1)
-    told = sent([parent, with_parent(child, "p", 1), with_parent(other, "p", 1), turns_of("q", 1, at_s=2.5)])
-    assert names(told) == [(0, "p#1"), (1, "c#1"), (1, "d#1"), (2, "c#2"), (2.5, "q#1"), (3, "c#3"), (9, "p#2")]
-    assert {turn.request.session: turn.parent for _, turn in told} == {"p": "", "c": "p", "d": "p", "q": ""}
+    sent_turns = sent([parent, with_parent(child, "p", 1), with_parent(other, "p", 1), turns_of("q", 1, at_s=2.5)])
+    assert names(sent_turns) == [(0, "p#1"), (1, "c#1"), (1, "d#1"), (2, "c#2"), (2.5, "q#1"), (3, "c#3"), (9, "p#2")]
+    assert {turn.request.session: turn.parent for _, turn in sent_turns} == {"p": "", "c": "p", "d": "p", "q": ""}
     # Sub-agents are in their parent's pool and do not count when sessions are assigned to pools in turn.
-    assert {turn.request.session: turn.pool for _, turn in told} == {"p": "a", "c": "a", "d": "a", "q": "b"}
+    assert {turn.request.session: turn.pool for _, turn in sent_turns} == {"p": "a", "c": "a", "d": "a", "q": "b"}
 
 
 def test_a_session_that_gives_up_ends_with_its_failed_turn_and_starts_no_subagents() -> None:
@@ -79,13 +79,13 @@ def test_a_parent_goes_on_when_its_subagent_gave_up() -> None:
 def test_unnamed_sessions_and_tenants_are_drawn_by_their_shares_and_alike_in_every_cell() -> None:
     sessions = [turns_of(f"s{number}", 2, at_s=number) for number in range(400)]
     tenants = (Tenant("big", 3.0, Priority.BATCH, sessions=3), Tenant("small", sessions=1))
-    told = sent(sessions, unnamed_share=0.25, tenants=tenants)
+    sent_turns = sent(sessions, unnamed_share=0.25, tenants=tenants)
     again = sent(sessions, answer_s=7.0, unnamed_share=0.25, tenants=tenants)
-    by_session = {turn.request.session: (turn.named, turn.tenant.name) for _, turn in told}
+    by_session = {turn.request.session: (turn.named, turn.tenant.name) for _, turn in sent_turns}
     assert by_session == {turn.request.session: (turn.named, turn.tenant.name) for _, turn in again}
     assert sum(not named for named, _ in by_session.values()) == pytest.approx(100, rel=0.25)
     assert sum(name == "big" for _, name in by_session.values()) == pytest.approx(300, rel=0.1)
-    assert len({(turn.request.session, turn.named, turn.tenant) for _, turn in told}) == 400
+    assert len({(turn.request.session, turn.named, turn.tenant) for _, turn in sent_turns}) == 400
 
 
 def test_subagents_share_the_beginning_of_their_parents_prompt() -> None:

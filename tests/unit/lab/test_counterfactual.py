@@ -70,16 +70,16 @@ def test_what_another_placement_would_have_found() -> None:
     totals = PlacementTotals()
     for comparison in compared:
         totals.add(comparison)
-    told = totals.summary()
-    assert told["saved_tokens"] == sum(
+    summary = totals.summary()
+    assert summary["saved_tokens"] == sum(
         (comparison.counterfactual.cached_tokens or 0) - (comparison.recorded.cached_tokens or 0)
         for comparison in compared
     )
-    assert told["placement_known"] == 4
-    assert told["same_instance"] == sum(
+    assert summary["placement_known"] == 4
+    assert summary["same_instance"] == sum(
         comparison.request.instance == comparison.counterfactual.instance for comparison in compared
     )
-    assert told["recorded"]["instances"]["a:1"]["requests"] == 2
+    assert summary["recorded"]["instances"]["a:1"]["requests"] == 2
 
 
 def test_the_same_placement_finds_the_same() -> None:
@@ -124,8 +124,8 @@ def test_a_request_that_no_engine_could_serve_is_counted_apart() -> None:
     totals = PlacementTotals()
     for comparison in compare([observed(0, 0.0, range(7_000)), observed(1, 1.0, range(5))]):
         totals.add(comparison)
-    told = totals.summary()
-    assert (told["requests"], told["failed"], told["prompt_tokens"]) == (2, 1, 88)
+    summary = totals.summary()
+    assert (summary["requests"], summary["failed"], summary["prompt_tokens"]) == (2, 1, 88)
 
 
 def test_one_that_was_noted_late_comes_when_it_is_told() -> None:
@@ -140,8 +140,8 @@ def test_a_simulation_told_one_by_one_is_the_one_told_at_once() -> None:
         for n in range(40)
     ]  # fmt: skip
     whole = Simulator(trace, simulation()).run()
-    told: list[ev.DecisionMade | ev.DecisionNoted | ev.DecisionClosed] = []
-    stepwise = OnlineSimulator(simulation(), lambda effect, now: told.append(effect))
+    effects: list[ev.DecisionMade | ev.DecisionNoted | ev.DecisionClosed] = []
+    stepwise = OnlineSimulator(simulation(), lambda effect, now: effects.append(effect))
     records = []
     for request in trace:
         moment = request.timestamp_ms / 1e3
@@ -149,5 +149,5 @@ def test_a_simulation_told_one_by_one_is_the_one_told_at_once() -> None:
         stepwise.submit(request, moment)
     records += stepwise.finish()
     assert records == whole
-    assert sum(isinstance(effect, ev.DecisionMade) for effect in told) == len(trace)
+    assert sum(isinstance(effect, ev.DecisionMade) for effect in effects) == len(trace)
     stepwise.router.check_invariants()

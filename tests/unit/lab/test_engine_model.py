@@ -506,7 +506,7 @@ def test_whatever_happens(actions: list[tuple[Any, ...]], blocks: int, budget: i
         long_prefill_token_threshold=threshold,
     )
     wanted: dict[str, int] = {}
-    told: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     tokens: Counter[str] = Counter()
     ended: list[str] = []
 
@@ -514,13 +514,13 @@ def test_whatever_happens(actions: list[tuple[Any, ...]], blocks: int, budget: i
         result = model.step(0.0)
         for awaited in result.awaited:
             model.receive(awaited.request_id, 0.0)
-        rebuild(told, result.events)
+        rebuild(counts, result.events)
         assert sum(result.scheduled.values()) <= budget
         assert len(result.scheduled) <= seqs
         assert (result.duration_s > 0) == bool(result.scheduled)
         tokens.update(event.request_id for event in result.events if isinstance(event, TokenGenerated))
         ended.extend(event.request_id for event in result.events if isinstance(event, Finished))
-        assert {value: count for value, count in told.items() if count} == model.cache.cached_hashes()
+        assert {value: count for value, count in counts.items() if count} == model.cache.cached_hashes()
 
     for number, action in enumerate(actions):
         if action[0] == "submit":

@@ -74,9 +74,9 @@ def test_nothing_shared_and_nothing_at_all() -> None:
 
 def test_the_command_prints_tables_or_json(tmp_path: Path) -> None:
     save_trace(tmp_path / "t.jsonl", TRACE)
-    told = CliRunner().invoke(app, ["stats", str(tmp_path / "t.jsonl"), "--cache-tokens", "300"])
-    assert told.exit_code == 0, told.output
-    assert "4 requests of 3 sessions" in told.output
+    result = CliRunner().invoke(app, ["stats", str(tmp_path / "t.jsonl"), "--cache-tokens", "300"])
+    assert result.exit_code == 0, result.output
+    assert "4 requests of 3 sessions" in result.output
     as_json = CliRunner().invoke(app, ["stats", str(tmp_path / "t.jsonl"), "--cache-tokens", "300", "--json"])
     assert json.loads(as_json.output) == statistics(TRACE, cache_tokens=(300,))
     # The order in the file is not that of time.

@@ -97,8 +97,8 @@ def record(number: int, mode: str = "COLOCATED", route_class: str = "LIGHT", **m
         "prompt_tokens": 100,
         "cached_tokens": 25,
     }
-    told = {"session": "s", "turn": number, "t_send": 0.0, "output_tokens": 11, "rule": "session_affinity"}
-    return RequestRecord(**(good | told | {"mode": mode, "route_class": route_class} | more))
+    fields = {"session": "s", "turn": number, "t_send": 0.0, "output_tokens": 11, "rule": "session_affinity"}
+    return RequestRecord(**(good | fields | {"mode": mode, "route_class": route_class} | more))
 
 
 def test_measures_by_hand() -> None:
@@ -179,9 +179,9 @@ def cells() -> list[Cell]:
 
 
 def test_trials_do_not_depend_on_how_many_processes_there_are() -> None:
-    told: list[Trial] = []
-    alone = run_cells(cells(), range(2), processes=1, on_trial=told.append)
-    assert told == alone
+    reported: list[Trial] = []
+    alone = run_cells(cells(), range(2), processes=1, on_trial=reported.append)
+    assert reported == alone
     assert [(trial.policy, trial.seed) for trial in alone] == [(p, s) for p in ("random", "unified") for s in (0, 1)]
     assert run_cells(cells(), range(2), processes=2) == alone
     assert alone[0].measures != alone[1].measures

@@ -137,9 +137,9 @@ def test_tiers_of_cached_tokens_come_back_where_they_fit_the_sum(
     done: ev.Finished, tiers: dict[int, int], more: int
 ) -> None:
     cached = sum(tiers.values()) + more
-    told = structs.replace(done, cached_tokens=max(cached, 0), cached_by_tier=tiers)
+    ended = structs.replace(done, cached_tokens=max(cached, 0), cached_by_tier=tiers)
     expected = tiers if sum(tiers.values()) <= max(cached, 0) else None
-    assert gateway_messages.finished(gateway_messages.finished_to_wire(told)).cached_by_tier == expected
+    assert gateway_messages.finished(gateway_messages.finished_to_wire(ended)).cached_by_tier == expected
 
 
 @pytest.mark.parametrize("tiers", [[(0, 1)], [(9, 1)], [(1, 1), (1, 1)]])
@@ -162,9 +162,9 @@ def test_an_outcome_that_nobody_knows_is_neither_an_answer_nor_a_failure(outcome
     wire.outcome = outcome
     wire.finish_reason = outcome
     sent = placement_pb2.Finished.FromString(wire.SerializeToString())
-    told = gateway_messages.finished(sent)
-    assert (told.outcome, told.finish_reason) == (ev.UNKNOWN, "")
-    assert gateway_messages.finished(gateway_messages.finished_to_wire(told)) == told
+    finished = gateway_messages.finished(sent)
+    assert (finished.outcome, finished.finish_reason) == (ev.UNKNOWN, "")
+    assert gateway_messages.finished(gateway_messages.finished_to_wire(finished)) == finished
 
 
 def asked(**fields: Any) -> PlacementRequest:

@@ -331,7 +331,9 @@ async def test_viewers_are_told_of_decisions_that_were_dropped_before_they_were_
     await eventually(watched, "the log is watched")
     for number in range(1_200):
         log.decided(replace(decision, decision_id=str(number)), 0.0, 0.0)
-    told = json.loads((await viewer.next(60.0)).removeprefix("data: "))
-    assert [decision["decisionId"] for decision in told["decisions"]] == [str(number) for number in range(1_180, 1_200)]
-    assert told["skipped"] == 1_180
+    message = json.loads((await viewer.next(60.0)).removeprefix("data: "))
+    assert [decision["decisionId"] for decision in message["decisions"]] == [
+        str(number) for number in range(1_180, 1_200)
+    ]
+    assert message["skipped"] == 1_180
     stream.leave(viewer)

@@ -106,11 +106,11 @@ def test_lines_that_are_full_are_passed_over_also_when_that_is_found_on_the_way(
         entry("a0", "a", queue_key=LORA), entry("a1", "a", rank=1.0), entry("b0", "b", queue_key=LORA), entry("b1", "b")
     )
     full: set[QueueKey] = set()
-    told = []
+    walked = []
     for name in order.walk(full):
-        told.append(name)
+        walked.append(name)
         full.add(LORA)
-    assert told == ["a0", "a1", "b1"]
+    assert walked == ["a0", "a1", "b1"]
 
 
 def test_who_comes_back_does_not_begin_anew() -> None:
@@ -338,18 +338,18 @@ class OrderMachine(RuleBasedStateMachine):
 
     @rule(full=QUEUE_KEYS)
     def walk_past_a_full_queue(self, full: QueueKey) -> None:
-        told = list(self.order.walk({full}))
-        assert sorted(told) == sorted(name for name, queued in self.entries.items() if queued.queue_key != full)
+        walked = list(self.order.walk({full}))
+        assert sorted(walked) == sorted(name for name, queued in self.entries.items() if queued.queue_key != full)
 
     @rule(level=st.integers(0, 2), tenant=st.sampled_from([None, "a", "b"]))
     def who_goes_last(self, level: int, tenant: str | None) -> None:
-        told = [self.entries[name] for name in self.order.last(level, tenant)]
+        last = [self.entries[name] for name in self.order.last(level, tenant)]
         wanted = [
             queued for queued in self.entries.values() if queued.level == level and tenant in (None, queued.tenant)
         ]
-        assert sorted(queued.request_id for queued in told) == sorted(queued.request_id for queued in wanted)
+        assert sorted(queued.request_id for queued in last) == sorted(queued.request_id for queued in wanted)
         for name in "abc":
-            ranks = [queued.rank for queued in told if queued.tenant == name]
+            ranks = [queued.rank for queued in last if queued.tenant == name]
             assert ranks == sorted(ranks, reverse=True)
 
     @invariant()

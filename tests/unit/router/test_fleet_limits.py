@@ -39,10 +39,10 @@ class Gateway:
         answer = accounts.report(self.name, self.name, usage_reports(wire), now, full=wire.full)
         if lost == "answer":
             return
-        told = usage_answer_to_wire(answer)
-        self.full = told.tell_all or (self.full and asked)
-        limiter.count_gateways(told.gateways, now)
-        limiter.granted(told.keys, now)
+        message = usage_answer_to_wire(answer)
+        self.full = message.tell_all or (self.full and asked)
+        limiter.count_gateways(message.gateways, now)
+        limiter.granted(message.keys, now)
 
     def admit(self, accounts: UsageAccounts, limits: RateLimits, now: float) -> Admission:
         for _ in range(100):
@@ -339,11 +339,11 @@ def test_memory_is_bounded_and_idle_keys_are_forgotten(monkeypatch: pytest.Monke
     monkeypatch.setattr(usage_accounts, "MAX_ACCOUNTS", 50)
     accounts = UsageAccounts()
 
-    def told(first: int, many: int, now: float) -> None:
+    def report(first: int, many: int, now: float) -> None:
         keys = [b"%016d" % number for number in range(first, first + many)]
         accounts.report("p", "g", [KeyReport(key, 10, used_requests=1.0, level_requests=10.0) for key in keys], now)
 
-    told(0, 200, 0.0)
+    report(0, 200, 0.0)
     assert len(accounts) == 50
-    told(1_000, 20, usage_accounts.IDLE_S + 10)
+    report(1_000, 20, usage_accounts.IDLE_S + 10)
     assert len(accounts) == 20

@@ -58,7 +58,7 @@ def test_a_lease_that_begins_again_lasts_whole() -> None:
     assert not claims.claim("g", THEIRS, 20.0)
 
 
-def told(router: RouterState, request_id: str, gateway_id: str, now: float = 1.0) -> list[type]:
+def effects_of_end(router: RouterState, request_id: str, gateway_id: str, now: float = 1.0) -> list[type]:
     """Report the end of a request as a gateway does; return the types of the effects."""
     effects = router.handle(ev.GatewayReported(gateway_id, ev.Finished(request_id, "OK")), now)
     router.check_invariants()
@@ -73,10 +73,10 @@ def test_only_its_own_gateway_ends_a_request_while_it_has_a_stream(sender: str) 
     router = state()
     join(router, "a", 1)
     place(router, request("r", tokens=10), gateway="g")
-    assert told(router, "r", sender) == [ev.ReportIgnored]
+    assert effects_of_end(router, "r", sender) == [ev.ReportIgnored]
     assert router.reservations.get("r") is not None
-    assert told(router, "r", "g") == ENDED
-    assert told(router, "r", sender) == []  # as of any that nobody knows
+    assert effects_of_end(router, "r", "g") == ENDED
+    assert effects_of_end(router, "r", sender) == []  # as of any that nobody knows
 
 
 @pytest.mark.parametrize("sender", ["g", ""])
@@ -84,7 +84,7 @@ def test_a_request_of_the_unary_form_is_ended_by_whoever_is_told_to(sender: str)
     router = state()
     join(router, "a", 1)
     place(router, request("r", tokens=10), gateway="")
-    assert told(router, "r", sender) == ENDED
+    assert effects_of_end(router, "r", sender) == ENDED
 
 
 def test_what_a_gateway_left_is_ended_by_any_until_it_is_back() -> None:
@@ -93,10 +93,10 @@ def test_what_a_gateway_left_is_ended_by_any_until_it_is_back() -> None:
     for name in ("r", "s"):
         place(router, request(name, tokens=10), gateway="g")
     router.handle(ev.GatewayLost("g"), 1.0)
-    assert told(router, "r", "h", 2.0) == ENDED
+    assert effects_of_end(router, "r", "h", 2.0) == ENDED
     open_stream = ev.OpenStream(request("s", tokens=10), "a", Phase.DECODE, 0)
     router.handle(ev.GatewayHello("g", (open_stream,)), 3.0)
-    assert told(router, "s", "h", 4.0) == [ev.ReportIgnored]
+    assert effects_of_end(router, "s", "h", 4.0) == [ev.ReportIgnored]
 
 
 def test_after_a_takeover_ends_count_before_their_gateways_hello() -> None:
@@ -104,8 +104,8 @@ def test_after_a_takeover_ends_count_before_their_gateways_hello() -> None:
     join(router, "a", 1)
     known = Reservation("r", "g", "a", "d", 10, 10, pool="m")
     router.handle(ev.PoolTaken("m", (known, replace(known, request_id="s"))), 1.0)
-    assert told(router, "r", "g", 2.0) == ENDED
-    assert told(router, "s", "h", 2.0) == ENDED
+    assert effects_of_end(router, "r", "g", 2.0) == ENDED
+    assert effects_of_end(router, "s", "h", 2.0) == ENDED
 
 
 def test_a_held_request_is_cancelled_by_its_own_gateway_alone() -> None:
@@ -113,9 +113,9 @@ def test_a_held_request_is_cancelled_by_its_own_gateway_alone() -> None:
     join(router, "a", 1)
     place(router, request("x", tokens=10), gateway="g")
     assert router.handle(ev.PlaceRequested(request("r", tokens=10), "g"), 1.0) == []
-    assert told(router, "r", "h") == [ev.ReportIgnored]
+    assert effects_of_end(router, "r", "h") == [ev.ReportIgnored]
     assert router.held_requests.queue.get("r") is not None
-    assert told(router, "r", "g") == []
+    assert effects_of_end(router, "r", "g") == []
     assert router.held_requests.queue.get("r") is None
 
 
@@ -149,7 +149,7 @@ def test_nothing_that_another_says_or_asks_touches_a_gateways_request(event: ev.
         if isinstance(effect, ev.Refused):
             assert (effect.code, effect.gateway_id) == ("ALREADY_EXISTS", getattr(event, "gateway_id", ""))
     router.check_invariants()
-    assert told(router, "r", "g") == ([] if held else ENDED)
+    assert effects_of_end(router, "r", "g") == ([] if held else ENDED)
 
 
 @pytest.mark.parametrize("event", [event for event in OTHERS if getattr(event, "gateway_id", "")])

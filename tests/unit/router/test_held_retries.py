@@ -340,13 +340,13 @@ async def test_the_process_tries_again_by_a_timer_and_not_with_the_next_tick() -
     tried = asyncio.Event()
     submit: Callable[[ev.Event], list[ev.Effect]] = router.submit
 
-    def told(event: ev.Event) -> list[ev.Effect]:
+    def submitted(event: ev.Event) -> list[ev.Effect]:
         effects = submit(event)
         if isinstance(event, ev.RetryDue):
             tried.set()
         return effects
 
-    router.submit = told
+    router.submit = submitted
     for number in range(TRIALS_AT_ONCE + 1):
         name = f"i{number}"
         router.submit(ev.AgentHello(number, info(name, exact_prefix=False), KEY_SCHEME, 1, 0))

@@ -176,10 +176,10 @@ def test_a_new_owner_of_an_armed_pool_lets_in_no_more_than_the_owner_before_it()
     before = owner(ev.PoolTaken("m"))
     used(before)
     before.admission.pools["m"].armed = True
-    told = stored(before, 8.0, 14.0)
-    assert len(told) == pytest.approx(6.0 / STORED_EVERY_ARMED_S, abs=1)
+    stored_effects = stored(before, 8.0, 14.0)
+    assert len(stored_effects) == pytest.approx(6.0 / STORED_EVERY_ARMED_S, abs=1)
     assert answers(ask(before, "s1000", 30_000, 14.0)) == [ev.Parked]
-    after = owner(ev.PoolTaken("m", (), None, stored_again(told[-1].idle_sessions), 1.0))
+    after = owner(ev.PoolTaken("m", (), None, stored_again(stored_effects[-1].idle_sessions), 1.0))
     after.handle(ev.Tick(), 0.0)
     weighted = before.admission.status("m", 14.0).weighted
     assert after.admission.status("m", 0.0).weighted == pytest.approx(weighted, rel=0.1)

@@ -145,7 +145,7 @@ def test_an_eviction_that_is_told_after_the_first_token_counts_too(delay_s: floa
     for number in range(5):
         name = f"r{number}"
         place(router, request(name, prompt=PROMPT), now)
-        told: list[tuple[float, ev.Event]] = [
+        reports: list[tuple[float, ev.Event]] = [
             (now + 0.2, ev.FirstToken(name)),
             (now + 1.0, ev.Finished(name, "OK", cached_tokens=0)),
         ]
@@ -155,7 +155,7 @@ def test_an_eviction_that_is_told_after_the_first_token_counts_too(delay_s: floa
             changes = [(now + delay_s, Delta(seq + 2, 1, KEYS, KEYS, first_seq=seq + 1))]
         seq += 2
         events: list[tuple[float, ev.Event]] = [
-            *told,
+            *reports,
             *((at, ev.KeysReported(1, "a", change)) for at, change in changes),
         ]
         for at, event in sorted(events, key=lambda one: one[0]):

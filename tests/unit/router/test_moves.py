@@ -41,11 +41,11 @@ def moved(effects: list[ev.Effect]) -> list[str]:
 
 def leave(router: RouterState, request_id: str, now: float) -> list[str]:
     """Do what a gateway does that moves a request: end the attempt and place the rest. Return which ones are to leave then."""
-    told = router.handle(ev.GatewayReported("g", ev.Finished(request_id, "CANCELLED")), now)
+    effects = router.handle(ev.GatewayReported("g", ev.Finished(request_id, "CANCELLED")), now)
     answer = place(router, request(f"{request_id}.1", tokens=200, movable=True, resumed=True), now)
     assert isinstance(answer, ev.Placed)
     assert answer.step.instance_id != "a"
-    return moved(told)
+    return moved(effects)
 
 
 def test_one_request_leaves_for_each_instance_that_has_no_prefill() -> None:
@@ -144,8 +144,8 @@ def test_gateways_learn_that_an_instance_s_agent_is_gone() -> None:
     router.handle(ev.Tick(), 9.0)
     router.handle(ev.AgentLost(1, "a"), 10.0)
     assert router.handle(ev.Tick(), 39.0) == []
-    told = [effect for effect in router.handle(ev.Tick(), 40.0) if isinstance(effect, ev.Move)]
-    assert told == [ev.Move("r0", "g", lost=True), ev.Move("r1", "g", lost=True)]
+    moves = [effect for effect in router.handle(ev.Tick(), 40.0) if isinstance(effect, ev.Move)]
+    assert moves == [ev.Move("r0", "g", lost=True), ev.Move("r1", "g", lost=True)]
     stopped = fleet(streams=2)
     assert moved(stopped.handle(ev.AgentGoodbye(1, "a"), 10.0)) == [], "its engine may go on"
 
@@ -209,9 +209,9 @@ def test_requests_that_ran_when_this_router_took_the_pool_leave_too() -> None:
 
 def test_those_that_do_not_leave_come_last() -> None:
     router = fleet("b", streams=3)
-    told = [moved(router.handle(DRAIN if not at else ev.Tick(), 1.0 + 2.5 * at)) for at in range(9)]
-    assert told[:3] == [["r0"], ["r1"], ["r2"]]
-    assert told[6:9] == [["r0"], ["r1"], ["r2"]]
+    moves = [moved(router.handle(DRAIN if not at else ev.Tick(), 1.0 + 2.5 * at)) for at in range(9)]
+    assert moves[:3] == [["r0"], ["r1"], ["r2"]]
+    assert moves[6:9] == [["r0"], ["r1"], ["r2"]]
     assert router._moves._notices.keys() == {"r0", "r1", "r2"}
     router.handle(ev.DrainsChanged({}), 30.0)
     assert router._moves._notices == {}

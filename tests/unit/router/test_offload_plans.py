@@ -296,8 +296,8 @@ def test_the_wire_tells_figures_next_owner_and_the_new_features() -> None:
     assert [step.instance.instance_id for step in wire.steps] == ["a", "b"]
     assert wire.policy.settings["picker"] == "rotation"
     assert wire.policy.settings["rotate_affinity"] is False
-    told = {
+    figures = {
         candidate.instance_id: (candidate.recent_migrations, candidate.kv_capacity_tokens)
         for candidate in wire.candidates
     }
-    assert told == {"a": (0, 5_000), "b": (1, 5_000)}
+    assert figures == {"a": (0, 5_000), "b": (1, 5_000)}

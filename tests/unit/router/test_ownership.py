@@ -40,8 +40,8 @@ def test_instances_that_a_gateway_remembers_are_waited_for_but_not_for_ever() ->
     router = state(startup_wait_s=3.0)
     join(router, "a", 1, now=10.0)
     assert not router.starting(10.0)
-    told = router.handle(ev.GatewayHello("g", known=frozenset({"a", "b"})), 10.1)
-    assert ev.FleetChanged() in told
+    effects = router.handle(ev.GatewayHello("g", known=frozenset({"a", "b"})), 10.1)
+    assert ev.FleetChanged() in effects
     assert isinstance(place(router, request("r0", tokens=1), 10.2), ev.Refused)
     hello(router, "b", 2, 10.3)
     assert router.starting(10.3), "its keys are not there yet"

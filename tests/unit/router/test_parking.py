@@ -221,12 +221,12 @@ def test_parked_work_counts_in_the_order_of_arrival_of_one_shot_requests_without
 
 def test_explain_tells_the_admission_and_changes_nothing() -> None:
     router = fleet()
-    told = router.explain(session("new", 3_000), 1.0)
-    assert isinstance(told, ev.Refused)
-    assert "would be parked" in told.message
+    answer = router.explain(session("new", 3_000), 1.0)
+    assert isinstance(answer, ev.Refused)
+    assert "would be parked" in answer.message
     assert not len(router.parking.queue)
-    told = router.explain(session("small", 900), 1.0)
-    assert not isinstance(told, ev.Refused)
-    assert told.request.admitted is not None
-    assert told.request.admitted.verdict.reason == "fits"
+    answer = router.explain(session("small", 900), 1.0)
+    assert not isinstance(answer, ev.Refused)
+    assert answer.request.admitted is not None
+    assert answer.request.admitted.verdict.reason == "fits"
     router.check_invariants()

@@ -279,10 +279,10 @@ def test_a_request_finds_its_own_remainder_listed_among_however_many() -> None:
         assert f"r{number}" in [who for who, *_ in backlog.remainders]
         assert backlog.unlisted_remainders.prefills == others
         assert len(backlog.remainders) + others == LISTED_PREFILLS + 2
-        told = sums_of([(left, there) for _, left, there in backlog.remainders])
+        listed = sums_of([(left, there) for _, left, there in backlog.remainders])
         everything = sums_of([(1_000 - 16 * n, 16 * n) for n in range(1, LISTED_PREFILLS + 3)])
-        assert told.tokens + backlog.unlisted_remainders.tokens == everything.tokens
-        assert told.pairs + backlog.unlisted_remainders.pairs == everything.pairs
+        assert listed.tokens + backlog.unlisted_remainders.tokens == everything.tokens
+        assert listed.pairs + backlog.unlisted_remainders.pairs == everything.pairs
     # A request whose slice is on another instance, and a request without a slice.
     router.reservations.put(slice_on("b", "other", 16))
     for name in ("other", "new"):
@@ -349,8 +349,8 @@ def test_a_restart_ends_a_refusal_however_the_router_learns_of_it() -> None:
         for order in ("ab", "ba"):
             router = state(stale_report_s=5.0, stale_keys_s=10.0)
             for number, name in enumerate(order):
-                told = wrong if name == "b" else described("a", engine_id)
-                join(router, name, number, KEYS, kv_transfer=told)
+                support = wrong if name == "b" else described("a", engine_id)
+                join(router, name, number, KEYS, kv_transfer=support)
             assert senders(router, "b", 1.0) == expected
 
 
@@ -362,10 +362,10 @@ def test_of_data_parallel_ranks_with_one_bootstrap_server_the_wrong_one_is_refus
     assert senders(router, "b", 1.0) == {"a"}
 
 
-@pytest.mark.parametrize(("told", "own"), [("a1", ""), ("", "a1"), ("", "")])
-def test_without_an_engine_id_every_engine_at_the_url_is_refused(told: str, own: str) -> None:
+@pytest.mark.parametrize(("reported_id", "own"), [("a1", ""), ("", "a1"), ("", "")])
+def test_without_an_engine_id_every_engine_at_the_url_is_refused(reported_id: str, own: str) -> None:
     router = fleet()
     join(router, "a", 0, KEYS, kv_transfer=described("a", own))
     join(router, "c", 2, KEYS, kv_transfer=described("c", own and "c1"))
-    join(router, "b", 1, KEYS, kv_transfer=described("b", "b1", WrongKv("http://a:8998", told, 1)))
+    join(router, "b", 1, KEYS, kv_transfer=described("b", "b1", WrongKv("http://a:8998", reported_id, 1)))
     assert senders(router, "b", 1.0) == {"c"}

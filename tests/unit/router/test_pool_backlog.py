@@ -20,10 +20,10 @@ COST = DEFAULT_CURVE.cost_s
 
 
 def backlog(state_: RouterState, now: float = 0.0) -> dict[str, dict[str, float]]:
-    told = PoolBacklogs(
+    backlogs = PoolBacklogs(
         state_.instances, state_.reservations, state_.prefill_observer, state_.held_requests.queue, state_.parking.queue
     ).at(now)
-    return {pool: dict(classes) for pool, classes in told.items()}
+    return {pool: dict(classes) for pool, classes in backlogs.items()}
 
 
 def all_classes(seconds: float) -> dict[str, object]:
@@ -133,17 +133,17 @@ def test_the_rest_of_a_sliced_prompt_is_waited_for_once() -> None:
     done = first.step.prefix_tokens
     assert 0 < done < 44_000
     rest = COST(64_000 - done, done)
-    told = backlog(made)["m"]
-    assert told["LIGHT"] == pytest.approx(COST(done, 0))
-    assert told["HEAVY"] == pytest.approx(COST(done, 0) + rest)
+    seconds = backlog(made)["m"]
+    assert seconds["LIGHT"] == pytest.approx(COST(done, 0))
+    assert seconds["HEAVY"] == pytest.approx(COST(done, 0) + rest)
     # Enough light requests are open at the end of the slice that the rest of the prompt is held.
     for number in range(6):
         place(made, request(f"light{number}", 1_000))
     made.handle(ev.StepDone("big", 0, ok=True), 0.0)
     assert made.held_requests.queue.get("big") is not None
-    told = backlog(made)["m"]
-    assert told["LIGHT"] == pytest.approx(6 * COST(1_000, 0))
-    assert told["HEAVY"] == pytest.approx(6 * COST(1_000, 0) + rest)
+    seconds = backlog(made)["m"]
+    assert seconds["LIGHT"] == pytest.approx(6 * COST(1_000, 0))
+    assert seconds["HEAVY"] == pytest.approx(6 * COST(1_000, 0) + rest)
 
 
 def test_seconds_are_those_of_each_hardware_and_of_their_mean_for_what_is_not_placed(

@@ -80,13 +80,13 @@ def test_usual_work_is_a_mean_that_forgets() -> None:
 
 
 def test_usual_work_is_news_when_it_has_moved_or_rests_on_far_more() -> None:
-    mean_work, told = MeanWork(), [MeanWork()]
+    mean_work, sent = MeanWork(), [MeanWork()]
     for tokens in [100] * 1_000 + [200] * 1_000:
         mean_work = mean_work.after(tokens, 0)
-        if mean_work.differs_from(told[-1]):
-            told.append(mean_work)
-    alike = [mean.requests for mean in told if mean.requests <= 1_000]
+        if mean_work.differs_from(sent[-1]):
+            sent.append(mean_work)
+    alike = [mean.requests for mean in sent if mean.requests <= 1_000]
     assert alike == [0, 1, 2, 4, 8, 16, 32, 64, 128]
-    changed = [mean.work.pairs for mean in told[len(alike) - 1 :]]
+    changed = [mean.work.pairs for mean in sent[len(alike) - 1 :]]
     assert all(1.1 < after / before < 1.2 for before, after in pairwise(changed))
     assert changed[-1] == pytest.approx(200**2, rel=0.1)

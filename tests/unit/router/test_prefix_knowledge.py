@@ -639,8 +639,8 @@ def test_a_gateway_that_counts_less_work_than_was_done_leaves_nothing_pending() 
     join(router, "a", 1)
     place(router, request("r", prompt=PROMPT))
     report(router, Delta(1, 1, added=KEYS[:6]))
-    told = ev.OpenStream(request("r", tokens=200), "a", Phase.PREFILL, 150)
-    router.handle(ev.GatewayHello("g", (told,)), 1.0)
+    stream = ev.OpenStream(request("r", tokens=200), "a", Phase.PREFILL, 150)
+    router.handle(ev.GatewayHello("g", (stream,)), 1.0)
     assert pending(router) == 0
     report(router, Delta(2, 1, added=KEYS[6:9]))
     assert pending(router) == 0

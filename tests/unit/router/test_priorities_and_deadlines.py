@@ -153,9 +153,9 @@ def test_an_explanation_tells_who_waits_before() -> None:
     router, _ = busy()
     for name, priority in (("b", BATCH), ("s", STANDARD), ("i", INTERACTIVE)):
         ask(router, name, priority=priority)
-    told = router.explain(request("x", priority=STANDARD), 0.0)
-    assert isinstance(told, ev.Refused)
-    assert told.message.endswith("(it would be held or refused; 3 wait, 2 of them STANDARD or higher)")
+    answer = router.explain(request("x", priority=STANDARD), 0.0)
+    assert isinstance(answer, ev.Refused)
+    assert answer.message.endswith("(it would be held or refused; 3 wait, 2 of them STANDARD or higher)")
 
 
 @pytest.mark.parametrize("unknown", ["tokens", "curve", "cache", "other hardware"])

@@ -281,8 +281,8 @@ class StateMachine(RuleBasedStateMachine):
                 if self.is_anothers(asked.request_id, gateway):
                     return self.handle_of_another(event, asked.request_id)
                 self.waiting[asked.request_id] = gateway
-            case ev.GatewayReported(gateway, told) if self.is_anothers(told.request_id, gateway):
-                return self.handle_of_another(event, told.request_id)
+            case ev.GatewayReported(gateway, report) if self.is_anothers(report.request_id, gateway):
+                return self.handle_of_another(event, report.request_id)
             case ev.StreamOpened(gateway, stream) if self.is_anothers(stream.request.request_id, gateway):
                 return self.handle_of_another(event, stream.request.request_id)
             case ev.Finished(request_id):
@@ -532,16 +532,16 @@ class StateMachine(RuleBasedStateMachine):
     @rule(gateway=st.one_of(GATEWAYS, st.just("")), request_id=REQUESTS, what=st.integers(0, 3))
     def tell(self, gateway: str, request_id: str, what: int) -> None:
         """As a gateway tells it, which may not be the request's own."""
-        told = (
+        report = (
             ev.FirstToken(request_id),
             ev.StepDone(request_id, 0, ok=True),
             ev.StepDone(request_id, 0, ok=False),
             ev.Finished(request_id, "OK"),
         )[what]
         anothers = self.is_anothers(request_id, gateway)
-        if isinstance(told, ev.Finished) and not anothers:
+        if isinstance(report, ev.Finished) and not anothers:
             self.waiting.pop(request_id, None)
-        self.handle(ev.GatewayReported(gateway, told))
+        self.handle(ev.GatewayReported(gateway, report))
 
     @rule(request_id=REQUESTS, ok=st.booleans(), index=STEPS, deadline=st.sampled_from([None, 0.5, 5.0]))
     def step_done(self, request_id: str, ok: bool, index: int, deadline: float | None) -> None:

@@ -120,14 +120,14 @@ def test_a_story_of_thousands_of_slices_keeps_its_beginning_and_its_end() -> Non
     assert list(one.story[::3]) == [*range(FIRST_OF_STORY), *range(1_000 - MAX_STORY + FIRST_OF_STORY, 1_000)]
 
 
-@pytest.mark.parametrize("told", [ev.StepDone("r", 0, ok=True), ev.StepDone("r", 0, ok=False), ev.FirstToken("r")])
-def test_what_a_gateway_tells_after_the_first_token_changes_nothing(told: ev.StepDone | ev.FirstToken) -> None:
+@pytest.mark.parametrize("report", [ev.StepDone("r", 0, ok=True), ev.StepDone("r", 0, ok=False), ev.FirstToken("r")])
+def test_what_a_gateway_tells_after_the_first_token_changes_nothing(report: ev.StepDone | ev.FirstToken) -> None:
     router = state()
     join(router, "a", 1)
     place(router, request("r", tokens=10))
     router.handle(ev.FirstToken("r"), 1.0)
     before = known(router).reservation
-    assert router.handle(told, 2.0) == []
+    assert router.handle(report, 2.0) == []
     assert (known(router).reservation, known(router).stage) == (before, Stage.DECODING)
     router.check_invariants()
 

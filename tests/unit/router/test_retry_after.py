@@ -66,10 +66,10 @@ def test_what_was_waited_long_ago_is_forgotten() -> None:
 def test_nobody_is_sent_away_for_less_than_the_least_or_more_than_the_most(
     waits: list[tuple[Priority, float]], waited_s: float
 ) -> None:
-    told = RetryAfter(1.0)
+    retry_after = RetryAfter(1.0)
     for priority, seconds in waits:
-        told.waited("m", priority, seconds, 0.0)
-    by_class = [told.seconds("m", priority, waited_s) for priority in (INTERACTIVE, STANDARD, BATCH)]
+        retry_after.waited("m", priority, seconds, 0.0)
+    by_class = [retry_after.seconds("m", priority, waited_s) for priority in (INTERACTIVE, STANDARD, BATCH)]
     assert by_class == sorted(by_class)
     assert all(1.0 <= seconds <= MOST_S for seconds in by_class)
-    assert told.seconds("other", STANDARD) == 1.0
+    assert retry_after.seconds("other", STANDARD) == 1.0

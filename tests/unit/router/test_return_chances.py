@@ -21,8 +21,8 @@ def test_before_anything_is_observed_the_chances_are_those_of_the_recorded_agent
 def test_a_session_that_is_idle_for_longer_is_less_likely_to_return() -> None:
     chances = ReturnChances()
     for kind in KINDS:
-        told = [chances.chance(kind, bin_) for bin_ in range(BINS)]
-        assert all(later <= earlier + 1e-12 for earlier, later in pairwise(told))
+        by_bin = [chances.chance(kind, bin_) for bin_ in range(BINS)]
+        assert all(later <= earlier + 1e-12 for earlier, later in pairwise(by_bin))
 
 
 def test_sessions_that_never_return_lower_the_chance_and_returns_raise_it() -> None:

@@ -376,14 +376,14 @@ def test_a_new_owner_starts_from_what_the_store_kept() -> None:
 
 def test_a_new_owner_knows_what_is_usual() -> None:
     before, after = state(), state()
-    told: list[ev.MeanWorkSet] = []
+    mean_works: list[ev.MeanWorkSet] = []
     for router in (before, after):
         join(router, "a", 1)
     for number in range(40):
         effects = before.handle(ev.PlaceRequested(request(f"r{number}", tokens=100), "g"), 1.0)
-        told += [effect for effect in effects if isinstance(effect, ev.MeanWorkSet)]
-    assert [effect.mean_work.requests for effect in told] == [1, 2, 4, 8, 16, 32]
-    after.handle(ev.PoolTaken("m", mean_work=told[-1].mean_work), 50.0)
+        mean_works += [effect for effect in effects if isinstance(effect, ev.MeanWorkSet)]
+    assert [effect.mean_work.requests for effect in mean_works] == [1, 2, 4, 8, 16, 32]
+    after.handle(ev.PoolTaken("m", mean_work=mean_works[-1].mean_work), 50.0)
     assert after.prefill_observer.mean_work("m") == before.prefill_observer.mean_work("m")
     # The next MeanWorkSet is sent only when the number of requests has doubled.
     effects = after.handle(ev.PlaceRequested(request("next", tokens=100), "g"), 51.0)

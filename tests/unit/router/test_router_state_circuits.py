@@ -43,24 +43,24 @@ def break_(state_: RouterState, instance: str, now: float = 0.0) -> None:
         assert (ev.FleetChanged() in effects) == (number == SETTINGS.failures - 1), "gateways are told at once"
 
 
-def told(state_: RouterState) -> list[str]:
+def announced(state_: RouterState) -> list[str]:
     [pool] = state_.instances.pools()
     return sorted(pool.instances)
 
 
-def told_of(state_: RouterState, model: str) -> list[str]:
+def announced_of(state_: RouterState, model: str) -> list[str]:
     return next(sorted(pool.instances) for pool in state_.instances.pools() if pool.model == model)
 
 
 def test_an_instance_that_fails_gets_nothing_until_one_request_on_trial_is_answered() -> None:
     state_ = fleet("a", "b")
     break_(state_, "a")
-    assert told(state_) == ["b"]
+    assert announced(state_) == ["b"]
     assert {placed_on(state_, f"r{number}", 0.5) for number in range(4)} == {"b"}
     assert placed_on(state_, "trial", 1.0) == "a", "idle, and its time is over"
     assert {placed_on(state_, f"s{number}", 1.0) for number in range(8)} == {"b"}
     assert ev.FleetChanged() in state_.handle(ev.FirstToken("trial"), 1.1)
-    assert told(state_) == ["a", "b"]
+    assert announced(state_) == ["a", "b"]
     assert placed_on(state_, "after", 1.2) == "a"
 
 
@@ -80,7 +80,7 @@ def test_where_all_fail_they_are_used_all_the_same() -> None:
     state_ = fleet("a", "b")
     break_(state_, "a")
     break_(state_, "b")
-    assert told(state_) == ["a", "b"]
+    assert announced(state_) == ["a", "b"]
     assert {placed_on(state_, f"r{number}", 0.1) for number in range(2)} == {"a", "b"}
 
 
@@ -107,7 +107,7 @@ def test_a_refused_request_is_an_answer_and_a_new_incarnation_starts_anew() -> N
         finish(state_, f"f{number}", "FAILED", 0.0)
         assert placed_on(state_, f"r{number}", 0.0, exclude=("b",)) == "a"
         finish(state_, f"r{number}", "REJECTED", 0.0)
-    assert told(state_) == ["a", "b"]
+    assert announced(state_) == ["a", "b"]
     break_(state_, "a")
     decision = state_.explain(request("why", tokens=10), 0.0)
     assert not isinstance(decision, ev.Refused)
@@ -116,7 +116,7 @@ def test_a_refused_request_is_an_answer_and_a_new_incarnation_starts_anew() -> N
         "b": "",
     }
     join(state_, "a", 9, incarnation="2")
-    assert told(state_) == ["a", "b"]
+    assert announced(state_) == ["a", "b"]
 
 
 def refuse(state_: RouterState, name: str, now: float, **changes: object) -> list[ev.Effect]:
@@ -145,7 +145,7 @@ def test_requests_that_every_instance_refuses_exclude_nobody() -> None:
             others = tuple(set("abc") - {name})
             assert placed_on(state_, f"good{number}{name}", 0.0, exclude=others) == name
             finish(state_, f"good{number}{name}", "OK", 0.0)
-    assert told(state_) == ["a", "b", "c"]
+    assert announced(state_) == ["a", "b", "c"]
 
 
 def test_instances_that_are_broken_alike_do_not_vouch_for_each_other() -> None:
@@ -157,7 +157,7 @@ def test_instances_that_are_broken_alike_do_not_vouch_for_each_other() -> None:
             assert placed_on(state_, f"{name}{number}", 0.0, exclude=others) == name
             state_.handle(ev.Finished(f"{name}{number}", outcome, http_status=500, refused=True), 0.0)
             state_.check_invariants()
-    assert told(state_) == ["c"]
+    assert announced(state_) == ["c"]
 
 
 def test_an_instance_that_refuses_what_others_answer_is_left_alone() -> None:
@@ -166,7 +166,7 @@ def test_an_instance_that_refuses_what_others_answer_is_left_alone() -> None:
         refuse(state_, f"r{number}", 0.0, exclude=("b",))
         effects = answer(state_, f"r{number}.1", 0.0, "a")
         assert (ev.FleetChanged() in effects) == (number == SETTINGS.failures - 1)
-    assert told(state_) == ["b"]
+    assert announced(state_) == ["b"]
 
 
 def test_a_trial_that_is_refused_is_over_at_once() -> None:
@@ -196,10 +196,10 @@ def test_a_trial_that_went_on_elsewhere_leaves_its_place_to_another() -> None:
 def test_a_pool_that_changes_hands_begins_with_closed_circuits_and_gateways_are_told() -> None:
     state_ = fleet("a", "b")
     break_(state_, "a")
-    assert told(state_) == ["b"]
+    assert announced(state_) == ["b"]
     assert ev.FleetChanged() in state_.handle(ev.PoolLost("m"), 0.5)
     state_.check_invariants()
-    assert told(state_) == ["a", "b"]
+    assert announced(state_) == ["a", "b"]
 
 
 def test_ends_that_nobody_can_tell_open_no_circuit_and_close_none() -> None:
@@ -207,12 +207,12 @@ def test_ends_that_nobody_can_tell_open_no_circuit_and_close_none() -> None:
     for number in range(4 * SETTINGS.failures):
         placed_on(state_, f"r{number}", 0.0, exclude=("b",))
         finish(state_, f"r{number}", ev.UNKNOWN, 0.0)
-    assert told(state_) == ["a", "b"]
+    assert announced(state_) == ["a", "b"]
     break_(state_, "a")
     assert placed_on(state_, "busy", 0.0) == "b"
     assert placed_on(state_, "trial", 1.0) == "a"
     finish(state_, "trial", ev.UNKNOWN, 1.0)
-    assert told(state_) == ["b"], "it has answered nothing"
+    assert announced(state_) == ["b"], "it has answered nothing"
     assert placed_on(state_, "next", 1.0) == "a", "another one is on trial"
 
 
@@ -231,7 +231,7 @@ def test_an_engine_that_came_back_with_another_model_is_not_on_trial_by_a_reques
     state_.check_invariants()
     assert placed_on(state_, "trial", 3.0, model="n", exclude=("d",)) == "c"
     finish(state_, "trial", "OK", 4.0)
-    assert told_of(state_, "n") == ["c", "d"]
+    assert announced_of(state_, "n") == ["c", "d"]
 
 
 def test_a_request_on_trial_is_so_no_longer_once_its_pool_is_lost_whatever_its_instance_serves_by_then() -> None:

@@ -41,7 +41,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.registry = InstanceRegistry(PrefixIndex())
         self.owners: dict[str, Owner] = {}
         self.starting = True
-        self.told = SentFleet(5.0)
+        self.sent = SentFleet(5.0)
         self.gateways: list[GatewaysFleet] = []
 
     @rule(one=INSTANCES)
@@ -96,17 +96,17 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(after=st.booleans())
     def tell(self, after: bool) -> None:
         """Send an update to all gateways. `after`: a further gateway connects, which gets the whole fleet."""
-        update = self.told.update(self.registry.pools(), self.owners.get, starting=self.starting)
+        update = self.sent.update(self.registry.pools(), self.owners.get, starting=self.starting)
         if update is not None:
             for gateway in self.gateways:
                 gateway.apply(_sent(update))
-        assert self.told.update(self.registry.pools(), self.owners.get, starting=self.starting) is None
+        assert self.sent.update(self.registry.pools(), self.owners.get, starting=self.starting) is None
         if after:
-            self.gateways.append(GatewaysFleet(_whole(self.told)))
+            self.gateways.append(GatewaysFleet(_whole(self.sent)))
         afresh = SentFleet(5.0)
         afresh.update(self.registry.pools(), self.owners.get, starting=self.starting)
         now = _whole(afresh)
-        assert self.told.whole() == now
+        assert self.sent.whole() == now
         for gateway in self.gateways:
             assert (gateway.starting, gateway.pools) == (now.starting, {pool.model: pool for pool in now.pools})
 
@@ -126,8 +126,8 @@ def _sent(update: placement_pb2.FleetUpdate) -> placement_pb2.FleetUpdate:
     return placement_pb2.FleetUpdate.FromString(update.SerializeToString())
 
 
-def _whole(told: SentFleet) -> placement_pb2.Fleet:
-    return placement_pb2.Fleet.FromString(told.whole().SerializeToString())
+def _whole(sent: SentFleet) -> placement_pb2.Fleet:
+    return placement_pb2.Fleet.FromString(sent.whole().SerializeToString())
 
 
 def registry(*infos: InstanceInfo) -> InstanceRegistry:
@@ -137,35 +137,35 @@ def registry(*infos: InstanceInfo) -> InstanceRegistry:
     return known
 
 
-def told_of(known: InstanceRegistry) -> SentFleet:
-    told = SentFleet(5.0)
-    assert told.update(known.pools(), lambda _: None, starting=True) is not None
-    return told
+def sent_of(known: InstanceRegistry) -> SentFleet:
+    sent = SentFleet(5.0)
+    assert sent.update(known.pools(), lambda _: None, starting=True) is not None
+    return sent
 
 
 def test_only_what_changed_is_told() -> None:
     known = registry(info("a"), info("b"), info("x", model="n"))
-    told = told_of(known)
+    sent = sent_of(known)
     known.add(replace(info("a"), incarnation="2", kv_transfer=KvTransfer("NIXL")), 2, 0.0)
-    update = told.update(known.pools(), lambda _: None, starting=True)
+    update = sent.update(known.pools(), lambda _: None, starting=True)
     assert update is not None
     [pool] = update.pools
     assert (pool.model, pool.HasField("description"), list(pool.removed_instance_ids)) == ("m", False, [])
     assert [(instance.instance_id, instance.incarnation) for instance in pool.instances] == [("a", "2")]
     known.remove("x")
-    assert told.update(known.pools(), lambda _: None, starting=True) == placement_pb2.FleetUpdate(
+    assert sent.update(known.pools(), lambda _: None, starting=True) == placement_pb2.FleetUpdate(
         starting=True, removed_models=["n"]
     )
-    update = told.update(known.pools(), {"m": Owner("r", "r:1", 1)}.get, starting=True)
+    update = sent.update(known.pools(), {"m": Owner("r", "r:1", 1)}.get, starting=True)
     assert update is not None
     assert (update.pools[0].description.owner.epoch, len(update.pools[0].instances)) == (1, 0)
 
 
 def test_an_agent_that_comes_back_and_tells_the_same_is_no_news() -> None:
     known = registry(info("a"), info("b"))
-    told = told_of(known)
+    sent = sent_of(known)
     known.add(replace(info("a"), kv_capacity_tokens=99), 2, 1.0)
-    assert told.update(known.pools(), lambda _: None, starting=True) is None
+    assert sent.update(known.pools(), lambda _: None, starting=True) is None
 
 
 def test_a_pool_is_the_same_object_until_gateways_are_to_know_something_else_of_it() -> None:

@@ -32,8 +32,8 @@ def read(telemetry: EventMetrics) -> Told:
     }
 
 
-def at(told: Told, name: str, **labels: str) -> float:
-    return told["pointsman_router_" + name, frozenset(labels.items())]
+def at(samples: Told, name: str, **labels: str) -> float:
+    return samples["pointsman_router_" + name, frozenset(labels.items())]
 
 
 def with_state(state_: RouterState, now: float = 0.0) -> EventMetrics:
@@ -61,22 +61,22 @@ def test_the_state_is_told_as_it_is_when_asked() -> None:
     decided(fleet, "r")
     both = InstanceOrder(cordoned=True, weight=0.5)
     fleet.handle(ev.OrdersChanged({"gone": both, "b": InstanceOrder(weight=0.0)}), 4.0)
-    told = read(telemetry)
-    assert [at(told, "instance_orders", kind=kind) for kind in ("cordon", "weight")] == [1, 2]
-    assert at(told, "prefill_curve_samples", model="m", hardware="") == 0
-    assert at(told, "instances", model="m", state="READY") == 1
-    assert at(told, "instances", model="m", state="LOST") == 0
-    assert at(told, "pool_owned", model="m") == 1
-    assert [at(told, "held_requests", model="m", priority=priority) for priority in Priority] == [0, 0, 0]
-    assert at(told, "open_requests", instance="a") == 1
-    assert at(told, "pending_prefill_tokens", instance="a") == 100
-    assert at(told, "keys", instance="a") == 3
-    assert at(told, "report_age_seconds", instance="a") == 4
-    assert at(told, "running_requests", instance="a") == 4
-    assert at(told, "waiting_requests", instance="a") == 1
-    assert at(told, "kv_usage_ratio", instance="a") == 0.5
-    assert at(told, "prediction_audit_failures_total", instance="a") == 0
-    assert (at(told, "ready"), at(told, "store_degraded")) == (1, 0)
+    samples = read(telemetry)
+    assert [at(samples, "instance_orders", kind=kind) for kind in ("cordon", "weight")] == [1, 2]
+    assert at(samples, "prefill_curve_samples", model="m", hardware="") == 0
+    assert at(samples, "instances", model="m", state="READY") == 1
+    assert at(samples, "instances", model="m", state="LOST") == 0
+    assert at(samples, "pool_owned", model="m") == 1
+    assert [at(samples, "held_requests", model="m", priority=priority) for priority in Priority] == [0, 0, 0]
+    assert at(samples, "open_requests", instance="a") == 1
+    assert at(samples, "pending_prefill_tokens", instance="a") == 100
+    assert at(samples, "keys", instance="a") == 3
+    assert at(samples, "report_age_seconds", instance="a") == 4
+    assert at(samples, "running_requests", instance="a") == 4
+    assert at(samples, "waiting_requests", instance="a") == 1
+    assert at(samples, "kv_usage_ratio", instance="a") == 0.5
+    assert at(samples, "prediction_audit_failures_total", instance="a") == 0
+    assert (at(samples, "ready"), at(samples, "store_degraded")) == (1, 0)
 
 
 def test_the_engines_that_an_instance_refuses_are_counted_while_they_run() -> None:
@@ -88,9 +88,9 @@ def test_the_engines_that_an_instance_refuses_are_counted_while_they_run() -> No
     for number, (engine_id, refused) in enumerate([("a1", 1), ("a2", 0)]):
         kv = KvTransfer("MOONCAKE", "http://a:8998", engine_id=engine_id)
         join(fleet, "a", 2, incarnation=str(number), kv_transfer=kv)
-        told = read(telemetry)
-        assert at(told, "wrong_kv_senders", instance="b") == refused
-        assert at(told, "wrong_kv_senders", instance="a") == 0
+        samples = read(telemetry)
+        assert at(samples, "wrong_kv_senders", instance="b") == refused
+        assert at(samples, "wrong_kv_senders", instance="a") == 0
 
 
 def test_the_backlog_of_every_class_is_told_by_the_pools_owner_alone() -> None:
@@ -107,8 +107,8 @@ def test_the_backlog_of_every_class_is_told_by_the_pools_owner_alone() -> None:
         0,
     ]
     fleet.handle(ev.PlaceRequested(request("r", 8_000), "g"), 0.0)
-    told = [at(read(telemetry), "backlog_seconds", model="m", route_class=route_class) for route_class in classes]
-    assert told == [pytest.approx(DEFAULT_CURVE.cost_s(8_000, 0))] * 3
+    backlogs = [at(read(telemetry), "backlog_seconds", model="m", route_class=route_class) for route_class in classes]
+    assert backlogs == [pytest.approx(DEFAULT_CURVE.cost_s(8_000, 0))] * 3
     fleet.handle(ev.PoolLost("m"), 0.0)
     assert not [name for name, _ in read(telemetry) if name.endswith("backlog_seconds")]
 
@@ -120,8 +120,8 @@ def test_an_instance_that_is_gone_leaves_no_series() -> None:
     join(fleet, "b", 2)
     for request_id in ("r", "s"):
         telemetry.decided(decided(fleet, request_id), 2e-4)
-    told = read(telemetry)
-    assert (at(told, "keys", instance="a"), at(told, "placements_total", instance="a")) == (0, 1)
+    samples = read(telemetry)
+    assert (at(samples, "keys", instance="a"), at(samples, "placements_total", instance="a")) == (0, 1)
     fleet.handle(ev.AgentGoodbye(1, "a"), 0.0)
     telemetry.keep_instances(fleet.instances)
     assert not [labels for _, labels in read(telemetry) if ("instance", "a") in labels]
@@ -152,15 +152,18 @@ def test_decisions_and_ends_are_counted() -> None:
     telemetry.closed(decision, finished(timings_ms={"placed": 1.0, "sent": 2.0, "first_token": 40.0, "done": 80.0}))
     telemetry.closed(None, finished(outcome="FAILED"))
     telemetry.refused("UNAVAILABLE")
-    told = read(telemetry)
+    samples = read(telemetry)
     reason = decision.result.reason
-    assert at(told, "decisions_total", route_class="LIGHT", reason=reason) == 1
-    assert at(told, "placements_total", instance="a") == 1
-    assert at(told, "decide_seconds_count") == 1
-    assert at(told, "ttft_seconds_sum", route_class="LIGHT") == 0.04
-    assert (at(told, "outcomes_total", outcome="OK"), at(told, "outcomes_total", outcome="FAILED")) == (1, 1)
-    assert (at(told, "predicted_cached_tokens_total"), at(told, "reported_cached_tokens_total")) == (0, 32)
-    assert (at(told, "refusals_total", code="UNAVAILABLE"), at(told, "refusals_total", code="NOT_FOUND")) == (1, 0)
+    assert at(samples, "decisions_total", route_class="LIGHT", reason=reason) == 1
+    assert at(samples, "placements_total", instance="a") == 1
+    assert at(samples, "decide_seconds_count") == 1
+    assert at(samples, "ttft_seconds_sum", route_class="LIGHT") == 0.04
+    assert (at(samples, "outcomes_total", outcome="OK"), at(samples, "outcomes_total", outcome="FAILED")) == (1, 1)
+    assert (at(samples, "predicted_cached_tokens_total"), at(samples, "reported_cached_tokens_total")) == (0, 32)
+    assert (at(samples, "refusals_total", code="UNAVAILABLE"), at(samples, "refusals_total", code="NOT_FOUND")) == (
+        1,
+        0,
+    )
 
 
 def test_offloads_are_counted_apart_and_so_are_those_that_one_instance_answered_in_the_end() -> None:
@@ -173,9 +176,9 @@ def test_offloads_are_counted_apart_and_so_are_those_that_one_instance_answered_
     offloaded = replace(decision, mode="OFFLOAD")
     telemetry.fell_back(offloaded)
     telemetry.closed(offloaded, finished())
-    told = read(telemetry)
-    assert (at(told, "offloads_total", outcome="OK"), at(told, "offloads_total", outcome="FAILED")) == (1, 0)
-    assert at(told, "offload_fallbacks_total") == 1
+    samples = read(telemetry)
+    assert (at(samples, "offloads_total", outcome="OK"), at(samples, "offloads_total", outcome="FAILED")) == (1, 0)
+    assert at(samples, "offload_fallbacks_total") == 1
 
 
 def test_an_answer_that_never_began_has_no_time_to_its_first_token() -> None:
@@ -217,8 +220,8 @@ def test_the_policy_of_a_pool_is_told_by_its_owner_with_the_reason() -> None:
     fleet, chosen, other = state("auto"), state("lpwl"), state("auto", owns_all=False)
     for router in (fleet, chosen, other):
         join(router, "a", 1)
-    told = read(with_state(fleet))
-    assert at(told, "pool_policy", model="m", policy="unified", reason="curve_not_learned") == 1
+    samples = read(with_state(fleet))
+    assert at(samples, "pool_policy", model="m", policy="unified", reason="curve_not_learned") == 1
     assert at(read(with_state(chosen)), "pool_policy", model="m", policy="lpwl", reason="") == 1
-    assert not [name for name, _ in told if "admission_armed" in name], "no sessions are admitted in any pool"
+    assert not [name for name, _ in samples if "admission_armed" in name], "no sessions are admitted in any pool"
     assert not [name for name, _ in read(with_state(other)) if "pool_policy" in name]

@@ -150,8 +150,8 @@ def test_one_pool_of_one_router_is_resized(wrong: dict[str, Any]) -> None:
 
 
 def scripted(*figures: float | None) -> Callable[..., float | None]:
-    told = iter(figures)
-    return lambda *_: next(told, figures[-1])
+    upcoming = iter(figures)
+    return lambda *_: next(upcoming, figures[-1])
 
 
 def idle_until(end_s: float) -> list[TraceRequest]:

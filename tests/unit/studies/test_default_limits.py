@@ -93,14 +93,14 @@ def test_seeds_are_added_until_a_cell_is_decided() -> None:
 
 
 def test_the_table_has_every_cell_and_marks_what_is_not_kept() -> None:
-    told = table(
+    text = table(
         {
             "good": (changes(*trials([1.0] * 5)), False),
             "bad": (changes(*trials([1.3, 1.31, 1.3, 1.3, 1.3])), False),
             "not run": ([], False),
         }
     )
-    good, bad, missing = told.splitlines()[2:]
+    good, bad, missing = text.splitlines()[2:]
     assert good.startswith("| good | 5 | +0.0% (to +0.0%) |")
     assert good.endswith("| pass |")
     assert "**" not in good
@@ -116,7 +116,7 @@ def test_a_session_lasts_from_its_first_request_to_the_end_of_its_last_answer() 
         )
 
     records = [answer("a", 2, 10.0, 4.0), answer("a", 1, 2.0, 5.0), answer("b", 1, 3.0, 2.0)]
-    told = figures(records, measure(records, {}))
-    assert told[SESSION] == pytest.approx((12.0 + 2.0) / 2)
-    assert told[FAILED] == 0.0
-    assert told.keys() == {*LIMITS, FAILED}
+    measured = figures(records, measure(records, {}))
+    assert measured[SESSION] == pytest.approx((12.0 + 2.0) / 2)
+    assert measured[FAILED] == 0.0
+    assert measured.keys() == {*LIMITS, FAILED}
