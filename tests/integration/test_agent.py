@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,30 +25,6 @@ from tests.support.waiting import eventually
 def keys_of(*paths: tuple[int, ...]) -> set[int]:
     """The keys of whole chains."""
     return {key for path in paths for key in prompt_keys(tokens_of(path), "tiny")}
-
-
-@pytest.fixture
-async def context() -> AsyncIterator[zmq.asyncio.Context]:
-    context = zmq.asyncio.Context()
-    yield context
-    context.destroy(linger=0)
-
-
-@pytest.fixture
-async def engine(context: zmq.asyncio.Context) -> AsyncIterator[FakeEngine]:
-    engine = FakeEngine(context)
-    await engine.start()
-    yield engine
-    await engine.stop()
-
-
-@pytest.fixture
-async def router() -> AsyncIterator[FakeRouter]:
-    router = FakeRouter()
-    await router.start()
-    yield router
-    await router.stop()
-    assert router.problems == []
 
 
 def knows(router: FakeRouter, name: str, keys: set[int]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import zmq.asyncio
 
 from pointsman.agent.v1 import agent_pb2 as pb
 from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, running
@@ -18,14 +17,11 @@ OFF = LAYERWISE | {"layerwise": "False"}
 @pytest.mark.parametrize("process_start", [1000.0, None])
 @pytest.mark.parametrize("second", [OFF, {}])
 async def test_an_engine_started_anew_is_what_it_announces_now(
-    tmp_path: Path, process_start: float | None, second: dict[str, str]
+    engine: FakeEngine, router: FakeRouter, tmp_path: Path, process_start: float | None, second: dict[str, str]
 ) -> None:
     """Also an engine that is one of several API server processes, which does not report its start."""
-    context = zmq.asyncio.Context()
-    engine, router = FakeEngine(context, process_start=process_start), FakeRouter()
+    engine.process_start = process_start
     engine.announced, engine.tokenizer = LAYERWISE, {"tokenizer": "maker/tiny", "revision": "abc123"}
-    await engine.start()
-    await router.start()
     async with running(engine.url, [router.address], tmp_path):
         await eventually(lambda: bool(router.streams and router.streams[-1].loads), "the first life")
         kv = router.streams[-1].hello.instance.kv_transfer
@@ -41,16 +37,11 @@ async def test_an_engine_started_anew_is_what_it_announces_now(
         await engine.start()
         await eventually(lambda: not router.streams[-1].hello.instance.kv_transfer.layerwise, "the second life")
         assert router.streams[-1].hello.instance.HasField("kv_transfer") == bool(second)
-    await engine.stop()
-    await router.stop()
-    context.destroy(linger=0)
 
 
-async def test_an_engine_without_the_package_is_what_the_operator_says(tmp_path: Path) -> None:
-    context = zmq.asyncio.Context()
-    engine, router = FakeEngine(context), FakeRouter()
-    await engine.start()
-    await router.start()
+async def test_an_engine_without_the_package_is_what_the_operator_says(
+    engine: FakeEngine, router: FakeRouter, tmp_path: Path
+) -> None:
     async with running(f"{engine.url}?kv=mooncake", [router.address], tmp_path):
         await eventually(lambda: bool(router.streams and router.streams[-1].loads), "a load")
         kv = router.streams[-1].hello.instance.kv_transfer
@@ -60,19 +51,15 @@ async def test_an_engine_without_the_package_is_what_the_operator_says(tmp_path:
             False,
         )
         assert router.streams[-1].hello.instance.model_root == "/models/tiny"
-    await engine.stop()
-    await router.stop()
-    context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("process_start", [1000.0, None])
-async def test_engine_ids_are_those_of_the_running_process(tmp_path: Path, process_start: float | None) -> None:
+async def test_engine_ids_are_those_of_the_running_process(
+    engine: FakeEngine, router: FakeRouter, tmp_path: Path, process_start: float | None
+) -> None:
     """Also when the bootstrap server did not answer at first, and of an engine that does not report its start."""
-    context = zmq.asyncio.Context()
-    engine, router = FakeEngine(context, process_start=process_start), FakeRouter()
+    engine.process_start = process_start
     engine.ranks = [0, 1]
-    await engine.start()
-    await router.start()
     engine.announced = LAYERWISE | {"bootstrap_port": str(engine.port)}
 
     def engine_ids() -> dict[str, str]:
@@ -98,6 +85,3 @@ async def test_engine_ids_are_those_of_the_running_process(tmp_path: Path, proce
         await eventually(lambda: len(router.streams) >= before + 2, "another description")
         # Without a start time another process may answer by now.
         assert sorted(engine_ids().values()) == (["f_dp0", "f_dp1"] if process_start else ["", ""])
-    await engine.stop()
-    await router.stop()
-    context.destroy(linger=0)

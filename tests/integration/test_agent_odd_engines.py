@@ -37,14 +37,6 @@ async def engines() -> AsyncIterator[tuple[FakeEngine, FakeEngine]]:
     context.destroy(linger=0)
 
 
-@pytest.fixture
-async def router() -> AsyncIterator[FakeRouter]:
-    router = FakeRouter()
-    await router.start()
-    yield router
-    await router.stop()
-
-
 @asynccontextmanager
 async def agent_of(engines: tuple[FakeEngine, FakeEngine], router: FakeRouter, state_dir: Path) -> AsyncIterator[None]:
     """Run an agent of both engines inside the block, which must not end before it is stopped."""

@@ -6,11 +6,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
-import pytest
 import zmq.asyncio
 
 from pointsman_agent.core.cached_blocks import CachedBlocks
@@ -22,13 +20,6 @@ from tests.support.fakes.agent_peers import FakeEngine, FakeRouter
 from tests.support.kv_events import store, tokens_of
 from tests.support.processes.process import free_port
 from tests.support.waiting import eventually
-
-
-@pytest.fixture
-async def context() -> AsyncIterator[zmq.asyncio.Context]:
-    context = zmq.asyncio.Context()
-    yield context
-    context.destroy(linger=0)
 
 
 async def test_the_command_reports_serves_its_figures_and_saves_when_asked_to_end(

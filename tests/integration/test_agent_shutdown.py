@@ -31,14 +31,6 @@ async def engine() -> AsyncIterator[FakeEngine]:
 
 
 @pytest.fixture
-async def router() -> AsyncIterator[FakeRouter]:
-    router = FakeRouter()
-    await router.start()
-    yield router
-    await router.stop()
-
-
-@pytest.fixture
 def contexts(monkeypatch: pytest.MonkeyPatch) -> list[zmq.asyncio.Context]:
     """The ZeroMQ contexts that agents create."""
     made: list[zmq.asyncio.Context] = []

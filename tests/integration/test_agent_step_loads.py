@@ -18,13 +18,6 @@ from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, RunningAgent
 from tests.support.waiting import eventually
 
 
-@pytest.fixture
-async def context() -> AsyncIterator[zmq.asyncio.Context]:
-    context = zmq.asyncio.Context()
-    yield context
-    context.destroy(linger=0)
-
-
 @asynccontextmanager
 async def pushing(context: zmq.asyncio.Context, address: str) -> AsyncIterator[zmq.asyncio.Socket]:
     socket = context.socket(zmq.PUSH)
@@ -58,11 +51,10 @@ LARGE = msgspec.msgpack.encode(msgspec.msgpack.decode(load(running=8)) | {"more"
     [load(running=-1), load(waiting=1 << 40), load(prefill_tokens_left=-5), load(kv_usage=float("inf")), NESTED, LARGE],
     ids=["negative", "beyond 32 bits", "negative tokens", "infinite", "nested", "large"],
 )
-async def test_one_message_does_not_end_the_agent(context: zmq.asyncio.Context, tmp_path: Path, message: bytes) -> None:
-    engine, router = FakeEngine(context), FakeRouter()
+async def test_one_message_does_not_end_the_agent(
+    context: zmq.asyncio.Context, engine: FakeEngine, router: FakeRouter, tmp_path: Path, message: bytes
+) -> None:
     engine.engine = {"run": "7f"}
-    await engine.start()
-    await router.start()
     address = f"ipc://{tmp_path}/loads"
     async with (
         running(engine.url, [router.address], tmp_path, step_loads_listen=address, scrape_interval_s=60.0) as agent,
@@ -79,18 +71,14 @@ async def test_one_message_does_not_end_the_agent(context: zmq.asyncio.Context, 
         await eventually(step, "a later load")
         assert not agent.task.done()
         assert {load.running for load in router.streams[0].loads} == {0, 9}
-    await engine.stop()
-    await router.stop()
 
 
 @pytest.mark.parametrize("process_start", [1000.0, None], ids=["one API server", "several API servers"])
 async def test_pushed_loads_reach_the_router(
-    context: zmq.asyncio.Context, tmp_path: Path, process_start: float | None
+    context: zmq.asyncio.Context, engine: FakeEngine, router: FakeRouter, tmp_path: Path, process_start: float | None
 ) -> None:
-    engine, router = FakeEngine(context, process_start=process_start), FakeRouter()
+    engine.process_start = process_start
     engine.engine = {"run": "7f"}
-    await engine.start()
-    await router.start()
     address = f"ipc://{tmp_path}/loads"
     # The only scrape is at the start; later loads were pushed.
     async with (
@@ -106,8 +94,6 @@ async def test_pushed_loads_reach_the_router(
         assert (seen.waiting, seen.kv_usage, seen.prefill_tokens_left, seen.steps.steps) == (2, 0.5, 400, 3)
         assert seen.generation_tokens == 100, "what /metrics has said"
         assert all(load.running in (0, 7) for load in router.streams[0].loads), "no load of other engines or ranks"
-    await engine.stop()
-    await router.stop()
     assert router.problems == []
 
 
@@ -142,11 +128,10 @@ async def test_loads_of_engines_that_cannot_be_told_apart_are_dropped(
     await router.stop()
 
 
-async def test_a_scrape_does_not_replace_a_newer_step(context: zmq.asyncio.Context, tmp_path: Path) -> None:
-    engine, router = FakeEngine(context), FakeRouter()
+async def test_a_scrape_does_not_replace_a_newer_step(
+    context: zmq.asyncio.Context, engine: FakeEngine, router: FakeRouter, tmp_path: Path
+) -> None:
     engine.engine = {"run": "7f"}
-    await engine.start()
-    await router.start()
     address = f"ipc://{tmp_path}/loads"
     async with (
         running(engine.url, [router.address], tmp_path, step_loads_listen=address) as agent,
@@ -161,21 +146,16 @@ async def test_a_scrape_does_not_replace_a_newer_step(context: zmq.asyncio.Conte
         await eventually(lambda: router.streams[0].loads[-1].running == 0, "that the steps have ended")
         assert not router.streams[0].loads[-1].HasField("steps")
         assert not agent.task.done()
-    await engine.stop()
-    await router.stop()
 
 
-async def test_limits_and_hardware_need_no_setting(context: zmq.asyncio.Context, tmp_path: Path) -> None:
+async def test_limits_and_hardware_need_no_setting(engine: FakeEngine, router: FakeRouter, tmp_path: Path) -> None:
     """What the engine announces is reported, except for what a setting says."""
-    engine, router = FakeEngine(context), FakeRouter()
     engine.engine = {
         "device": "NVIDIA H200",
         "tensor_parallel_size": "2",
         "max_num_batched_tokens": "8192",
         "long_prefill_token_threshold": "4096",
     }
-    await engine.start()
-    await router.start()
     async with running(engine.url, [router.address], tmp_path / "a"):
         await eventually(lambda: bool(router.streams), "a stream")
         seen = router.streams[0].hello.instance
@@ -185,17 +165,12 @@ async def test_limits_and_hardware_need_no_setting(context: zmq.asyncio.Context,
         await eventually(lambda: len(router.streams) == 2, "another stream")
         seen = router.streams[1].hello.instance
         assert (seen.hardware, seen.long_prefill_token_threshold) == ("fast", 512)
-    await engine.stop()
-    await router.stop()
 
 
 async def test_an_engine_that_steps_is_healthy_though_its_metrics_fail(
-    context: zmq.asyncio.Context, tmp_path: Path
+    context: zmq.asyncio.Context, engine: FakeEngine, router: FakeRouter, tmp_path: Path
 ) -> None:
-    engine, router = FakeEngine(context), FakeRouter()
     engine.engine = {"run": "7f"}
-    await engine.start()
-    await router.start()
     address = f"ipc://{tmp_path}/loads"
 
     async def step(push: zmq.asyncio.Socket) -> None:
@@ -215,5 +190,3 @@ async def test_an_engine_that_steps_is_healthy_though_its_metrics_fail(
             steps.cancel()
         await eventually(lambda: not router.streams[0].loads[-1].healthy, "that it is not, without steps")
         assert not agent.task.done()
-    await engine.stop()
-    await router.stop()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
 import aiohttp
 import pytest
-import zmq.asyncio
 
 from pointsman_agent.core.kv_events import AllBlocksCleared
 from pointsman_agent.io import engine_monitor
@@ -18,25 +16,6 @@ from pointsman_lab.emulator.emulated_engine import start as emulate
 from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, running
 from tests.support.kv_events import store, tokens_of
 from tests.support.waiting import eventually
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[FakeEngine]:
-    context = zmq.asyncio.Context()
-    engine = FakeEngine(context)
-    await engine.start()
-    yield engine
-    await engine.stop()
-    context.destroy(linger=0)
-
-
-@pytest.fixture
-async def router() -> AsyncIterator[FakeRouter]:
-    router = FakeRouter()
-    await router.start()
-    yield router
-    await router.stop()
-    assert router.problems == []
 
 
 def suspended(router: FakeRouter) -> str | None:
