@@ -1,14 +1,29 @@
-"""The sections of docs/findings.md and README.md that are made apart from the rest, each between two marks."""
+"""Pages made from templates, and sections of docs/findings.md and README.md that are made apart, each between two marks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+import jinja2
 
 ADMISSION, DEFAULT, OPENING, TIERS = "admission", "default", "opening", "tiers"
 # The sections that other commands than `python -m studies.findings` write.
 OF_STUDIES = (ADMISSION, DEFAULT)
 # The sections of README.md.
 BOARD, ROUTERS = "board", "routers"
+
+
+def filled_template(template: Path, filters: Mapping[str, Callable[..., object]], **facts: Any) -> str:
+    """Return the text of a template, with no more than one empty line in a row. Raises jinja2.UndefinedError for a name that is
+    not among `facts`."""
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters |= filters
+    text = environment.from_string(template.read_text()).render(**facts)
+    while "\n\n\n" in text:
+        text = text.replace("\n\n\n", "\n\n")
+    return text
 
 
 def with_section(document: str, name: str, text: str) -> str:

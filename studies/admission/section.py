@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-import jinja2
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
@@ -16,6 +15,7 @@ from studies.admission.cells import ADMISSIONS, INSTANCES, NONE, SCENARIOS
 from studies.admission.measures import ALL, BIN_S, StartBin
 from studies.admission.runs import AdmissionTrial, by_cell
 from studies.findings.opening import PLOT_STYLE, as_svg
+from studies.marked_sections import filled_template
 
 TEMPLATE = Path(__file__).with_name("section.md.jinja")
 PLOT = "findings_admission.svg"
@@ -62,9 +62,9 @@ def section(trials: Sequence[AdmissionTrial], missing: int, instances: int = INS
     """Return the section in Markdown. `missing`: number of planned trials that were not run. `instances`: those of the trials."""
     cells = by_cell(trials)
     rows = [Row(name, found, cells.get((name[0], name[1], NONE), {})) for name, found in cells.items()]
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"fixed": _fixed, "percent": _percent, "change": _change}
-    text = environment.from_string(TEMPLATE.read_text()).render(
+    text = filled_template(
+        TEMPLATE,
+        {"fixed": _fixed, "percent": _percent, "change": _change},
         rows=rows,
         scenarios={name: one.about for name, one in SCENARIOS.items() if any(row.scenario == name for row in rows)},
         commits=sorted({one.commit[:12] for one in trials if one.commit}),
@@ -79,8 +79,6 @@ def section(trials: Sequence[AdmissionTrial], missing: int, instances: int = INS
         plot=PLOT,
         confidence=CONFIDENCE,
     )
-    while "\n\n\n" in text:
-        text = text.replace("\n\n\n", "\n\n")
     return text.strip() + "\n"
 
 

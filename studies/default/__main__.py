@@ -13,7 +13,6 @@ from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
 
-import jinja2
 import msgspec
 import typer
 from pydantic import Field
@@ -25,7 +24,7 @@ from studies import TRACES
 from studies.command import run_study
 from studies.default.cells import BASELINE, DefaultCell, default_cells
 from studies.default.limits import PASS, SEEDS, changes, failed_more, figures, seeds_needed, table, verdict
-from studies.marked_sections import DEFAULT, write_section
+from studies.marked_sections import DEFAULT, filled_template, write_section
 from studies.stored_trials import append_trial, read_trials
 
 TEMPLATE = Path(__file__).with_name("section.md.jinja")
@@ -125,8 +124,9 @@ def _write(found: Mapping[str, Trials], settings: DefaultStudySettings) -> None:
         for name, trials in found.items()
     }
     passed = sum(verdict(told, more_failed=more_failed) == PASS for told, more_failed in rows.values())
-    text = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined).from_string(TEMPLATE.read_text())
-    section = text.render(
+    section = filled_template(
+        TEMPLATE,
+        {},
         policy=settings.policy,
         base=BASELINE,
         table=table(rows),

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import jinja2
-
 from pointsman_lab.engine.interface import EngineConfig
 from pointsman_lab.experiments.latency_bounds import BOUNDS, FLOOR
 from pointsman_lab.experiments.paired_statistics import CONFIDENCE
@@ -46,7 +44,7 @@ from studies.findings.figures import (
     to,
 )
 from studies.findings.tiers import tier_section
-from studies.marked_sections import TIERS, with_section
+from studies.marked_sections import TIERS, filled_template, with_section
 
 TEMPLATE, SIDE_RUNS = (Path(__file__).with_name(name) for name in ("page.md.jinja", "side_runs.toml"))
 TTFT99, E2E90, E2E99, TPOT = "ttft_p99_s", "e2e_p90_s", "e2e_p99_s", "tpot_p90_s"
@@ -158,9 +156,9 @@ def render(
     whole = {place: cell for place, cell in cells.items() if not place.threshold}
     first = {place.load: cell for place, cell in whole.items() if place.trace == traces[0]}
     ablations = list(dict.fromkeys(name for cell in first.values() for name in cell if name in ABLATIONS))
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"fixed": fixed, "difference": difference_text, "percent": percent, "to": to, "each": each}
-    text = environment.from_string(TEMPLATE.read_text()).render(
+    text = filled_template(
+        TEMPLATE,
+        {"fixed": fixed, "difference": difference_text, "percent": percent, "to": to, "each": each},
         bounds=BOUNDS,
         peers=PEERS,
         looser_name=LOOSER,
@@ -194,8 +192,6 @@ def render(
         calibration_error=largest_error(calibrated),
         agreements=agreements or {},
     )
-    while "\n\n\n" in text:
-        text = text.replace("\n\n\n", "\n\n")
     return with_section(text.rstrip("\n") + "\n", TIERS, tier_section(everywhere, traces[0]))
 
 

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import jinja2
-
 from pointsman_lab.engine.cost_profile import Profile
 from pointsman_lab.experiments.paired_statistics import Estimate, difference_by_seed
 from studies.findings.cells import NOT_REPORTED, TIER_CASES, TIER_LOAD, TIER_POLICIES
 from studies.findings.figures import Cell, TableKey, difference_text, fixed, percent
+from studies.marked_sections import filled_template
 
 TEMPLATE = Path(__file__).with_name("tiers.md.jinja")
 TTFT, SESSION = "ttft_p90_s", "session_mean_s"
@@ -59,10 +58,15 @@ def tier_section(cells: Mapping[TableKey, Cell], trace: str) -> str:
         for name, cell in {NONE: none, **cases}.items()
         if policy in cell
     ]
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"fixed": fixed, "difference": difference_text, "percent": percent, "told": _told}
-    return environment.from_string(TEMPLATE.read_text()).render(
-        trace=trace, load=TIER_LOAD, profile=Profile(), scale=1_000, rows=rows, credit=_credit(cases)
+    return filled_template(
+        TEMPLATE,
+        {"fixed": fixed, "difference": difference_text, "percent": percent, "told": _told},
+        trace=trace,
+        load=TIER_LOAD,
+        profile=Profile(),
+        scale=1_000,
+        rows=rows,
+        credit=_credit(cases),
     )
 
 

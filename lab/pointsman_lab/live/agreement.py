@@ -12,11 +12,10 @@ from typing import Literal
 from zlib import crc32
 
 import msgspec
-import numpy as np
 
 from pointsman_lab.experiments.paired_statistics import Estimate, difference_by_seed
 from pointsman_lab.live.model_accuracy import GOAL
-from pointsman_lab.report.measures import ALL, measure
+from pointsman_lab.report.measures import ALL, measure, session_times
 from pointsman_lab.report.request_record import RequestRecord
 
 Kind = Literal["live", "simulated"]
@@ -79,21 +78,11 @@ def rounds(policies: Sequence[str], rates: Sequence[float], seeds: Sequence[int]
 
 
 def run_measures(records: Sequence[RequestRecord]) -> dict[str, float]:
-    """Return the measures of a run: those of measure() for all requests, and `session_mean_s`, `session_p90_s` (s) and
-    `sessions`, over the sessions whose requests were all answered. A session lasts from its first request to its last answer."""
-    measures = measure(records, {})[ALL]
-    sessions: dict[str, list[RequestRecord]] = {}
-    for record in records:
-        sessions.setdefault(record.session, []).append(record)
-    times = [
-        max(turn.t_send + turn.e2e_s for turn in turns) - min(turn.t_send for turn in turns)
-        for turns in sessions.values()
-        if all(turn.ok for turn in turns)
-    ]
-    measures |= {"sessions": float(len(times)), "sessions_failed": float(len(sessions) - len(times))}
-    if times:
-        measures |= {"session_mean_s": fmean(times), "session_p90_s": float(np.percentile(times, 90))}
-    return measures
+    """Return the measures of a run: those of measure() for all requests, and the numbers of `sessions` whose requests were all
+    answered, and of other ones (`sessions_failed`)."""
+    times = session_times(records)
+    failed = times.count(None)
+    return measure(records, {})[ALL] | {"sessions": float(len(times) - failed), "sessions_failed": float(failed)}
 
 
 class MeanComparison(msgspec.Struct, frozen=True):

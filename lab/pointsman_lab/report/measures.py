@@ -35,7 +35,8 @@ def measure(records: Sequence[RequestRecord], busy_s: Mapping[str, float]) -> Me
         groups.setdefault(f"by {record.rule}", []).append(record)
     measures = {name: _latencies(groups[name]) for name in (ALL, *sorted(groups.keys() - {ALL}))}
     whole = measures[ALL]
-    whole |= _session_times(records)
+    if times := [time for time in session_times(records) if time is not None]:
+        whole |= {"session_mean_s": float(np.mean(times)), "session_p90_s": float(np.percentile(times, 90))}
     whole["failed"] = float(len(records) - len(good))
     if good:
         whole["offloads"] = sum(record.mode == "OFFLOAD" for record in good) / len(good)
@@ -49,16 +50,17 @@ def measure(records: Sequence[RequestRecord], busy_s: Mapping[str, float]) -> Me
     return measures
 
 
-def _session_times(records: Sequence[RequestRecord]) -> dict[str, float]:
+def session_times(records: Sequence[RequestRecord]) -> list[float | None]:
+    """Return the time from the first request to the last answer of each session, s; None if a request was not answered."""
     sessions: dict[str, list[RequestRecord]] = {}
     for record in records:
         sessions.setdefault(record.session, []).append(record)
-    times = [
+    return [
         max(turn.t_send + turn.e2e_s for turn in turns) - min(turn.t_send for turn in turns)
-        for turns in sessions.values()
         if all(turn.ok for turn in turns)
+        else None
+        for turns in sessions.values()
     ]
-    return {"session_mean_s": float(np.mean(times)), "session_p90_s": float(np.percentile(times, 90))} if times else {}
 
 
 def class_of(record: RequestRecord) -> str:
