@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.engines.vllm_questions import Vllm
+from tests.support.prompt_strategies import prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -40,14 +41,7 @@ def configs(kv_role: str, *, multi: bool) -> st.SearchStrategy[dict[str, Any]]:
 REQUESTS = st.lists(
     st.fixed_dictionaries(
         {
-            # A few common beginnings, so that prompts share prefixes of various lengths.
-            "prompt": st.builds(
-                lambda shared, cut, own, length: ([shared] * cut + [own] * LENGTH)[:length],
-                st.integers(1, 2),
-                st.sampled_from([0, 16, 40, 64]),
-                st.integers(3, 5),
-                st.integers(2, 120),
-            ),
+            "prompt": prompts([0, 16, 40, 64], st.integers(2, 120), LENGTH),
             # A request that generates takes blocks away from those that come after it.
             "max_tokens": st.just(1) | st.integers(1, 70),
             "kind": st.sampled_from(["send", "send", "send", "compute", "load"]),

@@ -17,6 +17,7 @@ from pointsman_lab.engine.interface import EngineConfig, EngineRequest, FirstTok
 from pointsman_lab.engine.model import EngineModel
 from pointsman_lab.engine.request_queue import EngineSequence
 from tests.support.engines.vllm_questions import Vllm
+from tests.support.prompt_strategies import prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -155,14 +156,11 @@ CONFIGS = st.fixed_dictionaries(
 REQUESTS = st.lists(
     st.fixed_dictionaries(
         {
-            # A few common beginnings, so that prompts share prefixes of various lengths. Most prompts are so long that two of
-            # them do not fit into the engine's own cache.
-            "prompt": st.builds(
-                lambda shared, cut, own, length: ([shared] * cut + [own] * LENGTH)[:length],
-                st.integers(1, 2),
-                st.sampled_from([0, 0, 0, 0, 16, 40, 64, 96]),
-                st.integers(3, 5),
+            # Most prompts are so long that two of them do not fit into the engine's own cache.
+            "prompt": prompts(
+                [0, 0, 0, 0, 16, 40, 64, 96],
                 st.sampled_from([150, 144, 130, 150, 96, 64]) | st.integers(2, 150),
+                LENGTH,
             ),
             "max_tokens": st.sampled_from([1, 2, 6]) | st.integers(1, 40),
             "priority": st.integers(-1, 2),

@@ -14,6 +14,7 @@ from pointsman_agent.core.kv_events import decode_batch
 from pointsman_common.core.block_keys import KEY_TOKENS, prompt_keys
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from tests.support.engines.vllm_questions import Vllm
+from tests.support.prompt_strategies import prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -49,13 +50,7 @@ def models(draw: st.DrawFn) -> list[dict[str, Any]]:
     return draw(st.permutations([full, *others]))
 
 
-PROMPTS = st.builds(
-    lambda shared, cut, own, length: ([shared] * cut + [own] * LENGTH)[:length],
-    st.integers(1, 2),
-    st.sampled_from([0, 16, 40, 64, 128, 200]),
-    st.integers(3, 5),
-    st.integers(2, 250),
-)
+PROMPTS = prompts([0, 16, 40, 64, 128, 200], st.integers(2, 250), LENGTH)
 REQUESTS = st.lists(
     st.fixed_dictionaries({"prompt": PROMPTS, "max_tokens": st.integers(1, 40)}), min_size=1, max_size=8
 )

@@ -13,6 +13,7 @@ from pointsman_lab.engine.block_cache import AllCleared, BlocksRemoved, BlocksSt
 from pointsman_lab.engine.interface import EngineConfig, EngineRequest, FirstToken, Preempted, TokenGenerated
 from pointsman_lab.engine.model import EngineModel
 from tests.support.engines.vllm_questions import Vllm
+from tests.support.prompt_strategies import prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -112,14 +113,7 @@ CONFIGS = st.fixed_dictionaries(
 REQUESTS = st.lists(
     st.fixed_dictionaries(
         {
-            # A few common beginnings, so that prompts share prefixes of various lengths.
-            "prompt": st.builds(
-                lambda shared, cut, own, length: ([shared] * cut + [own] * LENGTH)[:length],
-                st.integers(1, 2),
-                st.sampled_from([0, 16, 40, 64]),
-                st.integers(3, 5),
-                st.integers(2, 120) | st.integers(2, 60),
-            ),
+            "prompt": prompts([0, 16, 40, 64], st.integers(2, 120) | st.integers(2, 60), LENGTH),
             "max_tokens": st.integers(1, 40) | st.integers(20, 120),
             "priority": st.integers(-1, 2),
             "remote_tokens": st.sampled_from([0, 0, 0, 32, 200]),
