@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -97,10 +98,13 @@ def front_section(cells: Sequence[Cell], trials: Sequence[StoredTrial]) -> str:
     even = sum(_word(verdict) == EVEN for _, _, verdict in verdicts)
     lines += [
         "",
-        f"Pointsman's best policy beside the best other router, in {len(comparisons)} kinds of traffic and {len(HEADLINES)}",
-        "measures. After `x` is the other's figure divided by Pointsman's.",
+        f"Pointsman's best policy beside the best other router ({len(comparisons)} kinds of traffic, {len(HEADLINES)} measures).",
+        "After `x` is the other's figure divided by Pointsman's.",
         "",
-        *(f"- {word}: {_places(verdicts, word, len(comparisons))}." for word in (BEHIND, AHEAD)),
+        *(
+            textwrap.fill(f"- {word}: {_places(verdicts, word, len(comparisons))}.", 150, subsequent_indent="  ")
+            for word in (BEHIND, AHEAD)
+        ),
         f"- no difference beyond chance: the other {even} of {len(verdicts)}.",
     ]
     return "\n".join(lines)
