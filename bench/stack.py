@@ -303,7 +303,7 @@ async def dynamo(engines: list[ServerProcess], model: str) -> AsyncIterator[Serv
         for engine in engines
     ]
     fleet = Fleet(addresses, MODEL, Path(model), (), DYNAMO_BLOCK_SIZE, 0, DYNAMO_CONTEXT, ())
-    [contender] = [one for one in contenders() if one.name.startswith(DYNAMO)]
+    [contender] = [contender for contender in contenders() if contender.name.startswith(DYNAMO)]
     with tempfile.TemporaryDirectory() as folder:
         running = running_router(contender, fleet, Path(folder))
         router = await asyncio.to_thread(running.__enter__)

@@ -86,7 +86,7 @@ def render(
         make_secrets(deploy / "k8s/base/secrets")
         copy = deploy / kustomization.relative_to(DEPLOY)
         own = yaml.safe_load((copy / "kustomization.yaml").read_text()).get("components", [])
-        for name in CERTIFIED & {*components, *(Path(one).name for one in own)}:
+        for name in CERTIFIED & {*components, *(Path(path).name for path in own)}:
             certified = run(DEPLOY / "make-certificates.sh", deploy / "k8s/components" / name / "tls")
             if certified.returncode:
                 raise RuntimeError(f"make-certificates.sh: {certified.stderr.strip()}")
@@ -162,7 +162,7 @@ def check_telemetry(folder: Path, compose_file: Path) -> list[str]:
         run("promtool", "check", "config", "--syntax-only", *sorted(folder.glob("prometheus.*yaml"))),
         run("promtool", "check", "rules", *folder.glob("rules/*.yaml")),
     )
-    problems = [" ".join((one.stderr or one.stdout).split()) for one in checked if one.returncode]
+    problems = [" ".join((check.stderr or check.stdout).split()) for check in checked if check.returncode]
     for path, content in derived.written(folder).items():
         if not (folder / path).exists() or (folder / path).read_text() != content:
             problems.append(f"{path} is not what `python -m tools.generate_telemetry` writes")
@@ -205,7 +205,7 @@ def main() -> int:
     tls = compose_file.with_name("tls.yaml")
     offload = compose_file.with_name("offload.yaml")
     for above in ((tls,), (offload,), (offload, tls)):
-        checks[" and ".join(str(one.relative_to(ROOT)) for one in above)] = check_compose(compose_file, *above)
+        checks[" and ".join(str(overlay.relative_to(ROOT)) for overlay in above)] = check_compose(compose_file, *above)
     checks["deploy/telemetry"] = check_telemetry(DEPLOY / "telemetry", compose_file)
     for file in sorted((DEPLOY / "docker").glob("*Dockerfile")):
         checks[str(file.relative_to(ROOT))] = check_dockerfile(file)

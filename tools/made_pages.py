@@ -74,7 +74,10 @@ def _formulas() -> Iterator[str]:
         if settings := dataclasses.fields(kind):
             yield table(
                 ["setting", "default", "allowed", "what it is"],
-                ([f"`{one.name}`", f"`{one.default}`", bounds(one), one.metadata["doc"]] for one in settings),
+                (
+                    [f"`{setting.name}`", f"`{setting.default}`", bounds(setting), setting.metadata["doc"]]
+                    for setting in settings
+                ),
             )
 
 
@@ -112,7 +115,7 @@ def _families(registry: CollectorRegistry) -> Iterator[tuple[str, str, str, str]
 def table(head: list[str], rows: Iterable[Iterable[str]]) -> str:
     """Return a Markdown table."""
     cells = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(one.replace('|', chr(92) + '|') for one in row)} |\n" for row in cells)
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in cells)
 
 
 if __name__ == "__main__":

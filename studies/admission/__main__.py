@@ -47,7 +47,7 @@ def run(settings: AdmissionStudySettings) -> None:
     seeds = range(settings.first_seed, settings.first_seed + settings.seeds)
     if not settings.render_only:
         chosen = [
-            one for one in planned if re.search(settings.only, f"{one.scenario} / {one.policy} / {one.admission}")
+            run for run in planned if re.search(settings.only, f"{run.scenario} / {run.policy} / {run.admission}")
         ]
         try:
             run_missing(chosen, seeds, settings.results, _print)

@@ -65,7 +65,7 @@ def measure_sessions(
         answered = [record for record in records if phase in (ALL, phase_of[record.session])]
         measures[phase] = dict(_of_sessions(chosen)) | dict(_of_requests(answered))
     whole, span_s = measures[ALL], sum(length for length, _ in arrivals.phases)
-    done_in_time = sum(one.fate == "done" and one.start_s + one.time_s <= span_s for one in found)
+    done_in_time = sum(outcome.fate == "done" and outcome.start_s + outcome.time_s <= span_s for outcome in found)
     whole["done_per_hour"] = done_in_time / span_s * 3600
     whole["parked"] = float(np.mean([record.parked_s > PARKED_S for record in records])) if records else 0.0
     whole["longest_wait_s"] = max((record.parked_s for record in records), default=0.0)
@@ -94,7 +94,7 @@ def _phases(found: Sequence[SessionOutcome], arrivals: Arrivals) -> list[str]:
     if arrivals.starts != "burst":
         return [ALL] * len(found)
     begin, end = arrivals.before_burst_s, arrivals.before_burst_s + arrivals.burst_s
-    return ["before" if one.start_s < begin else "burst" if one.start_s < end else "after" for one in found]
+    return ["before" if outcome.start_s < begin else "burst" if outcome.start_s < end else "after" for outcome in found]
 
 
 def _of_sessions(found: Sequence[SessionOutcome]) -> Iterator[tuple[str, float]]:
@@ -102,8 +102,8 @@ def _of_sessions(found: Sequence[SessionOutcome]) -> Iterator[tuple[str, float]]
     yield "sessions", float(count)
     fates = {"done": ("done",), "refused": ("refused",), "left": ("left",), "failed": ("failed", "never began")}
     for name, its in fates.items():
-        yield name, sum(one.fate in its for one in found) / count if count else 0.0
-    times = [one.time_s for one in found if one.fate == "done"]
+        yield name, sum(outcome.fate in its for outcome in found) / count if count else 0.0
+    times = [outcome.time_s for outcome in found if outcome.fate == "done"]
     if times:
         yield "time_mean_s", float(np.mean(times))
         yield "time_p90_s", float(np.percentile(times, 90))
@@ -132,7 +132,7 @@ class StartBin(msgspec.Struct, frozen=True, array_like=True):
 def bins_by_start(found: Iterable[SessionOutcome]) -> list[StartBin]:
     """Return the bins of BIN_S from 0 on, up to the last one in which a session started."""
     bins: dict[int, StartBin] = {}
-    for one in found:
-        at, done = int(one.start_s // BIN_S), one.fate == "done"
-        bins[at] = bins.get(at, StartBin()) + StartBin(1, int(done), round(one.time_s, 1) if done else 0.0)
+    for outcome in found:
+        at, done = int(outcome.start_s // BIN_S), outcome.fate == "done"
+        bins[at] = bins.get(at, StartBin()) + StartBin(1, int(done), round(outcome.time_s, 1) if done else 0.0)
     return [bins.get(at, StartBin()) for at in range(max(bins, default=-1) + 1)]

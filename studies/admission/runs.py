@@ -44,9 +44,9 @@ def run_missing(
     claims.mkdir(parents=True, exist_ok=True)
     # That of the code that this process has loaded, whatever is committed while it runs.
     commit = git_commit()
-    for tier in sorted({one.tier for one in cells}):
+    for tier in sorted({cell.tier for cell in cells}):
         for seed in seeds:
-            for one in (one for one in cells if one.tier == tier):
+            for one in (cell for cell in cells if cell.tier == tier):
                 with _claimed(claims / f"{hashlib.sha256(one.key.encode()).hexdigest()[:16]}-{seed}") as mine:
                     # Read with the claim: another process may just have stored it.
                     if mine and (one.key, seed) not in _stored(file):
@@ -56,7 +56,7 @@ def run_missing(
 def planned_trials(cells: Sequence[PlannedCell], seeds: Sequence[int], file: Path) -> list[AdmissionTrial]:
     """Return the trials of `cells` that are in `file`, in the order of the cells."""
     stored = _stored(file)
-    wanted = ((one.key, seed) for one in cells for seed in seeds)
+    wanted = ((cell.key, seed) for cell in cells for seed in seeds)
     return [stored[name] for name in wanted if name in stored]
 
 
@@ -113,6 +113,6 @@ def _alive(pid: str) -> bool:
 def by_cell(trials: Sequence[AdmissionTrial]) -> Mapping[tuple[str, str, str], Mapping[int, AdmissionTrial]]:
     """Return the trials by (scenario, policy, admission) and seed."""
     found: dict[tuple[str, str, str], dict[int, AdmissionTrial]] = {}
-    for one in trials:
-        found.setdefault((one.scenario, one.policy, one.admission), {})[one.seed] = one
+    for trial in trials:
+        found.setdefault((trial.scenario, trial.policy, trial.admission), {})[trial.seed] = trial
     return found

@@ -192,20 +192,22 @@ def _column(
 
 def _figures(name: str, outcomes: Sequence[ScalingOutcome]) -> list[Figure]:
     """Return two figures: TTFT p90 relative to before the rise, and the paid instance time relative to the fixed fleet's."""
-    in_time = sum(one.in_time for one in outcomes)
-    decided = [one.decided_s for one in outcomes if one.decided_s is not None]
-    doubled = [one.doubled_s for one in outcomes if one.doubled_s is not None]
+    in_time = sum(outcome.in_time for outcome in outcomes)
+    decided = [outcome.decided_s for outcome in outcomes if outcome.decided_s is not None]
+    doubled = [outcome.doubled_s for outcome in outcomes if outcome.doubled_s is not None]
     moments = (
         f"in time in {in_time} of {len(outcomes)} draws: decided in {len(decided)}, after {_median(decided)} s, "
         f"p90 doubled in {len(doubled)}, after {_median(doubled)} s"
     )
-    most = _median([one.most_instances for one in outcomes])
-    cost = f"{median(one.paid_before for one in outcomes):.2f} before the rise, at most {most} instances"
-    worst, last = (median(getattr(one, field) for one in outcomes) for field in ("worst_p90", "last_p90"))
+    most = _median([outcome.most_instances for outcome in outcomes])
+    cost = f"{median(outcome.paid_before for outcome in outcomes):.2f} before the rise, at most {most} instances"
+    worst, last = (median(getattr(outcome, field) for outcome in outcomes) for field in ("worst_p90", "last_p90"))
     windows = f"worst {WINDOW_S:g} s {worst:.2f}, last 5 min {last:.2f}"
     return [
-        Figure(f"{name}_ttft_p90", median(one.p90 for one in outcomes), "x before", note=f"{windows}; {moments}"),
-        Figure(f"{name}_paid", median(one.paid_after for one in outcomes), "x fixed", note=cost),
+        Figure(
+            f"{name}_ttft_p90", median(outcome.p90 for outcome in outcomes), "x before", note=f"{windows}; {moments}"
+        ),
+        Figure(f"{name}_paid", median(outcome.paid_after for outcome in outcomes), "x fixed", note=cost),
     ]
 
 

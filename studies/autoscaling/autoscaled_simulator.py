@@ -97,7 +97,7 @@ class AutoscaledSimulator(ResizableSimulator):
         self._replicas = self._autoscaler.replicas(figure, before, len(self.answering), now)
         self.syncs.append(Sync(now, figure, before, self._replicas))
         wanted = {_name(number) for number in range(self._replicas)}
-        for name in [one for one in self._starting if one not in wanted]:
+        for name in [starting for starting in self._starting if starting not in wanted]:
             self._starting.pop(name).gone_at = now
         for name in [one for one in self.answering if one not in wanted]:
             self.leave(name, now, partial(self._on_gone, name))

@@ -30,7 +30,11 @@ class TtftWindows:
     @classmethod
     def of(cls, records: Sequence[RequestRecord]) -> TtftWindows:
         """Return the TTFTs of the complete answers."""
-        seen = sorted((one.t_send + one.ttft_s, one.ttft_s) for one in records if one.ok and one.ttft_s is not None)
+        seen = sorted(
+            (record.t_send + record.ttft_s, record.ttft_s)
+            for record in records
+            if record.ok and record.ttft_s is not None
+        )
         return cls([at for at, _ in seen], [ttft_s for _, ttft_s in seen])
 
     def p90(self, since: float, until: float) -> float:

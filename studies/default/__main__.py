@@ -69,7 +69,7 @@ def run(settings: DefaultStudySettings) -> None:
     if not cells:
         typer.echo(f"python -m studies.default: no cell is called {settings.cells}", err=True)
         raise typer.Exit(2)
-    found = {one.name: _stored(one, settings) for one in cells}
+    found = {cell.name: _stored(cell, settings) for cell in cells}
     for _ in SEEDS if not settings.render_only else ():
         _run_missing(cells, found, settings)
     _write(found, settings)
@@ -81,7 +81,7 @@ def run(settings: DefaultStudySettings) -> None:
 def _run_missing(cells: Sequence[DefaultCell], found: Mapping[str, Trials], settings: DefaultStudySettings) -> None:
     """Run the trials that the cells lack for their next look, seed by seed, so that at any time all cells have about as many.
     Mutates `found`."""
-    wanted = {one.name: min(_seeds_needed(found[one.name], settings.policy), settings.seeds) for one in cells}
+    wanted = {cell.name: min(_seeds_needed(found[cell.name], settings.policy), settings.seeds) for cell in cells}
     for number in range(max(wanted.values())):
         seed = settings.first_seed + number
         for cell, policy in product(cells, (BASELINE, settings.policy)):

@@ -119,7 +119,7 @@ class Mixed:
             replace(
                 turn,
                 session_id=f"{number}/{turn.session}",
-                hash_ids=tuple(number * _PART_IDS + one for one in turn.hash_ids),
+                hash_ids=tuple(number * _PART_IDS + hash_id for hash_id in turn.hash_ids),
             )
             for number, part in enumerate(self.parts)
             for turn in part(seed)

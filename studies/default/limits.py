@@ -57,9 +57,9 @@ def figures(records: Sequence[RequestRecord], measures: Measures) -> dict[str, f
     """Return the figures of a trial: the metrics of LIMITS, and the number of failed requests. A session's time is from the first
     time that its client sent its first request to the end of its last answer."""
     times: dict[str, tuple[float, float]] = {}
-    for one in records:
-        begin, end = times.get(one.session, (math.inf, 0.0))
-        times[one.session] = min(begin, one.t_send), max(end, one.t_send + one.e2e_s)
+    for record in records:
+        begin, end = times.get(record.session, (math.inf, 0.0))
+        times[record.session] = min(begin, record.t_send), max(end, record.t_send + record.e2e_s)
     whole = measures[ALL]
     session_s = float(np.mean([end - begin for begin, end in times.values()])) if times else 0.0
     return {name: whole[name] for name in (*LIMITS, FAILED) if name in whole} | {SESSION: session_s}
@@ -89,7 +89,7 @@ def failed_more(ours: Mapping[int, Mapping[str, float]], base: Mapping[int, Mapp
 
 def verdict(found: Sequence[Change], *, more_failed: bool) -> str:
     """Return PASS, FAIL or OPEN for a cell: FAIL if any limit is exceeded or more requests failed."""
-    verdicts = {one.verdict for one in found}
+    verdicts = {outcome.verdict for outcome in found}
     if FAIL in verdicts or (more_failed and found):
         return FAIL
     return PASS if verdicts == {PASS} else OPEN
@@ -112,7 +112,7 @@ def table(cells: Mapping[str, tuple[Sequence[Change], bool]]) -> str:
         "|" + "---|" * (len(names) + 3),
     ]
     for cell, (found, more_failed) in cells.items():
-        told = {one.metric: _text(one) for one in found}
+        told = {outcome.metric: _text(outcome) for outcome in found}
         trials = str(found[0].trials) if found else "0"
         row = [cell, trials, *(told.get(metric, "-") for metric in LIMITS), verdict(found, more_failed=more_failed)]
         lines.append(f"| {' | '.join(row)} |")

@@ -85,9 +85,9 @@ def run(settings: FindingsSettings) -> None:
     if not settings.render_only:
         _run_missing(cells, stored, seeds, settings)
         stored = list(read_trials(settings.results, StoredTrial))
-    wanted = {(one.key, seed): one for one in cells for seed in seeds[: one.trials]}
+    wanted = {(cell.key, seed): cell for cell in cells for seed in seeds[: cell.trials]}
     # Two runs that write to one file may both have run a trial; the trial counts once.
-    trials = {(one.cell, one.seed): one for one in stored}
+    trials = {(trial.cell, trial.seed): trial for trial in stored}
     found = [(wanted[at], one) for at, one in trials.items() if at in wanted]
     missing = len(wanted) - len(found)
     if not found:
@@ -133,20 +133,22 @@ def _agreements(named: Sequence[str]) -> dict[str, str]:
 def _run_missing(
     cells: Sequence[PlannedCell], stored: Iterable[StoredTrial], seeds: Sequence[int], settings: FindingsSettings
 ) -> None:
-    have = {(one.cell, one.seed) for one in stored}
+    have = {(trial.cell, trial.seed) for trial in stored}
     commit = git_commit()
     # Each tier gets all its trials before the next one starts: if time runs out, the most important cells are complete.
     rounds = {
         (tier, seed): [
-            one for one in cells if one.tier == tier and seed in seeds[: one.trials] and (one.key, seed) not in have
+            cell
+            for cell in cells
+            if cell.tier == tier and seed in seeds[: cell.trials] and (cell.key, seed) not in have
         ]
-        for tier in sorted({one.tier for one in cells})
+        for tier in sorted({cell.tier for cell in cells})
         for seed in seeds
     }
     with make_progress(make_console()) as progress:
         task = progress.add_task("trials", total=sum(map(len, rounds.values())))
         for (_, seed), missing in rounds.items():
-            by_name = {(one.cell.load, one.cell.policy): one for one in missing}
+            by_name = {(run.cell.load, run.cell.policy): run for run in missing}
 
             def ended(trial: Trial, by_name: Mapping[tuple[str, str], PlannedCell] = by_name) -> None:
                 one = by_name[trial.load, trial.policy]
@@ -156,7 +158,7 @@ def _run_missing(
                 append_trial(settings.results, line)
                 progress.advance(task)
 
-            wanted = [one.cell for one in missing]
+            wanted = [run.cell for run in missing]
             if wanted and len(run_cells(wanted, [seed], settings.processes, ended)) < len(wanted):
                 return  # Ctrl-C
 

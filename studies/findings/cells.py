@@ -229,8 +229,10 @@ def plan_cells(traces: Path, trials: int, *, quick: bool) -> list[PlannedCell]:
 
 def tier_cells(cells: Sequence[PlannedCell]) -> list[PlannedCell]:
     """Return those of plan_cells() that the section on tiers needs: first its policies without tiers below, then TIER_CASES."""
-    none = [one for one in cells if (one.trace, one.load, one.threshold) == (cells[0].trace, TIER_LOAD, 0)]
-    return [one for one in none if one.policy in TIER_POLICIES] + [one for one in cells if one.trace in TIER_CASES]
+    none = [cell for cell in cells if (cell.trace, cell.load, cell.threshold) == (cells[0].trace, TIER_LOAD, 0)]
+    return [cell for cell in none if cell.policy in TIER_POLICIES] + [
+        cell for cell in cells if cell.trace in TIER_CASES
+    ]
 
 
 def _places(traces: Sequence[str], quick: bool) -> Iterator[tuple[str, str, int, str]]:
@@ -246,7 +248,7 @@ def _places(traces: Sequence[str], quick: bool) -> Iterator[tuple[str, str, int,
         yield from ((trace, load, 0, name) for name, load in product(names, MAIN))
     if CHAT in traces and not quick:
         yield from ((CHAT, OVERLOADED, 0, name) for name in (*BOUNDS, BASE, OURS))
-    for trace, (load, threshold), name in product([one for one in traces if one != CHAT], other, contenders):
+    for trace, (load, threshold), name in product([trace for trace in traces if trace != CHAT], other, contenders):
         yield trace, load, threshold, name
     cases = list(TIER_CASES)[: 1 if quick else None]
     yield from ((case, TIER_LOAD, 0, name) for case, name in product(cases, TIER_POLICIES))

@@ -117,9 +117,9 @@ class Cell(dict[str, dict[int, Mapping[str, float]]]):
 def cells_of(results: Sequence[StoredTrial]) -> dict[TableKey, Cell]:
     """Return all trials by their place."""
     found: dict[TableKey, Cell] = {}
-    for one in results:
-        cell = found.setdefault(TableKey(one.trace, one.load, one.threshold), Cell())
-        cell.setdefault(one.policy, {})[one.seed] = one.measures[ALL]
+    for trial in results:
+        cell = found.setdefault(TableKey(trial.trace, trial.load, trial.threshold), Cell())
+        cell.setdefault(trial.policy, {})[trial.seed] = trial.measures[ALL]
     return found
 
 

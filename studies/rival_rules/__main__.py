@@ -41,7 +41,7 @@ def _figure(rival: str, states: list[State]) -> Figure:
     write_states(rival, states)
     share = sum(map(agrees, states)) / len(states)
     note = f"{len(states)} states"
-    if apart := [one for one in states if one.get("shared_blocks") == 0]:
+    if apart := [state for state in states if state.get("shared_blocks") == 0]:
         note += f"; {sum(map(agrees, apart)) / len(apart):.3f} of {len(apart)} in which open requests share no blocks"
     return Figure(f"rule_{rival.replace('-', '_')}_share", share, "", 1.0, f"{note}; baseline is the goal")
 

@@ -54,7 +54,7 @@ class Worker:
 
     def cached(self, tokens: list[int]) -> int:
         """Return how many leading blocks of a prompt it keeps."""
-        return max((_common(tokens, one) // BLOCK for one in self.kept), default=0)
+        return max((_common(tokens, prompt) // BLOCK for prompt in self.kept), default=0)
 
     def keep(self, tokens: list[int]) -> None:
         """Store a prompt's whole blocks, or all of it anew after its cache was cleared because it is full."""
@@ -113,26 +113,26 @@ async def main(count: int, seed: int) -> None:
             "input": len(prompt),
             "chosen": f"w{chosen['worker_id']}",
             "instances": {
-                f"w{one.number}": {
-                    "cached": one.cached(prompt) * BLOCK,
-                    "requests": len(one.open),
-                    "pending": sum(each.effective for each in one.open),
-                    "ongoing": sum(len(each.tokens) for each in one.open),
-                    "decoding": sum(len(each.tokens) for each in one.open if not each.effective),
+                f"w{worker.number}": {
+                    "cached": worker.cached(prompt) * BLOCK,
+                    "requests": len(worker.open),
+                    "pending": sum(each.effective for each in worker.open),
+                    "ongoing": sum(len(each.tokens) for each in worker.open),
+                    "decoding": sum(len(each.tokens) for each in worker.open if not each.effective),
                 }
-                for one in workers
+                for worker in workers
             },
             # Blocks that several open requests of a worker share, or this prompt with them: the core counts each once.
-            "shared_blocks": max(_shared(one, prompt) for one in workers),
+            "shared_blocks": max(_shared(worker, prompt) for worker in workers),
         }
         print(json.dumps(state), flush=True)
         # Half of the requests go elsewhere than chosen, so that states differ more than a balanced fleet's.
         to = workers[chosen["worker_id"] - 1] if rng.random() < 0.5 else rng.choice(workers)
         if len(to.open) < MOST_OPEN:
             await _book(core, to, f"r{number}", prompt)
-        for one in workers:
-            for each in list(one.open):
-                await _go_on(core, one, each, rng)
+        for worker in workers:
+            for each in list(worker.open):
+                await _go_on(core, worker, each, rng)
 
 
 async def _joined(core: SelectionService, context: zmq.Context[Any], number: int) -> Worker:
@@ -148,7 +148,7 @@ async def _joined(core: SelectionService, context: zmq.Context[Any], number: int
 
 async def _seen(core: SelectionService, workers: list[Worker], prompt: list[int]) -> None:
     """Wait until the core knows of the prompt what the workers keep. Events travel on their own thread."""
-    wanted = {one.number: one.cached(prompt) for one in workers}
+    wanted = {worker.number: worker.cached(prompt) for worker in workers}
     end = time.monotonic() + EVENT_S
     while True:
         told = (await core.overlap_scores({"token_ids": prompt}))["workers"]

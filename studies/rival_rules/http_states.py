@@ -89,7 +89,7 @@ async def http_states(rival: str, program: Program, count: int, seed: int) -> li
     arrivals: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
     engines = [HeldEngine(f"w{at}", arrivals) for at in range(ENGINES)]
     async with contextlib.AsyncExitStack() as running:
-        served = [await running.enter_async_context(one.serve()) for one in engines]
+        served = [await running.enter_async_context(engine.serve()) for engine in engines]
         router = await running.enter_async_context(program(served))
         connector = aiohttp.TCPConnector(limit=0)
         client = await running.enter_async_context(aiohttp.ClientSession(connector=connector))
@@ -121,19 +121,19 @@ async def _one(
     *,
     hot: bool,
 ) -> dict[str, Any]:
-    texts = [text for one in engines for text in one.texts]
+    texts = [text for engine in engines for text in engine.texts]
     text = max(texts, key=len) + _letters(rng, 10, 40) if hot and rng.random() < 0.9 else _prompt(texts, rng)
     state = {
         "rival": rival,
         "input": len(text),
         "instances": {
-            one.name: {"cached": one.matched(text), "requests": sum(at is one for at, _ in open_.values())}
-            for one in engines
+            engine.name: {"cached": engine.matched(text), "requests": sum(at is engine for at, _ in open_.values())}
+            for engine in engines
         },
     }
     task = asyncio.create_task(_send(client, router.port, text))
     name = await _chosen(arrivals, task, text)
-    chosen = next(one for one in engines if one.name == name)
+    chosen = next(engine for engine in engines if engine.name == name)
     chosen.texts.append(text)
     open_[text] = chosen, task
     # Many and few open requests, and engines that are emptied at once, for states that are out of balance.

@@ -69,7 +69,7 @@ class BoardRun:
                 if cell.everyone:
                     self._round(cell, number, self._everyone)
         names = {*SHORT_OWN, *best_rivals(self._results.trials, POINTSMAN)}
-        few = [one for one in self._everyone if one.name in names]
+        few = [contender for contender in self._everyone if contender.name in names]
         for cell in cells:
             if not cell.everyone:
                 self._all_rounds(cell, few)
@@ -81,7 +81,7 @@ class BoardRun:
                 self._round(cell, number, few)
             return
         if (
-            all(self._results.has(cell, one, number) for one in few for number in rounds)
+            all(self._results.has(cell, contender, number) for contender in few for number in rounds)
             or time.monotonic() > self._end
         ):
             return
@@ -92,23 +92,23 @@ class BoardRun:
                     for number in rounds:
                         self._round(cell, number, few, fleet)
             except FileNotFoundError as error:
-                for one in few:
-                    self._store(cell, one, 1, problem=f"no engines: {error}")
+                for contender in few:
+                    self._store(cell, contender, 1, problem=f"no engines: {error}")
 
     def _round(self, cell: Cell, number: int, among: Sequence[Contender], fleet: Fleet | None = None) -> None:
         """Run a round's missing trials. Each round begins with another contender, so that none is always the first."""
         missing = [one for one in _rotated(among, number) if not self._results.has(cell, one, number)]
         drawn: Draw | None = None
-        for one in missing:
+        for run in missing:
             if time.monotonic() > self._end:
                 return
             try:
-                one.check()
+                run.check()
             except NotRunnable as error:
-                self._store(cell, one, number, problem=str(error))
+                self._store(cell, run, number, problem=str(error))
                 continue
             drawn = drawn or draw(cell.load, number)
-            self._trial(cell, one, number, drawn, fleet)
+            self._trial(cell, run, number, drawn, fleet)
 
     def _trial(self, cell: Cell, one: Contender, number: int, drawn: Draw, fleet: Fleet | None) -> None:
         try:

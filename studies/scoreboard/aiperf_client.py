@@ -21,7 +21,7 @@ def send_with_aiperf(
     within `timeout_s` has failed. Raises FileNotFoundError without .venv-aiperf."""
     if not AIPERF.exists():
         raise FileNotFoundError(f"{AIPERF}: make env-aiperf")
-    requests = [one for turns in drawn.sessions for one in turns]
+    requests = [request for turns in drawn.sessions for request in turns]
     trace, out = folder / "aiperf.jsonl", folder / "aiperf"
     lines = deltas(requests, lambda turn: (turn.think_ms or 0.0) * time_scale, time_scale)
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))

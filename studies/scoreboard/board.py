@@ -95,23 +95,25 @@ class Results:
 
     def forget_problems(self) -> None:
         """Let the routers that could not run be tried again."""
-        self.trials = [one for one in self.trials if not one.problem]
+        self.trials = [trial for trial in self.trials if not trial.problem]
 
     def has(self, cell: Cell, contender: Contender, number: int) -> bool:
         """Whether a trial was run, or its router cannot run in the cell."""
         return any(
-            (one.cell, one.contender) == (cell.name, contender.name) and (one.round == number or one.problem)
-            for one in self.trials
+            (trial.cell, trial.contender) == (cell.name, contender.name) and (trial.round == number or trial.problem)
+            for trial in self.trials
         )
 
     def save_plan(self, cells: Sequence[Cell], facts: dict[str, object]) -> None:
         """Write beside the trials what the page says of them: the cells and `facts`."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.with_suffix(".plan.json").write_text(json.dumps({"cells": [asdict(one) for one in cells], **facts}))
+        self._file.with_suffix(".plan.json").write_text(
+            json.dumps({"cells": [asdict(cell) for cell in cells], **facts})
+        )
 
     def save_figures(self, figures: Sequence[Figure], commit: str, date: str) -> None:
         """Write beside the trials what `python -m bench side_by_side` has measured, and at which commit."""
-        rows = [one.row() for one in figures]
+        rows = [figure.row() for figure in figures]
         self._file.with_suffix(".figures.json").write_text(
             json.dumps({"commit": commit, "date": date, "figures": rows})
         )
@@ -135,10 +137,10 @@ def best_rivals(trials: Iterable[StoredTrial], own_prefix: str) -> list[str]:
     """Return the best policies of the BEST_RIVALS best other products, by the geometric mean of TTFT p90 over the RANKING cells'
     trials. Products without all the trials that the fullest one has are left out."""
     found: dict[str, list[float]] = {}
-    for one in trials:
-        rival = not one.contender.startswith(own_prefix)
-        if rival and one.cell in RANKING and one.measures and one.measures.ttft_s and not one.measures.failed:
-            found.setdefault(one.contender, []).append(one.measures.ttft_s["p90"])
+    for trial in trials:
+        rival = not trial.contender.startswith(own_prefix)
+        if rival and trial.cell in RANKING and trial.measures and trial.measures.ttft_s and not trial.measures.failed:
+            found.setdefault(trial.contender, []).append(trial.measures.ttft_s["p90"])
     fullest = max(map(len, found.values()), default=0)
     order = sorted((geometric_mean(values), name) for name, values in found.items() if len(values) == fullest)
     products: dict[str, str] = {}

@@ -85,11 +85,11 @@ class Comparison:
         self.cell = cell
         self.problems: dict[str, str] = {}
         self.trials: dict[str, dict[int, Measures]] = {}
-        for one in trials:
-            if one.cell == cell.name and one.measures is not None:
-                self.trials.setdefault(one.contender, {})[one.round] = one.measures
-            elif one.cell == cell.name:
-                self.problems[one.contender] = one.problem
+        for trial in trials:
+            if trial.cell == cell.name and trial.measures is not None:
+                self.trials.setdefault(trial.contender, {})[trial.round] = trial.measures
+            elif trial.cell == cell.name:
+                self.problems[trial.contender] = trial.problem
 
     @property
     def reference(self) -> str:
@@ -115,7 +115,7 @@ class Comparison:
     def failed_share(self, name: str) -> float:
         """Return the share of a router's requests that failed, 0 to 1."""
         rounds = self.trials[name].values()
-        return sum(one.failed for one in rounds) / max(sum(one.requests for one in rounds), 1)
+        return sum(trial.failed for trial in rounds) / max(sum(trial.requests for trial in rounds), 1)
 
     def entry(self, name: str, column: Column, reference: str) -> Entry:
         """Return a router's measure, and its ratio to `reference` ("": none) over the rounds that both have."""

@@ -65,8 +65,8 @@ def vllm_fleet(folder: Path, engines: int) -> Iterator[Fleet]:
     ]  # fmt: skip
     with running_engines(specs, model, folder) as running:
         yield Fleet(
-            [_address(one.url) for one in running], SERVED_NAME, model, [f" {word}" for word in vocabulary()],
-            VLLM_BLOCK, VLLM_KV_TOKENS // VLLM_BLOCK, VLLM_CONTEXT, [one.process.pid for one in running],
+            [_address(engine.url) for engine in running], SERVED_NAME, model, [f" {word}" for word in vocabulary()],
+            VLLM_BLOCK, VLLM_KV_TOKENS // VLLM_BLOCK, VLLM_CONTEXT, [engine.process.pid for engine in running],
         )  # fmt: skip
 
 

@@ -63,11 +63,11 @@ def measure(records: Sequence[RequestRecord], counted: Mapping[str, Any], span_s
         errors=dict(errors),
         sessions=len(by_session),
         span_s=span_s,
-        ttft_s=percentiles([one.ttft_s for one in good if one.ttft_s is not None]),
-        tpot_s=percentiles([value for one in good if (value := one.tpot_s) is not None]),
-        e2e_s=percentiles([one.e2e_s for one in good]),
+        ttft_s=percentiles([record.ttft_s for record in good if record.ttft_s is not None]),
+        tpot_s=percentiles([value for record in good if (value := record.tpot_s) is not None]),
+        e2e_s=percentiles([record.e2e_s for record in good]),
         session_s=percentiles([_length_s(of) for of in whole]),
-        output_tokens=sum(one.output_tokens or 0 for one in good),
+        output_tokens=sum(record.output_tokens or 0 for record in good),
         hit_ratio=counted["cached"] / counted["asked"] if counted["asked"] else None,
         cpu_ms={name: value * per_request for name, value in counted["cpu_s"].items()},
         beside_cpu_ms=counted["beside_cpu_s"] * per_request,
@@ -78,7 +78,7 @@ def measure(records: Sequence[RequestRecord], counted: Mapping[str, Any], span_s
 
 
 def _length_s(records: Sequence[RequestRecord]) -> float:
-    return max(one.t_send + one.e2e_s for one in records) - min(one.t_send for one in records)
+    return max(record.t_send + record.e2e_s for record in records) - min(record.t_send for record in records)
 
 
 def geometric_mean(values: Sequence[float]) -> float:

@@ -62,7 +62,7 @@ def render(
     """Return the page. `facts`: commit, machine, rounds and date of the run, and a note about it. `figures`: those of
     side_by_side."""
     comparisons = _comparisons(cells, trials)
-    references = dict.fromkeys(one.reference for one in comparisons if one.reference)
+    references = dict.fromkeys(comparison.reference for comparison in comparisons if comparison.reference)
     told = {"commit": "", "machine": "", "rounds": 0, "date": "", "note": ""} | facts
     parts = [
         _OPENING.format(**{**told, "reference": " or ".join(references) or "nothing"}),
@@ -72,7 +72,7 @@ def render(
         _traffic(comparisons, trials),
         _missing(cells, trials, int(str(told["rounds"]))),
         _programs(trials),
-        *(_cell(one) for one in comparisons),
+        *(_cell(comparison) for comparison in comparisons),
         *([_side_by_side(figures)] if figures is not None else []),
     ]
     return "\n".join(parts)
@@ -81,19 +81,19 @@ def render(
 def front_section(cells: Sequence[Cell], trials: Sequence[StoredTrial]) -> str:
     """Return README's section: the cells that all routers are in, and where Pointsman is behind, ahead, and neither."""
     comparisons = _comparisons(cells, trials)
-    tables = [one for one in comparisons if one.cell.everyone]
+    tables = [comparison for comparison in comparisons if comparison.cell.everyone]
     lines = [
-        f"| router | {' | '.join(one.cell.title for one in tables)} | {CPU.name}, {CPU.unit} |",
+        f"| router | {' | '.join(comparison.cell.title for comparison in tables)} | {CPU.name}, {CPU.unit} |",
         f"|---|{'---|' * (len(tables) + 1)}",
     ]
     for name in tables[0].ranked() if tables else ():
         cpu = field(tables[0].entry(name, CPU, ""), CPU, is_reference=True)
-        lines.append(f"| {name} | {' | '.join(_front_field(one, name) for one in tables)} | {cpu} |")
+        lines.append(f"| {name} | {' | '.join(_front_field(comparison, name) for comparison in tables)} | {cpu} |")
     verdicts = [
-        (column, one.cell.title, verdict)
+        (column, comparison.cell.title, verdict)
         for column in HEADLINES
-        for one in comparisons
-        if (verdict := one.verdict(column))
+        for comparison in comparisons
+        if (verdict := comparison.verdict(column))
     ]
     even = sum(_word(verdict) == EVEN for _, _, verdict in verdicts)
     lines += [
@@ -137,7 +137,7 @@ def _places(verdicts: Sequence[tuple[Column, str, Verdict]], word: str, kinds: i
 
 def _comparisons(cells: Sequence[Cell], trials: Iterable[StoredTrial]) -> list[Comparison]:
     kept = list(trials)
-    return [Comparison(cell, kept) for cell in cells if any(one.cell == cell.name for one in kept)]
+    return [Comparison(cell, kept) for cell in cells if any(trial.cell == cell.name for trial in kept)]
 
 
 def _winners(comparisons: Sequence[Comparison]) -> str:
@@ -150,9 +150,9 @@ def _winners(comparisons: Sequence[Comparison]) -> str:
         f"| traffic | {' | '.join(column.name for column in HEADLINES)} |",
         f"|---|{'---|' * len(HEADLINES)}",
     ]
-    for one in comparisons:
-        fields = [_winner(one.verdict(column), column) for column in HEADLINES]
-        lines.append(f"| {one.cell.title} | {' | '.join(fields)} |")
+    for comparison in comparisons:
+        fields = [_winner(comparison.verdict(column), column) for column in HEADLINES]
+        lines.append(f"| {comparison.cell.title} | {' | '.join(fields)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -171,14 +171,14 @@ def _word(verdict: Verdict) -> str:
 
 
 def _traffic(comparisons: Sequence[Comparison], trials: Iterable[StoredTrial]) -> str:
-    sources = {one.cell: one.source for one in trials if one.source}
+    sources = {trial.cell: trial.source for trial in trials if trial.source}
     lines = [
         "| traffic | requests of sessions | source | engines | sent by | rounds |",
         "|---|---|---|---|---|---|",
     ]
-    for one in comparisons:
-        cell = one.cell
-        first = next((measures for of in one.trials.values() for measures in of.values()), None)
+    for comparison in comparisons:
+        cell = comparison.cell
+        first = next((measures for of in comparison.trials.values() for measures in of.values()), None)
         if cell.engines == EMULATED:
             engines = f"{cell.count} emulated, {cell.speedup:g} times as fast as the modelled one"
         else:
@@ -186,7 +186,7 @@ def _traffic(comparisons: Sequence[Comparison], trials: Iterable[StoredTrial]) -
         client = "the replay client" if cell.client == OWN_CLIENT else cell.client
         count = f"{first.requests} of {first.sessions}" if first else "-"
         lines.append(
-            f"| {cell.title} | {count} | {sources.get(cell.name, '-')} | {engines} | {client} | {one.rounds} |"
+            f"| {cell.title} | {count} | {sources.get(cell.name, '-')} | {engines} | {client} | {comparison.rounds} |"
         )
     return "\n".join(lines) + "\n\n" + _NOTES
 
@@ -205,9 +205,11 @@ router, and the caches of the engines are empty otherwise.
 def _missing(cells: Sequence[Cell], trials: Sequence[StoredTrial], rounds: int) -> str:
     """Return a sentence that names what has fewer rounds than asked for, or is not there at all; empty if nothing is missing."""
     found: dict[tuple[str, str], int] = {}
-    for one in trials:
-        found[one.cell, one.contender] = found.get((one.cell, one.contender), 0) + (rounds if one.problem else 1)
-    everyone = {one.contender for one in trials}
+    for trial in trials:
+        found[trial.cell, trial.contender] = found.get((trial.cell, trial.contender), 0) + (
+            rounds if trial.problem else 1
+        )
+    everyone = {trial.contender for trial in trials}
     short = []
     for cell in cells:
         there = {name: count for (at, name), count in found.items() if at == cell.name}
@@ -225,16 +227,16 @@ _OWN_MODULE = re.compile(r"^python -m pointsman(?:\.|_)cli\.main\b", re.MULTILIN
 
 def _programs(trials: Iterable[StoredTrial]) -> str:
     kept = list(trials)
-    versions = {one.contender: one.version for one in kept}
-    problems = {one.contender: one.problem for one in kept if one.problem}
-    measured = {one.contender for one in kept if one.measures is not None}
+    versions = {trial.contender: trial.version for trial in kept}
+    problems = {trial.contender: trial.problem for trial in kept if trial.problem}
+    measured = {trial.contender for trial in kept if trial.measures is not None}
     lines = ["| router | version | runs |", "|---|---|---|"]
     for name in sorted(versions, key=lambda name: (not name.startswith(POINTSMAN), name)):
         ran = "yes" if name in measured else "no"
         note = f"{ran}: {problems[name]}" if name in problems else ran
         lines.append(f"| {name} | {versions[name] or '-'} | {_plain(note)} |")
     lines += [f"| {name} | - | no: {_plain(why)} |" for name, why in ABSENT.items()]
-    commands = {one.contender: one.command for one in kept if one.command}
+    commands = {trial.contender: trial.command for trial in kept if trial.command}
     shown = [f"{name}:\n{_OWN_MODULE.sub('pointsman', command)}\n" for name, command in sorted(commands.items())]
     return "\n".join([*lines, "", "Their commands:", "", "```text", "\n".join(shown).rstrip(), "```", ""])
 
@@ -280,16 +282,16 @@ def _side_by_side(saved: SavedFigures) -> str:
         "| measured | Pointsman is | figure | compared with | ratio | goal of the ratio | all programs |",
         "|---|---|---|---|---|---|---|",
     ]
-    for one in saved.figures:
-        serve = one.metric.startswith("side_serve_")
-        what = one.metric.removeprefix("side_serve_" if serve else "side_")
+    for figure in saved.figures:
+        serve = figure.metric.startswith("side_serve_")
+        what = figure.metric.removeprefix("side_serve_" if serve else "side_")
         _, against, goal = GOALS[f"side_{what}"]
-        ratio = "-" if one.ratio is None else f"{one.ratio:.2f}"
-        reached = "-" if not goal else f"{goal:g}, {'reached' if (one.ratio or 0.0) <= goal else '**missed**'}"
-        others = re.sub(r"[\d.]+e\+\d+", lambda found: _short(float(found[0])), one.note.partition("; baseline")[0])
+        ratio = "-" if figure.ratio is None else f"{figure.ratio:.2f}"
+        reached = "-" if not goal else f"{goal:g}, {'reached' if (figure.ratio or 0.0) <= goal else '**missed**'}"
+        others = re.sub(r"[\d.]+e\+\d+", lambda found: _short(float(found[0])), figure.note.partition("; baseline")[0])
         form = "`serve`" if serve else "two processes"
         lines.append(
-            f"| {_MEASURED[what]} | {form} | {_short(one.value)} {one.unit} | {against} | {ratio} | {reached} | {others} |"
+            f"| {_MEASURED[what]} | {form} | {_short(figure.value)} {figure.unit} | {against} | {ratio} | {reached} | {others} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -317,7 +319,7 @@ def _rest(one: Comparison) -> str:
         fields = [field(one.entry(name, column, one.reference), column, name == one.reference) for column in columns]
         rounds = list(one.trials[name].values())
         parts = dict.fromkeys(part for measures in rounds for part in measures.cpu_ms)
-        cpu = [f"{part} {sum(one.cpu_ms.get(part, 0.0) for one in rounds) / len(rounds):.2f}" for part in parts]
+        cpu = [f"{part} {sum(trial.cpu_ms.get(part, 0.0) for trial in rounds) / len(rounds):.2f}" for part in parts]
         if beside := sum(measures.beside_cpu_ms for measures in rounds) / len(rounds):
             cpu.append(f"(adapters {beside:.2f})")
         memory = max(measures.rss_mb for measures in rounds)

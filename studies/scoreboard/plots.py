@@ -26,11 +26,16 @@ def ttft_plot(comparisons: Sequence[Comparison]) -> str:
 
 def cpu_plot(comparisons: Sequence[Comparison]) -> str:
     """Return the SVG of the routers' CPU time per request, on a logarithmic scale."""
-    return _bars([one for one in comparisons if one.cell.engines == EMULATED], CPU, "ms of CPU per request", log=True)
+    return _bars(
+        [comparison for comparison in comparisons if comparison.cell.engines == EMULATED],
+        CPU,
+        "ms of CPU per request",
+        log=True,
+    )
 
 
 def _bars(comparisons: Sequence[Comparison], column: Column, label: str, *, log: bool) -> str:
-    rows = max((len(one.trials) for one in comparisons), default=1)
+    rows = max((len(comparison.trials) for comparison in comparisons), default=1)
     columns = min(2, max(len(comparisons), 1))
     lines = -(-max(len(comparisons), 1) // columns)
     with mpl.rc_context(_STYLE):

@@ -88,14 +88,14 @@ def _chat(load: Load, round_number: int, rng: random.Random, recorded: Path) -> 
     begin = round_number * CHAT_STRIDE_S * 1e3
     if (file := recorded / CHAT_TRACE).exists():
         requests, source = load_trace(file), file.name
-        requests = [one for one in requests if begin <= one.timestamp_ms < begin + load.span_s * 1e3]
+        requests = [request for request in requests if begin <= request.timestamp_ms < begin + load.span_s * 1e3]
     else:
         # As many requests per second as the recorded trace has.
         sessions, source = _generated(CHAT_SHAPE, round(load.span_s * 2.2), round_number, load.span_s)
-        begin, requests = 0.0, [one for turns in sessions for one in turns]
+        begin, requests = 0.0, [request for turns in sessions for request in turns]
     taken = [turns for turns in by_session(requests).values() if rng.random() < load.share]
     first = min(turns[0].timestamp_ms for turns in taken)
-    moved = [[replace(one, timestamp_ms=one.timestamp_ms - first) for one in turns] for turns in taken]
+    moved = [[replace(request, timestamp_ms=request.timestamp_ms - first) for request in turns] for turns in taken]
     return Draw(sorted(moved, key=lambda turns: turns[0].timestamp_ms), source)
 
 
@@ -120,10 +120,11 @@ class PreparedChats:
     from what is measured."""
 
     def __init__(self, sessions: Sequence[Session], words: Sequence[str]) -> None:
-        requests = [one for turns in sessions for one in turns]
+        requests = [request for turns in sessions for request in turns]
         chats = ChatMaker(requests, words)
         self._messages = {
-            (one.session, one.turn): msgspec.Raw(msgspec.json.encode(chats.messages(one))) for one in requests
+            (request.session, request.turn): msgspec.Raw(msgspec.json.encode(chats.messages(request)))
+            for request in requests
         }
 
     def messages(self, request: TraceRequest) -> msgspec.Raw:

@@ -101,10 +101,10 @@ def _operators() -> Iterator[str]:
     group = typer.main.get_command(app)
     found: dict[tuple[str, str, str], list[str]] = {}
     for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
-        for one in command.params:
-            if one.envvar:
-                default = one.default or (DEFAULT_ROUTER if one.name == "router" else "")
-                found.setdefault((one.envvar, one.opts[0], default), []).append(f"`{name}`")
+        for parameter in command.params:
+            if parameter.envvar:
+                default = parameter.default or (DEFAULT_ROUTER if parameter.name == "router" else "")
+                found.setdefault((parameter.envvar, parameter.opts[0], default), []).append(f"`{name}`")
     yield _row(["variable", "flag", "default", "read by"])
     yield _row(["---"] * 4)
     for (variable, flag, default), commands in sorted(found.items()):
@@ -141,7 +141,7 @@ def _allowed(field: FieldInfo) -> str:
     """Return a number's bounds, the permitted words, or the kind of value; "" if the kind needs no description."""
     kind = field.annotation
     if get_origin(kind) is Literal:
-        return ", ".join(f"`{one}`" for one in get_args(kind))
+        return ", ".join(f"`{argument}`" for argument in get_args(kind))
     said = []
     for bound in field.metadata:
         match bound:
@@ -162,7 +162,7 @@ def _allowed(field: FieldInfo) -> str:
 
 def _kind(kind: Any) -> str:
     if get_origin(kind) in (Union, types.UnionType):
-        kind = next(one for one in get_args(kind) if one is not type(None))
+        kind = next(argument for argument in get_args(kind) if argument is not type(None))
     names = {bool: "true or false", Path: "a path", SecretStr: "a secret", list: "a list", dict: "a JSON object"}
     return names.get(get_origin(kind) or kind, "")
 
