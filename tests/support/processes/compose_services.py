@@ -56,9 +56,9 @@ class Stack:
         for (service, port), own in self.ports.items():
             text = re.sub(rf"(?<![\w.-]){service}:{port}\b", f"127.0.0.1:{own}", text)
             if service == name:
-                text = re.sub(rf"\b(0\.0\.0\.0|127\.0\.0\.1):{port}\b", rf"\g<1>:{here}", text)
-                text = re.sub(rf"(\btcp://\*:|^--port=){port}\b", rf"\g<1>{here}", text)
-                text = str(here) if text == port else text
+                text = re.sub(rf"\b(0\.0\.0\.0|127\.0\.0\.1):{port}\b", rf"\g<1>:{own}", text)
+                text = re.sub(rf"(\btcp://\*:|^--port=){port}\b", rf"\g<1>{own}", text)
+                text = str(own) if text == port else text
         return text
 
     def environment(self, name: str) -> dict[str, str]:
