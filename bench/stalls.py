@@ -26,6 +26,7 @@ import redis.asyncio
 
 from bench import stack
 from bench.figures import Figure, percentile
+from bench.waiting import waiting
 from pointsman.router.v1 import fleet_pb2
 from pointsman_common.io.channel import open_channel
 from tests.support.http_request import serves
@@ -56,8 +57,9 @@ Stored: TypeAlias = dict[Any, Any]
 
 
 async def stalls() -> list[Figure]:
-    """Return the longest turn and the placements' p99 of each case, and the time of a takeover."""
-    return [*await _restarts(), *await _thousand(), *await _shared_store()]
+    """Return the cost of requests that wait (bench/waiting.py), the longest turn and the placements' p99 of each case, and the
+    time of a takeover."""
+    return [*waiting(), *await _restarts(), *await _thousand(), *await _shared_store()]
 
 
 async def _restarts() -> list[Figure]:

@@ -97,7 +97,7 @@ async def test_an_end_is_not_confirmed_while_redis_does_not_answer(tmp_path: Pat
             process.kill()
 
             async def degraded() -> bool:
-                return one.router.state.store_degraded
+                return one.router.state.degraded
 
             await eventually(degraded, "the router goes on without Redis")
             await session.send(end_session=placement_pb2.EndSession(tenant="t", session_id="s"))

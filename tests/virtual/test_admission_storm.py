@@ -34,9 +34,9 @@ def test_a_storm_of_sessions_outlives_its_owner_and_a_gateway(monkeypatch: pytes
     waited: list[float] = []
     refused = Parking._refused
 
-    def noted(self: Parking, held: Any, place: int, now: float) -> Any:
+    def noted(self: Parking, held: Any, now: float) -> Any:
         waited.append(now - held.asked_at)
-        return refused(self, held, place, now)
+        return refused(self, held, now)
 
     monkeypatch.setattr(Parking, "_refused", noted)
     result, answers = Run(7), Counter[int]()

@@ -138,7 +138,7 @@ def test_a_pool_changes_its_policy_when_its_curve_is_learned() -> None:
         assert differences(decision, redecide(decision)) == []
 
 
-def test_sessions_are_counted_for_admission_from_when_auto_takes_foresight() -> None:
+def test_sessions_are_counted_under_every_policy_and_admitted_from_when_auto_takes_foresight() -> None:
     router, by_hand = state("auto"), state("foresight")
     for router_state in (router, by_hand):
         join_three(router_state)
@@ -149,7 +149,7 @@ def test_sessions_are_counted_for_admission_from_when_auto_takes_foresight() -> 
     assert admission_status(router, "m", LEARNED_AFTER + MAX_AGE_S) is not None
     assert not router.admission.applies("other", 0.0)
     assert not by_hand.admission.applies("m", LEARNED_AFTER + MAX_AGE_S)
-    assert not by_hand.admission.pools
+    assert "t/s" in by_hand.admission.pools["m"].ledger.sessions
     assert admission_status(by_hand, "m", LEARNED_AFTER + MAX_AGE_S) is None
 
 

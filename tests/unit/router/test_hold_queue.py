@@ -48,11 +48,11 @@ def order(queue: HoldQueue) -> str:
 
 def test_the_shortest_new_prefill_goes_first_and_waiting_counts() -> None:
     queue = HoldQueue(QueueSettings(ageing_tokens_per_s=100.0))
-    queue.offer(held("long", 1_000))
-    queue.offer(held("short", 10, since=5.0))
-    queue.offer(held("middle", 500))
+    queue.add(held("long", 1_000))
+    queue.add(held("short", 10, since=5.0))
+    queue.add(held("middle", 500))
     assert order(queue) == "middle short long"  # 500 - 500 = 0, 10, 1,000 - 500 = 500
-    queue.offer(held("late", 10, since=20.0))
+    queue.add(held("late", 10, since=20.0))
     assert order(queue) == "middle short long late"  # -1,500, -1,490, -1,000, 10
     queue.check_invariants()
 
@@ -60,21 +60,21 @@ def test_the_shortest_new_prefill_goes_first_and_waiting_counts() -> None:
 def test_without_ageing_long_prompts_wait_for_all_short_ones() -> None:
     queue = HoldQueue(QueueSettings(ageing_tokens_per_s=0.0))
     for name, new in (("long", 1_000), ("short", 10)):
-        queue.offer(held(name, new))
+        queue.add(held(name, new))
     assert order(queue) == "short long"
 
 
 def test_tenants_are_served_in_turn_by_what_they_cost() -> None:
     queue = HoldQueue(QueueSettings())
     for number in range(3):
-        queue.offer(held(f"a{number}", 1 + number, tenant="a"))
+        queue.add(held(f"a{number}", 1 + number, tenant="a"))
     for name, tenant in (("b0", "b"), ("b1", "b"), ("c0", "c")):
-        queue.offer(held(name, 100, tenant=tenant))
+        queue.add(held(name, 100, tenant=tenant))
     assert order(queue) == "a0 b0 c0 a1 b1 a2"
     queue.answered("a0", 1)
     assert order(queue) == "b0 c0 a1 b1 a2"
     queue.answered("c0", 100)
-    queue.offer(held("c1", 1, tenant="c"))
+    queue.add(held("c1", 1, tenant="c"))
     assert order(queue) == "b0 a1 b1 c1 a2"
     queue.check_invariants()
 
@@ -82,25 +82,8 @@ def test_tenants_are_served_in_turn_by_what_they_cost() -> None:
 def test_without_fairness_tenants_do_not_count() -> None:
     queue = HoldQueue(QueueSettings(fair=False))
     for name, new, tenant in (("a0", 1, "a"), ("a1", 2, "a"), ("b0", 3, "b")):
-        queue.offer(held(name, new, tenant=tenant))
+        queue.add(held(name, new, tenant=tenant))
     assert order(queue) == "a0 a1 b0"
-
-
-def test_the_queue_is_bounded_for_each_pool_and_each_tenant() -> None:
-    queue = HoldQueue(QueueSettings(size=3, tenant_share=0.7))
-    assert [queue.offer(held(f"a{number}", tenant="a")) for number in range(3)] == [
-        "",
-        "",
-        "this tenant has its share of the queue already",
-    ]
-    assert queue.offer(held("b0", tenant="b")) == ""
-    assert queue.offer(held("c0", tenant="c")) == "3 requests wait already"
-    assert queue.offer(held("n0", tenant="a", pool="n")) == ""
-    assert queue.remove("a0") is not None
-    assert queue.remove("a0") is None
-    assert queue.offer(held("c0", tenant="c")) == ""
-    assert HoldQueue(QueueSettings(size=0)).offer(held("x")) == "no queue"
-    queue.check_invariants()
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,12 @@ from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.admission.session_admission import AdmissionSettings
 from pointsman_router.core.admission_rule import AdmissionOutcome, decide_admission
 from pointsman_router.core.analysis.decision_replay import admission_differences, differences, redecide
+from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.placement_types import Phase, PlacementRequest
 from pointsman_router.core.priority import Priority
-from pointsman_router.core.requests.parking import KEEP_AGE_S
+from pointsman_router.core.requests.hold_queue import QueueSettings
+from pointsman_router.core.requests.parking import KEEP_AGE_S, LET_IN_AT_ONCE, LET_IN_PAUSE_S
+from pointsman_router.core.requests.request_table import LEAVE_AT_ONCE
 from pointsman_router.core.router_state import RouterState
 from tests.support.router_values import join, request, state
 
@@ -75,7 +78,7 @@ def test_a_session_that_its_client_ends_makes_room_at_once() -> None:
 def test_without_admission_or_while_the_caches_suffice_nothing_is_parked() -> None:
     router = fleet(settings=AdmissionSettings())
     assert placed(ask(router, session("new", 3_000), 1.0)) == ["new"]
-    assert not router.admission.pools or not router.admission.pools["m"].ledger.sessions
+    assert router.admission.pools["m"].ledger.sessions.keys() == {"t/busy", "t/new"}
     router = fleet()
     router.admission.pools["m"].armed = False
     assert placed(ask(router, session("new", 3_000), 1.0)) == ["new"]
@@ -169,6 +172,122 @@ def test_the_age_survives_a_refusal_and_a_lost_stream_for_ten_minutes() -> None:
     assert not len(router.parking.queue)
     ask(router, session("new", 3_000), 6.0, "h")
     assert next(iter(router.parking.queue)).since == 1.0
+
+
+def queued(count: int, *, capacity: int = 10_000_000, **changes: Any) -> tuple[RouterState, list[str]]:
+    """A full pool at which `count` sessions are parked, and their names in their order."""
+    router = fleet(capacity=capacity)
+    ask(router, session("fills", capacity - 8_000 - 100), 0.5)
+    names = [f"p{number:03}" for number in range(count)]
+    for name in names:
+        [parked] = ask(router, session(name, 200_000, **changes), 1.0)
+        assert isinstance(parked, ev.Parked), parked
+    return router, names
+
+
+def let_in(router: RouterState, event: ev.Event, now: float) -> list[str]:
+    effects = router.handle(event, now)
+    assert not any(isinstance(effect, ev.Refused) for effect in effects)
+    return placed(effects)
+
+
+@pytest.mark.parametrize("how", ["policy", "tick", "release"])
+def test_when_admission_ends_all_that_is_parked_is_let_in_at_a_pace_and_newcomers_stay_behind(how: str) -> None:
+    router, names = queued(3 * LET_IN_AT_ONCE)
+    router.admission.applies = lambda pool, now: False
+    event: ev.Event = ev.PolicySet(router.policy)
+    if how == "tick":
+        event = ev.Tick()
+    elif how == "release":
+        event = ev.Finished("r-fills", "OK", output_tokens=0)
+    entered, now = let_in(router, event, 2.0), 2.0
+    assert len(entered) == LET_IN_AT_ONCE
+    [parked] = ask(router, session("late", 200_000), 2.0)
+    assert isinstance(parked, ev.Parked), "those that came first are not passed"
+    assert placed(ask(router, session("child", 3_000, parent="t/busy"), 2.0)) == ["child"], "it is under way"
+    while len(router.parking.queue):
+        assert router.retry_at == pytest.approx(now + LET_IN_PAUSE_S)
+        now = router.retry_at or 0.0
+        entered += let_in(router, ev.RetryDue(), now)
+    assert entered == [*names, "late"]
+    assert placed(ask(router, session("new", 200_000), now)) == ["new"]
+    router.check_invariants()
+
+
+def test_what_was_placed_while_admission_was_off_counts_when_it_begins() -> None:
+    router = fleet()
+    applies = False
+    router.admission.applies = lambda pool, now: applies
+    assert placed(ask(router, session("meanwhile", 50_000), 1.0)) == ["meanwhile"]
+    applies = True
+    [parked] = ask(router, session("new", 900), 2.0)
+    assert isinstance(parked, ev.Parked)
+    end(router, "meanwhile", 3.0)
+    router.check_invariants()
+    assert router.admission.pools["m"].ledger.sessions["t/meanwhile"].open == 0
+
+
+def test_parked_requests_are_let_in_only_as_far_as_instances_and_held_requests_have_room() -> None:
+    """Else they would be refused because the queue is full, long before their bound."""
+    router = state(admission=ON, limits=SaturationLimits(max_requests=2), queue=QueueSettings(size=1))
+    join(router, "a", 1, kv_capacity_tokens=10_000)
+    ask(router, session("busy", 8_000), 0.0)
+    router.admission.was_parked("m", 0.0)
+    for number in range(5):
+        ask(router, session(f"p{number}", 3_000), 1.0)
+    router.admission.applies = lambda pool, now: False
+    assert let_in(router, ev.Tick(), 2.0) == ["p0"]
+    assert (router.held_requests.queue.count("m"), router.parking.queue.count("m")) == (1, 3)
+    for now, name in ((3.0, "busy"), (4.0, "p0"), (5.0, "p1")):
+        let_in(router, ev.Finished(f"r-{name}", "OK", output_tokens=0), now)
+    assert not len(router.parking.queue)
+    router.check_invariants()
+
+
+def test_one_tenants_prompts_do_not_take_all_memory_nor_a_lower_class_all_places() -> None:
+    router = fleet(capacity=90_000)
+    room = router.requests.room
+    room.limit_keys(2_000)
+    ask(router, session("fills", 81_900), 0.0)
+    for number in range(20):
+        ask(router, session(f"b{number}", 3_200, priority=Priority.BATCH), 1.0)
+    assert len(room.parked) == 10
+    [gone, parked] = ask(router, session("i", 3_200, tenant="u", priority=Priority.INTERACTIVE), 2.0)
+    assert isinstance(gone, ev.Refused)
+    assert gone.code == "RESOURCE_EXHAUSTED"
+    assert isinstance(parked, ev.Parked)
+    assert parked.place == 1
+    router.check_invariants()
+
+
+def test_a_lost_gateways_parked_requests_leave_in_parts_and_those_it_asks_for_again_stay() -> None:
+    router, names = queued(3 * LEAVE_AT_ONCE)
+    router.handle(ev.GatewayLost("g"), 2.0)
+    assert len(router.parking.queue) == 2 * LEAVE_AT_ONCE
+    assert router.retry_at == pytest.approx(2.001)
+    end(router, "fills", 2.0)
+    assert len(router.parking.queue) == LEAVE_AT_ONCE, "nobody is let in meanwhile"
+    [parked] = ask(router, session(names[-1], 200_000), 2.0)
+    assert isinstance(parked, ev.Parked)
+    effects = router.handle(ev.RetryDue(), 2.001)
+    assert not any(isinstance(effect, ev.Placed | ev.Refused) for effect in effects)
+    assert [held.request.session_id for held in router.parking.queue] == [names[-1]]
+    assert let_in(router, ev.Tick(), 3.0) == [names[-1]]
+    router.check_invariants()
+
+
+def test_a_lost_pools_parked_requests_are_answered_in_parts() -> None:
+    router, names = queued(3 * LEAVE_AT_ONCE)
+    effects = router.handle(ev.PoolLost("m"), 2.0)
+    turns = 1
+    while router.unfinished or router.requests.room.leaving:
+        effects += router.handle(ev.GoOn() if router.unfinished else ev.RetryDue(), 2.0)
+        turns += 1
+    assert turns >= 2
+    refused = [effect.request_id.removeprefix("r-") for effect in effects if isinstance(effect, ev.Refused)]
+    assert sorted(refused) == sorted(names)
+    assert not any(isinstance(effect, ev.Placed) for effect in effects)
+    router.check_invariants()
 
 
 def test_a_request_that_an_earlier_owner_parked_keeps_its_bound_and_arms_the_new_owner() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, ClassVar
 
 from hypothesis import settings
@@ -10,14 +11,17 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.admission.session_admission import AdmissionSettings
-from pointsman_router.core.placement_types import InstanceInfo
+from pointsman_router.core.placement_types import InstanceInfo, PlacementRequest
+from pointsman_router.core.priority import Priority
+from pointsman_router.core.requests.hold_queue import HeldRequest
 from tests.support.router_values import request
 from tests.unit.router.test_random_events import MACHINE, StateMachine
 
 
 class AdmittedStateMachine(StateMachine):
-    """As StateMachine, in a fleet whose caches are always too small. Every parked request is answered exactly once and by its
-    bound, unless it ends, or its gateway's stream does."""
+    """As StateMachine, in a fleet whose caches are always too small, while sessions are admitted in turn and not. Every parked
+    request is answered exactly once and by its bound, unless it ends, or its gateway's stream does. No new session passes one
+    like it that came first."""
 
     admission: ClassVar[AdmissionSettings] = AdmissionSettings(True, interactive_s=2.0, standard_s=6.0, batch_s=12.0)
 
@@ -27,6 +31,11 @@ class AdmittedStateMachine(StateMachine):
         super().begin(joined)
         self.storm(0, 6, 800)
 
+    def __init__(self) -> None:
+        self.applies = True
+        super().__init__()
+        self.router.admission.applies = lambda pool, now: self.applies
+
     def info(self, name: str, **changes: Any) -> InstanceInfo:
         return super().info(name, **{"kv_capacity_tokens": 800, **changes})
 
@@ -34,7 +43,31 @@ class AdmittedStateMachine(StateMachine):
         for pool in "mn":
             # As when an earlier owner had parked a request: the pool is armed if its capacity is known.
             self.router.admission.was_parked(pool, self.now)
-        return super().handle(event)
+        parked = {held.request.request_id: held for held in self.router.parking.queue}
+        effects = super().handle(event)
+        for effect in effects:
+            if isinstance(effect, ev.Placed):
+                self.passes_nobody_like_it(effect.decision.request, parked)
+        return effects
+
+    def passes_nobody_like_it(self, placed: PlacementRequest, parked: dict[str, HeldRequest]) -> None:
+        """Nobody of its pool, class and tenant that came first, with a session no larger than its own, still waits to be let in.
+        (Small sessions and those under way never wait.)"""
+        record, before = placed.admitted, parked.get(placed.request_id)
+        if record is None or record.verdict.reason not in ("fits", "not_armed", "capacity_unknown"):
+            return
+        size, since = (before.new_tokens, before.since) if before else (record.view.size, self.now - placed.parked_s)
+        for held in self.router.parking.queue:
+            request = held.request
+            alike = (request.model, request.tenant, request.priority) == (placed.model, placed.tenant, placed.priority)
+            if alike and held.since < since and held.request.request_id in parked:
+                assert held.new_tokens > size, (held, placed)
+
+    @rule(applies=st.booleans())
+    def admission_is_switched(self, applies: bool) -> None:
+        """As when the policy is set, or `auto` takes another one."""
+        self.applies = applies
+        self.handle(ev.PolicySet(self.router.policy))
 
     @rule(
         number=st.integers(0, 40),
@@ -42,11 +75,20 @@ class AdmittedStateMachine(StateMachine):
         tokens=st.integers(0, 1_500),
         parent=st.integers(0, 40),
         continues=st.booleans(),
+        priority=st.sampled_from(Priority),
         parked_s=st.sampled_from([0.0, 0.0, 3.0]),
         parkable=st.booleans(),
     )
     def begin_session(
-        self, number: int, gateway: str, tokens: int, parent: int, continues: bool, parked_s: float, parkable: bool
+        self,
+        number: int,
+        gateway: str,
+        tokens: int,
+        parent: int,
+        continues: bool,
+        parked_s: float,
+        parkable: bool,
+        priority: Priority = Priority.STANDARD,
     ) -> None:
         self.stream += 1
         asked = request(
@@ -56,6 +98,7 @@ class AdmittedStateMachine(StateMachine):
             session_id=f"n{number}",
             parent=f"/n{parent}",
             continues=continues and not number % 4,
+            priority=priority,
             parked_s=parked_s,
             parkable=parkable,
             deadline_s=4.0,
@@ -87,9 +130,10 @@ class AdmittedStateMachine(StateMachine):
     @invariant()
     def what_is_open_is_counted(self) -> None:
         for name, pool in self.router.admission.pools.items():
-            counted = sum(session.open for session in pool.ledger.sessions.values())
+            counted = {session.name: session.open for session in pool.ledger.sessions.values() if session.open}
             # A reservation that a new owner of the pool took from the store is counted when its gateway announces it.
-            assert counted <= len(self.router.reservations.of_pool(name))
+            placed = [known for known in self.router.requests if known.reservation is not None and known.counted]
+            assert counted == Counter(known.counted for known in placed if known.pool == name)
 
     def teardown(self) -> None:
         super().teardown()

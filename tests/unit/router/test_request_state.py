@@ -157,7 +157,7 @@ def test_a_stream_that_a_gateway_announces_reopens_a_request_that_had_ended() ->
 # What changes an index of requests, by the attribute that holds the index.
 TELLS = {
     "reservations": ("put", "release", "prefilled", "lease", "first_token"),
-    r"(?:queue|parked|queue_of\(held\))": ("offer", "update", "remove", "make_room", "answered"),
+    "room": ("enter", "change", "remove", "served"),
     "admission": ("opened", "announced", "closed"),
     "prefill_observer": ("opened", "done", "gone"),
     "prefix_knowledge": ("opened", "first_token", "step_done", "finished", "closed"),

@@ -281,7 +281,7 @@ def test_a_wrong_bookmark_costs_the_credit_until_the_next_snapshot() -> None:
     keys = prompt_keys(PROMPT, "m")
     join(router, "a", 1, keys)
     effects = router.handle(ev.KeysReported(1, "a", ConsistencyCheck(0, len(keys), 12345)), 0.0)
-    assert [type(effect) for effect in effects] == [ev.FleetChanged, ev.Resync]
+    assert [type(effect) for effect in effects] == [ev.Resync, ev.FleetChanged]
     assert router.index.count("a") == 0
 
 

@@ -49,23 +49,24 @@ class AdmissionRecord(msgspec.Struct, frozen=True, gc=False):
 def decide_admission(view: AdmissionView) -> AdmissionVerdict:
     """Return the verdict on a request. The first rule that applies:
 
-    capacity_unknown  ADMIT   the KV of an instance is unknown, so nothing can be compared
+    capacity_unknown  ADMIT   nobody goes first, and the KV of an instance is unknown, so nothing can be compared
     under_way's word  ADMIT   the request continues work under way, which holds KV and must not wait
-    not_armed         ADMIT   the caches keep what is needed again
+    not_armed         ADMIT   nobody goes first, and the caches keep what is needed again, or sessions are not admitted any more
     small             ADMIT   size <= SMALL_SHARE x largest
     fits              ADMIT   nobody goes first, and weighted + size <= capacity (or nothing is under way)
     bound             REFUSE  waited_s >= bound_s
     full              PARK    otherwise
     """
-    if view.capacity <= 0:
+    first = not view.before
+    if first and view.capacity <= 0:
         return AdmissionVerdict(AdmissionOutcome.ADMIT, "capacity_unknown")
     if view.under_way:
         return AdmissionVerdict(AdmissionOutcome.ADMIT, view.under_way)
-    if not view.armed:
+    if first and not view.armed:
         return AdmissionVerdict(AdmissionOutcome.ADMIT, "not_armed")
     if view.size <= SMALL_SHARE * view.largest:
         return AdmissionVerdict(AdmissionOutcome.ADMIT, "small")
-    if not view.before and (view.weighted + view.size <= view.capacity or view.weighted <= 0):
+    if first and (view.weighted + view.size <= view.capacity or view.weighted <= 0):
         return AdmissionVerdict(AdmissionOutcome.ADMIT, "fits")
     if view.waited_s >= view.bound_s:
         return AdmissionVerdict(AdmissionOutcome.REFUSE, "bound")

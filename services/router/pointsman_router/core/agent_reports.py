@@ -12,6 +12,7 @@ from pointsman_router.core.load.reservations import Reservations
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.requests.placement_plans import PlacementPlans
 from pointsman_router.core.requests.request_table import RequestTable
+from pointsman_router.core.turn import Turn
 
 # Number of loads per second, of all instances, above which agents are asked to send fewer. A load takes 75 us of the router's CPU
 # time, so a thousand engines that send 20 a second each would need 1.5 cores. MIN_LOAD_INTERVAL_S: interval at which agents send
@@ -57,6 +58,7 @@ class AgentReports:
         reservations: Reservations,
         requests: RequestTable,
         plans: PlacementPlans,
+        turn: Turn,
         *,
         stale_report_s: float,
         lost_instance_s: float,
@@ -68,6 +70,7 @@ class AgentReports:
         self._reservations = reservations
         self._requests = requests
         self._plans = plans
+        self._turn = turn
         self._stale_report_s = stale_report_s
         self._lost_instance_s = lost_instance_s
 
@@ -100,7 +103,8 @@ class AgentReports:
         effects.append(
             ev.Welcome(hello.stream_id, snapshot=not resume, resume_from_seq=record.sync.seq + 1 if resume else 0)
         )
-        return [*effects, ev.FleetChanged()]
+        self._turn.fleet_changed = True
+        return effects
 
     def keys(self, event: ev.KeysReported, now: float) -> list[ev.Effect]:
         """Apply a message about an instance's keys. Mutates."""
@@ -114,10 +118,8 @@ class AgentReports:
         failure = record.sync.handle(event.message)
         for prompt in self._prefix_knowledge.keys_reported(record, event.message, now):
             self._requests.progress(prompt.request_id, prompt.prefilled_tokens)
-        effects: list[ev.Effect] = [ev.FleetChanged()] if record.state is not before else []
-        if failure:
-            effects.append(ev.Resync(event.stream_id, event.instance_id, failure))
-        return effects
+        self._turn.fleet_changed |= record.state is not before
+        return [ev.Resync(event.stream_id, event.instance_id, failure)] if failure else []
 
     def load(self, event: ev.LoadReported, now: float) -> list[ev.Effect]:
         """Record a load sample and learn from its steps; cancel stale reservations if the engine has been idle long enough.
@@ -132,7 +134,7 @@ class AgentReports:
             self._prefill_observer.steps_reported(record.info, event.load.steps, now)
         if record.underlying_state is not before:
             self._instances.refresh(record)
-            effects.append(ev.FleetChanged())
+            self._turn.fleet_changed = True
         if record.idle_reports.observe(event.load, now, self._stale_report_s):
             effects += self._release_stale(record, now)
         return effects
@@ -147,7 +149,8 @@ class AgentReports:
         else:
             record.heard_at = record.lost_at = now
             record.forget_snapshot()
-        return [ev.FleetChanged()]
+        self._turn.fleet_changed = True
+        return []
 
     def tick(self, now: float) -> list[ev.Effect]:
         """Remove instances lost for `lost_instance_s`; request a new snapshot of each instance that did not fit into the index
@@ -169,12 +172,13 @@ class AgentReports:
                     for reservation in left
                     if reservation.gateway_id
                 ]
-                effects.append(ev.FleetChanged())
+                self._turn.fleet_changed = True
             elif record.sync.full and record.lost_at is None and self._index.has_room(record.sync.wanted * 5 // 4):
                 record.sync.reset()
                 record.forget_snapshot()
                 reason = "the index has room again"
-                effects += [ev.Resync(record.stream_id, record.info.instance_id, reason), ev.FleetChanged()]
+                effects.append(ev.Resync(record.stream_id, record.info.instance_id, reason))
+                self._turn.fleet_changed = True
         return effects
 
     def _reporter(self, stream_id: int, instance_id: str) -> InstanceRecord | None:

@@ -7,7 +7,6 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -40,28 +39,17 @@ from pointsman_router.core.priority import Priority
 from pointsman_router.core.requests.decider import AllSaturated, Decider
 from pointsman_router.core.requests.gateway_events import GatewayEvents
 from pointsman_router.core.requests.held_requests import HeldRequests
-from pointsman_router.core.requests.hold_queue import HoldQueue, QueueSettings
+from pointsman_router.core.requests.hold_queue import QueueSettings
 from pointsman_router.core.requests.moves import RequestMoves
 from pointsman_router.core.requests.parking import PARKED, Parking
 from pointsman_router.core.requests.placement_plans import PlacementPlans
+from pointsman_router.core.requests.refusals import Refusals
 from pointsman_router.core.requests.request_table import RequestTable
-from pointsman_router.core.requests.retry_after import RetryAfter
 from pointsman_router.core.requests.session_owners import SessionOwners
 from pointsman_router.core.requests.unfinished_work import UnfinishedWork, WorkSteps
+from pointsman_router.core.requests.waiting_room import WaitingRoom
 from pointsman_router.core.startup_gate import StartupGate
-
-# Events after which held requests are not retried. Most of them free nothing. After KeysReported the next load report or tick
-# retries; after PoolTaken no request may be placed before the gateways reconnect; RetryDue itself is a retry.
-EVENTS_WITHOUT_RETRY = (
-    ev.PlaceRequested,
-    ev.KeysReported,
-    ev.GatewayLost,
-    ev.StoreState,
-    ev.PoolTaken,
-    ev.SessionsRead,
-    ev.PoolLost,
-    ev.RetryDue,
-)
+from pointsman_router.core.turn import Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +74,8 @@ class StateSettings:
     circuit: CircuitSettings = field(default_factory=CircuitSettings)
 
 
+# Pause between two turns in which waiting requests leave, s.
+LEAVE_PAUSE_S = 0.001
 # Maximum number of reservations with an expired lease that one tick ends (about 20 us each). Another tick follows soon for the
 # others.
 ENDS_AT_ONCE = 500
@@ -105,17 +95,20 @@ class RouterState:
         owns_all: bool = True,
     ) -> None:
         self.settings = settings
+        self._turn = Turn()
+        self._now = 0.0  # when the last event came
         self.router_id = router_id
         self.index = PrefixIndex(settings.max_keys)
         self.lower_tiers = LowerTiers(settings.max_keys)
         self.instances = InstanceRegistry(self.index, self.lower_tiers)
-        self.reservations = Reservations()
+        self.reservations = Reservations(self._turn)
         self.prefill_observer = PrefillObserver(self.reservations)
         self.prefix_knowledge = PrefixKnowledge(
             self.index,
             self.instances,
             settings.stale_keys_s,
             self.prefill_observer,
+            self._turn,
             lower_tiers=self.lower_tiers,
         )
         self.affinity = Affinity(settings.affinity_ttl_s)
@@ -140,8 +133,7 @@ class RouterState:
             self._admits,
         )
         self.requests = RequestTable(
-            HoldQueue(settings.queue),
-            HoldQueue(PARKED),
+            WaitingRoom(settings.queue, PARKED),
             self.admission,
             self.reservations,
             self.instances,
@@ -151,7 +143,7 @@ class RouterState:
         # The seed is part of every decision's id, because a decision's randomness must follow from its id.
         id_prefix = f"{router_id}.{seed}" if seed else router_id
         self._decider = Decider(policy, self.instances, self.views, settings.retry_after_s, id_prefix)
-        retry_after = RetryAfter(settings.retry_after_s)
+        self._refusals = Refusals(settings.retry_after_s)
         self._plans = PlacementPlans(
             self.requests,
             self._decider,
@@ -159,9 +151,10 @@ class RouterState:
             self.prefill_observer,
             self.affinity,
             self.migrations,
-            retry_after,
+            self._refusals.held,
             settings.circuit,
             settings.place_lease_s,
+            self._turn,
         )
         self.held_requests = HeldRequests(
             self.requests,
@@ -171,12 +164,10 @@ class RouterState:
             self.instances,
             self.reservations,
             self.prefill_observer,
-            retry_after,
+            self._refusals,
             settings.retry_after_s,
         )
-        self.parking = Parking(
-            self.requests, self.admission, self.held_requests, self.instances, settings.retry_after_s
-        )
+        self.parking = Parking(self.requests, self.admission, self.held_requests, self.instances, self._refusals)
         self._reports = AgentReports(
             self.instances,
             self.index,
@@ -185,6 +176,7 @@ class RouterState:
             self.reservations,
             self.requests,
             self._plans,
+            self._turn,
             stale_report_s=settings.stale_report_s,
             lost_instance_s=settings.lost_instance_s,
         )
@@ -202,6 +194,7 @@ class RouterState:
             self.views,
             self.owned,
             self._startup_gate,
+            self._turn,
             settings.gateway_lease_s,
         )
         self._gone_pools = GonePools()
@@ -221,6 +214,8 @@ class RouterState:
     def retry_at(self) -> float | None:
         """When to send RetryDue, in s; None: not needed. Events that free something for held requests are handled together, some
         ms later; parked requests are refused at their bounds. May change with each event."""
+        if self.requests.room.leaving:
+            return self._now + LEAVE_PAUSE_S
         at = self.parking.retry_at
         held_at = self.held_requests.retry_at
         if held_at is not None and held_at < at:
@@ -232,70 +227,64 @@ class RouterState:
         """Whether parts of earlier events are still to be applied. The caller must then send GoOn until this is False."""
         return bool(self._work)
 
-    @property
-    def store_degraded(self) -> bool:
-        """Whether the shared store does not answer, so that nothing is kept for another owner."""
-        return self._decider.degraded
-
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
         """Apply one event and return its effects. The only mutator. Never raises for anything that a peer may send.
 
-        An event that may have freed something also answers held requests. Of an event that takes long only the first part is
+        An event that may have freed something also answers waiting requests. Of an event that takes long only the first part is
         applied, and later events that depend on it wait (unfinished_work.py).
         """
         self._startup_gate.begin(now)
-        effects: list[ev.Effect] = []
+        self._now = now
         if isinstance(event, ev.PoolLost):
             # Ownership ends at once, so that nothing more is placed in the pool; its requests are removed in parts, later.
             self._work.drop_taking(event.pool)
-            effects = self._stop_owning(event.pool)
-        if self._work.defers(event):
-            return effects
-        return [*effects, *(self._go_on(now) if isinstance(event, ev.GoOn) else self._handle(event, now))]
+            self._stop_owning(event.pool)
+        effects: list[ev.Effect] = []
+        if isinstance(event, ev.GoOn):
+            effects = self._work.go_on(lambda deferred: self._apply(deferred, now))
+            self._turn.anything |= not self._work
+        elif not self._work.defers(event):
+            effects = self._apply(event, now)
+        if self._turn.fleet_changed:
+            self._turn.fleet_changed, self._turn.anything = False, True
+            effects = [*effects, ev.FleetChanged()]
+        if not self._work:
+            effects = [*effects, *self._serve_waiting(event, now)]
+            if _may_let_requests_move(event):
+                effects = [*effects, *self._moves.next(now)]
+        return [*effects, *self.requests.leave_next()] if self.requests.room.leaving else effects
 
-    def _go_on(self, now: float) -> list[ev.Effect]:
-        effects = self._work.go_on(lambda event: self._handle(event, now))
-        if not self._work and len(self.held_requests.queue):
+    def _serve_waiting(self, event: ev.Event, now: float) -> list[ev.Effect]:
+        """Try the waiting requests for which something has changed: the held ones first, since their sessions are under way."""
+        effects: list[ev.Effect] = []
+        turn, room = self._turn, self.requests.room
+        if len(room) and (turn or isinstance(event, ev.Tick | ev.LoadReported)):
             self.prefix_knowledge.expire(now)
-            effects += self.held_requests.retry_all(now)
-        if not self._work and len(self.parking.queue):
-            effects += self.parking.let_in(self.parking.queue.pools(), now)
-        return effects
-
-    def _handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
-        effects = self._apply(event, now)
-        if len(self.held_requests.queue) and not self._work and not isinstance(event, EVENTS_WITHOUT_RETRY):
-            self.prefix_knowledge.expire(now)
-            effects = [*effects, *self._try_held(event, effects, now)]
-        if len(self.parking.queue) and not self._work and not isinstance(event, EVENTS_WITHOUT_RETRY):
-            effects = [*effects, *self._let_in(event, effects, now)]
-        if not len(self.held_requests.queue):
+            if len(room.held):
+                effects = self._try_held(event, now)
+            if len(room.parked):
+                effects = [*effects, *self._let_in(event, now)]
+        if not len(room.held):
             self.reservations.less_busy.clear()
-        if not self._work and _may_let_requests_move(event):
-            effects = [*effects, *self._moves.next(now)]
+        turn.clear()
         return effects
 
-    def _let_in(self, event: ev.Event, effects: Sequence[ev.Effect], now: float) -> list[ev.Effect]:
-        """Let in the parked requests for which the event may have made room, after the held ones, which are under way."""
-        if isinstance(event, ev.Tick):
-            return [*self.parking.let_in(self.parking.queue.pools(), now), *self.parking.refuse_expired(now)]
-        if isinstance(event, ev.SessionEnded) or any(isinstance(effect, ev.FleetChanged) for effect in effects):
-            return self.parking.let_in(self.parking.queue.pools(), now)
-        freed = {effect.pool: None for effect in effects if isinstance(effect, ev.Released)}
-        return self.parking.let_in(freed, now)
-
-    def _try_held(self, event: ev.Event, effects: Sequence[ev.Effect], now: float) -> list[ev.Effect]:
-        """Retry the held requests for which the event may have freed something."""
+    def _try_held(self, event: ev.Event, now: float) -> list[ev.Effect]:
         if isinstance(event, ev.Tick):
             return self.held_requests.tick(now)
-        if isinstance(event, ev.PolicySet) or any(isinstance(effect, ev.FleetChanged) for effect in effects):
+        if self._turn.anything:
             return self.held_requests.retry_all(now)
-        freed = {effect.pool: None for effect in effects if isinstance(effect, ev.Released)}
-        freed |= {effect.reservation.pool: None for effect in effects if isinstance(effect, ev.Reserved)}
-        if freed or not isinstance(event, ev.LoadReported):
-            return self.held_requests.retry(freed, now)
+        if self._turn.freed or not isinstance(event, ev.LoadReported):
+            return self.held_requests.retry(self._turn.freed, now)
         record = self.instances.get(event.instance_id)
         return self.held_requests.reported(record.info.model, event.instance_id, now) if record is not None else []
+
+    def _let_in(self, event: ev.Event, now: float) -> list[ev.Effect]:
+        if isinstance(event, ev.Tick):
+            return [*self.parking.let_in(self.parking.queue.pools(), now), *self.parking.refuse_expired(now)]
+        if self._turn.anything or self._turn.session_ended:
+            return self.parking.let_in(self.parking.queue.pools(), now)
+        return self.parking.let_in(self._turn.freed, now)
 
     def _apply(self, event: ev.Event, now: float) -> list[ev.Effect]:
         match event:
@@ -327,12 +316,14 @@ class RouterState:
                     return [ev.ReportIgnored(report.request_id, gateway_id)]
                 return self._apply(report, now)
             case ev.DrainsChanged():
-                changed = self.instances.drain(event.incarnations, event.moving)
-                return [ev.FleetChanged()] if changed else []
+                self._turn.fleet_changed |= self.instances.drain(event.incarnations, event.moving)
+                return []
             case ev.OrdersChanged():
-                return [ev.FleetChanged()] if self.instances.order(event.orders) else []
+                self._turn.fleet_changed |= self.instances.order(event.orders)
+                return []
             case ev.PolicySet():
                 self._decider.policy = event.policy
+                self._turn.anything = True
                 return []
             case ev.StoreState():
                 self._decider.degraded = event.degraded
@@ -342,6 +333,7 @@ class RouterState:
             case ev.SessionsRead():
                 return self._sessions.read(event, now) if self.owned.owns(event.pool) else []
             case ev.SessionEnded():
+                self._turn.session_ended = True
                 self.admission.session_ended(event.session, now)
                 return self._sessions.end(event, now)
             case ev.PoolLost():
@@ -393,7 +385,7 @@ class RouterState:
                 queue.count(verdict.pool, priority) for priority in Priority if priority.level >= request.priority.level
             )
             why = f"it would be held or refused; {queue.count(verdict.pool)} wait, {before} of them {request.priority} or higher"
-            return self.held_requests.refusal(request, verdict.pool, "", why)
+            return self._refusals.no_room(request, verdict.pool, "", why)
         return replace(verdict, decision_id="dry-run") if isinstance(verdict, Decision) else verdict
 
     def pool_policy(self, pool: str, now: float) -> tuple[TakenPolicy, PoolFacts]:
@@ -415,8 +407,7 @@ class RouterState:
         self.instances.check_invariants()
         self.reservations.check_invariants()
         self.affinity.check_invariants()
-        self.held_requests.queue.check_invariants()
-        self.parking.queue.check_invariants()
+        self.requests.room.check_invariants()
         self.admission.check_invariants()
         self.requests.check_invariants()
         self.migrations.check_invariants()
@@ -426,8 +417,8 @@ class RouterState:
             assert record.info.block_size % KEY_TOKENS == 0
         for reservation in self.reservations if not self._work else ():
             assert self.owned.owns(reservation.pool), reservation
-        for held in self.held_requests.queue:
-            assert self.owned.owns(held.pool), held
+        for held in self.requests.room:
+            assert self.owned.owns(held.pool) or self.requests.room.is_leaving(held.request.request_id), held
         for decision in self.requests.decisions() if not self._work else ():
             assert self.owned.owns(decision.pool), decision
 
@@ -439,7 +430,7 @@ class RouterState:
 
     def _pool_taken(self, event: ev.PoolTaken, now: float) -> WorkSteps:
         why = f"{event.pool!r} was owned by another router for a moment"
-        waited = [*self.held_requests.drop_pool(event.pool, why), *self.parking.drop_pool(event.pool, why)]
+        self.requests.room.drop_pool(event.pool, why)
         self.owned.take(event.pool)
         self._sessions.pool_taken(event.pool, now)
         self.admission.forget_pool(event.pool)
@@ -449,7 +440,9 @@ class RouterState:
             self.admission.take_over(event.pool, event.idle_sessions, event.idle_age_s, now)
         if not self.instances.members(event.pool, event.pool):
             self._gone_pools.left((event.pool,), now)
-        yield [*waited, ev.FleetChanged()]
+        self._turn.fleet_changed = True
+        yield []
+        yield from self._leave()
         yield from self._forget_requests(event.pool, now)
         for reservation in event.reservations:
             if not self.owned.owns(event.pool):
@@ -483,17 +476,25 @@ class RouterState:
             return known.pool
         return self.instances.pool_of(asked.model) if asked is not None else None
 
-    def _stop_owning(self, pool: str) -> list[ev.Effect]:
+    def _stop_owning(self, pool: str) -> None:
         self.owned.lose(pool)
         self._sessions.pool_lost(pool)
         why = f"this router does not own {pool!r} any more"
-        return [*self.held_requests.drop_pool(pool, why), *self.parking.drop_pool(pool, why), ev.FleetChanged()]
+        self.requests.room.drop_pool(pool, why)
+        self._turn.fleet_changed = True
 
     def _pool_lost(self, pool: str, now: float) -> WorkSteps:
         self._close_circuits(pool)
         self.admission.forget_pool(pool)
-        yield [ev.FleetChanged()]
+        self._turn.fleet_changed = True
+        yield []
+        yield from self._leave()
         yield from self._forget_requests(pool, now)
+
+    def _leave(self) -> WorkSteps:
+        """Answer the waiting requests that are to leave, before what was placed for them is forgotten."""
+        while self.requests.room.leaving:
+            yield self.requests.leave_next(1)
 
     def _forget_requests(self, pool: str, now: float) -> WorkSteps:
         remaining = self.reservations.of_pool(pool)
@@ -528,6 +529,7 @@ class RouterState:
         self.prefix_knowledge.expire(now)
         self.held_requests.expire(now)
         self.parking.expire(now)
+        self._refusals.expire(now)
         self.admission.tick(self.parking.queue.pools(), now)
         effects += self._idle_sessions(now)
         return effects + self._forget_gone_pools(now)

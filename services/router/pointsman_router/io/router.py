@@ -495,7 +495,7 @@ class Router:
 
         def stored(pool: str, kept: bool) -> None:
             waiting.discard(pool)
-            if kept and not self.state.store_degraded:
+            if kept and not self.state.degraded:
                 models.append(pool)
             if not waiting and models and (stream := self.gateways.get(end.gateway_id)) is not None:
                 ended = placement_pb2.SessionEnded(tenant=end.tenant, session_id=end.session_id, models=models)

@@ -88,7 +88,10 @@ class RouterSettings(BaseSettings):
         _STATE.queue.timeout_s, gt=0, description="maximum time that a request is held, in seconds"
     )
     queue_tenant_share: float = Field(
-        _STATE.queue.tenant_share, gt=0, le=1, description="maximum share of a model's queue for one tenant"
+        _STATE.queue.tenant_share,
+        gt=0,
+        le=1,
+        description="maximum share of a model's queue for one tenant while others want to wait",
     )
     queue_fair: bool = Field(
         _STATE.queue.fair,

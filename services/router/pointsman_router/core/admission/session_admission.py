@@ -61,6 +61,13 @@ class AdmissionStatus(NamedTuple):
     recomputed_share: float  # share of the last minute's prefill that was computed before, and evicted
 
 
+class Newness(NamedTuple):
+    """What the session of a request would add to its pool."""
+
+    under_way: str  # why the request continues work under way, which adds nothing; empty: its session is new
+    size: int  # tokens of KV
+
+
 @dataclass(slots=True)
 class PoolAdmission:
     """The state of one pool."""
@@ -74,8 +81,8 @@ class PoolAdmission:
 
 
 class SessionAdmission:
-    """The admission of a RouterState's sessions. `applies` says for a pool and a time whether its sessions are admitted; while it
-    does not, nothing is counted."""
+    """The admission of a RouterState's sessions. `applies` says for a pool and a time whether its sessions are admitted. They are
+    counted in either case, so that the sums are right when it begins to apply."""
 
     def __init__(
         self,
@@ -96,37 +103,40 @@ class SessionAdmission:
         self._affinity = affinity
         self._capacity = capacity
 
-    def view(
-        self,
-        request: PlacementRequest,
-        pool: str,
-        before: int,
-        waited_s: float,
-        bound_s: float,
-        now: float,
-        *,
-        dry: bool = False,
-    ) -> AdmissionView | None:
-        """Return what the admission of a request is decided on; None if its pool admits everything now. Mutates what is known of
-        prefixes, unless `dry`."""
+    def armed(self, pool: str, now: float) -> bool:
+        """Return whether new sessions of a pool may have to wait: its caches are too small, and admission applies."""
         state = self.pools.get(pool)
-        if state is None or not state.armed:
-            return None
+        return state is not None and state.armed and self.applies(pool, now)
+
+    def newness(self, request: PlacementRequest, pool: str, now: float, *, dry: bool = False) -> Newness:
+        """Return what the session of a request would add to its pool. O(keys). Unless `dry`, mutates
+        what is known of prefixes."""
+        state = self.pools.get(pool)
+        ledger = state.ledger if state is not None else SessionLedger()
         under_way = "tool_result" if request.continues else ""
-        if not under_way and request.parent and request.parent in state.ledger.sessions:
+        if not under_way and request.parent and request.parent in ledger.sessions:
             under_way = "parent"
         if not under_way and request.session:
-            under_way = state.ledger.continued(request.session, request.tenant, request.keys, dry=dry)
-            if not under_way and request.session not in state.ledger.sessions:
+            under_way = ledger.continued(request.session, request.tenant, request.keys, dry=dry)
+            if not under_way and request.session not in ledger.sessions:
                 under_way = "session" if self._affinity.owner(pool, request.session, now) else ""
-        size = 0 if under_way else max(request.input_tokens - self._shared(request.keys, state.capacity.ids), 0)
+        if under_way:
+            return Newness(under_way, 0)
+        shared = self._shared(request.keys, state.capacity.ids) if state is not None else 0
+        return Newness("", max(request.input_tokens - shared, 0))
+
+    def view(
+        self, pool: str, newness: Newness, now: float, *, before: int = 0, waited_s: float = 0.0, bound_s: float = 0.0
+    ) -> AdmissionView:
+        """Return what the admission of a request is decided on."""
+        state = self._state(pool)
         return AdmissionView(
-            size=size,
+            size=newness.size,
             weighted=state.ledger.weighted(),
             capacity=state.capacity.tokens,
             largest=state.capacity.largest,
-            armed=True,
-            under_way=under_way,
+            armed=self.armed(pool, now),
+            under_way=newness.under_way,
             before=before,
             waited_s=waited_s,
             bound_s=bound_s,
@@ -173,8 +183,6 @@ class SessionAdmission:
 
     def opened(self, decision: Decision, keys: Sequence[int], now: float) -> str:
         """Count a request that was placed; return its session's name in the ledger, which `closed` needs. Mutates."""
-        if not self.applies(decision.pool, now):
-            return ""
         request, view = decision.request, decision.view
         state = self._state(decision.pool)
         name = request.session or request.request_id
@@ -195,8 +203,6 @@ class SessionAdmission:
 
     def announced(self, request: PlacementRequest, pool: str, now: float) -> str:
         """Count a request that its gateway runs, as `opened`; its keys are not known. Mutates."""
-        if not self.applies(pool, now):
-            return ""
         name = request.session or request.request_id
         self._state(pool).ledger.opened(name, request.tenant, request.input_tokens, (), 0, now)
         return name

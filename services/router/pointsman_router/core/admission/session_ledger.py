@@ -14,7 +14,7 @@ O(kinds x bins), and a session's change O(1), whatever the number of sessions. T
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 import msgspec
@@ -79,6 +79,8 @@ class SessionLedger:
         self._tenants: dict[str, float] = {}
         # Tail key -> (session, the key that followed it in the request that continued it).
         self._tails: dict[int, tuple[str, int]] = {}
+        # Place of a tail key in its prompt -> number of tails.
+        self._tail_places: Counter[int] = Counter()
         self._inherited = InheritedSessions(self.chances)
 
     def __len__(self) -> int:
@@ -103,19 +105,20 @@ class SessionLedger:
         return self._tenants.get(tenant, 0.0)
 
     def continued(self, name: str, tenant: str, keys: Sequence[int], *, dry: bool = False) -> str:
-        """Return why a request continues a session under way, as one word; empty if it does not. O(keys) at most. Unless `dry`,
-        notes which prompt continued which, so that a prefix that several conversations share is recognised. Mutates then."""
+        """Return why a request continues a session under way, as one word; empty if it does not. O(places of tails). Unless
+        `dry`, notes which prompt continued which, so that a prefix that several conversations share is recognised. Mutates
+        then."""
         session = self.sessions.get(name)
         if session is not None and (session.open < MOST_OPEN or _has(keys, session.tail_at, session.tail)):
             return "session"
-        if self._tails.keys().isdisjoint(keys):
+        # A key depends on all before it, so it has the same place in every prompt.
+        last = max((at for at in self._tail_places if _get(keys, at) in self._tails), default=-1)
+        if last < 0:
             return ""
-        follower = _NONE_YET
-        for key in reversed(keys):
-            if (found := self._tails.get(key)) is not None:
-                return self._continues(key, *found, follower, tenant, dry=dry)
-            follower = key
-        return ""
+        follower = _get(keys, last + 1)
+        return self._continues(
+            keys[last], *self._tails[keys[last]], _NONE_YET if follower is None else follower, tenant, dry=dry
+        )
 
     def known_prefix(self, name: str, keys: Sequence[int]) -> int:
         """Return how many leading tokens of a prompt are those of its session's last prompt, as far as two keys show; 0 for a
@@ -240,6 +243,7 @@ class SessionLedger:
                 groups[session.group] = groups.get(session.group, 0) + 1
         assert groups == {key: members for key, (members, _) in self._groups.items()}
         assert all(self.sessions[name].tail == key for key, (name, _) in self._tails.items())
+        assert self._tail_places == Counter(self.sessions[name].tail_at for name, _ in self._tails.values())
         for tenant, total in self._tenants.items():
             own = sum(session.counted for session in self.sessions.values() if session.tenant == tenant)
             assert abs(total - own) <= 1e-6 * (1.0 + abs(total)), tenant
@@ -284,7 +288,9 @@ class SessionLedger:
         session.tail, session.tail_at = keys[last], last
         session.middle_at = min((first + last) // 2, last)
         session.middle = keys[session.middle_at]
-        other = self._tails.get(session.tail)
+        if (other := self._tails.get(session.tail)) is not None:
+            self._leave_place(self.sessions[other[0]].tail_at)
+        self._tail_places[session.tail_at] += 1
         self._tails[session.tail] = session.name, _NONE_YET if other is None else _SEVERAL
 
     def _unmark(self, session: CountedSession) -> None:
@@ -292,6 +298,12 @@ class SessionLedger:
             return
         if self._tails.get(session.tail, ("", 0))[0] == session.name:
             del self._tails[session.tail]
+            self._leave_place(session.tail_at)
+
+    def _leave_place(self, at: int) -> None:
+        self._tail_places[at] -= 1
+        if not self._tail_places[at]:
+            del self._tail_places[at]
 
     # ---- lists and sums ----
 
@@ -337,6 +349,10 @@ class SessionLedger:
                     self._unlist(session, now, returned=False)
                     self._drop(session)
                     return
+
+
+def _get(keys: Sequence[int], at: int) -> int | None:
+    return keys[at] if at < len(keys) else None
 
 
 def _has(keys: Sequence[int], at: int, key: int) -> bool:

@@ -24,6 +24,7 @@ from pointsman_router.core.prefix.approximate_index import ApproximateIndex
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerBlocks, LowerTiers
 from pointsman_router.core.prefix.provisional_blocks import ProvisionalBlocks
+from pointsman_router.core.turn import Turn
 
 
 class PrefixMatches(NamedTuple):
@@ -50,6 +51,7 @@ class PrefixKnowledge:
     instances: InstanceRegistry
     stale_keys_s: float  # time since the last message of an instance's agent after which its cache counts as empty, s
     prefill_observer: PrefillObserver
+    turn: Turn
     prefill_progress: PrefillProgress = field(default_factory=PrefillProgress)
     provisional: ProvisionalBlocks = field(default_factory=ProvisionalBlocks)
     approximate_index: ApproximateIndex = field(default_factory=ApproximateIndex)
@@ -294,7 +296,8 @@ class PrefixKnowledge:
             record.prediction_audit.suspend(now)
             return [ev.PredictionAuditFailed(instance_id, reason)]
         record.sync.invalidate()
-        effects: list[ev.Effect] = [ev.PredictionAuditFailed(instance_id, reason), ev.FleetChanged()]
+        effects: list[ev.Effect] = [ev.PredictionAuditFailed(instance_id, reason)]
+        self.turn.fleet_changed = True
         if record.follows_events:
             effects.append(ev.Resync(record.stream_id, instance_id, f"prediction audit failed: {reason}"))
         return effects

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from pointsman_router.core.kv_load import NO_LOAD, KvLoad
 from pointsman_router.core.placement_types import LISTED_PREFILLS, Phase
 from pointsman_router.core.prefill_curve import NO_PREFILLS, PrefillSums
+from pointsman_router.core.turn import Turn
 
 
 class Reservation(msgspec.Struct, frozen=True, gc=False):
@@ -147,7 +148,8 @@ class Reservations:
     `touched`: the instances whose sums have changed. `less_busy`: the instances that have less to do. Their readers clear them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turn: Turn | None = None) -> None:
+        self._turn = turn if turn is not None else Turn()
         self.touched: set[str] = set()
         self.less_busy: set[str] = set()
         self._open: dict[str, Reservation] = {}
@@ -286,6 +288,7 @@ class Reservations:
             self.touched.add(reservation.instance_id)
             del self._of_instance[reservation.instance_id][request_id]
             self.less_busy.add(reservation.instance_id)
+            self._turn.freed[reservation.pool] = None
             if not counters.num_requests:
                 del self._counters[reservation.instance_id]
                 del self._of_instance[reservation.instance_id]

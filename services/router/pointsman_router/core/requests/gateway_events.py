@@ -25,6 +25,7 @@ from pointsman_router.core.requests.request_state import RequestState, Stage
 from pointsman_router.core.requests.request_table import RequestTable
 from pointsman_router.core.requests.unfinished_work import WorkSteps
 from pointsman_router.core.startup_gate import StartupGate
+from pointsman_router.core.turn import Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class GatewayEvents:
     views: FleetViewBuilder
     owned: OwnedPools
     startup_gate: StartupGate
+    turn: Turn
     gateway_lease_s: float  # how long the requests of a gateway without a stream stay open, s
 
     # ---- streams ----
@@ -48,13 +50,13 @@ class GatewayEvents:
         """Apply a gateway's hello: its stream began, or it learned that this replica owns other pools. Each step of the iterator
         ends or takes over one request. Mutates."""
         announced = {stream.request.request_id: stream for stream in hello.open_streams}
-        between = frozenset(held.request.request_id for held in self.held_requests.queue if held.previous_id)
-        self.held_requests.drop_gateway(hello.gateway_id, keep=hello.waiting | between.intersection(announced))
-        self.parking.drop_gateway(hello.gateway_id, keep=hello.waiting)
+        room = self.requests.room
+        between = {name for name in announced if (held := room.held.get(name)) is not None and held.previous_id}
+        room.drop_gateway(hello.gateway_id, keep=hello.waiting | between)
         if self.startup_gate.expect(
             {*hello.known, *(stream.instance_id for stream in hello.open_streams)}, self.instances, now
         ):
-            yield [ev.FleetChanged()]
+            self.turn.fleet_changed = True
         for reservation in self.requests.reservations_of(hello.gateway_id):
             if reservation.request_id in announced:
                 continue
@@ -79,8 +81,7 @@ class GatewayEvents:
     def lost(self, gateway_id: str, now: float) -> None:
         """Apply the end of a gateway's stream: lease its reservations and drop its held requests. Mutates."""
         self.requests.lease(gateway_id, now + self.gateway_lease_s)
-        self.held_requests.drop_gateway(gateway_id)
-        self.parking.drop_gateway(gateway_id)
+        self.requests.room.drop_gateway(gateway_id)
 
     def is_anothers(self, request_id: str, gateway_id: str) -> bool:
         """Return whether a request belongs to another gateway whose stream is open. Gateway ids are unique, and requests do not

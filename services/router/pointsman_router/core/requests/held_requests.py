@@ -7,7 +7,6 @@ since nobody would read the answer.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,11 +25,10 @@ from pointsman_router.core.policy_views import FleetViewBuilder
 from pointsman_router.core.requests.deadlines import SURE_SHARE, lateness, least_prefill_s
 from pointsman_router.core.requests.decider import AllSaturated, Decider, DecideResult
 from pointsman_router.core.requests.fair_order import QueueKey
-from pointsman_router.core.requests.hold_queue import HeldRequest
+from pointsman_router.core.requests.hold_queue import HeldRequest, with_compact_keys
 from pointsman_router.core.requests.placement_plans import PlacementPlans
-from pointsman_router.core.requests.refusals import not_serving
+from pointsman_router.core.requests.refusals import Refusals, not_serving
 from pointsman_router.core.requests.request_table import RequestTable
-from pointsman_router.core.requests.retry_after import RetryAfter
 
 # TRIES: maximum number of decisions that leave their requests held, in a trial of a pool after something freed. TRIES_ON_TICK:
 # the same in a trial on a tick. MOST_DECISIONS: maximum number of all decisions of a trial (on a tick: TRIES_ON_TICK). A decision
@@ -86,10 +84,11 @@ class HeldRequests:
         instances: InstanceRegistry,
         reservations: Reservations,
         prefill_observer: PrefillObserver,
-        retry_after: RetryAfter,
+        refusals: Refusals,
         retry_after_s: float,
     ) -> None:
-        self.queue = requests.queue
+        self.queue = requests.room.held
+        self._waiting_room = requests.room
         self._requests = requests
         self._decider = decider
         self._plans = plans
@@ -97,7 +96,7 @@ class HeldRequests:
         self._instances = instances
         self._less_busy = reservations.less_busy
         self._curve_samples = prefill_observer.samples
-        self._retry_after = retry_after
+        self._refusals = refusals
         self._retry_after_s = retry_after_s
         self._fallback = Unified()
         # By pool: when it was tried last (_tried_at), last with TRIES_ON_TICK (_tried_many_at), and when to try it next (_due).
@@ -122,8 +121,7 @@ class HeldRequests:
         """Answer a new request now, or hold it (no effects). `previous_id`: if the rest of a plan is to be placed, the decision
         on the part that is done. Mutates."""
         if (waiting := self.queue.get(request.request_id)) is not None:
-            # The gateway asks again, for example after a failed call. The last one to ask gets the answer.
-            self._requests.change_hold(replace(waiting, gateway_id=gateway_id))
+            self._requests.ask_again(waiting, gateway_id)
             return []
         verdict = self._decider.decide(request, now)
         if isinstance(verdict, ev.Refused):
@@ -138,16 +136,31 @@ class HeldRequests:
         if isinstance(verdict, Decision) and placeable and not self._has_to_queue(verdict):
             return self._plans.commit(verdict, gateway_id, now)
         held = self._held(request, gateway_id, verdict, now, previous_id)
-        effects: list[ev.Effect] = []
-        if (displaced := self._requests.make_room(held)) is not None:
-            why = "the queue is full, and a request of another priority class takes this request's place"
-            effects = self._end(displaced, now, "queue_full", why)
-        why_not = self._requests.hold(held, now)
+        displaced, why_not = self._waiting_room.displaced_by(held)
         if not why_not:
+            effects = self.displace(displaced, now)
+            self._requests.hold(held, now)
             return [*effects, *(self.retry((verdict.pool,), now) if placeable else [])]
         if isinstance(verdict, Decision) and placeable:
             return self._plans.commit(verdict, gateway_id, now)
         return self._answer(held, now, "queue_full", why_not)
+
+    def has_place(self, pool: str, model: str, now: float) -> bool:
+        """Return whether a further request of `model` could be placed, or could wait for it."""
+        return self.queue.shares(pool).missing(1) == 0 or self._views.has_room(pool, model, now)
+
+    def displace(self, displaced: Iterable[HeldRequest], now: float) -> list[ev.Effect]:
+        """Answer requests that give up their place to another one, held or parked. Mutates."""
+        effects: list[ev.Effect] = []
+        for waits in displaced:
+            if not waits.parked:
+                why = "the queue is full, and a request of another class or tenant takes this request's place"
+                effects += self._end(waits, now, "queue_full", why)
+                continue
+            self._requests.leave_queue(waits.request.request_id)
+            place = self._waiting_room.parked.count(waits.pool) + 1
+            effects.append(self._refusals.not_admitted(waits.request, waits.pool, waits.gateway_id, place, None))
+        return effects
 
     def retry(self, pools: Iterable[str], now: float) -> list[ev.Effect]:
         """Something freed in these pools: try their held requests, now, or soon if that was done just before. Mutates."""
@@ -182,35 +195,10 @@ class HeldRequests:
         return [*effects, *self._end_expired(now)]
 
     def expire(self, now: float) -> None:
-        """Drop times of trials that no longer matter, and old waiting times. Mutates."""
+        """Drop times of trials that no longer matter. Mutates."""
         self._tried_at = {pool: at for pool, at in self._tried_at.items() if now - at < REPORT_RETRY_S}
         self._paid_until = {pool: at for pool, at in self._paid_until.items() if at > now}
         self._tried_many_at = {pool: at for pool, at in self._tried_many_at.items() if now - at < TICK_RETRY_S}
-        self._retry_after.expire(now)
-
-    def drop_gateway(self, gateway_id: str, keep: frozenset[str] = frozenset()) -> None:
-        """Drop a gateway's held requests, except `keep`, because its stream ended or began anew: it asks again for the others.
-        The gateway itself ends plans that have begun. Mutates."""
-        for held in list(self.queue):
-            if held.gateway_id == gateway_id and held.request.request_id not in keep:
-                self._requests.leave_queue(held.request.request_id)
-
-    def drop_pool(self, pool: str, why: str) -> list[ev.Effect]:
-        """Refuse the held requests of a pool that another router owns from now on, so that their gateways ask there. Mutates."""
-        effects: list[ev.Effect] = []
-        for held in [held for held in self.queue if held.pool == pool]:
-            self._requests.leave_queue(held.request.request_id)
-            effects.append(not_serving(held.request.request_id, pool, why, held.gateway_id))
-        return effects
-
-    def refusal(
-        self, request: PlacementRequest, pool: str, gateway_id: str, why: str, waited_s: float = 0.0
-    ) -> ev.Refused:
-        """Return the refusal of a request for which there is no room and that has waited for `waited_s`."""
-        retry_after_s = self._retry_after.seconds(pool, request.priority, waited_s)
-        message = f"every instance of {pool!r} is at its limit ({why})"
-        code = "RESOURCE_EXHAUSTED"
-        return ev.Refused(request.request_id, code, message, retry_after_s, gateway_id, pool=pool)
 
     def refused_as_late(self, request: PlacementRequest, verdict: DecideResult, gateway_id: str) -> ev.Refused | None:
         """Return the refusal of a request that cannot get its first token in time, by the view of `verdict`; None if it can, or
@@ -240,10 +228,16 @@ class HeldRequests:
         answer_by = (now if previous_id else since) + self.queue.settings.timeout_s
         if (left := request.deadline_s) is not None:
             answer_by = min(answer_by, now + left - min(MARGIN_S, left / 2))
-        # An array has 8 bytes per key; many requests of 130k tokens may wait.
-        request = replace(request, keys=array("Q", request.keys))
         held = HeldRequest(
-            request, gateway_id, verdict.pool, since, answer_by, "", 0, for_room=True, previous_id=previous_id
+            with_compact_keys(request),
+            gateway_id,
+            verdict.pool,
+            since,
+            answer_by,
+            "",
+            0,
+            for_room=True,
+            previous_id=previous_id,
         )
         if (needed := request.ttft_deadline_s) is not None and not previous_id:
             held = replace(held, first_token_by=now + needed)
@@ -289,6 +283,9 @@ class HeldRequests:
         """Try the pool's held requests until `tries` of them stay held: first the queues for which something was freed, then,
         with at least half of the tries, the queues that earlier trials did not reach. Queues that this trial does not reach are
         tried after RETRY_S. Mutates."""
+        if self._waiting_room.leaves(pool):
+            self._due[pool] = now + RETRY_S
+            return []
         self._tried_at[pool] = now
         self._paid_until[pool] = max(self._paid_until.get(pool, -inf), now) + RETRY_S
         self._due.pop(pool, None)
@@ -363,6 +360,8 @@ class HeldRequests:
         decisions = TRIES
         saturated: dict[tuple[str, int], bool] = {}
         for held in self.queue.expired(now, ENDS_AT_ONCE):
+            if self._waiting_room.is_leaving(held.request.request_id):
+                continue
             request, why = held.request, f"held for {now - held.since:.1f} s"
             members = held.pool, id(self._instances.members(held.pool, request.model))
             if self._needs_no_view(held):
@@ -395,8 +394,8 @@ class HeldRequests:
             return self.serve_there(held.request.request_id, now)
         waited_s = now - held.since
         if waited_s > 0:
-            self._retry_after.waited(held.pool, held.request.priority, waited_s, now)
-        return [self.refusal(held.request, held.pool, held.gateway_id, why, waited_s)]
+            self._refusals.held.waited(held.pool, held.request.priority, waited_s, now)
+        return [self._refusals.no_room(held.request, held.pool, held.gateway_id, why, waited_s)]
 
     def _is_in_time_after_all(self, held: HeldRequest, now: float) -> bool:
         """Return whether a request that waits for room may wait longer: more of its prompt is cached than at its last trial, so

@@ -1,7 +1,11 @@
-"""The queue of held requests, by pool, in the order in which they are tried. Pure; times in s on one clock."""
+"""The queue of one stage of the waiting room, by pool, in the order in which its requests are tried. Pure; times in s.
+
+WaitingRoom decides who may wait, and has what the stages share.
+"""
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -10,10 +14,12 @@ from math import inf
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from pointsman_router.core.placement_types import PlacementRequest
-from pointsman_router.core.priority import PRIORITIES, Priority
+from pointsman_router.core.priority import Priority
 from pointsman_router.core.requests.fair_order import REQUEST_TOKENS, Entry, PoolOrder, QueueKey
+from pointsman_router.core.requests.shares import Shares
 
 # Ageing rate that stands for 0, tokens/s. It is so low that no wait outweighs a single token.
 _NEVER = 1e-6
@@ -21,14 +27,13 @@ _NEVER = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """Settings of the queue. `size`: maximum number of held requests of a pool. `tenant_share`: the part of them, 0 to 1, that
-    one tenant may have (at least one request).
+    """Settings of a queue. `size`: maximum number of waiting requests of a pool. `tenant_share`: the part of them, 0 to 1, that
+    one tenant may have while others want to wait (at least one request).
 
     `timeout_s`: maximum time that a request is held. `expiry`: whether a request that the policy still holds then is placed by
     its rule without holds, or refused. `ageing_tokens_per_s`: number of new tokens that a second of waiting outweighs. `fair`:
     whether the tenants of a class are served by weight and cost; otherwise tenants do not matter. `lower_class_share`: the share
-    of the work of higher classes that a waiting class is owed, and the share of the places that each class keeps. `keys`:
-    maximum number of block keys of all held prompts together.
+    of the work of higher classes that a waiting class is owed, and the share of the places that each class keeps.
     """
 
     size: int = 256
@@ -38,7 +43,6 @@ class QueueSettings:
     fair: bool = True
     expiry: Literal["place", "refuse"] = "place"
     lower_class_share: float = 0.1
-    keys: int = 1 << 62
 
 
 class HeldRequest(msgspec.Struct, frozen=True, gc=False):
@@ -73,7 +77,7 @@ class HeldRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class HoldQueue:
-    """All held requests. Between classes and tenants the order is that of fair_order.py.
+    """The waiting requests of one stage. Between classes and tenants the order is that of fair_order.py.
 
     Within a tenant of a class (without fairness: within a class) the least queue_penalty_s - waited goes first. If the policy set
     no queue penalty, new_tokens / ageing replaces it: the shortest new prefill goes first, and no request waits forever. A
@@ -87,11 +91,10 @@ class HoldQueue:
         self._entries: dict[str, Entry] = {}
         # (pool, requested model) -> number of requests that wait for room.
         self._for_room: Counter[tuple[str, str]] = Counter()
-        self._of_tenant: Counter[tuple[str, str, Priority]] = Counter()
+        self._shares: dict[str, Shares[str]] = {}
         self._orders: dict[str, PoolOrder] = {}
         # (ends_at, request id), earliest end first.
         self._ends: list[tuple[float, str]] = []
-        self._keys = 0
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -118,53 +121,33 @@ class HoldQueue:
         """Return the models (names of the pool, or adapters) for which requests wait for room."""
         return [model for of, model in self._for_room if of == pool]
 
-    def make_room(self, held: HeldRequest) -> HeldRequest | None:
-        """Remove the request in whose place `held` may wait, and return it. None if there is room, or no such request. Mutates.
+    def party(self, held: HeldRequest) -> str:
+        """Return the name under which a request has its share of the places: its tenant, or all tenants together."""
+        return held.request.tenant if self.settings.fair else ""
 
-        Each class keeps `lower_class_share` of the places, rounded down. The last request of the lowest class with more than that
-        gives up its place to a request of a higher class, or of a lower class with less. If the tenant of `held` has its share of
-        the queue, the rule applies to this tenant's places alone. A request of which a part is computed is not removed.
-        """
-        has_its_share = self._has_its_share(held)
-        if not has_its_share and self.count(held.pool) < self.settings.size:
-            return None
-        order = self._orders.get(held.pool)
-        if order is None:
-            return None
-        tenant = held.request.tenant if has_its_share else None
-        places = self._most_of_a_tenant if has_its_share else self.settings.size
-        kept = int(self.settings.lower_class_share * places)
-        own = held.request.priority
-        for other in PRIORITIES:
-            if other is own or self._count_of(held.pool, tenant, other) <= kept:
-                continue
-            if other.level > own.level and self._count_of(held.pool, tenant, own) >= kept:
-                continue
-            for request_id in order.last(other.level, tenant if self.settings.fair else None):
-                last = self._by_id[request_id]
-                if not last.previous_id and tenant in (None, last.request.tenant):
-                    return self.remove(request_id)
-        return None
+    def shares(self, pool: str) -> Shares[str]:
+        """Return who has the places of a pool; do not change it."""
+        return self._shares.get(pool) or self._new_shares()
 
-    def offer(self, held: HeldRequest) -> str:
-        """Add a request to the queue; return "", or why it may not wait. Mutates."""
-        size = self.settings.size
-        if self.count(held.pool) >= size:
-            return f"{size} requests wait already" if size else "no queue"
-        if self._has_its_share(held):
-            return "this tenant has its share of the queue already"
-        if self._keys + len(held.request.keys) > self.settings.keys:
-            return "the prompts that wait take all memory that they may"
-        self._keys += len(held.request.keys)
+    def last(self, pool: str, level: int, party: str) -> Iterator[HeldRequest]:
+        """Yield a party's requests of one class, in the reverse of the order in which they are tried. The caller must not change
+        the queue before the iteration ends. A request of which a part is computed keeps its place, and is left out."""
+        order = self._orders.get(pool)
+        for request_id in order.last(level, party) if order is not None else ():
+            if not (held := self._by_id[request_id]).previous_id:
+                yield held
+
+    def add(self, held: HeldRequest) -> None:
+        """Add a request for which there is room. Mutates."""
         self._by_id[held.request.request_id] = held
         self._count(held, 1)
         insort(self._ends, (held.ends_at, held.request.request_id))
         entry = self._entries[held.request.request_id] = self._entry(held)
         if held.pool not in self._orders:
             self._orders[held.pool] = PoolOrder(self.settings.lower_class_share)
+            self._shares[held.pool] = self._new_shares()
         self._orders[held.pool].add(entry)
-        self._of_tenant[held.pool, held.request.tenant, held.request.priority] += 1
-        return ""
+        self._shares[held.pool].add(held.request.priority.level, self.party(held), 1, held.request.weight)
 
     def update(self, held: HeldRequest) -> None:
         """Replace the waiting request with the same id, pool and tenant. Mutates."""
@@ -219,42 +202,27 @@ class HoldQueue:
         """Raise AssertionError if the orders and the requests disagree, or a limit is exceeded."""
         assert self._entries == {name: self._entry(held) for name, held in self._by_id.items()}
         assert self._for_room == Counter((held.pool, held.request.model) for held in self if held.for_room)
-        assert self._of_tenant == Counter((held.pool, held.request.tenant, held.request.priority) for held in self)
+        assert self._shares.keys() == self._orders.keys()
         assert sum(map(len, self._orders.values())) == len(self)
-        assert self._keys == sum(len(held.request.keys) for held in self) <= self.settings.keys
         assert self._ends == sorted((held.ends_at, held.request.request_id) for held in self)
         for pool, order in self._orders.items():
             order.check_invariants()
-            assert 0 < len(order) <= self.settings.size
+            assert 0 < len(order) == self._shares[pool].used <= self.settings.size
+            self._shares[pool].check_invariants()
             tried = [held.request.request_id for held in self.order(pool)]
             assert sorted(tried) == sorted(held.request.request_id for held in self if held.pool == pool)
-        assert not any(self._of(pool, tenant) > self._most_of_a_tenant for pool, tenant, _ in self._of_tenant)
 
-    @property
-    def _most_of_a_tenant(self) -> int:
-        return max(int(self.settings.size * self.settings.tenant_share), 1)
-
-    def _has_its_share(self, held: HeldRequest) -> bool:
-        return self._of(held.pool, held.request.tenant) >= self._most_of_a_tenant
-
-    def _of(self, pool: str, tenant: str) -> int:
-        return sum(self._of_tenant[pool, tenant, priority] for priority in PRIORITIES)
-
-    def _count_of(self, pool: str, tenant: str | None, priority: Priority) -> int:
-        return self.count(pool, priority) if tenant is None else self._of_tenant[pool, tenant, priority]
+    def _new_shares(self) -> Shares[str]:
+        return Shares(self.settings.size, self.settings.tenant_share, self.settings.lower_class_share)
 
     def _forget(self, held: HeldRequest) -> None:
         request = held.request
         del self._by_id[request.request_id], self._entries[request.request_id]
-        self._keys -= len(request.keys)
         self._forget_end(held)
         self._count(held, -1)
-        of_tenant = held.pool, request.tenant, request.priority
-        self._of_tenant[of_tenant] -= 1
-        if not self._of_tenant[of_tenant]:
-            del self._of_tenant[of_tenant]
+        self._shares[held.pool].add(request.priority.level, self.party(held), -1)
         if not len(self._orders[held.pool]):
-            del self._orders[held.pool]
+            del self._orders[held.pool], self._shares[held.pool]
 
     def _forget_end(self, held: HeldRequest) -> None:
         del self._ends[bisect_left(self._ends, (held.ends_at, held.request.request_id))]
@@ -275,7 +243,7 @@ class HoldQueue:
         since = min(held.since, held.first_token_by - self.settings.timeout_s)
         return Entry(
             request_id=request.request_id,
-            tenant=request.tenant if self.settings.fair else "",
+            tenant=self.party(held),
             queue_key=held.queue_key,
             level=request.priority.level,
             rank=since + queue_penalty_s,
@@ -284,3 +252,8 @@ class HoldQueue:
             weight=request.weight if self.settings.fair else 1.0,
             starts_at=held.tenant_load,
         )
+
+
+def with_compact_keys(request: PlacementRequest) -> PlacementRequest:
+    """Return the request with its keys in an array, 8 bytes each: thousands of prompts of 130k tokens may wait."""
+    return request if isinstance(request.keys, array) else replace(request, keys=array("Q", request.keys))

@@ -77,7 +77,7 @@ class RequestMoves:
     def _of_pool(self, pool: str, here: list[Reservation], now: float) -> list[ev.Effect]:
         leaving = sum(now - self._notice_of(reservation).at < LEAVES_WITHIN_S for reservation in here)
         room = min(self._room(pool) - leaving, MOST_DECISIONS)
-        if room <= 0 or self._requests.queue.count(pool):
+        if room <= 0 or self._requests.room.held.count(pool):
             return []  # A request that leaves would have to wait, while it makes progress where it is.
         due = [reservation for reservation in here if now - self._notice_of(reservation).at >= TELL_AGAIN_S]
         effects: list[ev.Effect] = []

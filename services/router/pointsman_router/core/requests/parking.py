@@ -11,15 +11,15 @@ weighted size for its weight, then the least SIZE_WEIGHT x size / prefill rate -
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from math import inf
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.admission.session_admission import SessionAdmission
+from pointsman_router.core.admission.session_admission import Newness, SessionAdmission
 from pointsman_router.core.admission_rule import (
     AdmissionOutcome,
     AdmissionRecord,
@@ -28,24 +28,33 @@ from pointsman_router.core.admission_rule import (
 )
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.placement_types import PlacementRequest
+from pointsman_router.core.priority import PRIORITIES
 from pointsman_router.core.requests.held_requests import HeldRequests
-from pointsman_router.core.requests.hold_queue import HeldRequest, QueueSettings
-from pointsman_router.core.requests.refusals import not_serving
+from pointsman_router.core.requests.hold_queue import HeldRequest, QueueSettings, with_compact_keys
+from pointsman_router.core.requests.refusals import Refusals
 from pointsman_router.core.requests.request_table import RequestTable
-from pointsman_router.core.requests.retry_after import RetryAfter
 
-# Limits of a pool's parked requests: their number, one tenant's share of it, and the block keys of all their prompts (8 bytes
-# each).
-PARKED = QueueSettings(size=16_384, tenant_share=0.25, keys=16_000_000)
+# Limits of a pool's parked requests: their number, and one tenant's share of it while others want to wait.
+PARKED = QueueSettings(size=16_384, tenant_share=0.25)
 PARKED_REASON = "session_parked"
 # How many times as long as its prefill a session takes KV from others, in the order of parked requests. With 1, the order is
 # nearly that of arrival; with 20, a burst of coding agents had a third fewer sessions refused (docs/findings.md).
 SIZE_WEIGHT = 20.0
 # How long a session that was not let in keeps its age, s, and the maximum number of such sessions.
 KEEP_AGE_S, MAX_AGES = 600.0, 50_000
+# How long what the first parked request would add is not computed again, s.
+REVIEW_S = 1.0
 # LET_IN_AT_ONCE: maximum number of sessions that one turn lets in; a placement takes up to 150 us. LET_IN_PAUSE_S: pause before
 # the others, s. REFUSED_AT_ONCE: maximum number of requests that one turn refuses.
 LET_IN_AT_ONCE, LET_IN_PAUSE_S, REFUSED_AT_ONCE = 32, 0.02, 500
+
+
+class _Review(NamedTuple):
+    """What the first parked request of a pool would add."""
+
+    request_id: str
+    newness: Newness
+    until: float  # when it is computed again, s
 
 
 class Parking:
@@ -57,14 +66,17 @@ class Parking:
         admission: SessionAdmission,
         held_requests: HeldRequests,
         instances: InstanceRegistry,
-        retry_after_s: float,
+        refusals: Refusals,
     ) -> None:
-        self.queue = requests.parked
+        self.queue = requests.room.parked
+        self._room = requests.room
         self._requests = requests
         self._admission = admission
         self._held_requests = held_requests
         self._instances = instances
-        self._retry_after = RetryAfter(retry_after_s)
+        self._refusals = refusals
+        # Pool -> the last review of its first request.
+        self._reviewed: dict[str, _Review] = {}
         # (pool, session) -> when it first came, and when this is forgotten; the oldest entry first.
         self._ages: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
         self._due = inf
@@ -77,94 +89,93 @@ class Parking:
     def place(self, request: PlacementRequest, gateway_id: str, now: float) -> list[ev.Effect]:
         """Admit a new request, and place or hold it; or park it, or refuse it. Mutates."""
         if (waiting := self.queue.get(request.request_id)) is not None:
-            # The gateway asks again. The last one to ask gets the answer.
-            self._requests.change_hold(replace(waiting, gateway_id=gateway_id))
-            return [self._parked(waiting, now)]
+            self._requests.ask_again(waiting, gateway_id)
+            return [self._parked(replace(waiting, gateway_id=gateway_id), now)]
         pool = self._instances.pool_of(request.model)
         held = self._held_requests.queue.get(request.request_id) is not None
-        if not pool or held or not self._admission.applies(pool, now):
+        if not pool or held:
             return self._held_requests.place(request, gateway_id, now)
-        if request.parked_s > 0:
+        if request.parked_s > 0 and self._admission.applies(pool, now):
             self._admission.was_parked(pool, now)
-        bound_s = self._bound_s(request)
-        view = self._admission.view(request, pool, self.queue.count(pool), request.parked_s, bound_s, now)
-        if view is None:
+        before = self.queue.count(pool)
+        if not before and not self._admission.armed(pool, now):
             return self._held_requests.place(request, gateway_id, now)
+        newness = self._admission.newness(request, pool, now)
+        bound_s = self._bound_s(request)
+        view = self._admission.view(pool, newness, now, before=before, waited_s=request.parked_s, bound_s=bound_s)
         verdict = decide_admission(view)
         record = AdmissionRecord(view, verdict)
         if verdict.outcome is AdmissionOutcome.ADMIT:
             return self._held_requests.place(replace(request, admitted=record), gateway_id, now)
         if verdict.outcome is AdmissionOutcome.REFUSE:
-            return [self._refusal(request, pool, gateway_id, 0, record, now)]
+            return [self._refusals.not_admitted(request, pool, gateway_id, 0, record)]
         return self._park(request, gateway_id, pool, view, now)
 
     def explain(self, request: PlacementRequest, now: float) -> AdmissionRecord | None:
         """Return the admission of a new request as it would be decided now; None if its pool admits everything. Changes
         nothing."""
         pool = self._instances.pool_of(request.model)
-        if not pool or not self._admission.applies(pool, now):
+        before = self.queue.count(pool)
+        if not pool or not (before or self._admission.armed(pool, now)):
             return None
-        before, bound_s = self.queue.count(pool), self._bound_s(request)
-        view = self._admission.view(request, pool, before, request.parked_s, bound_s, now, dry=True)
-        return None if view is None else AdmissionRecord(view, decide_admission(view))
+        newness = self._admission.newness(request, pool, now, dry=True)
+        bound_s = self._bound_s(request)
+        view = self._admission.view(pool, newness, now, before=before, waited_s=request.parked_s, bound_s=bound_s)
+        return AdmissionRecord(view, decide_admission(view))
 
     def let_in(self, pools: Iterable[str], now: float) -> list[ev.Effect]:
-        """Place the parked requests of these pools whose sessions fit, in their order. Mutates."""
+        """Place the parked requests of these pools whose sessions fit, in their order. All of them, if the pool is not armed any
+        more, at the same pace. None while the instances and the held requests of the pool take no more. Mutates."""
         effects: list[ev.Effect] = []
-        left = LET_IN_AT_ONCE
+        if self._due <= now:
+            self._due = inf
+        left = LET_IN_AT_ONCE if self._due == inf else 0
         for pool in pools:
             while (head := next(self.queue.order(pool), None)) is not None:
-                if not left:
-                    self._due = now + LET_IN_PAUSE_S
-                    return effects
+                if not left or self._room.leaves(pool):
+                    self._due = min(self._due, now + LET_IN_PAUSE_S)
+                    break
+                if not self._held_requests.has_place(pool, head.request.model, now):
+                    break
                 request = _asked(head, now)
-                view = self._admission.view(request, pool, 0, request.parked_s, self._bound_s(request), now)
-                if view is not None:
-                    verdict = decide_admission(view)
-                    if verdict.outcome is not AdmissionOutcome.ADMIT:
-                        break
-                    request = replace(request, admitted=AdmissionRecord(view, verdict))
+                view = self._admission.view(
+                    pool, self._newness(head, now), now, waited_s=request.parked_s, bound_s=self._bound_s(request)
+                )
+                verdict = decide_admission(view)
+                if verdict.outcome is not AdmissionOutcome.ADMIT:
+                    break
                 left -= 1
                 self._requests.let_in(request.request_id)
                 self._ages.pop((pool, request.session), None)
-                self._retry_after.waited(pool, request.priority, request.parked_s, now)
-                effects += self._held_requests.place(request, head.gateway_id, now)
+                self._refusals.parked.waited(pool, request.priority, request.parked_s, now)
+                admitted = replace(request, admitted=AdmissionRecord(view, verdict))
+                effects += self._held_requests.place(admitted, head.gateway_id, now)
         return effects
+
+    def _newness(self, head: HeldRequest, now: float) -> Newness:
+        """Return what the first parked request of a pool would add. It is computed once in REVIEW_S, since it costs O(keys), and
+        the sums of sessions change with every request."""
+        known = self._reviewed.get(head.pool)
+        if known is None or known.request_id != head.request.request_id or now >= known.until:
+            newness = self._admission.newness(head.request, head.pool, now)
+            known = self._reviewed[head.pool] = _Review(head.request.request_id, newness, now + REVIEW_S)
+        return known.newness
 
     def retry_due(self, now: float) -> list[ev.Effect]:
         """Let in what fits, and refuse the requests whose time has passed. Mutates."""
-        if self._due <= now:
-            self._due = inf
-            return [*self.let_in(self.queue.pools(), now), *self.refuse_expired(now)]
-        return self.refuse_expired(now)
+        effects = self.let_in(self.queue.pools(), now) if self._due <= now else []
+        return [*effects, *self.refuse_expired(now)]
 
     def refuse_expired(self, now: float) -> list[ev.Effect]:
         """Refuse the requests whose time has passed, as many as one turn may. Mutates."""
         expired = self.queue.expired(now, REFUSED_AT_ONCE)
-        places: dict[str, int] = {}
-        for pool in {held.pool for held in expired}:
-            # One walk over the queue gives the places of all.
-            places |= {held.request.request_id: place for place, held in enumerate(self.queue.order(pool), 1)}
-        return [self._refused(held, places[held.request.request_id], now) for held in expired]
+        return [self._refused(held, now) for held in expired if not self._room.is_leaving(held.request.request_id)]
 
     def expire(self, now: float) -> None:
-        """Drop old ages and waiting times. Mutates."""
-        self._retry_after.expire(now)
+        """Drop old ages and reviews. Mutates."""
         while self._ages and next(iter(self._ages.values()))[1] <= now:
             self._ages.popitem(last=False)
-
-    def drop_gateway(self, gateway_id: str, keep: frozenset[str] = frozenset()) -> None:
-        """Drop a gateway's parked requests, except `keep`, because its stream ended or began anew. Mutates."""
-        for held in list(self.queue):
-            if held.gateway_id == gateway_id and held.request.request_id not in keep:
-                self._requests.leave_queue(held.request.request_id)
-
-    def drop_pool(self, pool: str, why: str) -> list[ev.Effect]:
-        """Refuse the parked requests of a pool that another router owns now, so that their gateways ask there. Mutates."""
-        dropped = [held for held in self.queue if held.pool == pool]
-        for held in dropped:
-            self._requests.leave_queue(held.request.request_id)
-        return [not_serving(held.request.request_id, pool, why, held.gateway_id) for held in dropped]
+        self._reviewed = {pool: review for pool, review in self._reviewed.items() if now < review.until}
 
     # ---- one request ----
 
@@ -186,8 +197,7 @@ class Parking:
         since, _ = self._ages.get(key, (asked, 0.0)) if request.session else (asked, 0.0)
         state = self._admission.pools[pool]
         held = HeldRequest(
-            # An array has 8 bytes per key; many requests of 130k tokens may wait.
-            request=replace(request, keys=array("Q", request.keys)),
+            request=with_compact_keys(request),
             gateway_id=gateway_id,
             pool=pool,
             since=min(since, asked),
@@ -200,13 +210,11 @@ class Parking:
             parked=True,
             tenant_load=state.ledger.of_tenant(request.tenant) / request.weight,
         )
-        effects: list[ev.Effect] = []
-        if (displaced := self._requests.make_room(held)) is not None:
-            effects.append(
-                self._refusal(displaced.request, pool, displaced.gateway_id, self.queue.count(pool), None, now)
-            )
-        if self._requests.hold(held, now):
-            return [*effects, self._refusal(request, pool, gateway_id, self.queue.count(pool) + 1, None, now)]
+        displaced, why_not = self._room.displaced_by(held)
+        if why_not:
+            return [self._refusals.not_admitted(request, pool, gateway_id, self.queue.count(pool) + 1, None)]
+        effects = self._held_requests.displace(displaced, now)
+        self._requests.hold(held, now)
         if request.session:
             self._ages[key] = held.since, answer_by + KEEP_AGE_S
             self._ages.move_to_end(key)
@@ -216,56 +224,31 @@ class Parking:
 
     def _parked(self, held: HeldRequest, now: float) -> ev.Parked:
         request = held.request
-        ahead = sum(
-            self.queue.count(held.pool, priority)
-            for priority in type(request.priority)
-            if priority.level >= request.priority.level
+        return ev.Parked(
+            request.request_id, held.gateway_id, held.pool, self._place(held), max(held.answer_by - now, 0.0)
         )
-        return ev.Parked(request.request_id, held.gateway_id, held.pool, max(ahead, 1), max(held.answer_by - now, 0.0))
 
-    def _refused(self, held: HeldRequest, place: int, now: float) -> ev.Refused:
+    def _place(self, held: HeldRequest) -> int:
+        """Return the place of a parked request, from 1, if all of its class go first. O(classes)."""
+        own = held.request.priority.level
+        return max(sum(self.queue.count(held.pool, other) for other in PRIORITIES if other.level >= own), 1)
+
+    def _refused(self, held: HeldRequest, now: float) -> ev.Refused:
         """Refuse a request whose time has passed, and remove it from the queue."""
+        place, waited_s = self._place(held), now - held.asked_at
         self._requests.leave_queue(held.request.request_id)
-        waited_s = now - held.asked_at
-        self._retry_after.waited(held.pool, held.request.priority, waited_s, now)
-        state = self._admission.pools.get(held.pool)
-        record = None
-        if state is not None:
-            view = AdmissionView(
-                size=held.new_tokens,
-                weighted=state.ledger.weighted(),
-                capacity=state.capacity.tokens,
-                largest=state.capacity.largest,
-                armed=state.armed,
-                before=place - 1,
-                waited_s=waited_s,
-                bound_s=held.answer_by - held.asked_at,
-            )
-            record = AdmissionRecord(view, decide_admission(view))
-        return self._refusal(held.request, held.pool, held.gateway_id, place, record, now)
-
-    def _refusal(
-        self,
-        request: PlacementRequest,
-        pool: str,
-        gateway_id: str,
-        place: int,
-        record: AdmissionRecord | None,
-        now: float,
-    ) -> ev.Refused:
-        retry_after_s = self._retry_after.seconds(pool, request.priority)
-        where = f" It was number {place} of those that wait." if place else ""
-        message = f"the caches of {pool!r} have no room for another session.{where} A retry keeps its turn."
-        return ev.Refused(
-            request.request_id,
-            "RESOURCE_EXHAUSTED",
-            message,
-            retry_after_s,
-            gateway_id,
-            pool=pool,
-            place=place,
-            admission=record,
+        self._refusals.parked.waited(held.pool, held.request.priority, waited_s, now)
+        bound_s = held.answer_by - held.asked_at
+        view = self._admission.view(
+            held.pool, Newness("", held.new_tokens), now, before=place - 1, waited_s=waited_s, bound_s=bound_s
         )
+        verdict = decide_admission(view)
+        if verdict.outcome is not AdmissionOutcome.REFUSE:
+            # It was about to be let in, but no instance has room.
+            why = "parked until its bound"
+            return self._refusals.no_room(held.request, held.pool, held.gateway_id, why, waited_s)
+        record = AdmissionRecord(view, verdict)
+        return self._refusals.not_admitted(held.request, held.pool, held.gateway_id, place, record)
 
 
 def _asked(held: HeldRequest, now: float) -> PlacementRequest:

@@ -21,6 +21,7 @@ from pointsman_router.core.requests.refusals import not_serving
 from pointsman_router.core.requests.request_state import RequestState, Stage
 from pointsman_router.core.requests.request_table import RequestTable
 from pointsman_router.core.requests.retry_after import RetryAfter
+from pointsman_router.core.turn import Turn
 
 # Reason of the one SERVE that replaces the rest of a plan.
 COLOCATED_AFTER_FAILURE = "colocated_after_failure"
@@ -48,6 +49,7 @@ class PlacementPlans:
         retry_after: RetryAfter,
         circuit: CircuitSettings,
         place_lease_s: float,
+        turn: Turn,
     ) -> None:
         self._requests = requests
         self._decider = decider
@@ -58,6 +60,7 @@ class PlacementPlans:
         self._retry_after = retry_after
         self._circuit = circuit
         self._place_lease_s = place_lease_s
+        self._turn = turn
 
     # ---- steps ----
 
@@ -136,8 +139,10 @@ class PlacementPlans:
         if state is None or state.stage is not Stage.PREFILLING:
             return []
         moved = self._requests.first_token(state, now)
-        blamed = (effect for name in event.refused_by for effect in self._blame(name, now))
-        return [ev.Reserved(moved), *self._judge_circuit(moved, "OK", now), *blamed]
+        self._judge_circuit(moved, "OK", now)
+        for refusing in event.refused_by:
+            self._blame(refusing, now)
+        return [ev.Reserved(moved)]
 
     def step_done(self, state: RequestState, event: ev.StepDone, now: float) -> list[ev.Effect]:
         """Apply the end of a plan's current step: start the next step, or, if the step failed, a SERVE without KV transfer.
@@ -148,12 +153,12 @@ class PlacementPlans:
         if not event.ok:
             return self._colocate(state, reservation, decision, event, now)
         self._requests.computed(state, now)
-        closed = self._judge_circuit(reservation, "OK", now)
+        self._judge_circuit(reservation, "OK", now)
         index = event.step_index + 1
         if index >= len(decision.result.steps):
-            return closed  # The rest of the request must be placed first.
+            return []  # The rest of the request must be placed first.
         effects = self._reserve(decision, index, reservation.gateway_id, reservation.lease_until, state.keys, now)
-        return [*closed, *effects, placed_effect(decision, index, reservation.gateway_id)]
+        return [*effects, placed_effect(decision, index, reservation.gateway_id)]
 
     def _colocate(
         self, state: RequestState, reservation: Reservation, decision: Decision, event: ev.StepDone, now: float
@@ -162,9 +167,9 @@ class PlacementPlans:
         index, steps = event.step_index, decision.result.steps
         if steps[index].kind is StepKind.SERVE and not steps[index].kv_source:
             return []  # There is no simpler plan; the gateway ends this attempt.
-        judged = self._judge_circuit(reservation, "FAILED" if event.instance_failed else "", now)
+        self._judge_circuit(reservation, "FAILED" if event.instance_failed else "", now)
         note = f"{steps[index].kind.lower()}_failed: {event.error[:MAX_NOTE]}"
-        return [*judged, *self._serve_there(state, reservation, decision, note, now)]
+        return self._serve_there(state, reservation, decision, note, now)
 
     def serve_there(self, request_id: str, note: str, now: float) -> list[ev.Effect]:
         """Replace the rest of a plan that has begun by one SERVE on the plan's last instance. No effects without a plan.
@@ -225,11 +230,11 @@ class PlacementPlans:
         if (reservation := state.reservation) is None:
             self._requests.leave_queue(finished.request_id)
             return []
-        circuit = self._judge_circuit(reservation, "REFUSED" if finished.refused else finished.outcome, now)
+        self._judge_circuit(reservation, "REFUSED" if finished.refused else finished.outcome, now)
+        for refusing in finished.refused_by:
+            self._blame(refusing, now)
         judged = self._requests.end(state, finished, now)
         return [
-            *circuit,
-            *(effect for name in finished.refused_by for effect in self._blame(name, now)),
             ev.Released(finished.request_id, reservation.pool),
             ev.DecisionClosed(reservation.decision_id, finished),
             *judged,
@@ -239,19 +244,18 @@ class PlacementPlans:
         """End a placed request whose end nobody reported, as `finished`. Mutates."""
         return self.finished(ev.Finished(request_id, "CANCELLED", error=why), now)
 
-    def _blame(self, instance_id: str, now: float) -> list[ev.Effect]:
+    def _blame(self, instance_id: str, now: float) -> None:
         """Count a refusal by an instance of a request that another instance answered as a failure of the former."""
         record = self._instances.get(instance_id)
-        if record is None or record.circuit.opened:  # if the circuit is open, the refusal was counted as a failed trial
-            return []
-        return self._circuit_judged(record, changed=record.circuit.failed("", now, self._circuit))
+        if record is not None and not record.circuit.opened:  # if it is open, the refusal was counted as a failed trial
+            self._circuit_judged(record, changed=record.circuit.failed("", now, self._circuit))
 
-    def _judge_circuit(self, reservation: Reservation, outcome: str, now: float) -> list[ev.Effect]:
+    def _judge_circuit(self, reservation: Reservation, outcome: str, now: float) -> None:
         """Update the circuit of a reservation's instance by the outcome of the request or step. REFUSED: the instance answered
         5xx, which the request itself may have caused."""
         record = self._instances.get(reservation.instance_id)
         if record is None:
-            return []
+            return
         changed = False
         if outcome == "FAILED":
             changed = record.circuit.failed(reservation.request_id, now, self._circuit)
@@ -261,14 +265,13 @@ class PlacementPlans:
             changed = record.circuit.answered()
         else:
             record.circuit.left(reservation.request_id)
-        return self._circuit_judged(record, changed=changed)
+        self._circuit_judged(record, changed=changed)
 
-    def _circuit_judged(self, record: InstanceRecord, *, changed: bool) -> list[ev.Effect]:
+    def _circuit_judged(self, record: InstanceRecord, *, changed: bool) -> None:
         record.forget_snapshot()
-        if not changed:
-            return []
-        self._instances.refresh(record)
-        return [ev.FleetChanged()]
+        if changed:
+            self._instances.refresh(record)
+            self._turn.fleet_changed = True
 
 
 def placed_effect(decision: Decision, index: int, gateway_id: str) -> ev.Placed:

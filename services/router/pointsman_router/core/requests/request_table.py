@@ -21,7 +21,8 @@ from pointsman_router.core.learning.prefill_progress import OpenPrompt
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.load.reservations import Reservation, Reservations
 from pointsman_router.core.placement_types import NO_BACKLOG, Decision, FleetView, Phase, PlacementRequest
-from pointsman_router.core.requests.hold_queue import HeldRequest, HoldQueue
+from pointsman_router.core.requests.hold_queue import HeldRequest
+from pointsman_router.core.requests.refusals import not_serving
 from pointsman_router.core.requests.request_state import (
     ANNOUNCE,
     COMPUTE,
@@ -32,30 +33,31 @@ from pointsman_router.core.requests.request_state import (
     RequestState,
     Stage,
 )
+from pointsman_router.core.requests.waiting_room import WaitingRoom
 
 _NOTHING_SEEN = FleetView(())
 # Maximum number of ended requests that are kept, to recognise them if they are sent again.
 MAX_ENDED = 20_000
+# Maximum number of requests that leave the waiting room in one turn, some 10 us each.
+LEAVE_AT_ONCE = 128
 # Number of ended requests that one step of forget_ended examines: some microseconds, most of them for freeing memory.
 FORGET_AT_ONCE = 4
 
 
 class RequestTable:
-    """Requests by id. `queue` has the held requests in their order, and `parked` those that wait for the admission of their
-    sessions; code that answers one must report the outcome here. `admission` counts the sessions of placed requests."""
+    """Requests by id. `room` has those that wait; code that answers one must report the outcome here. `admission` counts the
+    sessions of placed requests."""
 
     def __init__(
         self,
-        queue: HoldQueue,
-        parked: HoldQueue,
+        room: WaitingRoom,
         admission: SessionAdmission,
         reservations: Reservations,
         instances: InstanceRegistry,
         prefix_knowledge: PrefixKnowledge,
         prefill_observer: PrefillObserver,
     ) -> None:
-        self.queue = queue
-        self.parked = parked
+        self.room = room
         self._admission = admission
         self._reservations = reservations
         self._instances = instances
@@ -100,53 +102,54 @@ class RequestTable:
 
     # ---- waiting ----
 
-    def hold(self, held: HeldRequest, now: float) -> str:
-        """Hold or park a request; return "", or why it may not wait. Mutates."""
+    def hold(self, held: HeldRequest, now: float) -> None:
+        """Hold or park a request, for which there is room. Mutates."""
         state = self._known(held.request.request_id)
         state.require(HOLD)
-        if why_not := self._queue_of(held).offer(held):
-            return why_not
+        self.room.enter(held)
         state.happened(HOLD, now, held.reason)
         state.held = held
         self._open[state.request_id] = state
-        return ""
 
     def change_hold(self, held: HeldRequest) -> None:
         """Replace the waiting request with the same id, pool and tenant. Mutates."""
-        self._queue_of(held).update(held)
+        self.room.change(held)
         self._open[held.request.request_id].held = held
-
-    def make_room(self, held: HeldRequest) -> HeldRequest | None:
-        """Remove the request that must give up its place to `held` from the queue, and return it; None if there is room, or no
-        such request. Mutates."""
-        if (displaced := self._queue_of(held).make_room(held)) is not None:
-            self.leave_queue(displaced.request.request_id)
-        return displaced
 
     def served(self, request_id: str, new_tokens: int) -> None:
         """Remove a request that was placed from the queue, and charge its tenant with a prefill of `new_tokens`. Mutates."""
-        self.queue.answered(request_id, new_tokens)
+        self.room.served(request_id, new_tokens)
 
     def let_in(self, request_id: str) -> None:
         """Remove a parked request whose session is admitted, and charge its tenant with the session's size. It is to be placed
         next. Mutates."""
-        held = self.parked.get(request_id)
+        held = self.room.parked.get(request_id)
         assert held is not None
-        self.parked.answered(request_id, held.new_tokens)
+        self.room.served(request_id, held.new_tokens)
         state = self._open.pop(request_id)
         state.held = None
 
     def leave_queue(self, request_id: str) -> None:
         """Remove a request from its queue, if it waits: it is answered, or nobody waits for an answer any more. Mutates."""
-        if self.queue.remove(request_id) is None and len(self.parked):
-            self.parked.remove(request_id)
+        self.room.remove(request_id)
         if (state := self._open.get(request_id)) is not None:
             state.held = None
             if state.reservation is None:
                 del self._open[request_id]
 
-    def _queue_of(self, held: HeldRequest) -> HoldQueue:
-        return self.parked if held.parked else self.queue
+    def ask_again(self, held: HeldRequest, gateway_id: str) -> None:
+        """Apply that a gateway asks again for a waiting request: the last one to ask gets the answer. Mutates."""
+        self.room.stays(held.request.request_id)
+        self.change_hold(replace(held, gateway_id=gateway_id))
+
+    def leave_next(self, most: int = LEAVE_AT_ONCE) -> list[ev.Effect]:
+        """Let the next requests leave that are to leave; return the answers to those whose gateways wait for one. Mutates."""
+        effects: list[ev.Effect] = []
+        for held, why in self.room.next_to_leave(most):
+            self.leave_queue(held.request.request_id)
+            if why:
+                effects.append(not_serving(held.request.request_id, held.pool, why, held.gateway_id))
+        return effects
 
     # ---- sessions ----
 
@@ -305,16 +308,13 @@ class RequestTable:
             assert name not in self._ended, story
             assert state.stage not in (Stage.NEW, Stage.ENDED), story
             assert self._reservations.get(name) is state.reservation, story
-            waits = self.parked.get(name) or self.queue.get(name)
-            assert waits is state.held, story
+            assert self.room.get(name) is state.held, story
             assert (state.prompt is None) is (state.reservation is None), story
             if state.reservation is not None and state.prompt is not None:
                 assert state.prompt.instance_id == state.reservation.instance_id, story
                 assert not (state.held and state.reservation.pending_tokens), f"a hold reserves nothing: {story}"
         assert len(self._reservations) == sum(state.reservation is not None for state in self)
-        assert len(self.queue) + len(self.parked) == sum(state.held is not None for state in self)
-        assert all(held.parked for held in self.parked)
-        assert not any(held.parked for held in self.queue)
+        assert len(self.room) == sum(state.held is not None for state in self)
         assert all(state.stage is Stage.ENDED for state in self._ended.values())
         assert len(self._ended) <= MAX_ENDED
         self._prefix_knowledge.check_invariants({name: state.prompt for name, state in self._open.items()})
