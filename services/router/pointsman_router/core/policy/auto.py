@@ -36,8 +36,8 @@ FEW_INSTANCES = 3
 # on `foresight` with fewer slices, from the second on `foresight` with more, and from the third on `unified` again.
 SHORT_COST, LONGER_COST, LONG_COST = 0.5, 8.0, 20.0
 
-_BY_PREFIXES = TakenPolicy(_UNIFIED, "few_exact_prefixes")
-_BY_CURVE = TakenPolicy(_UNIFIED, "curve_not_learned")
+_BY_PREFIXES = TakenPolicy(_UNIFIED, "few_exact_prefixes", provisional=True)
+_BY_CURVE = TakenPolicy(_UNIFIED, "curve_not_learned", provisional=True)
 _SHORT = TakenPolicy(_UNIFIED, "prefills_short")
 _MEDIUM = TakenPolicy(_FEWER_SLICES, "times_predictable", admits_sessions=True)
 _LONGER = TakenPolicy(_FORESIGHT, "prefills_longer", admits_sessions=True)
