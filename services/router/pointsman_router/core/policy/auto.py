@@ -60,6 +60,8 @@ class Auto(Policy):
         6. `foresight` with interference=0.2, remainder_weight=1, lost_cache_weight=0.6, ageing_rate=1, slice_factor=0.15 and
            slice_growth=0.5, if it costs 8 times as much or more
         7. `foresight` with these, but ageing_rate=0.4, slice_growth=1 and light_factor=4
+    What is known must ask for another choice for 10 s, and a choice is kept for 60 s, before it changes; the mean prefill must be
+    10 % beyond a bound. Sooner: a pool's first change.
     Then the request is decided as under that policy, also its hold, and the rest of a prompt of which slices are computed. Each
     decision names the policy and the reason. The mean prefill is the moving average by which `foresight` itself is scaled.
 
