@@ -71,13 +71,13 @@ export function replicasView(app) {
   const changes = new Table({
     label: "Changes of policies",
     narrow: true,
-    key: (change) => `${change.time} ${change.model}`,
+    key: (taken) => `${taken.time} ${taken.model}`,
     columns: [
-      { id: "time", title: "Time", value: (c) => c.time, text: (c) => moment(c.time) },
-      { id: "model", title: "Model", value: (c) => c.model },
-      { id: "policy", title: "Policy", pill: true, value: (c) => c.name, tone: () => "none" },
-      { id: "reason", title: "Reason", wrap: true, value: (c) => (c.reason ? reasonText(c.reason) : "operators chose it") },
-      { id: "before", title: "Before", wrap: true, value: (c) => [c.nameBefore, c.reasonBefore && `(${reasonText(c.reasonBefore)})`].filter(Boolean).join(" ") },
+      { id: "time", title: "Time", value: (taken) => taken.time, text: (taken) => moment(taken.time) },
+      { id: "model", title: "Model", value: (taken) => taken.model },
+      { id: "policy", title: "Policy", pill: true, value: (taken) => taken.name, tone: () => "none" },
+      { id: "reason", title: "Reason", wrap: true, value: (taken) => (taken.reason ? reasonText(taken.reason) : "operators chose it") },
+      { id: "before", title: "Before", wrap: true, value: (taken) => [taken.nameBefore, taken.reasonBefore && `(${reasonText(taken.reasonBefore)})`].filter(Boolean).join(" ") },
     ],
   });
   const changed = el("section", { hidden: true }, el("h2", {}, "Changes of policies ", el("span", { className: "muted" }, "of the pools that this router owns, newest first")), changes.element);
