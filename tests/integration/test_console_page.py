@@ -302,6 +302,16 @@ async def test_a_page_says_what_only_another_router_knows() -> None:
                 },
             ],
             "lostReplicas": [{"routerId": "three", "heartbeatAge": "61s"}],
+            "policyChanges": [
+                {
+                    "time": "2026-11-28T10:00:00Z",
+                    "model": "n",
+                    "name": "unified",
+                    "reason": "few_instances",
+                    "nameBefore": "foresight",
+                    "reasonBefore": "times_predictable",
+                }
+            ],
             "pools": [
                 {"model": "m", "owner": {"routerId": "two", "address": "two:1"}},
                 {"model": "n", "owner": {"routerId": "one"}},
@@ -320,6 +330,12 @@ async def test_a_page_says_what_only_another_router_knows() -> None:
         await expect(shown.page.get_by_role("table", name="Routers")).to_contain_text("lmetric")
         lost = shown.page.get_by_role("table", name="Lost replicas").get_by_role("row").filter(has_text="three")
         await expect(lost).to_contain_text("lost")
+        change = (
+            shown.page.get_by_role("table", name="Changes of policies").get_by_role("row").filter(has_text="unified")
+        )
+        await expect(change).to_contain_text("few_instances")
+        await expect(change).to_contain_text("foresight (times_predictable")
+        assert await shown.page.evaluate(CONTRAST) == []
         # A decision that another router made, and an address that was cut short.
         for gone in ("two-1", "cut%2"):
             await shown.open(f"decisions/{gone}")

@@ -14,6 +14,7 @@ import pytest
 import redis.asyncio
 from google.rpc import error_details_pb2
 from prometheus_client import generate_latest
+from structlog.testing import capture_logs
 
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_common.core.block_keys import KEY_SCHEME
@@ -21,7 +22,7 @@ from pointsman_common.core.enum_words import word
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.placement_types import InstanceInfo, PlacementRequest
 from pointsman_router.core.policy.reasons import REASONS, ROUTE_CLASSES
-from pointsman_router.core.policy.registry import POLICIES
+from pointsman_router.core.policy.registry import POLICIES, make_policy
 from pointsman_router.io.router import VERSION
 from pointsman_router.io.store import redis_scripts
 from tests.support.processes.redis import redis_server
@@ -35,6 +36,33 @@ async def replicas_of(client: Client) -> fleet_pb2.ListReplicasResponse:
 
 def ends(group: fleet_pb2.SummarizeDecisionsResponse.Group) -> dict[str, int]:
     return {word(fleet_pb2.DecisionOutcome, outcome.outcome): outcome.decided for outcome in group.outcomes}
+
+
+async def test_a_change_of_a_pools_policy_is_listed_logged_and_counted_with_its_reason() -> None:
+    with capture_logs() as logged:
+        async with running(policy="lpwl") as (server, client):
+            await Report(client).join("a")
+            gateway = Session(client)
+            await gateway.hello()
+            await gateway.place("r")
+            server.router.submit(ev.PolicySet(make_policy("auto")))
+
+            async def listed() -> bool:
+                return len((await replicas_of(client)).policy_changes) == 1
+
+            await eventually(listed, "the change is listed")
+            answer = await replicas_of(client)
+            samples = server.router.telemetry.registry.get_sample_value
+            labels = {"model": "m", "policy": "unified", "reason": "curve_not_learned"}
+            assert samples("pointsman_router_policy_changes_total", labels) == 1
+    [change], [pool] = answer.policy_changes, answer.pools
+    assert (change.model, change.name, change.name_before) == ("m", "unified", "lpwl")
+    assert (change.reason, change.reason_before) == ("curve_not_learned", "")
+    assert abs(change.time.ToNanoseconds() / 1e9 - time.time()) < 60
+    assert (pool.policy.reason, pool.policy.asked_name) == ("curve_not_learned", "")
+    assert pool.policy.age.ToNanoseconds() >= 0
+    [entry] = [entry for entry in logged if entry["event"] == "auto took another policy for a pool"]
+    assert (entry["reason"], entry["before"]) == ("curve_not_learned", "lpwl")
 
 
 async def sessions_of(client: Client, **wanted: Any) -> list[tuple[str, str, str]]:

@@ -53,10 +53,13 @@ async def test_a_restarted_router_knows_the_open_requests_the_sessions_and_what_
             await eventually(kept, "written")
             mean_work = server.router.state.prefill_observer.mean_work("m")
             assert mean_work.tokens
+            facts = server.router.state.views.facts("m", time.monotonic())
+            server.router.store.record([ev.PoolFactsSet(facts, "m")])
         async with running(redis_url=url, gateway_lease_s=30) as (server, client):
             await Report(client).join("a")
             await owns(server)
             assert server.router.state.prefill_observer.mean_work("m") == mean_work
+            assert server.router.state.pool_choices.kept("m") is not None
             assert server.router.store.epoch == 2
             # Sessions are read after the pool is owned.
             await eventually(lambda: len(server.router.state.affinity) == 1, "the session is known")

@@ -16,6 +16,7 @@ from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.idle_sessions import IdleSessions
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.ownership import preferred
+from pointsman_router.core.placement_types import PoolFacts
 from pointsman_router.core.prefill_curve import MeanWork
 from pointsman_router.core.router_state import RouterState
 
@@ -32,6 +33,7 @@ class _StoredPool:
     mean_work: MeanWork | None = None
     idle_sessions: IdleSessions | None = None
     idle_stored_at: float = 0.0
+    facts: PoolFacts | None = None
 
 
 class Routers:
@@ -102,6 +104,9 @@ class Routers:
                 case ev.IdleSessionsSet(idle_sessions, pool):
                     if pool in self._stored:
                         self._stored[pool].idle_sessions, self._stored[pool].idle_stored_at = idle_sessions, now
+                case ev.PoolFactsSet(facts, pool):
+                    if pool in self._stored:
+                        self._stored[pool].facts = facts
                 case _:
                     self._on_effect(name, effect, now)
         scheduled = self._retry_at.get(name, now)
@@ -134,7 +139,7 @@ class Routers:
         name = self._owner[pool] = preferred(pool, others)
         stored = self._stored[pool]
         reservations, age_s = tuple(stored.reservations.values()), now - stored.idle_stored_at
-        taken = ev.PoolTaken(pool, reservations, stored.mean_work, stored.idle_sessions, age_s)
+        taken = ev.PoolTaken(pool, reservations, stored.mean_work, stored.idle_sessions, age_s, stored.facts)
         self.deliver(name, taken, now)
         self.deliver(name, ev.SessionsRead(pool, dict(stored.sessions)), now)
         return name

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import urllib.error
 import urllib.request
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -126,10 +127,13 @@ def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: Jso
 def _taken(policy: fleet_pb2.PoolPolicy) -> str:
     """Return which policy decides for a pool and why, with the numbers that this depends on."""
     ready = policy.ready_instances
+    began = datetime.now().astimezone() - policy.age.ToTimedelta()
+    since = f" since {began:%Y-%m-%d %H:%M:%S}" if policy.HasField("age") else ""
+    asked = f"; they ask for {policy.asked_name} ({explained(policy.asked_reason)})" if policy.asked_name else ""
     return (
-        f"{policy.name} ({explained(policy.reason)}); of {ready} ready instances {policy.exact_instances} report KV events, "
-        f"{policy.learned_instances} have a learned curve; the mean prefill costs {policy.mean_cost:.2g} x that of a new prompt "
-        f"of {LIGHT_NEW_TOKENS:,} tokens"
+        f"{policy.name}{since} ({explained(policy.reason)}); of {ready} ready instances "
+        f"{policy.exact_instances} report KV events, {policy.learned_instances} have a learned curve; the mean prefill costs "
+        f"{policy.mean_cost:.2g} x that of a new prompt of {LIGHT_NEW_TOKENS:,} tokens{asked}"
     )
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.decision_replay import differences, redecide
-from pointsman_router.core.learning.pool_facts import LEARNED_AFTER, MAX_AGE_S
+from pointsman_router.core.learning.pool_facts import LEARNED_AFTER, LEAST_KEPT_S, MAX_AGE_S, SETTLE_S
 from pointsman_router.core.placement_types import Decision, KvRole, KvTransfer, Load, PoolFacts
 from pointsman_router.core.policy.auto import AdmissionChoice, Auto, admission_choice
 from pointsman_router.core.policy.base import Policy
@@ -109,12 +109,16 @@ def decided(router: RouterState, name: str, now: float, **asked: Any) -> Decisio
     return answer.decision
 
 
+def report(router: RouterState, at: float) -> None:
+    for agent, instance in enumerate(("a", *OTHERS), start=1):
+        router.handle(ev.LoadReported(agent, instance, Load(at)), at)
+
+
 def learn(router: RouterState, first: int, count: int, start: float) -> None:
     """Let prefills of 8,000 tokens end, one after another, while the agents report."""
     for number in range(first, first + count):
         at = start + number
-        for agent, instance in enumerate(("a", *OTHERS), start=1):
-            router.handle(ev.LoadReported(agent, instance, Load(at)), at)
+        report(router, at)
         decided(router, f"r{number}", at, tokens=8_000)
         router.handle(ev.FirstToken(f"r{number}"), at + 0.5)
         router.handle(ev.Finished(f"r{number}", "OK"), at + 0.6)
@@ -181,15 +185,19 @@ def test_a_request_that_foresight_held_is_placed_when_the_pool_gets_another_poli
     router = state("auto")
     join_three(router)
     learn(router, 0, LEARNED_AFTER, 0.0)
-    decided(router, "first", 20.0, tokens=60_000)
-    held = router.handle(ev.PlaceRequested(request("held", 55_000, exclude=OTHERS), "g"), 20.1)
+    router.handle(ev.Tick(), LEARNED_AFTER)
+    late = LEARNED_AFTER + LEAST_KEPT_S
+    report(router, late)
+    decided(router, "first", late, tokens=60_000)
+    held = router.handle(ev.PlaceRequested(request("held", 55_000, exclude=OTHERS), "g"), late + 0.1)
     assert not [effect for effect in held if isinstance(effect, ev.Placed)]
-    set_policy(router, make_policy("foresight"), 20.2)
+    set_policy(router, make_policy("foresight"), late + 0.2)
     assert len(router.held_requests.queue) == 1
-    set_policy(router, make_policy("auto"), 20.3)
+    set_policy(router, make_policy("auto"), late + 0.3)
     assert len(router.held_requests.queue) == 1
-    silent_for = router.settings.stale_keys_s
-    effects = router.handle(ev.Tick(), 20.3 + silent_for)
+    silent = late + router.settings.stale_keys_s + 0.5
+    assert not [effect for effect in router.handle(ev.Tick(), silent) if isinstance(effect, ev.Placed)]
+    effects = router.handle(ev.Tick(), silent + SETTLE_S)
     [placed] = [effect for effect in effects if isinstance(effect, ev.Placed)]
     assert (placed.request_id, placed.decision.result.policy) == ("held", "unified")
     router.check_invariants()

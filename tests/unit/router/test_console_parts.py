@@ -153,6 +153,7 @@ def test_only_names_of_this_machine_are_its_own(host: str, local: bool) -> None:
         ("router", fleet_pb2.RouterStatus),
         ("status", fleet_pb2.InstanceStatus),
         ("step", placement_pb2.Step),
+        ("taken", fleet_pb2.PolicyChange),
         ("timings", placement_pb2.Timings),
     ],
 )

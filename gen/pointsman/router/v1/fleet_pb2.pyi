@@ -2291,6 +2291,7 @@ class ListReplicasResponse(_message.Message):
     POOLS_FIELD_NUMBER: _builtins.int
     THIS_REPLICA_FIELD_NUMBER: _builtins.int
     LOST_REPLICAS_FIELD_NUMBER: _builtins.int
+    POLICY_CHANGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
         """The live replicas, ordered by id. Only the replica that answers if there is no shared store."""
@@ -2309,6 +2310,10 @@ class ListReplicasResponse(_message.Message):
         Only router_id and heartbeat_age are set.
         """
 
+    @_builtins.property
+    def policy_changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyChange]:
+        """When another policy began to decide for a pool of the replica that answers: the latest 100, newest first."""
+
     def __init__(
         self,
         *,
@@ -2316,14 +2321,59 @@ class ListReplicasResponse(_message.Message):
         pools: _abc.Iterable[Global___PoolStatus] | None = ...,
         this_replica: Global___RouterStatus | None = ...,
         lost_replicas: _abc.Iterable[Global___Replica] | None = ...,
+        policy_changes: _abc.Iterable[Global___PolicyChange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["this_replica", b"this_replica"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost_replicas", b"lost_replicas", "pools", b"pools", "replicas", b"replicas", "this_replica", b"this_replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost_replicas", b"lost_replicas", "policy_changes", b"policy_changes", "pools", b"pools", "replicas", b"replicas", "this_replica", b"this_replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListReplicasResponse: _TypeAlias = ListReplicasResponse  # noqa: Y015
+
+@_typing.final
+class PolicyChange(_message.Message):
+    """Another policy began to decide for a pool, or its sessions began or ceased to be admitted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    NAME_BEFORE_FIELD_NUMBER: _builtins.int
+    REASON_BEFORE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the pool."""
+    name: _builtins.str
+    """Name of the policy."""
+    reason: _builtins.str
+    """Why auto takes it, as in PoolPolicy. Empty if operators chose the policy."""
+    name_before: _builtins.str
+    """Name of the policy that decided until then."""
+    reason_before: _builtins.str
+    """Why auto had taken that one. Empty if it had not."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When it began to."""
+
+    def __init__(
+        self,
+        *,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        model: _builtins.str = ...,
+        name: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        name_before: _builtins.str = ...,
+        reason_before: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "name", b"name", "name_before", b"name_before", "reason", b"reason", "reason_before", b"reason_before", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicyChange: _TypeAlias = PolicyChange  # noqa: Y015
 
 @_typing.final
 class Replica(_message.Message):
@@ -2454,7 +2504,9 @@ Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
 
 @_typing.final
 class PoolPolicy(_message.Message):
-    """The policy that places a pool's requests, and what is known of the pool, at most a second old."""
+    """The policy that places a pool's requests, and what is known of the pool, at most a second old. The choice may be older: auto
+    changes it once what is known asks for another one for some seconds, and at most once a minute.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2464,6 +2516,9 @@ class PoolPolicy(_message.Message):
     EXACT_INSTANCES_FIELD_NUMBER: _builtins.int
     LEARNED_INSTANCES_FIELD_NUMBER: _builtins.int
     MEAN_COST_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    ASKED_NAME_FIELD_NUMBER: _builtins.int
+    ASKED_REASON_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the policy: the one in force or, under auto, the one that auto takes for this pool."""
     reason: _builtins.str
@@ -2478,6 +2533,14 @@ class PoolPolicy(_message.Message):
     """Mean cost of a prefill, as a multiple of that of a prompt of 5,000 tokens of which nothing is cached. 0 before the first
     request.
     """
+    asked_name: _builtins.str
+    """Name of the policy that auto takes in its place if what is known of the pool keeps asking for it. Empty if it asks for none."""
+    asked_reason: _builtins.str
+    """Why, as in reason."""
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """Time for which this replica has used the policy for the pool, or admitted the pool's sessions, without a change."""
+
     def __init__(
         self,
         *,
@@ -2487,10 +2550,13 @@ class PoolPolicy(_message.Message):
         exact_instances: _builtins.int = ...,
         learned_instances: _builtins.int = ...,
         mean_cost: _builtins.float = ...,
+        age: _duration_pb2.Duration | None = ...,
+        asked_name: _builtins.str = ...,
+        asked_reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exact_instances", b"exact_instances", "learned_instances", b"learned_instances", "mean_cost", b"mean_cost", "name", b"name", "ready_instances", b"ready_instances", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "asked_name", b"asked_name", "asked_reason", b"asked_reason", "exact_instances", b"exact_instances", "learned_instances", b"learned_instances", "mean_cost", b"mean_cost", "name", b"name", "ready_instances", b"ready_instances", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

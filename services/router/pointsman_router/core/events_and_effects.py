@@ -17,6 +17,7 @@ from pointsman_router.core.placement_types import (
     Load,
     Phase,
     PlacementRequest,
+    PoolFacts,
     Step,
     session_name,
 )
@@ -215,6 +216,7 @@ class PoolTaken(msgspec.Struct, frozen=True, gc=False):
     mean_work: MeanWork | None = None  # the earlier owner's
     idle_sessions: IdleSessions | None = None  # the earlier owner's
     idle_age_s: float = 0.0  # how old `idle_sessions` are, s
+    facts: PoolFacts | None = None  # by which the earlier owner chose the pool's policy
 
 
 class SessionsRead(msgspec.Struct, frozen=True, gc=False):
@@ -386,6 +388,18 @@ class ReportIgnored(msgspec.Struct, frozen=True, gc=False):
     gateway_id: str
 
 
+class PolicyTaken(msgspec.Struct, frozen=True, gc=False):
+    """Another policy decides for a pool, or its sessions begin or cease to be admitted, since what is known of the pool has
+    changed, or since operators chose another policy."""
+
+    pool: str
+    policy: str
+    reason: str  # for which `auto` takes it; empty under other policies
+    before: str  # the policy until then
+    before_reason: str
+    facts: PoolFacts  # by which it was chosen
+
+
 class FleetChanged(msgspec.Struct, frozen=True, gc=False):
     """Models, instances or their readiness changed."""
 
@@ -448,6 +462,13 @@ class IdleSessionsSet(msgspec.Struct, frozen=True, gc=False):
     pool: str
 
 
+class PoolFactsSet(msgspec.Struct, frozen=True, gc=False):
+    """For the shared store: the facts by which a pool's policy is chosen."""
+
+    facts: PoolFacts
+    pool: str
+
+
 Effect = (
     Welcome
     | Pace
@@ -462,6 +483,7 @@ Effect = (
     | DecisionNoted
     | DecisionClosed
     | ReportIgnored
+    | PolicyTaken
     | FleetChanged
     | PoolForgotten
     | Reserved
@@ -471,4 +493,5 @@ Effect = (
     | SessionEndApplied
     | MeanWorkSet
     | IdleSessionsSet
+    | PoolFactsSet
 )

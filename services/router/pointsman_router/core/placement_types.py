@@ -320,7 +320,8 @@ NOTHING_UNSEEN = Unseen()
 
 
 class PoolFacts(msgspec.Struct, frozen=True, gc=False):
-    """What is known about a pool as a whole, at most a second old (pool_facts.py).
+    """What is known about a pool as a whole. In a FleetView: as it is used to choose the pool's policy, which is at most a second
+    old unless the newest facts lead to another choice: that must last before it is made (pool_facts.py).
 
     `instances`: number of READY instances that answer requests. `exact`: how many of them report KV events that are in use.
     `learned`: for how many of them the prefill curve of their hardware is learned. `mean_cost`: cost of FleetView.mean_work, the

@@ -16,7 +16,7 @@ from pointsman_router.core.instances.instance_registry import CandidateSnapshot,
 from pointsman_router.core.instances.saturation import SATURATED, SaturationLimits
 from pointsman_router.core.instances.session_shares import CANARY, LEAST_WEIGHTS, SessionShares
 from pointsman_router.core.kv_load import LoadPrices
-from pointsman_router.core.learning.pool_facts import PoolFactsCache
+from pointsman_router.core.learning.pool_facts import PoolChoices
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.load.affinity import Affinity
@@ -58,6 +58,7 @@ class FleetViewBuilder:
         affinity: Affinity,
         migrations: Migrations,
         prefill_observer: PrefillObserver,
+        pool_choices: PoolChoices,
         limits: SaturationLimits,
         stale_report_s: float,
     ) -> None:
@@ -70,7 +71,7 @@ class FleetViewBuilder:
         self.limits = limits
         self._stale_report_s = stale_report_s
         self._loads = KeptLoads(reservations)
-        self._facts = PoolFactsCache(instances, prefix_knowledge, prefill_observer)
+        self._pool_choices = pool_choices
 
     def view(
         self, request: PlacementRequest, pool: str, decision_number: int, now: float, *, shortlisted: bool = False
@@ -138,12 +139,12 @@ class FleetViewBuilder:
         kinds = {candidate.prefill_backlog.hardware for candidate in candidates}
         curves = {kind: self._prefill_observer.curve(pool, kind) for kind in sorted(kinds)}
         mean_work = self._prefill_observer.mean_work(pool)
-        facts = self._facts.of(pool, now)
+        facts = self._pool_choices.facts(pool, now)
         return FleetView(tuple(candidates), owner, decision_number, now, curves, mean_work, unseen, facts)
 
     def facts(self, pool: str, now: float) -> PoolFacts:
-        """Return what is known of `pool` as a whole, at most a second old."""
-        return self._facts.of(pool, now)
+        """Return what is known of `pool` as a whole, as it is used to choose its policy."""
+        return self._pool_choices.facts(pool, now)
 
     def _pricer(self, pool: str) -> Callable[[CandidateSnapshot, int, LowerBlocks, int, int], Candidate]:
         """Return a function that returns the candidate of a snapshot for a prompt of `tokens`, `reusable` of which may be cached:
@@ -193,7 +194,6 @@ class FleetViewBuilder:
     def forget_pool(self, pool: str) -> None:
         """Drop what is kept of a pool that was removed. Mutates."""
         self._loads.forget_pool(pool)
-        self._facts.forget_pool(pool)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a kept snapshot differs from one that is built anew."""

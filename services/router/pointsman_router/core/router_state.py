@@ -23,15 +23,16 @@ from pointsman_router.core.instances.circuit_breaker import Circuit, CircuitSett
 from pointsman_router.core.instances.gone_pools import GonePools
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.learning.pool_facts import PoolChoice, PoolChoices, PoolFactsCounter
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.load.affinity import Affinity
 from pointsman_router.core.load.recent_migrations import Migrations
 from pointsman_router.core.load.reservations import Reservations
 from pointsman_router.core.ownership import OwnedPools
-from pointsman_router.core.placement_types import Decision, PlacementRequest, PoolFacts
+from pointsman_router.core.placement_types import Decision, PlacementRequest
 from pointsman_router.core.policy.auto import admission_choice
-from pointsman_router.core.policy.base import Policy, TakenPolicy
+from pointsman_router.core.policy.base import Policy
 from pointsman_router.core.policy_views import FleetViewBuilder
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerTiers
@@ -113,6 +114,10 @@ class RouterState:
         )
         self.affinity = Affinity(settings.affinity_ttl_s)
         self.migrations = Migrations(settings.migration_window_s)
+        self.pool_choices = PoolChoices(
+            PoolFactsCounter(self.instances, self.prefix_knowledge, self.prefill_observer).of,
+            lambda facts: self.policy.taken(facts),
+        )
         self.views = FleetViewBuilder(
             self.instances,
             self.prefix_knowledge,
@@ -120,6 +125,7 @@ class RouterState:
             self.affinity,
             self.migrations,
             self.prefill_observer,
+            self.pool_choices,
             settings.limits,
             settings.stale_report_s,
         )
@@ -323,6 +329,7 @@ class RouterState:
                 return []
             case ev.PolicySet():
                 self._decider.policy = event.policy
+                self.pool_choices.policy_set(now)
                 self._turn.anything = True
                 return []
             case ev.StoreState():
@@ -333,8 +340,7 @@ class RouterState:
             case ev.SessionsRead():
                 return self._sessions.read(event, now) if self.owned.owns(event.pool) else []
             case ev.SessionEnded():
-                self._turn.session_ended = True
-                self.admission.session_ended(event.session, now)
+                self._turn.session_ended |= self.admission.session_ended(event.session, now)
                 return self._sessions.end(event, now)
             case ev.PoolLost():
                 return self._work.begin(event, self._pool_lost(event.pool, now))
@@ -388,10 +394,9 @@ class RouterState:
             return self._refusals.no_room(request, verdict.pool, "", why)
         return replace(verdict, decision_id="dry-run") if isinstance(verdict, Decision) else verdict
 
-    def pool_policy(self, pool: str, now: float) -> tuple[TakenPolicy, PoolFacts]:
+    def pool_policy(self, pool: str, now: float) -> PoolChoice:
         """Return the policy that decides for `pool`, and what is known of the pool, at most a second old."""
-        facts = self.views.facts(pool, now)
-        return self.policy.taken(facts), facts
+        return self.pool_choices.choice(pool, now)
 
     def _admits(self, pool: str, now: float) -> bool:
         facts = self.views.facts(pool, now)
@@ -436,6 +441,7 @@ class RouterState:
         self.admission.forget_pool(event.pool)
         self._close_circuits(event.pool)
         self.prefill_observer.take_over(event.pool, event.mean_work)
+        self.pool_choices.take_over(event.pool, event.facts, now)
         if event.idle_sessions is not None:
             self.admission.take_over(event.pool, event.idle_sessions, event.idle_age_s, now)
         if not self.instances.members(event.pool, event.pool):
@@ -486,6 +492,7 @@ class RouterState:
     def _pool_lost(self, pool: str, now: float) -> WorkSteps:
         self._close_circuits(pool)
         self.admission.forget_pool(pool)
+        self.pool_choices.forget_pool(pool)
         self._turn.fleet_changed = True
         yield []
         yield from self._leave()
@@ -532,6 +539,7 @@ class RouterState:
         self._refusals.expire(now)
         self.admission.tick(self.parking.queue.pools(), now)
         effects += self._idle_sessions(now)
+        effects += self.pool_choices.tick(self.owned.owns, now)
         return effects + self._forget_gone_pools(now)
 
     def _idle_sessions(self, now: float) -> list[ev.Effect]:
@@ -557,6 +565,7 @@ class RouterState:
         for pool in due:
             self.prefill_observer.forget_pool(pool)
             self.views.forget_pool(pool)
+            self.pool_choices.forget_pool(pool)
             self.admission.forget_pool(pool)
             self._decider.forget_pool(pool)
         return [ev.PoolForgotten(pool) for pool in due]

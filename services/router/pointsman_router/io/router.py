@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import metadata
@@ -60,6 +61,8 @@ SWEEP_PAUSE_S = 0.02
 LEAST_TIMER_S = 0.001
 # Maximum number of order changes that are logged one by one. A router that starts receives all orders at once.
 MAX_LOGGED_CHANGES = 100
+# Number of changes of pools' policies that are listed.
+MAX_POLICY_CHANGES = 100
 VERSION = metadata.version("pointsman")
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
@@ -158,6 +161,8 @@ class Router:
             owns_all=not url,
         )
         self.history = FleetHistory(time.monotonic())
+        # When another policy began to decide for a pool, unix s; the latest last.
+        self.policy_changes: deque[tuple[float, ev.PolicyTaken]] = deque(maxlen=MAX_POLICY_CHANGES)
         self.agents: dict[int, AgentStream] = {}
         self.gateways: dict[str, GatewayStream] = {}
         self.gateway_claims = GatewayClaims(settings.gateway_lease_s)
@@ -301,7 +306,7 @@ class Router:
             match effect:
                 case ev.Reserved() | ev.Released() | ev.SessionOwnerSet() | ev.SessionDisowned():
                     kept.append(effect)
-                case ev.MeanWorkSet() | ev.IdleSessionsSet():
+                case ev.MeanWorkSet() | ev.IdleSessionsSet() | ev.PoolFactsSet():
                     kept.append(effect)
                 case ev.SessionEndApplied():
                     ends.append(effect)
@@ -342,6 +347,8 @@ class Router:
                         request_id=request_id,
                         gateway_id=gateway_id,
                     )
+                case ev.PolicyTaken():
+                    self._tell_policy(effect)
                 case ev.FleetChanged():
                     fleet_changed = True
                 case ev.PoolForgotten(pool):
@@ -379,6 +386,26 @@ class Router:
             self._goes_on = True
             asyncio.get_running_loop().call_soon(self._go_on)
         return effects
+
+    def _tell_policy(self, taken: ev.PolicyTaken) -> None:
+        """Log, count and keep that another policy decides for a pool. What operators choose is logged once for all pools."""
+        self.policy_changes.append((time.time(), taken))
+        if not taken.reason:
+            return
+        self.telemetry.policy_changes.labels(taken.pool, taken.policy, taken.reason).inc()
+        facts = taken.facts
+        log.info(
+            "auto took another policy for a pool",
+            model=taken.pool,
+            policy=taken.policy,
+            reason=taken.reason,
+            before=taken.before,
+            before_reason=taken.before_reason,
+            ready=facts.instances,
+            exact=facts.exact,
+            learned=facts.learned,
+            mean_cost=round(facts.mean_cost, 2),
+        )
 
     def _tell_fleet(self) -> None:
         """Apply and send changes of the fleet, if any: shared names, the pools to compete for, readiness, gateways."""
@@ -631,6 +658,8 @@ class Router:
             yield ev.MeanWorkSet(mean_work, pool)
         if (admission := self.state.admission.pools.get(pool)) is not None:
             yield ev.IdleSessionsSet(admission.ledger.idle(), pool)
+        if (facts := self.state.pool_choices.kept(pool)) is not None:
+            yield ev.PoolFactsSet(facts, pool)
         for listed in self.state.reservations.of_pool(pool):
             reservation = self.state.reservations.get(listed.request_id)
             if reservation is not None and reservation.pool == pool:

@@ -235,10 +235,12 @@ class SessionAdmission:
         """Count the idle sessions that the pool's last owner stored `age_s` ago. Mutates."""
         self._state(pool).ledger.inherit(idle, age_s, now)
 
-    def session_ended(self, session: str, now: float) -> None:
-        """Forget a session that its client has ended, in all pools. Mutates; O(pools)."""
-        for state in self.pools.values():
+    def session_ended(self, session: str, now: float) -> bool:
+        """Forget a session that its client has ended, in all pools; return whether one of them knew it. Mutates; O(pools)."""
+        knowing = [state for state in self.pools.values() if session in state.ledger.sessions]
+        for state in knowing:
             state.ledger.over(session, now)
+        return bool(knowing)
 
     def forget_pool(self, pool: str) -> None:
         """Drop all that is known of a pool. Mutates."""

@@ -36,8 +36,8 @@ FEW_INSTANCES = 3
 # on `foresight` with fewer slices, from the second on `foresight` with more, and from the third on `unified` again.
 SHORT_COST, LONGER_COST, LONG_COST = 0.5, 8.0, 20.0
 
-_BY_PREFIXES = TakenPolicy(_UNIFIED, "few_exact_prefixes")
-_BY_CURVE = TakenPolicy(_UNIFIED, "curve_not_learned")
+_BY_PREFIXES = TakenPolicy(_UNIFIED, "few_exact_prefixes", provisional=True)
+_BY_CURVE = TakenPolicy(_UNIFIED, "curve_not_learned", provisional=True)
 _SHORT = TakenPolicy(_UNIFIED, "prefills_short")
 _MEDIUM = TakenPolicy(_FEWER_SLICES, "times_predictable", admits_sessions=True)
 _LONGER = TakenPolicy(_FORESIGHT, "prefills_longer", admits_sessions=True)
@@ -60,6 +60,8 @@ class Auto(Policy):
         6. `foresight` with interference=0.2, remainder_weight=1, lost_cache_weight=0.6, ageing_rate=1, slice_factor=0.15 and
            slice_growth=0.5, if it costs 8 times as much or more
         7. `foresight` with these, but ageing_rate=0.4, slice_growth=1 and light_factor=4
+    What is known must ask for another choice for 10 s, and a choice is kept for 60 s, before it changes; the mean prefill must be
+    10 % beyond a bound. Sooner: a pool's first change.
     Then the request is decided as under that policy, also its hold, and the rest of a prompt of which slices are computed. Each
     decision names the policy and the reason. The mean prefill is the moving average by which `foresight` itself is scaled.
 

@@ -70,12 +70,18 @@ def summary(kind: type[Policy]) -> str:
 
 
 class TakenPolicy(NamedTuple):
-    """The policy that decides for a pool. If another policy takes it, `reason` (of reasons.py) says why, and `admits_sessions`
-    whether sessions are to be admitted under it although the setting does not ask for it."""
+    """The policy that decides for a pool. If another policy takes it, `reason` (of reasons.py) says why, `admits_sessions`
+    whether sessions are to be admitted under it although the setting does not ask for it, and `provisional` whether it was taken
+    because too little is known of the pool."""
 
     policy: Policy
     reason: str = ""
     admits_sessions: bool = False
+    provisional: bool = False
+
+    def acts_as(self, other: TakenPolicy) -> bool:
+        """Return whether requests are placed and sessions admitted as under `other`, for whatever reasons."""
+        return self.policy == other.policy and self.admits_sessions == other.admits_sessions
 
 
 @dataclass(frozen=True)

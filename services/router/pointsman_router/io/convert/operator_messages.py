@@ -11,6 +11,7 @@ from google.protobuf import struct_pb2
 
 from pointsman.router.v1 import fleet_pb2
 from pointsman_common.core.enum_words import values
+from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.admission_rule import AdmissionRecord
 from pointsman_router.core.analysis.decision_replay import inputs_digest
 from pointsman_router.core.analysis.outcome_stats import OutcomeGroup, quantile
@@ -18,8 +19,9 @@ from pointsman_router.core.analysis.policy_comparison import PolicyComparison, t
 from pointsman_router.core.instances.instance_orders import InstanceOrder, OrderChange
 from pointsman_router.core.instances.instance_registry import InstanceRecord
 from pointsman_router.core.kv_load import KvLoad
-from pointsman_router.core.placement_types import Candidate, Decision, InstanceState, PolicyRef, PoolFacts, PrefixSource
-from pointsman_router.core.policy.base import Policy, TakenPolicy, bounds, summary
+from pointsman_router.core.learning.pool_facts import PoolChoice
+from pointsman_router.core.placement_types import Candidate, Decision, InstanceState, PolicyRef, PrefixSource
+from pointsman_router.core.policy.base import Policy, bounds, summary
 from pointsman_router.core.router_state import RouterState
 from pointsman_router.io.convert import agent_messages, gateway_messages
 from pointsman_router.io.convert.times import change, duration, timestamp
@@ -175,8 +177,9 @@ def instance_status(state: RouterState, record: InstanceRecord, now: float) -> f
     return wire
 
 
-def pool_policy_to_wire(taken: TakenPolicy, facts: PoolFacts) -> fleet_pb2.PoolPolicy:
-    """Convert the policy that decides for a pool, and what is known of the pool."""
+def pool_policy_to_wire(choice: PoolChoice, now: float) -> fleet_pb2.PoolPolicy:
+    """Convert the policy that decides for a pool, and what is known of the pool. `now`: s on the state's clock."""
+    taken, since, facts, asked = choice
     return fleet_pb2.PoolPolicy(
         name=taken.policy.name,
         reason=taken.reason,
@@ -184,6 +187,21 @@ def pool_policy_to_wire(taken: TakenPolicy, facts: PoolFacts) -> fleet_pb2.PoolP
         exact_instances=facts.exact,
         learned_instances=facts.learned,
         mean_cost=facts.mean_cost,
+        age=duration(now - since),
+        asked_name=asked.policy.name if asked is not None else "",
+        asked_reason=asked.reason if asked is not None else "",
+    )
+
+
+def policy_change_to_wire(unix_s: float, taken: ev.PolicyTaken) -> fleet_pb2.PolicyChange:
+    """Convert the event that another policy decides for a pool since `unix_s`."""
+    return fleet_pb2.PolicyChange(
+        time=timestamp(unix_s),
+        model=taken.pool,
+        name=taken.policy,
+        reason=taken.reason,
+        name_before=taken.before,
+        reason_before=taken.before_reason,
     )
 
 

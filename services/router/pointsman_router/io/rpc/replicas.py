@@ -34,6 +34,8 @@ def replicas_to_wire(router: Router) -> fleet_pb2.ListReplicasResponse:
     for replica in store.lost_replicas():
         age = None if replica.seen_at is None else duration(now - replica.seen_at)
         answer.lost_replicas.add(router_id=replica.router_id, heartbeat_age=age)
+    for unix_s, taken in reversed(router.policy_changes):
+        answer.policy_changes.append(operator_messages.policy_change_to_wire(unix_s, taken))
     for pool in state.instances.pools():
         owned = state.owned.owns(pool.model)
         answer.pools.add(
@@ -41,7 +43,7 @@ def replicas_to_wire(router: Router) -> fleet_pb2.ListReplicasResponse:
             owner=gateway_messages.owner_to_wire(store.owner(pool.model)),
             instances=len(state.instances.members(pool.model, pool.model)),
             held_requests=state.held_requests.queue.count(pool.model),
-            policy=operator_messages.pool_policy_to_wire(*state.pool_policy(pool.model, now)) if owned else None,
+            policy=operator_messages.pool_policy_to_wire(state.pool_policy(pool.model, now), now) if owned else None,
             parked_requests=state.parking.queue.count(pool.model),
             admission=operator_messages.admission_status(state, pool.model, now),
         )

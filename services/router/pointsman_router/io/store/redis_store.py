@@ -34,6 +34,7 @@ from pointsman_router.core.idle_sessions import IdleSessions
 from pointsman_router.core.load.affinity import MAX_SESSIONS
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.ownership import Owner, SettledReplicas, preferred
+from pointsman_router.core.placement_types import PoolFacts
 from pointsman_router.core.prefill_curve import MeanWork
 from pointsman_router.io.store import redis_scripts
 from pointsman_router.io.store.store import Replica, Stored, StoreEffect, StoreEvent
@@ -66,6 +67,7 @@ class _Reading:
     mean_work: MeanWork | None = None
     idle_sessions: IdleSessions | None = None
     idle_age_s: float = 0.0  # how old `idle_sessions` are
+    facts: PoolFacts | None = None
     reservations: dict[str, Reservation] = field(default_factory=dict)  # read so far
     reservations_read: bool = False  # whether all are
     sessions: int = 0  # number that was read
@@ -442,6 +444,7 @@ class RedisStore:
             _read(kept["work"], MeanWork) if "work" in kept else None,
             _read(kept["idle"], IdleSessions) if "idle" in kept else None,
             seconds + micros / 1e6 - float(kept.get("idle_at", 0.0)) / 1e3,
+            _read(kept["facts"], PoolFacts) if "facts" in kept else None,
         )
         if kept.get("incomplete"):
             log.warning("the previous owner of a pool did not finish its rewrite", pool=pool.name)
@@ -506,7 +509,8 @@ class RedisStore:
         reading.reservations_read = True
         opened, reading.reservations = tuple(reading.reservations.values()), {}
         log.info("took ownership of a pool", pool=pool.name, epoch=pool.epoch, open=len(opened))
-        self._on_event(ev.PoolTaken(pool.name, opened, reading.mean_work, reading.idle_sessions, reading.idle_age_s))
+        known = reading.mean_work, reading.idle_sessions, reading.idle_age_s, reading.facts
+        self._on_event(ev.PoolTaken(pool.name, opened, *known))
         pool.owner = Owner(self._router_id, self.address, pool.epoch)
         self._on_owners()
 
@@ -654,3 +658,5 @@ def _change(effect: StoreEffect) -> list[str]:
             return ["learned", "work", msgspec.json.encode(mean_work).decode()]
         case ev.IdleSessionsSet(idle_sessions):
             return ["learned", "idle", msgspec.json.encode(idle_sessions).decode()]
+        case ev.PoolFactsSet(facts):
+            return ["learned", "facts", msgspec.json.encode(facts).decode()]

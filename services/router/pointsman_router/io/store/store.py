@@ -12,7 +12,15 @@ from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.ownership import Owner
 
 StoreEvent = ev.PoolTaken | ev.SessionsRead | ev.PoolLost | ev.StoreState
-StoreEffect = ev.Reserved | ev.Released | ev.SessionOwnerSet | ev.SessionDisowned | ev.MeanWorkSet | ev.IdleSessionsSet
+StoreEffect = (
+    ev.Reserved
+    | ev.Released
+    | ev.SessionOwnerSet
+    | ev.SessionDisowned
+    | ev.MeanWorkSet
+    | ev.IdleSessionsSet
+    | ev.PoolFactsSet
+)
 Stored = Callable[[bool], None]
 
 

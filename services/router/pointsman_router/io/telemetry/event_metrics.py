@@ -111,6 +111,12 @@ class EventMetrics:
             ["reason"],
             registry=of,
         )
+        self.policy_changes = Counter(
+            f"{name}policy_changes",
+            "Times that auto took another policy for a pool, or began or ceased to admit its sessions, by what it took and why",
+            ["model", "policy", "reason"],
+            registry=of,
+        )
         self.ignored_reports = Counter(
             f"{name}ignored_reports",
             "Reports of gateways about other gateways' requests, which are ignored",

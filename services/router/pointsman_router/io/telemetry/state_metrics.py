@@ -158,7 +158,7 @@ class StateCollector(Collector):
         now = self._clock()
         for model in sorted({record.info.model for record in self._state.instances.records()}):
             if self._state.owned.owns(model):
-                taken, _ = self._state.pool_policy(model, now)
+                taken = self._state.pool_policy(model, now).taken
                 family.add_metric([model, taken.policy.name, taken.reason], 1.0)
         return family
 

@@ -1,7 +1,7 @@
 // The control plane: live and lost routers, owners of pools, and the health of the router that serves this page.
 
 import { consoleOf, el, facts, pill, policyText } from "./dom.js";
-import { age, count, num, orNone, seconds, span } from "./format.js";
+import { age, count, moment, num, orNone, seconds, span } from "./format.js";
 import { Table } from "./table.js";
 import { stateOf } from "./view_fleet.js";
 import { reasonText } from "./words.js";
@@ -68,10 +68,23 @@ export function replicasView(app) {
       { id: "epoch", title: "Epoch", num: true, hint: "Grows with each change of the owner", value: (p) => p.owner?.epoch, text: (p) => (p.owner ? count(p.owner.epoch) : "none") },
     ],
   });
+  const changes = new Table({
+    label: "Changes of policies",
+    narrow: true,
+    key: (taken) => `${taken.time} ${taken.model}`,
+    columns: [
+      { id: "time", title: "Time", value: (taken) => taken.time, text: (taken) => moment(taken.time) },
+      { id: "model", title: "Model", value: (taken) => taken.model },
+      { id: "policy", title: "Policy", pill: true, value: (taken) => taken.name, tone: () => "none" },
+      { id: "reason", title: "Reason", wrap: true, value: (taken) => (taken.reason ? reasonText(taken.reason) : "operators chose it") },
+      { id: "before", title: "Before", wrap: true, value: (taken) => [taken.nameBefore, taken.reasonBefore && `(${reasonText(taken.reasonBefore)})`].filter(Boolean).join(" ") },
+    ],
+  });
+  const changed = el("section", { hidden: true }, el("h2", {}, "Changes of policies ", el("span", { className: "muted" }, "of the pools that this router owns, newest first")), changes.element);
   const missing = el("section", { hidden: true }, el("h2", {}, "Lost ", el("span", { className: "muted" }, "routers that ended without deregistering in the last day and were not replaced")), lost.element);
   const consoles = el("p", { className: "muted", hidden: true });
   const own = el("div", {});
-  const element = el("section", {}, el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "Replicas")), missing, routers.element, consoles, el("h2", {}, "Pools"), owners.element, own);
+  const element = el("section", {}, el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "Replicas")), missing, routers.element, consoles, el("h2", {}, "Pools"), owners.element, changed, own);
   const refresh = async () => {
     // Requested together with the fleet.
     const answer = app.replicas;
@@ -82,6 +95,8 @@ export function replicasView(app) {
     ours = replicas.find(isThis)?.policy;
     routers.update(replicas);
     owners.update(pools);
+    changes.update(answer.policyChanges ?? []);
+    changed.hidden = !answer.policyChanges?.length;
     lost.update(answer.lostReplicas ?? []);
     missing.hidden = !answer.lostReplicas?.length;
     showConsoles(consoles, replicas.filter((replica) => !isThis(replica)), replicas);
@@ -93,7 +108,9 @@ export function replicasView(app) {
 /** Why the policy decides for a pool, and what is known of the pool. */
 function takenText(policy) {
   const known = `of ${count(policy.readyInstances)} ready instances ${count(policy.exactInstances)} report KV events, ${count(policy.learnedInstances)} have a learned prefill curve; the mean prefill costs ${num(policy.meanCost).toPrecision(2)} times that of a new prompt of 5,000 tokens`;
-  return policy.reason ? `${reasonText(policy.reason)}; ${known}` : known;
+  const since = policy.age === undefined ? "" : `for ${span(seconds(policy.age))}; `;
+  const asked = policy.askedName ? `; this asks for ${policy.askedName} (${reasonText(policy.askedReason)}), which is taken if it lasts` : "";
+  return policy.reason ? `${since}${reasonText(policy.reason)}; ${known}${asked}` : known;
 }
 
 const upFor = (replica) => Math.max(Date.now() - new Date(replica.startTime).getTime(), 0) / 1000;
