@@ -323,8 +323,13 @@ class Owners(RuleBasedStateMachine):
 
     @rule(changed=st.booleans())
     def owner_comes(self, changed: bool) -> None:
+        """`changed`: also while there is one, which then gives the pool to the next, with its requests."""
         self.up = True
         self.waiting.connected(POOL, self.now, changed=changed)
+        if changed:
+            moved, self.at_router = self.at_router, []
+            for name in moved:
+                self.wait_again(name)
         self.work()
 
     @precondition(lambda self: any(self.unanswered()))

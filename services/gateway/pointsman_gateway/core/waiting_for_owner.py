@@ -31,7 +31,7 @@ MAX_AT_ONCE = 256
 MAX_PASSED_OVER = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # a frozen one takes twice as long to make, and thousands may be made at once
 class WaitingRequest:
     """A request without a router. `asked_at`: when it was first to be placed, s. `tokens` of the prompt. `exclude`: instances
     that must not be chosen. `computed_at`: the instance that has computed a part of the prompt; empty: none. `parked_until`: end
@@ -216,10 +216,13 @@ class WaitingForOwner:
     # ---- requests ----
 
     def add(self, pool: str, request: WaitingRequest) -> None:
-        """Let a request wait. Mutates."""
+        """Let a request wait; if the pool has an owner that answers, until the next call of `due`. Mutates."""
         self._number += 1
         self._pool_of[request.request_id] = pool
-        self._pools[pool].add((request.asked_at, self._number, request))
+        known = self._pools.get(pool)
+        if known is None:
+            known = self._pools[pool] = _Pool(None, connected=True)
+        known.add((request.asked_at, self._number, request))
 
     def remove(self, request_id: str) -> None:
         """Remove a request that has ended; no effect if it does not wait. Mutates."""

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -371,8 +371,20 @@ class RouterClient:
             self._waiting.disconnected(pool, now, self._limit_s)
         if session is None or self._waiting.must_wait(pool):
             self._let_wait(one, pool, now)
+            self._wake_for(pool, now)
         else:
             self._ask(one, session, now)
+
+    def _resubmit(self, requests: Iterable[_Request]) -> None:
+        """Take requests from their sessions, and let those that wait for their first step wait for the right one."""
+        self._note_routes()
+        now = time.monotonic()
+        for one in requests:
+            self._detach(one)
+            if one.asking:
+                self._let_wait(one, self._owners.pool_of(one.request.model), now)
+        for pool in self._waiting.pools():
+            self._wake_for(pool, now)
 
     def _ask(self, one: _Request, session: RouterSession, now: float) -> None:
         """Send a request to the router that is to be asked."""
@@ -403,12 +415,11 @@ class RouterClient:
                 request.request_id,
                 one.asked_at,
                 request.input_tokens,
-                frozenset(request.exclude),
+                tuple(request.exclude),
                 one.computed_at,
                 parked_until,
             ),
         )
-        self._wake_for(pool, now)
 
     @property
     def _limit_s(self) -> float:
@@ -430,9 +441,8 @@ class RouterClient:
         """Record whether there are routers to ask, after a session or the fleet changed."""
         now, pools = time.monotonic(), {pool.model for pool in self._owners.pools()}
         self._asked = {pool: asked for pool, asked in self._asked.items() if pool in pools}
-        for pool in (*pools, *(pool for pool in self._waiting.pools() if pool not in pools)):
+        for pool in {*pools, *self._waiting.pools()}:
             self._note_route(pool, now)
-            self._wake_for(pool, now)
 
     def _wake_for(self, pool: str, now: float) -> None:
         """Set the timer for what waits for the pool's owner."""
@@ -545,11 +555,7 @@ class RouterClient:
         self._routes.clear()
         if not self.connected:
             self._on_connected(False)
-        self._note_routes()
-        for request in list(self._requests.values()):
-            if request.session is session:
-                self._detach(request)
-                self._submit(request)
+        self._resubmit([request for request in self._requests.values() if request.session is session])
         if self.connected and not self._closing:
             self._fleet_changed()
         self.on_routes()
@@ -672,12 +678,11 @@ class RouterClient:
 
     def _reroute(self) -> None:
         """Submit each waiting request whose session is not the right one to the right router."""
-        self._note_routes()
-        for request in list(self._requests.values()):
+        misplaced = []
+        for request in self._requests.values():
             if request.session is None or request.answer is None or request.answer.done():
                 continue
             target = self._route(request.request.model, request.session)
-            if target is None or target is request.session:
-                continue
-            self._detach(request)
-            self._submit(request)
+            if target is not None and target is not request.session:
+                misplaced.append(request)
+        self._resubmit(misplaced)
