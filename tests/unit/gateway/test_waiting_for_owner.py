@@ -99,7 +99,8 @@ def test_a_crowd_is_placed_at_the_pace_of_each_instance() -> None:
     for name in INSTANCES:
         count = sum(end.instance_id == name for end in placed)
         assert count == pytest.approx(BURST_UNITS + seconds * UNITS_PER_S, abs=UNITS_PER_S / 5)
-    # A router that appears is asked for the others at once, in parts.
+    # A router that appears is asked for the others at once, in parts. None is placed without it any more.
+    pool.now += 1.0
     pool.find()
     ends = pool.waiting.due(pool.now, LIMIT_S, lambda _: INSTANCES)
     assert ends == [Ask(f"{number:05}") for number in range(len(placed), len(placed) + MAX_AT_ONCE)]
@@ -255,6 +256,7 @@ class Owners(RuleBasedStateMachine):
         self.gone: set[str] = set()
         self.instances = list(INSTANCES)
         self.placed: dict[str, list[tuple[float, int]]] = {}  # instance -> (time, units) of local placements
+        self.refused_once = False  # the present router has said that it does not serve the pool
         self.clock: float | None = None  # the pool's, when its owner died last
 
     # ---- what happens ----
@@ -294,6 +296,7 @@ class Owners(RuleBasedStateMachine):
 
     def serves(self) -> None:
         self.waiting.served(POOL)
+        self.refused_once = False
         self.work()
 
     @precondition(lambda self: self.at_router)
@@ -301,6 +304,7 @@ class Owners(RuleBasedStateMachine):
     def is_refused_as_not_serving(self, at: int) -> None:
         name = self.at_router.pop(at % len(self.at_router))
         self.waiting.refused(POOL, self.now, LIMIT_S)
+        self.refused_once = True
         self.wait_again(name)
         self.work()
 
@@ -324,6 +328,7 @@ class Owners(RuleBasedStateMachine):
     @rule(changed=st.booleans())
     def owner_comes(self, changed: bool) -> None:
         """`changed`: also while there is one, which then gives the pool to the next, with its requests."""
+        self.refused_once = self.refused_once and self.up and not changed
         self.up = True
         self.waiting.connected(POOL, self.now, changed=changed)
         if changed:
@@ -392,6 +397,7 @@ class Owners(RuleBasedStateMachine):
                 self.at_router.append(name)
             case PlaceAt(_, instance):
                 assert request.parked_until is None, "placed past the admission"
+                assert not self.up or self.refused_once, "placed in spite of a router"
                 assert instance in self.instances
                 assert instance not in request.exclude
                 since = self.waiting.since(POOL)

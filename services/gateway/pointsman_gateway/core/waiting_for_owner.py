@@ -273,13 +273,13 @@ class WaitingForOwner:
         if known.refused:
             if now < known.ask_at:
                 return
-            # The one that was sent is answered or held by now: the router serves the pool.
-            known.refused, probe = not known.sent, not known.sent
-            known.sent, known.ask_at = probe, now + RETRY_S
-            if known.sent and (oldest := known.oldest()) is not None:
-                yield Ask(oldest.request_id)
-            if known.refused:
+            if not known.sent:
+                known.sent, known.ask_at = True, now + RETRY_S
+                if (oldest := known.oldest()) is not None:
+                    yield Ask(oldest.request_id)
                 return
+            # The one that was sent is answered or held by now: the router serves the pool.
+            known.refused = known.sent = False
         for _ in range(MAX_AT_ONCE):
             if (oldest := known.oldest()) is None:
                 return
@@ -328,11 +328,8 @@ class WaitingForOwner:
             if instance_id in exclude:
                 excluded.append((count, turn, instance_id))
             elif self._pace.has_room(instance_id, now):
-                if (present := self._pace.open.get(instance_id, 0)) > count:
-                    heappush(room, (present, turn, instance_id))
-                else:
-                    chosen = instance_id
-                    heappush(room, (count + 1, turn, instance_id))
+                chosen = instance_id
+                heappush(room, (count + 1, turn, instance_id))
         for one in excluded:
             heappush(room, one)
         return chosen
