@@ -278,6 +278,25 @@ async def test_a_proxy_that_gives_up_before_it_has_an_endpoint(up: Stack) -> Non
     assert await outcomes(up) == [2]
 
 
+async def test_requests_that_wait_at_a_router_that_is_lost(up: Stack) -> None:
+    """As for the gateway's own clients: placed without a router, except for a parked one, which waits within its bound."""
+    up.router.placer = lambda _: None
+    async with Proxy(up) as held, Proxy(up) as parked:
+        await held.send(head(), body())
+        await up.router.until(lambda: len(up.router.places) == 1)
+        await parked.send(head(), body())
+        await up.router.until(lambda: len(up.router.places) == 2)
+        await up.router.park(up.router.places[1].request_id, 1)
+        await up.router.stop()
+        to, _ = await placed(held)
+        assert "x-gateway-destination-endpoint" in set_fields(to.request_headers.response.header_mutation)
+        (answer,) = await parked.read_all()
+        assert answer.immediate_response.status.code == 503
+        assert set_fields(answer.immediate_response.headers)["retry-after"] == "1"
+        await held.end()
+        await eventually(lambda: up.gateway.router.open_count == 0, "nothing is open")
+
+
 @pytest.mark.parametrize(
     "when", ["in the head", "in the body", "while it is placed", "before an answer", "in an answer"]
 )

@@ -15,6 +15,7 @@ import redis.asyncio
 from google.rpc import error_details_pb2
 
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+from pointsman_gateway.io.routing.router_client import PlacementReply, WithoutRouter
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.placement_types import Decision
@@ -132,6 +133,47 @@ async def test_the_owner_is_killed_in_the_middle_of_storms(tmp_path: Path) -> No
             # The router may own the pool again, by its old lease, before a gateway has reported which requests ended.
             await fleet.idle()
         assert all(set(gateway.answers.values()) == {1} for gateway in fleet.gateways)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_requests_held_by_an_owner_that_is_killed_are_placed_as_new_ones_are(tmp_path: Path, count: int) -> None:
+    """By the next owner, which holds them until there is room; without another router by the gateway, if no router returns."""
+    settings: dict[str, Any] = {"max-requests-per-instance": 1, "queue-timeout-s": 60.0}
+    async with replicas(tmp_path, count=count, instances=2, grace_s=1.0, **settings) as fleet:
+        owner, client = await fleet.owner(), fleet.gateways[0].client
+        for name in ("first", "second"):
+            await fleet.gateways[0].place(name)
+
+        def ask(name: str) -> asyncio.Task[PlacementReply | WithoutRouter]:
+            wanted = placement_pb2.PlacementRequest(request_id=name, model="m", input_tokens=10)
+            return asyncio.create_task(client.first_step(wanted, 60.0))
+
+        held = [ask(f"held-{number}") for number in range(4)]
+        async with fleet.client(owner) as router:
+
+            async def all_held() -> bool:
+                listed = await router.fleet.ListReplicas(fleet_pb2.ListReplicasRequest())
+                return bool(listed.this_replica.held_requests == len(held))
+
+            await eventually(all_held, "the router holds them")
+        fleet.routers[owner].process.kill()
+        if count == 1:
+            answers = await asyncio.wait_for(asyncio.gather(*held), 30.0)
+            assert all(isinstance(answer, WithoutRouter) and answer.instance is not None for answer in answers)
+            answer = await asyncio.wait_for(ask("later"), 30.0)
+            assert isinstance(answer, WithoutRouter)
+            assert len(fleet.gateways[0].client.inflight()) == 2
+            assert client.open_count == 7
+            return
+        await fleet.owner(other_than=owner)
+        for name in ("first", "second"):
+            fleet.gateways[0].finish(name)
+        async with asyncio.timeout(30.0):
+            for placed in asyncio.as_completed(held):
+                answer = await placed
+                assert isinstance(answer, placement_pb2.Placement), answer
+                fleet.gateways[0].finish(answer.request_id)
+        await fleet.idle()
 
 
 async def test_open_streams_and_sessions_outlive_their_owner(tmp_path: Path) -> None:

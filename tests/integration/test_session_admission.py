@@ -21,6 +21,7 @@ from pointsman_router.core.admission import session_admission
 from pointsman_router.io.main import RouterServer
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine, until_ready
 from tests.support.router import Client, Report, running
+from tests.support.tcp_proxies import Link
 from tests.support.tiny_tokenizer import make_tokenizer
 from tests.support.waiting import eventually
 
@@ -31,19 +32,23 @@ CAPACITY = TOKENS * 9 // 5
 
 @asynccontextmanager
 async def full_caches(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
+    folder: Path, monkeypatch: pytest.MonkeyPatch, link: Link | None = None, **settings: Any
 ) -> AsyncIterator[tuple[RouterServer, Client, FakeEngine, str, aiohttp.ClientSession]]:
-    """One instance whose cache has room for one open session and an idle one; a session with an open answer is under way."""
+    """One instance whose cache has room for one open session and an idle one; a session with an open answer is under way. The
+    gateway reaches the router through `link`, if there is one."""
     monkeypatch.setattr(session_admission, "ARM_SHARE", 0.0)
     monkeypatch.setattr(session_admission, "ARM_SIZE", 0.1)
     engine = FakeEngine(load_tokenizer(make_tokenizer(folder / "model")), hold=asyncio.Event())
     async with engine.serve(), running(session_admission=True, **settings) as (server, client):
         where: dict[str, Any] = {"model": MODEL, "url": engine.url, "prefix_mode": agent_pb2.PREFIX_MODE_NONE}
         await Report(client).join("a", kv_capacity_tokens=CAPACITY, **where)
+        if link is not None:
+            link.lead_to(server.port)
         gateway_settings = GatewaySettings(
             listen="127.0.0.1:0",
-            routers=[f"127.0.0.1:{server.port}"],
+            routers=[link.address if link is not None else f"127.0.0.1:{server.port}"],
             placement_timeout_s=0.5,
+            router_grace_s=0.2,
             drain_timeout_s=0.5,
             expose_placement=True,
         )
@@ -97,6 +102,40 @@ async def test_a_parked_client_outwaits_its_gateways_timeout_and_is_let_in_when_
         assert admission.reason == "fits"
         assert admission.waited.ToNanoseconds() > 0
         answer.close()
+
+
+async def test_a_parked_client_whose_router_is_gone_waits_within_its_bound_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not placed past the admission. New requests are placed without a router meanwhile."""
+    link = Link(0)
+    await link.start()
+    try:
+        async with full_caches(tmp_path, monkeypatch, link, admission_standard_s=3.0) as (
+            server,
+            _,
+            _engine,
+            url,
+            http,
+        ):
+            parked = server.router.state.parking.queue
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            second = asyncio.ensure_future(http.post(f"{url}/v1/completions", json=asked("second")))
+            await eventually(lambda: parked.count(MODEL) == 1, "it is parked")
+            link.break_()
+            async with http.post(f"{url}/v1/completions", json=asked("new")) as answer:
+                assert (answer.status, answer.headers["X-Pointsman-Degraded"]) == (200, "1")
+            async with await second as answer:
+                assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+                assert (await answer.json())["error"]["code"] == "placement_timeout"
+            assert loop.time() - began > 2.9
+            third = asyncio.ensure_future(http.post(f"{url}/v1/completions", json=asked("third")))
+            link.repair()
+            async with await third as answer:
+                assert answer.status == 200
+    finally:
+        await link.stop()
 
 
 async def test_work_under_way_is_not_parked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,7 +16,9 @@ from redis.asyncio import Redis
 
 from pointsman.router.v1 import placement_pb2 as pb
 from pointsman_common.core.block_keys import KEY_SCHEME
-from pointsman_gateway.io.routing.router_client import RouterClient
+from pointsman_gateway.core.request.local_pace import BURST_UNITS
+from pointsman_gateway.core.request.request_events import PLACEMENT_TIMEOUT
+from pointsman_gateway.io.routing.router_client import RouterClient, WithoutRouter
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_orders import OrderChange
 from pointsman_router.core.load.reservations import Reservation
@@ -82,7 +84,13 @@ def test_a_seed_stands_for_one_story() -> None:
 
 def test_a_run_that_leaves_something_behind_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """If ends of requests never reach a router, their reservations stay."""
-    monkeypatch.setattr(RouterClient, "finished", lambda self, finished: self._requests.pop(finished.request_id, None))
+    report = RouterClient._report
+
+    def lose_ends(self: RouterClient, one: Any, message: pb.SessionRequest) -> None:
+        if not message.HasField("finished"):
+            report(self, one, message)
+
+    monkeypatch.setattr(RouterClient, "_report", lose_ends)
     assert "reservations" in run(0).failure
 
 
@@ -351,6 +359,7 @@ class ScriptedRouter:
     def __init__(self, router_id: str, network: Network) -> None:
         self.router_id = router_id
         self.network = network
+        self.node = Node(router_id)
         self.heard: list[pb.SessionRequest] = []
         self.context: Any = None
         self.sent_fleet = pb.Fleet()
@@ -370,7 +379,8 @@ class ScriptedRouter:
     async def owner(self, router_id: str, epoch: int) -> None:
         """Send the pool's owner. Empty id: the pool does not exist."""
         owner = pb.Owner(router_id=router_id, address=f"{router_id}:1", epoch=epoch)
-        pools = [pb.Pool(model="m", served_names=["m"], owner=owner)] if router_id else []
+        instances = [pb.InstanceRef(instance_id="e", url="http://e")]
+        pools = [pb.Pool(model="m", served_names=["m"], owner=owner, instances=instances)] if router_id else []
         before, self.sent_fleet = self.sent_fleet, pb.Fleet(pools=pools)
         await self.context.write(pb.SessionResponse(fleet_update=fleet_update(before, self.sent_fleet)))
 
@@ -380,6 +390,16 @@ class ScriptedRouter:
         await self.context.write(
             pb.SessionResponse(placement=pb.Placement(request_id=request_id, step=step, last=True))
         )
+
+    async def park(self, request_id: str, bound_s: int) -> None:
+        """Report that a request is parked."""
+        parked = pb.Parked(request_id=request_id)
+        parked.bound.FromSeconds(bound_s)
+        await self.context.write(pb.SessionResponse(parked=parked))
+
+    async def not_serving(self, request_id: str) -> None:
+        """Refuse a request because the router does not serve its pool."""
+        await self.context.write(pb.SessionResponse(refusal=pb.Refusal(request_id=request_id, not_serving=True)))
 
     def finished(self) -> list[tuple[str, int]]:
         """Return the received ends of requests."""
@@ -400,9 +420,7 @@ async def two_routers() -> tuple[RouterClient, ScriptedRouter, ScriptedRouter]:
     routers = ScriptedRouter("r0", network), ScriptedRouter("r1", network)
     for router in routers:
         method = Method(router.session, pb.SessionRequest.FromString)
-        network.listen(
-            f"{router.router_id}:1", Node(router.router_id), {"/pointsman.router.v1.PlacementService/Session": method}
-        )
+        network.listen(f"{router.router_id}:1", router.node, {"/pointsman.router.v1.PlacementService/Session": method})
 
     def dial(address: str) -> Any:
         return Channel(network, address)
@@ -423,7 +441,7 @@ async def two_routers() -> tuple[RouterClient, ScriptedRouter, ScriptedRouter]:
     return client, *routers
 
 
-def instance_of(answer: pb.Placement | pb.Refusal) -> str:
+def instance_of(answer: pb.Placement | pb.Refusal | WithoutRouter) -> str:
     assert isinstance(answer, pb.Placement), answer
     return answer.step.instance.instance_id
 
@@ -496,5 +514,118 @@ def test_an_owner_that_took_its_pool_again_is_told_anew_what_is_open() -> None:
         await asyncio.sleep(0.5)
         # At the stream's beginning, when the router was first named as owner, and now.
         assert [message.HasField("hello") for message in first.heard] == [True, True, True]
+
+    virtually(work())
+
+
+async def both_owners(client: RouterClient, routers: Sequence[ScriptedRouter]) -> None:
+    """Let both routers name r0 as the owner."""
+    await routers[1].owner("r0", 1)
+    await asyncio.sleep(0.5)
+    assert client.connected
+
+
+def ask(client: RouterClient, name: str) -> asyncio.Task[tuple[Any, float]]:
+    """Submit a request; return its answer and how long that took, s."""
+
+    async def work() -> tuple[Any, float]:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        answer = await client.first_step(pb.PlacementRequest(request_id=name, model="m"), 60.0)
+        return answer, loop.time() - began
+
+    return asyncio.create_task(work())
+
+
+async def placed_after(asking: asyncio.Task[tuple[Any, float]]) -> float:
+    """Wait until a request is placed without a router; return how long that took from its submission, s."""
+    async with asyncio.timeout(30.0):
+        answer, took_s = await asking
+    assert isinstance(answer, WithoutRouter)
+    assert answer.instance is not None
+    assert answer.instance.instance_id == "e"
+    return took_s
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_whoever_waits_at_an_owner_that_dies_is_placed_as_a_new_request_is(alone: bool) -> None:
+    """With another router, which goes on naming the dead one, and without. Later requests do not wait again."""
+
+    async def work() -> None:
+        client, *routers = await two_routers()
+        await both_owners(client, routers)
+        asking = ask(client, "x")
+        await asyncio.sleep(3.0)
+        assert routers[0].asked() == ["x"]
+        for router in routers if alone else routers[:1]:
+            router.network.kill(router.node)
+        await asyncio.sleep(1.0)
+        later = ask(client, "later")
+        assert await placed_after(asking) == pytest.approx(3.0 + 5.0, abs=0.1)
+        assert await placed_after(later) == pytest.approx(5.0 - 1.0, abs=0.1)
+        for number in range(3):
+            assert await placed_after(ask(client, f"after {number}")) < 0.1
+        assert routers[1].asked() == []
+
+    virtually(work())
+
+
+def test_requests_parked_at_an_owner_that_dies_wait_within_their_bounds_for_the_next_one() -> None:
+    async def work() -> None:
+        client, first, second = await two_routers()
+        await both_owners(client, (first, second))
+        asking = {name: ask(client, name) for name in ("short", "long")}
+        await asyncio.sleep(0.5)
+        await first.park("short", 20)
+        await first.park("long", 40)
+        await asyncio.sleep(0.5)
+        first.network.kill(first.node)
+        answer, took_s = await asking["short"]
+        assert (answer.instance, answer.code) == (None, PLACEMENT_TIMEOUT)
+        assert took_s == pytest.approx(20.5, abs=0.1)
+        crowd = [ask(client, f"new {number}") for number in range(int(BURST_UNITS) + 1)]
+        await second.owner("r1", 2)
+        await asyncio.sleep(0.5)
+        # The instance has got what it may get at once without a router.
+        assert second.asked() == ["long", f"new {len(crowd) - 1}"]
+        for one in crowd[:-1]:
+            assert await placed_after(one) < 0.1
+        (again,) = (message.place for message in second.heard if message.place.request_id == "long")
+        assert again.parked.ToSeconds() == 20
+        for name in second.asked():
+            await second.place(name)
+        assert {instance_of((await one)[0]) for one in (asking["long"], crowd[-1])} == {"e"}
+
+    virtually(work())
+
+
+def test_an_owner_that_does_not_serve_is_not_asked_by_all_at_once() -> None:
+    """Each of its refusals would bring thousands of prompts again."""
+
+    async def work() -> None:
+        client, first, second = await two_routers()
+        await both_owners(client, (first, second))
+        asking = []
+        for number in range(50):
+            asking.append(ask(client, f"r{number}"))
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        assert len(first.asked()) == 50
+        for name in first.asked():
+            await first.not_serving(name)
+        for _ in range(20):
+            seen = len(first.asked())
+            await asyncio.sleep(0.05)
+            for name in first.asked()[seen:]:
+                await first.not_serving(name)
+        assert 55 <= len(first.asked()) <= 62
+        assert set(first.asked()[50:]) == {"r0"}
+        await asyncio.sleep(0.5)
+        # Not refused, so it serves.
+        assert set(first.asked()[-49:]) == {f"r{number}" for number in range(1, 50)}
+        for one in asking:
+            one.cancel()
+        await asyncio.wait(asking)
+        assert len(client._waiting) == 0
 
     virtually(work())

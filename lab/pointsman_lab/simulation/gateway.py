@@ -7,7 +7,6 @@ routers and engines, and the choice of a router (`Routers` has each pool's owner
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -17,9 +16,10 @@ from xxhash import xxh3_64_intdigest
 
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_gateway.core.request import request_events as ge
-from pointsman_gateway.core.request.failures import answer_to
-from pointsman_gateway.core.request.local_placement import place_locally
+from pointsman_gateway.core.request.failures import RETRY_S, answer_to
+from pointsman_gateway.core.request.local_pace import LocalPace
 from pointsman_gateway.core.request.request_state_machine import Phase
+from pointsman_gateway.core.waiting_for_owner import Ask, PlaceAt, RefuseWaiting, WaitingForOwner, WaitingRequest
 from pointsman_lab.engine.interface import EngineRequest, Finished, FirstToken, WaitingForRemoteKv
 from pointsman_lab.simulation.config import SimulationConfig
 from pointsman_lab.simulation.event_queue import EventQueue
@@ -65,7 +65,9 @@ class SimulatedGateway:
         self._pool_of = pool_of
         self._new_name = new_name
         self._on_end = on_end
-        self._round_robin = 0
+        self._pace = LocalPace()
+        self._waiting = WaitingForOwner(self._pace)
+        self._wake_at = math.inf  # when requests that wait for an owner are looked at next
 
     # ---- clients ----
 
@@ -79,6 +81,7 @@ class SimulatedGateway:
         machine = running.state_machine
         running.left = True
         if machine is not None and machine.phase is not Phase.DONE:
+            self._waiting.remove(running.placement.request_id)
             self._handle(running, ge.ClientDisconnected(), now)
         else:
             # The prompt is being tokenised, or the client waits before it retries.
@@ -131,17 +134,16 @@ class SimulatedGateway:
     def _carry_out(self, running: SimulatedRequest, effect: ge.Effect, now: float) -> None:
         match effect:
             case ge.AskRouter():
-                self._begin_attempt(running, effect.attempt_id, effect.exclude)
-                self._ask(running, now)
-            case ge.PlaceLocally():
-                self._begin_attempt(running, effect.attempt_id, effect.exclude)
-                running.follow_ups.append(self._placed_locally(running))
+                self._begin_attempt(running, effect)
+                self._submit_to_router(running, now)
             case ge.AskNextStep():
                 self._ask_next_step(running, effect, now)
             case ge.Prefill():
+                self._count_open(running, effect.step.target.instance_id)
                 self._prefill(running, effect.step, now)
             case ge.Serve():
                 self.steps_without_router += effect.step.degraded
+                self._count_open(running, effect.step.target.instance_id)
                 self._serve(running, effect.step, now)
             case ge.AbortUpstream():
                 instance, name = running.upstream
@@ -151,8 +153,12 @@ class SimulatedGateway:
             case ge.ReportServedAlone():
                 self._report(running, ev.StreamOpened(GATEWAY, running.open_stream()), now)
             case ge.ReportFirstToken():
+                running.began = True
+                self._pace.began(running.open_at)
                 self._report(running, ev.FirstToken(effect.attempt_id, effect.refused_by), now)
             case ge.ReportFinished():
+                self._waiting.remove(effect.attempt_id)
+                self._count_open(running, "")
                 self._report(running, finished(running.record, effect), now)
             case ge.FailRequest():
                 running.failure = effect
@@ -189,20 +195,23 @@ class SimulatedGateway:
 
     def owner_lost(self, pool: str, now: float) -> None:
         """Handle the loss of a pool's owner: its answers that have not arrived yet are void. Mutates."""
+        self._waiting.disconnected(pool, now, self._config.ownerless_timeout_s)
         for running in list(self.requests.values()):
             if running.placement.model != pool:
                 continue
             if running.asks_next_step:
                 self._lose_router(running, now)
             elif running.asks_first_step:
-                self._await_owner(running, now)
+                self._let_wait(running, now)
 
     def owner_changed(self, pool: str, now: float) -> None:
         """Send all requests that wait for their first step to a pool's new owner, which has received a hello. Mutates."""
         for running in list(self.requests.values()):
             if running.placement.model == pool and running.asks_first_step:
                 self.resent_requests += 1
-                self._ask(running, now)
+                self._let_wait(running, now)
+        self._waiting.connected(pool, now, changed=True)
+        self._wake(now)
 
     def hear(self, effect: ev.Placed | ev.Refused | ev.Parked, now: float) -> None:
         """Receive a router's answer, after its delay. Mutates."""
@@ -217,15 +226,18 @@ class SimulatedGateway:
         waits = running.asks_first_step or running.asks_next_step
         if question != running.questions or not waits:
             return
+        not_serving = isinstance(effect, ev.Refused) and effect.not_serving
+        if not not_serving and self._waiting.served(running.placement.model):
+            self._wake(now)
         if isinstance(effect, ev.Parked):
-            running.parked = True
+            running.parked_until = now + effect.bound_s
             self._handle(running, ge.RequestParked(effect.request_id, effect.bound_s), now)
         elif isinstance(effect, ev.Placed):
             note_decision(running.record, effect.decision)
-            if running.parked and (admitted := effect.decision.request.admitted) is not None:
+            if running.parked_until is not None and (admitted := effect.decision.request.admitted) is not None:
                 running.record.parked_s = admitted.view.waited_s
             self._handle(running, assigned(effect), now)
-        elif not effect.not_serving:
+        elif not not_serving:
             if effect.admission is not None:
                 running.record.parked_s = effect.admission.view.waited_s
             self._handle(running, refused(effect), now)
@@ -233,9 +245,8 @@ class SimulatedGateway:
             # The owner does not know the plan, which another router made.
             self._lose_router(running, now)
         else:
-            self._event_queue.schedule(
-                now + (effect.retry_after_s or 0.0), partial(self._ask_again, running, running.questions)
-            )
+            self._waiting.refused(running.placement.model, now, self._config.ownerless_timeout_s)
+            self._let_wait(running, now)
 
     def _lose_router(self, running: SimulatedRequest, now: float) -> None:
         before = running.placement.request_id
@@ -244,53 +255,93 @@ class SimulatedGateway:
         if running.placement.request_id != before:
             self.resent_requests += bool(self._routers.owner(running.placement.model))
 
-    def _begin_attempt(self, running: SimulatedRequest, attempt_id: str, exclude: tuple[str, ...]) -> None:
+    def _begin_attempt(self, running: SimulatedRequest, asked: ge.AskRouter) -> None:
         del self.requests[running.placement.request_id]
-        running.begin_attempt(attempt_id, exclude)
-        self.requests[attempt_id] = running
+        running.begin_attempt(asked)
+        self.requests[asked.attempt_id] = running
+
+    def _submit_to_router(self, running: SimulatedRequest, now: float) -> None:
+        """Request an attempt's first step from the pool's owner, or wait until the pool has an owner."""
+        running.asked_at = now
+        pool = running.placement.model
+        if not self._routers.owner(pool):
+            self._waiting.disconnected(pool, now, self._config.ownerless_timeout_s)
+        if self._waiting.must_wait(pool):
+            self._let_wait(running, now)
+        else:
+            self._ask(running, now)
 
     def _ask(self, running: SimulatedRequest, now: float) -> None:
-        """Request an attempt's first step from the pool's owner, or wait until the pool has an owner."""
-        if running.asked_at is None:
-            running.asked_at = now
         owner = self._routers.owner(running.placement.model)
-        if not owner:
-            self._await_owner(running, now)
-            return
+        assert owner
+        assert running.asked_at is not None
         running.questions += 1
         age_s, parked_s = now - running.asked_at, 0.0
-        if running.parked:
+        if running.parked_until is not None:
             age_s, parked_s = 0.0, age_s
         deadline_s = self._config.timeouts.placement_s - age_s
         placement = structs.replace(running.placement, age_s=age_s, parked_s=parked_s, deadline_s=deadline_s)
         self._routers.deliver(owner, ev.PlaceRequested(placement, GATEWAY), now)
 
-    def _ask_again(self, running: SimulatedRequest, question: int, now: float) -> None:
-        if running.questions == question and running.asks_first_step:
-            self._ask(running, now)
-
-    def _await_owner(self, running: SimulatedRequest, now: float) -> None:
+    def _let_wait(self, running: SimulatedRequest, now: float) -> None:
+        """Let a request wait for an owner of its pool. Answers that are on their way are void."""
+        placement, until = running.placement, running.parked_until
+        if placement.request_id in self._waiting:
+            return
         running.questions += 1
-        given_up = partial(self._give_up, running, running.questions)
-        self._event_queue.schedule(now + self._config.ownerless_timeout_s, given_up)
-
-    def _give_up(self, running: SimulatedRequest, question: int, now: float) -> None:
-        if running.questions == question and running.asks_first_step:
-            self._handle(running, ge.RouterLost(running.placement.request_id), now)
-
-    def _placed_locally(self, running: SimulatedRequest) -> ge.StepAssigned | ge.PlacementRefused:
-        placement = running.placement
-        self._round_robin += 1
-        return place_locally(
+        assert running.asked_at is not None
+        waiting = WaitingRequest(
             placement.request_id,
-            [name for name in self._instances if self._pool_of[name] == placement.model],
-            target_named,
-            Counter(
-                step.target.instance_id for request in self.requests.values() if (step := request.step) is not None
-            ),
+            running.asked_at,
+            placement.input_tokens,
             placement.exclude,
-            self._round_robin,
+            running.computed_at,
+            until if until is not None and until > now else None,
         )
+        self._waiting.add(placement.model, waiting)
+        self._wake(now)
+
+    def _wake(self, now: float) -> None:
+        """Schedule the next look at what waits for an owner."""
+        limit_s = self._config.ownerless_timeout_s
+        times = [self._waiting.wake_at(pool, now, limit_s) for pool in self._waiting.pools()]
+        at = max(min((at for at in times if at is not None), default=math.inf), now)
+        if at < self._wake_at:
+            self._wake_at = at
+            self._event_queue.schedule(at, self._serve_waiting)
+
+    def _serve_waiting(self, now: float) -> None:
+        """Ask, place or refuse the requests that are due."""
+        if now < self._wake_at:
+            return
+        self._wake_at = math.inf
+        for end in self._waiting.due(now, self._config.ownerless_timeout_s, self._instances_of):
+            running = self.requests[end.request_id]
+            match end:
+                case Ask():
+                    self._ask(running, now)
+                case PlaceAt():
+                    running.open_at, running.began = end.instance_id, False
+                    step = ge.StepAssigned(end.request_id, target_named(end.instance_id), degraded=True)
+                    self._handle(running, step, now)
+                case RefuseWaiting():
+                    code = ge.PLACEMENT_TIMEOUT if end.parked else ge.UNAVAILABLE
+                    refused = ge.PlacementRefused(end.request_id, code, "no router", RETRY_S)
+                    self._handle(running, refused, now)
+        self._wake(now)
+
+    def _instances_of(self, pool: str) -> list[str]:
+        return [name for name in self._instances if self._pool_of[name] == pool]
+
+    def _count_open(self, running: SimulatedRequest, instance_id: str) -> None:
+        """Count a request as open at an instance ("": at none)."""
+        if running.open_at == instance_id:
+            return
+        if running.open_at:
+            self._pace.closed(running.open_at, began=running.began)
+        if instance_id:
+            self._pace.opened(instance_id)
+        running.open_at, running.began = instance_id, False
 
     def _ask_next_step(self, running: SimulatedRequest, asked: ge.AskNextStep, now: float) -> None:
         running.questions += 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from pointsman_gateway.core.request.request_events import Event, FailRequest, RequestTimeouts, StepAssigned
+from pointsman_gateway.core.request.request_events import AskRouter, Event, FailRequest, RequestTimeouts, StepAssigned
 from pointsman_gateway.core.request.request_state_machine import Phase, RequestStateMachine
 from pointsman_lab.engine.prompt_content import NamedPrompt
 from pointsman_lab.report.request_record import RequestRecord
@@ -31,8 +31,13 @@ class SimulatedRequest:
     refusals: int = 0
     # Time of the current attempt's first placement request to a router, s; None before it.
     asked_at: float | None = None
-    # Whether a router has parked the current attempt.
-    parked: bool = False
+    # End of the bound within which a router has parked the current attempt, s; None: it was not parked.
+    parked_until: float | None = None
+    # The instance that has computed a part of the prompt and serves it if no router answers; empty: any may.
+    computed_at: str = ""
+    # The instance where the current attempt is open, and whether its answer has begun there.
+    open_at: str = ""
+    began: bool = False
     # Number of requests to routers. A router's answer to any but the last one is void.
     questions: int = 0
     # What is open upstream: instance and the engine's name for it; ("", "") for nothing.
@@ -55,16 +60,15 @@ class SimulatedRequest:
         """Start the client's request, for the first time or as a retry; every retry has its own id. Mutates."""
         self.state_machine = RequestStateMachine(self._id, timeouts)
         self.placement = structs.replace(self.placement, request_id=self._id, exclude=self.turn.exclude)
-        self.asked_at = self.tick_at = self.failure = None
-        self.parked = False
+        self.asked_at = self.tick_at = self.failure = self.parked_until = None
         return self.state_machine
 
-    def begin_attempt(self, attempt_id: str, exclude: tuple[str, ...]) -> None:
-        """Start another attempt, or the same one again. Mutates."""
-        if attempt_id != self.placement.request_id:
-            self.asked_at = self.tick_at = None
-            self.parked = False
-        self.placement = structs.replace(self.placement, request_id=attempt_id, exclude=(*self.turn.exclude, *exclude))
+    def begin_attempt(self, asked: AskRouter) -> None:
+        """Start another attempt. Mutates."""
+        self.asked_at = self.tick_at = self.parked_until = None
+        self.computed_at = asked.computed_at
+        exclude = *self.turn.exclude, *asked.exclude
+        self.placement = structs.replace(self.placement, request_id=asked.attempt_id, exclude=exclude)
 
     @property
     def _id(self) -> str:

@@ -245,6 +245,13 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
         for session in self._sessions:
             await session.put(placement_pb2.SessionResponse(move=move))
 
+    async def park(self, request_id: str, bound_s: int) -> None:
+        """Report that a request is parked."""
+        parked = placement_pb2.Parked(request_id=request_id)
+        parked.bound.FromSeconds(bound_s)
+        for session in self._sessions:
+            await session.put(placement_pb2.SessionResponse(parked=parked))
+
     def first(self, request: placement_pb2.PlacementRequest) -> placement_pb2.Placement | placement_pb2.Refusal:
         pool = next(
             (pool for pool in self.pools if request.model in (pool.model, *pool.served_names, *pool.lora_names)), None

@@ -60,8 +60,8 @@ async def keep_reporting(address: str, instance: str, model: str, **changes: Any
 class Gateway:
     """A gateway as routers see it: its router client, which opens and ends requests."""
 
-    def __init__(self, name: str, routers: list[str]) -> None:
-        self.client = RouterClient(routers, name, tuple, 20.0, lambda fleet: None, lambda connected: None)
+    def __init__(self, name: str, routers: list[str], grace_s: float = 20.0) -> None:
+        self.client = RouterClient(routers, name, tuple, grace_s, lambda fleet: None, lambda connected: None)
         self.answers: Counter[str] = Counter()
 
     async def place(self, request_id: str, model: str = "m", tokens: int = BIG) -> placement_pb2.Placement:
@@ -167,9 +167,11 @@ async def replicas(
     models: tuple[str, ...] = ("m",),
     instances: int = 4,
     urls: Sequence[str] = (),
+    grace_s: float = 20.0,
     **settings: object,
 ) -> AsyncIterator[Replicas]:
-    """Run routers, agents and gateways; yield them when all are ready. `urls`: those of each model's instances."""
+    """Run routers, agents and gateways; yield them when all are ready. `urls`: those of each model's instances. `grace_s`: how
+    long gateways wait for a router when they have lost all."""
     with redis_server(folder) as (url, redis), _processes(url, folder, count, **settings) as routers:
         names = {model: [f"{model}-i{at}" for at in range(instances)] for model in models}
         fleet = Replicas(redis, routers, names)
@@ -186,7 +188,7 @@ async def replicas(
             addresses = [router.address for router in routers.values()]
             for at in range(count):
                 # Each gateway lists the routers in another order, as real gateways do.
-                gateway = Gateway(f"g{at}", addresses[at:] + addresses[:at])
+                gateway = Gateway(f"g{at}", addresses[at:] + addresses[:at], grace_s)
                 fleet.gateways.append(gateway)
                 await gateway.client.start()
                 stack.push_async_callback(gateway.client.close)

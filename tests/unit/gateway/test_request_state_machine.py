@@ -131,14 +131,6 @@ def test_a_stream_is_continued_at_most_as_often_as_a_request_is_retried() -> Non
     ]
 
 
-def test_the_rest_of_an_answer_that_was_placed_without_a_router_is_placed_by_one_if_there_is_one() -> None:
-    machine = begun()
-    assert machine.handle(ev.RouterLost("r"), 1.0) == [ev.PlaceLocally("r", ())]
-    machine.handle(StepAssigned("r", A, degraded=True), 1.0)
-    machine.handle(ev.ResponseStarted(), 2.0)
-    assert machine.handle(BROKEN, 3.0)[-1] == ev.AskRouter("r.1", ("a",))
-
-
 MOVED = ev.UpstreamFailed("moved", 200, continuable=True, moved=True)
 
 
@@ -291,12 +283,10 @@ def test_a_model_whose_instances_are_out_of_sight_is_not_unknown() -> None:
     ]
 
 
-def test_a_lost_router_leads_to_a_placement_of_our_own() -> None:
+def test_after_a_placement_without_a_router_the_next_attempt_asks_one() -> None:
     machine = begun()
-    assert machine.handle(ev.RouterLost("r"), 1.0) == [ev.PlaceLocally("r", ())]
     given = StepAssigned("r", A, degraded=True)
     assert machine.handle(given, 2.0) == [ev.Serve(given)]
-    # The next attempt asks the router again: it may be back.
     assert machine.handle(ev.UpstreamFailed("no"), 3.0)[-1] == ev.AskRouter("r.1", ("a",))
 
 
@@ -399,7 +389,7 @@ def between_slices() -> RequestStateMachine:
 
 def test_a_router_that_is_lost_between_two_slices_is_followed_by_another_attempt() -> None:
     machine = between_slices()
-    assert machine.handle(ev.RouterLost("r"), 2.0) == [LOST, ev.AskRouter("r.1", ())]
+    assert machine.handle(ev.RouterLost("r"), 2.0) == [LOST, ev.AskRouter("r.1", (), "a")]
     assert machine.deadline == 12.0
     # The new owner decides the rest of the prompt.
     rest = StepAssigned("r.1", A, prefill_tokens=128)
@@ -408,11 +398,11 @@ def test_a_router_that_is_lost_between_two_slices_is_followed_by_another_attempt
 
 def test_without_any_router_what_is_left_of_a_sliced_prompt_goes_where_it_began() -> None:
     machine = between_slices()
-    machine.handle(ev.RouterLost("r"), 2.0)
-    assert machine.handle(ev.RouterLost("r.1"), 3.0) == [ev.Serve(StepAssigned("r.1", A, degraded=True))]
+    assert machine.handle(ev.RouterLost("r"), 2.0) == [LOST, ev.AskRouter("r.1", (), "a")]
+    alone = StepAssigned("r.1", A, degraded=True)
+    assert machine.handle(alone, 3.0) == [ev.Serve(alone)]
     # If the instance fails, another one is chosen, without the computed slice.
     assert machine.handle(ev.UpstreamFailed("broke"), 4.0)[-1] == ev.AskRouter("r.2", ("a",))
-    assert machine.handle(ev.RouterLost("r.2"), 5.0) == [ev.PlaceLocally("r.2", ("a",))]
 
 
 def test_routers_are_lost_between_two_slices_twice_at_most() -> None:
@@ -612,7 +602,7 @@ def test_every_attempt_ends_exactly_once_whatever_happens(
     # The client leaves in the end, so that every history comes to one.
     for event, passed in [*history, (ev.ClientDisconnected(), 0.0), (ev.ClientDisconnected(), 0.0)]:
         for effect in effects:
-            if isinstance(effect, ev.AskRouter | ev.PlaceLocally):
+            if isinstance(effect, ev.AskRouter):
                 asked.add(effect.attempt_id)
             elif isinstance(effect, ev.ReportFinished):
                 ended.append(effect.attempt_id)
@@ -667,7 +657,7 @@ class Conversation(RuleBasedStateMachine):
     def carry_out(self, effects: list[ev.Effect]) -> None:
         for effect in effects:
             match effect:
-                case ev.AskRouter() | ev.PlaceLocally() | ev.AskNextStep():
+                case ev.AskRouter() | ev.AskNextStep():
                     assert self.upstream is None, "asked for the next step while one runs"
                     if not isinstance(effect, ev.AskNextStep) or effect.error:
                         assert self.early is None, "a failure ends both"
@@ -740,7 +730,7 @@ class Conversation(RuleBasedStateMachine):
     def refused(self, code: int) -> None:
         self.tell(ev.PlacementRefused(self.machine.attempt_id, code, "no"))
 
-    @precondition(lambda self: self.waiting is not None)
+    @precondition(lambda self: isinstance(self.waiting, ev.AskNextStep))
     @rule()
     def router_lost(self) -> None:
         self.tell(ev.RouterLost(self.machine.attempt_id))

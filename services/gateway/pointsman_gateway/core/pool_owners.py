@@ -22,6 +22,10 @@ class PoolOwners:
         the first router with the pool does. A pool that changes becomes a new object."""
         return [self._pools[model] for model in sorted(self._pools)]
 
+    def pool(self, model: str) -> placement_pb2.Pool | None:
+        """Return a pool by its name; None if there is none."""
+        return self._pools.get(model)
+
     def pool_of(self, model: str) -> str:
         """Return the pool that serves the model name or LoRA adapter `model`, or `model` itself if no pool does."""
         return self._pool_of.get(model, model)

@@ -1,30 +1,14 @@
-"""Chooses an instance when no router answers: the one with the fewest open requests of this gateway."""
+"""Chooses instances by the open requests of this gateway, for what no router places."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from heapq import nsmallest
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
-from pointsman_gateway.core.request.failures import RETRY_S
 from pointsman_gateway.core.request.placement_messages import target_of
-from pointsman_gateway.core.request.request_events import UNAVAILABLE, PlacementRefused, StepAssigned, Target
-
-
-def place_locally(
-    attempt_id: str,
-    ids: Collection[str],
-    target_of: Callable[[str], Target],
-    inflight: Mapping[str, int],
-    exclude: tuple[str, ...],
-    round_robin: int,
-) -> StepAssigned | PlacementRefused:
-    """Return an attempt's only step, on one of the instances `ids` (see least_inflight), or a refusal if all are excluded."""
-    chosen = least_inflight(sorted(ids), inflight, exclude, round_robin)
-    if chosen is None:
-        return PlacementRefused(attempt_id, UNAVAILABLE, "No instance is ready for this model.", RETRY_S)
-    return StepAssigned(attempt_id, target_of(chosen), degraded=True)
+from pointsman_gateway.core.request.request_events import StepAssigned, Target
 
 
 def least_inflight(

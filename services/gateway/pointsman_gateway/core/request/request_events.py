@@ -93,7 +93,7 @@ class RequestParked:
 
 @dataclass(frozen=True)
 class RouterLost:
-    """The router was lost before it answered, and no router answered within the grace period."""
+    """The router was lost before it assigned the next step."""
 
     attempt_id: str
 
@@ -187,18 +187,12 @@ Event = (
 # Effects.
 @dataclass(frozen=True)
 class AskRouter:
-    """Request an attempt's first step from the router. `exclude`: instances that failed."""
+    """Request an attempt's first step from the router. `exclude`: instances that failed. `computed_at`: the instance that has
+    computed a part of the prompt, and serves it if no router answers; empty: any may."""
 
     attempt_id: str
     exclude: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class PlaceLocally:
-    """Place an attempt in the gateway, without a router (degraded)."""
-
-    attempt_id: str
-    exclude: tuple[str, ...]
+    computed_at: str = ""
 
 
 @dataclass(frozen=True)
@@ -310,7 +304,6 @@ class EndStreamWithError:
 
 Effect = (
     AskRouter
-    | PlaceLocally
     | AdoptInstance
     | AskNextStep
     | ReportStepDone

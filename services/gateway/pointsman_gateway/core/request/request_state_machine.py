@@ -12,8 +12,8 @@ that operators have moved, which does not count as a retry. A proxy that sends t
 instance than the step's: that is a new attempt, too. If two
 instances answer the request with the same 5xx, the request itself is at fault: the client gets that answer, and the failure
 counts against no instance. If the router is lost after a part of the prompt is computed, a new attempt asks the next router,
-which finds that part cached. If no router answers, one SERVE follows at the instance that computed the part. Every attempt that
-the router may have placed ends in exactly one Finished, however the request ends.
+which finds that part cached. If no router answers, the step is one SERVE, at the instance that computed the part. Every attempt
+that the router may have placed ends in exactly one Finished, however the request ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from pointsman_gateway.core.request.request_events import (
     FailRequest,
     OtherAnswered,
     Outcome,
-    PlaceLocally,
     PlacementRefused,
     Prefill,
     PrefillEnded,
@@ -56,7 +55,6 @@ from pointsman_gateway.core.request.request_events import (
     RouterLost,
     Serve,
     StepAssigned,
-    Target,
     Tick,
     UpstreamFailed,
 )
@@ -89,15 +87,12 @@ class RequestStateMachine:
         self._early_failure: UpstreamFailed | PullEnded | None = (
             None  # failure of the early step while the router has not assigned it yet
         )
-        self._partial_prefill_target: Target | None = (
-            None  # instance at which an earlier attempt, which lost its router, computed a part of the prompt
-        )
+        self._computed_at = ""  # instance that computed a part of the prompt in an attempt which lost its router
         self._exclude: list[str] = []
         self._refused_by: list[str] = []  # instances that answered 5xx to the request, or to a PREFILL of it
         self._refusals: dict[int, str] = {}  # status of a 5xx to the whole request -> first instance that sent it
         self._attempts = 0
         self._retries = 0  # attempts after a failure
-        self._place_locally = False
         self._deadline = 0.0
         self._begun = False  # the client has the beginning of an answer
         self._attempt_open = False  # the attempt may be placed at a router and is not finished
@@ -160,8 +155,7 @@ class RequestStateMachine:
         self.phase, self.step, self._attempt_open, self._serve_only = Phase.PLACING, None, True, False
         self._early_step = self._early_failure = None
         self._deadline = now + self._timeouts.placement_s
-        exclude = tuple(self._exclude)
-        return [PlaceLocally(self.attempt_id, exclude) if self._place_locally else AskRouter(self.attempt_id, exclude)]
+        return [AskRouter(self.attempt_id, tuple(self._exclude), self._computed_at)]
 
     def _step_assigned(self, step: StepAssigned, now: float) -> list[Effect]:
         if step.attempt_id != self.attempt_id or self.phase not in (Phase.PLACING, Phase.AWAITING_NEXT_STEP):
@@ -236,18 +230,7 @@ class RequestStateMachine:
         return [*abort, self._failure(refused.code, refused.message, refused.retry_after_s, refused.place)]
 
     def _router_lost(self, lost: RouterLost, now: float) -> list[Effect]:
-        if lost.attempt_id != self.attempt_id:
-            return []
-        if self.phase is Phase.PLACING:
-            # No Finished is sent: a gateway announces its open requests to a router that returns, and the router drops the
-            # others.
-            if self._partial_prefill_target is not None:
-                return self._step_assigned(
-                    StepAssigned(self.attempt_id, self._partial_prefill_target, degraded=True), now
-                )
-            self._place_locally = True
-            return self._start_attempt(now)
-        if self.phase is not Phase.AWAITING_NEXT_STEP:
+        if lost.attempt_id != self.attempt_id or self.phase is not Phase.AWAITING_NEXT_STEP:
             return []
         return self._retry_placement(now) if self._is_between_prefill_parts() else self._fall_back_to_serve(now)
 
@@ -261,7 +244,7 @@ class RequestStateMachine:
     def _retry_placement(self, now: float) -> list[Effect]:
         """Start a new attempt because the plan was lost with its router. The next router plans from what is computed."""
         assert self.step is not None
-        self._partial_prefill_target = self.step.target
+        self._computed_at = self.step.target.instance_id
         ended = self._report_end(Outcome.CANCELLED, "its router was lost between two steps")
         return [*ended, *self._retry(now)]
 
@@ -351,18 +334,17 @@ class RequestStateMachine:
             self._refused_by.append(instance_id)
         if not failed.moved:
             self._exclude.append(instance_id)
-        self._partial_prefill_target = None
+        self._computed_at = ""
         effects = self._end(_outcome(failed), failed.error, failed.status, refused=failed.refused)
         if not failed.moved and self._retries >= self._timeouts.max_retries:
             return [*effects, self._failure(INTERNAL, "The request failed on every instance that was tried.")]
-        self._place_locally = False
         return [*effects, *self._retry(now, counts=not failed.moved)]
 
     def _continue_elsewhere(self, failed: UpstreamFailed, now: float) -> list[Effect]:
         assert self.step is not None
         if not failed.moved:
             self._exclude.append(self.step.target.instance_id)
-        self._partial_prefill_target, self._place_locally = None, False
+        self._computed_at = ""
         ended = self._end(_outcome(failed), failed.error, failed.status, continued=True)
         return [*ended, *self._retry(now, counts=not failed.moved)]
 

@@ -18,8 +18,7 @@ from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.request import request_events as ev
 from pointsman_gateway.core.request.attempt_record import Attempt
 from pointsman_gateway.core.request.attempt_report import breakdown, finished
-from pointsman_gateway.core.request.failures import answer_to
-from pointsman_gateway.core.request.local_placement import place_locally
+from pointsman_gateway.core.request.failures import RETRY_S, answer_to
 from pointsman_gateway.core.request.placement_messages import attempt_request, event_of, target_of
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_state_machine import Phase, RequestStateMachine
@@ -28,7 +27,7 @@ from pointsman_gateway.core.tokens.token_cache import TokenIds
 from pointsman_gateway.io.request.proxied_request import ProxiedRequest
 from pointsman_gateway.io.request.shared_context import SharedContext
 from pointsman_gateway.io.request.step_execution import EngineSteps
-from pointsman_gateway.io.routing.router_client import NoRouter, PlacementReply
+from pointsman_gateway.io.routing.router_client import NoRouter, PlacementReply, WithoutRouter
 from pointsman_gateway.io.telemetry.span_export import attempt_ended
 
 log = structlog.get_logger()
@@ -125,9 +124,6 @@ class RequestRunner:
                 case ev.AskRouter():
                     self._attempt.begin_placement(effect.attempt_id, time.monotonic())
                     self._start(self._ask_router(effect))
-                case ev.PlaceLocally():
-                    self._attempt.begin_placement(effect.attempt_id, time.monotonic())
-                    self._start(self._place_locally(effect))
                 case ev.AdoptInstance():
                     self._attempt.begin_placement(effect.step.attempt_id, time.monotonic())
                     self._request_of(effect.step.attempt_id, ())
@@ -194,10 +190,14 @@ class RequestRunner:
         # The client of a continued answer has had its first token.
         first_token_by = None if self._answer_ids else self._context.first_token_by
         request, parked = self._request_of(effect.attempt_id, effect.exclude), partial(self._parked, effect.attempt_id)
-        try:
-            reply = await shared.router.first_step(request, shared.timeouts.placement_s, first_token_by, parked)
-        except NoRouter:
-            return ev.RouterLost(effect.attempt_id)
+        limit_s = shared.timeouts.placement_s
+        reply = await shared.router.first_step(request, limit_s, first_token_by, parked, effect.computed_at)
+        if isinstance(reply, WithoutRouter):
+            if reply.instance is None:
+                return ev.PlacementRefused(effect.attempt_id, reply.code, reply.message, RETRY_S)
+            shared.telemetry.local.inc()
+            log.debug("placed without a router", request_id=effect.attempt_id, instance=reply.instance.instance_id)
+            return ev.StepAssigned(effect.attempt_id, target_of(reply.instance), degraded=True)
         shared.telemetry.place.observe(time.monotonic() - began)
         return self._reply(effect.attempt_id, reply)
 
@@ -214,24 +214,6 @@ class RequestRunner:
         if isinstance(reply, placement_pb2.Refusal):
             self._shared.telemetry.refused(reply.code)
         return event_of(attempt_id, reply)
-
-    async def _place_locally(self, effect: ev.PlaceLocally) -> ev.Event:
-        """Choose an instance in the gateway, without a router."""
-        shared, request = self._shared, self._request_of(effect.attempt_id, effect.exclude)
-        instances = {instance.instance_id: instance for instance in self._context.state.pool.instances}
-        shared.round_robin += 1
-        placed = place_locally(
-            effect.attempt_id,
-            instances,
-            lambda chosen: target_of(instances[chosen]),
-            shared.router.inflight(),
-            tuple(request.exclude),
-            shared.round_robin,
-        )
-        if isinstance(placed, ev.StepAssigned):
-            shared.telemetry.local.inc()
-            log.debug("placed without a router", request_id=request.request_id, instance=placed.target.instance_id)
-        return placed
 
     def _move(self, lost: bool) -> None:
         """Let the request leave its instance. `lost`: only if nobody is there any more."""

@@ -34,4 +34,3 @@ class SharedContext:
     continuations: Continuations
     proxy_fallbacks: int = 0  # number of instances besides the chosen one that a proxy gets
     text_turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # to tokenise a begun text
-    round_robin: int = 0  # counter that rotates among equally loaded instances in placements without a router

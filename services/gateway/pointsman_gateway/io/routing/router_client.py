@@ -5,29 +5,45 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
 
+from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
 from pointsman_common.io.auth import CallMetadata
 from pointsman_common.io.channel import open_channel
 from pointsman_gateway.core.pool_owners import PoolOwners
+from pointsman_gateway.core.request.local_pace import LocalPace
+from pointsman_gateway.core.request.request_events import PLACEMENT_TIMEOUT, UNAVAILABLE
 from pointsman_gateway.core.session_ends import SessionEnds
+from pointsman_gateway.core.waiting_for_owner import Ask, PlaceAt, RefuseWaiting, WaitingForOwner, WaitingRequest
 from pointsman_gateway.io.routing.router_stream import Dial, RouterSession
 
 log = structlog.get_logger()
 
 # Maximum time to send queued messages at the end, s.
 FLUSH_TIMEOUT_S = 2.0
-# Maximum interval between two tries to find the owner of a pool, s.
-RETRY_S = 0.1
 # Maximum delay of a report, s. It is sent together with others: a request's first token and end, or reports of several requests.
 REPORT_DELAY_S = 0.005
 
 PlacementReply = placement_pb2.Placement | placement_pb2.Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutRouter:
+    """What becomes of a request that no router answers: it is served at `instance`, or refused (None) with `code` and `message`,
+    as in PlacementRefused."""
+
+    instance: placement_pb2.InstanceRef | None
+    code: int = 0
+    message: str = ""
+
+
+# Message to a client whose model has no instance that may be chosen.
+NO_INSTANCE = "No instance is ready for this model."
 
 
 def _cancellation_of(request_id: str) -> placement_pb2.Finished:
@@ -37,31 +53,30 @@ def _cancellation_of(request_id: str) -> placement_pb2.Finished:
 
 
 class NoRouter(Exception):
-    """Raised if no router answers within the grace period."""
+    """Raised if there is no router to ask, or it was lost before it answered."""
 
 
 @dataclass(slots=True)
 class _Request:
     """One request, from its first submission to its Finished.
 
-    While `answer` is not done the request waits at `session` (None: it waits for an owner, since `without_owner_since` in
-    monotonic s). `instance_id` is set when the request is placed; a router that connects later receives it in a hello.
-    `retry_timer` is set while the request waits for the next submission. `timeout_s`: maximum wait for an answer, without the
-    time for which the request is `parked`; `on_parked` is called with the maximum of that time, s.
+    While `answer` is not done the request waits at `session` (None: it waits for an owner, in WaitingForOwner). `instance_id` is
+    set when the request is placed; a router that connects later receives it in a hello. `timeout_s`: maximum wait for an answer,
+    without the time for which the request is parked, until `parked_until` (monotonic s; None: it never was); `on_parked` is
+    called with the maximum of that time, s. `computed_at`: the instance that has computed a part of the prompt, or empty.
     """
 
     request: placement_pb2.PlacementRequest
     deadline: float
     timeout_s: float = 0.0
-    parked: bool = False
+    computed_at: str = ""
+    parked_until: float | None = None
     on_parked: Callable[[float], None] | None = None
     session: RouterSession | None = None
-    answer: asyncio.Future[PlacementReply] | None = None
+    answer: asyncio.Future[PlacementReply | WithoutRouter] | None = None
     instance_id: str = ""
     cached_tokens: int = 0
     began: bool = False
-    without_owner_since: float | None = None
-    retry_timer: asyncio.TimerHandle | None = None
     asked_at: float | None = None
     generated: Callable[[], int] | None = None
     move: Callable[[bool], None] | None = None
@@ -113,7 +128,10 @@ class RouterClient:
         self._requests: dict[str, _Request] = {}
         self._routes: dict[str, RouterSession] = {}  # cache: model -> the owner's session; cleared by each change
         self._announced_epochs: dict[str, tuple[str, int]] = {}  # pool -> router id and epoch of the last hello
-        self._lost_at = 0.0
+        self._pace = LocalPace()
+        self._waiting = WaitingForOwner(self._pace)
+        self._asked: dict[str, tuple[str, int]] = {}  # pool -> router id and epoch of the owner that is asked
+        self._wake: asyncio.TimerHandle | None = None  # when a request that waits for an owner is due
         self._closing = False
         self._ended: set[asyncio.Task[None]] = set()
         self.on_usage: Callable[[RouterSession, placement_pb2.UsageAnswer], None] = lambda session, answer: None
@@ -124,14 +142,14 @@ class RouterClient:
         """Whether at least one session with a router is open."""
         return any(session.connected for session in self._sessions.values())
 
-    def inflight(self) -> dict[str, int]:
-        """Return the number of open requests by instance id."""
-        return Counter(request.instance_id for request in self._requests.values() if request.instance_id)
+    def inflight(self) -> Mapping[str, int]:
+        """Return the number of open requests by instance id, without zeros."""
+        return self._pace.open
 
     @property
     def open_count(self) -> int:
         """Number of requests that are placed and not finished."""
-        return sum(bool(request.instance_id) for request in self._requests.values())
+        return sum(self._pace.open.values())
 
     def usage_session(self) -> RouterSession | None:
         """Return the session with the router that accounts for API keys' limits; None if there is none.
@@ -153,13 +171,14 @@ class RouterClient:
 
     async def start(self) -> None:
         """Start to dial; return at once."""
-        self._lost_at = time.monotonic()
         for address in self._configured:
             self._dial(address)
 
     async def close(self) -> None:
         """Send the queued messages, and close the sessions when the routers have read them (or after FLUSH_TIMEOUT_S)."""
         self._closing = True
+        if self._wake is not None:
+            self._wake.cancel()
         await asyncio.gather(*(session.close(FLUSH_TIMEOUT_S) for session in self._sessions.values()), *self._ended)
 
     async def first_step(
@@ -168,19 +187,21 @@ class RouterClient:
         timeout_s: float,
         first_token_by: float | None = None,
         on_parked: Callable[[float], None] | None = None,
-    ) -> PlacementReply:
+        computed_at: str = "",
+    ) -> PlacementReply | WithoutRouter:
         """Submit `request` and return its first step or its refusal. If the router parks it, `on_parked` is called with the
         maximum time of that, s, and the wait is as much longer.
 
         If the router dies or loses the pool, the request is submitted to the new owner with its age and the remaining parts of
-        `timeout_s` and of the time to `first_token_by` (monotonic s; None: no deadline). Raises NoRouter if no owner answers
-        within the grace period.
+        `timeout_s` and of the time to `first_token_by` (monotonic s; None: no deadline). If the pool has no owner that answers,
+        the request is placed without one, or refused (see WaitingForOwner), at `computed_at` if that instance is there.
         """
         answer = asyncio.get_running_loop().create_future()
         one = _Request(
             request,
             time.monotonic() + timeout_s,
             timeout_s,
+            computed_at,
             on_parked=on_parked,
             answer=answer,
             first_token_by=first_token_by,
@@ -206,7 +227,9 @@ class RouterClient:
         done.instance_failed = instance_failed
         done.deadline.FromNanoseconds(int(timeout_s * 1e9))
         one.session.send(placement_pb2.SessionRequest(step_done=done))
-        return await self._answered(one)
+        reply = await self._answered(one)
+        assert not isinstance(reply, WithoutRouter)
+        return reply
 
     def step_done(self, request_id: str, index: int) -> None:
         """Report that a PREFILL step is done whose next step has already been sent."""
@@ -221,6 +244,11 @@ class RouterClient:
         if one is None:
             one = self._requests[request.request_id] = _Request(request, 0.0)
         one.request.ClearField("keys")
+        if one.instance_id != instance_id:
+            self._count_closed(one)
+            self._pace.opened(instance_id)
+            if one.began:
+                self._pace.began(instance_id)
         one.instance_id, one.cached_tokens = instance_id, cached_tokens
 
     def served_alone(self, request_id: str) -> None:
@@ -234,7 +262,9 @@ class RouterClient:
         one = self._requests.get(request_id)
         if one is None or not one.instance_id:
             return
-        one.began = True
+        if not one.began:
+            one.began = True
+            self._pace.began(one.instance_id)
         first_token = placement_pb2.FirstToken(request_id=request_id, refused_by=refused_by)
         self._report(one, placement_pb2.SessionRequest(first_token=first_token))
 
@@ -255,6 +285,8 @@ class RouterClient:
         """Report an attempt's end. If no router is connected, the next hello reports the end by not listing the attempt."""
         one = self._requests.pop(finished.request_id, None)
         if one is not None:
+            self._waiting.remove(finished.request_id)
+            self._count_closed(one)
             self._report(one, placement_pb2.SessionRequest(finished=finished))
 
     def session_begins(self, request: placement_pb2.PlacementRequest) -> None:
@@ -323,58 +355,153 @@ class RouterClient:
         for dialled in self._sessions.values():
             dialled.send(message, REPORT_DELAY_S)
 
+    def _count_closed(self, one: _Request) -> None:
+        if one.instance_id:
+            self._pace.closed(one.instance_id, began=one.began)
+
     def _submit(self, one: _Request) -> None:
-        """Submit a request to the owner for its first step; without an owner, wait for one."""
-        if one.retry_timer is not None:
-            one.retry_timer.cancel()
-            one.retry_timer = None
+        """Submit a request to the owner for its first step; without an owner, or behind others, let it wait."""
         if not one.asking:
             return
-        one.session = self._route(one.request.model)
-        if one.session is None:
-            self._wait_for_owner(one)
-            return
         now = time.monotonic()
+        if one.asked_at is None:
+            one.asked_at = now
+        pool, session = self._owners.pool_of(one.request.model), self._route(one.request.model)
+        if session is None:
+            self._waiting.disconnected(pool, now, self._limit_s)
+        if session is None or self._waiting.must_wait(pool):
+            self._let_wait(one, pool, now)
+            self._wake_for(pool, now)
+        else:
+            self._ask(one, session, now)
+
+    def _resubmit(self, requests: Iterable[_Request]) -> None:
+        """Take requests from their sessions, and let those that wait for their first step wait for the right one."""
+        self._note_routes()
+        now = time.monotonic()
+        for one in requests:
+            self._detach(one)
+            if one.asking:
+                self._let_wait(one, self._owners.pool_of(one.request.model), now)
+        for pool in self._waiting.pools():
+            self._wake_for(pool, now)
+
+    def _ask(self, one: _Request, session: RouterSession, now: float) -> None:
+        """Send a request to the router that is to be asked."""
+        one.session = session
+        assert one.asked_at is not None
         left, deadline = max(one.deadline - now, 1e-9), one.request.deadline
         deadline.seconds, deadline.nanos = int(left), max(int(left % 1 * 1e9), 1)
         if one.first_token_by is not None:
             one.request.ttft_deadline.FromNanoseconds(int(max(one.first_token_by - now, 0.0) * 1e9))
-        if one.asked_at is None:
-            one.asked_at = now
-        elif one.parked:
+        if one.parked_until is not None:
             # Its bound counts from the first submission. Its time in the queue of held requests has not begun.
+            one.request.ClearField("age")
             one.request.parked.FromNanoseconds(int((now - one.asked_at) * 1e9))
-        else:
+        elif now > one.asked_at:
             one.request.age.FromNanoseconds(int((now - one.asked_at) * 1e9))
-        one.session.send(placement_pb2.SessionRequest(place=one.request))
+        session.send(placement_pb2.SessionRequest(place=one.request))
 
-    def _wait_for_owner(self, one: _Request) -> None:
-        """Schedule the next submission; fail the request with NoRouter when the wait for an owner has ended."""
-        now = time.monotonic()
-        if one.without_owner_since is None:
-            one.without_owner_since = now
-        left = (
-            one.without_owner_since + self._owners.timeout_s - now
-            if self.connected
-            else self._lost_at + self._grace_s - now
+    # Requests that wait for an owner.
+
+    def _let_wait(self, one: _Request, pool: str, now: float) -> None:
+        assert one.asked_at is not None
+        # A request whose bound has passed was let in.
+        parked_until = one.parked_until if one.parked_until is not None and one.parked_until > now else None
+        request = one.request
+        self._waiting.add(
+            pool,
+            WaitingRequest(
+                request.request_id,
+                one.asked_at,
+                request.input_tokens,
+                tuple(request.exclude),
+                one.computed_at,
+                parked_until,
+            ),
         )
-        if left > 0:
-            one.retry_timer = asyncio.get_running_loop().call_later(min(left, RETRY_S), self._submit, one)
-        elif one.answer is not None and not one.answer.done():
-            one.answer.set_exception(NoRouter())
 
-    async def _answered(self, one: _Request) -> PlacementReply:
+    @property
+    def _limit_s(self) -> float:
+        """How long a pool may have no owner before its requests are placed without a router, s."""
+        return self._owners.timeout_s if self.connected else self._grace_s
+
+    def _note_route(self, pool: str, now: float) -> None:
+        """Record whether there is a router to ask for the pool."""
+        session = self._route(pool)
+        if session is None:
+            self._waiting.disconnected(pool, now, self._limit_s)
+            return
+        owner = self._owners.owner(pool)
+        asked = session.router_id, owner.epoch if owner is not None else 0
+        changed, self._asked[pool] = self._asked.get(pool) != asked, asked
+        self._waiting.connected(pool, now, changed=changed)
+
+    def _note_routes(self) -> None:
+        """Record whether there are routers to ask, after a session or the fleet changed."""
+        now, pools = time.monotonic(), {pool.model for pool in self._owners.pools()}
+        self._asked = {pool: asked for pool, asked in self._asked.items() if pool in pools}
+        for pool in {*pools, *self._waiting.pools()}:
+            self._note_route(pool, now)
+
+    def _wake_for(self, pool: str, now: float) -> None:
+        """Set the timer for what waits for the pool's owner."""
+        at = self._waiting.wake_at(pool, now, self._limit_s)
+        if at is None or self._closing:
+            return
+        loop = asyncio.get_running_loop()
+        when = loop.time() + max(at - now, 0.0)
+        if self._wake is not None:
+            if self._wake.when() <= when:
+                return
+            self._wake.cancel()
+        self._wake = loop.call_at(when, self._serve_waiting)
+
+    def _serve_waiting(self) -> None:
+        """Ask, place or refuse the requests that are due."""
+        self._wake, now = None, time.monotonic()
+        for end in self._waiting.due(now, self._limit_s, self._answering):
+            one = self._requests.get(end.request_id)
+            if one is None or one.answer is None or one.answer.done():
+                # It is cancelled, and its task has not run since.
+                if isinstance(end, PlaceAt):
+                    self._pace.closed(end.instance_id, began=False)
+                continue
+            match end:
+                case Ask():
+                    if (session := self._route(one.request.model)) is not None:
+                        self._ask(one, session, now)
+                    else:  # its model's name belongs to another pool by now
+                        self._submit(one)
+                case PlaceAt():
+                    instance = self._instance(self._owners.pool_of(one.request.model), end.instance_id)
+                    one.request.ClearField("keys")
+                    one.instance_id = end.instance_id
+                    one.answer.set_result(WithoutRouter(instance))
+                case RefuseWaiting():
+                    why = "No router has let in the session in time." if end.parked else NO_INSTANCE
+                    one.answer.set_result(WithoutRouter(None, PLACEMENT_TIMEOUT if end.parked else UNAVAILABLE, why))
+        for pool in self._waiting.pools():
+            self._wake_for(pool, now)
+
+    def _answering(self, model: str) -> list[str]:
+        """Return the ids of the pool's instances that answer clients."""
+        pool = self._owners.pool(model)
+        instances = pool.instances if pool is not None else ()
+        return [one.instance_id for one in instances if one.kv_transfer.role != agent_pb2.KV_ROLE_PRODUCER]
+
+    def _instance(self, model: str, instance_id: str) -> placement_pb2.InstanceRef:
+        pool = self._owners.pool(model)
+        assert pool is not None
+        return pool.instances[bisect_left(pool.instances, instance_id, key=lambda one: one.instance_id)]
+
+    async def _answered(self, one: _Request) -> PlacementReply | WithoutRouter:
         assert one.answer is not None
         try:
             step = await one.answer
-        except NoRouter:
-            if not one.instance_id:
-                self._requests.pop(one.request.request_id, None)
-            raise
         finally:
-            if one.retry_timer is not None:
-                one.retry_timer.cancel()
-        if isinstance(step, placement_pb2.Refusal) and not one.instance_id:
+            self._waiting.remove(one.request.request_id)
+        if not one.instance_id:
             self._requests.pop(one.request.request_id, None)
         return step
 
@@ -427,11 +554,8 @@ class RouterClient:
         self._owners.forget(session.address)
         self._routes.clear()
         if not self.connected:
-            self._lost_at = time.monotonic()
             self._on_connected(False)
-        for request in list(self._requests.values()):
-            if request.session is session:
-                self._detach(request)
+        self._resubmit([request for request in self._requests.values() if request.session is session])
         if self.connected and not self._closing:
             self._fleet_changed()
         self.on_routes()
@@ -476,23 +600,34 @@ class RouterClient:
             return
         if one.answer is None or one.answer.done():
             return
+        pool = self._owners.pool_of(one.request.model)
+        if isinstance(step, placement_pb2.Refusal) and step.not_serving:
+            now = time.monotonic()
+            if session is self._route(one.request.model, session):
+                self._waiting.refused(pool, now, self._limit_s)
+            self._detach(one)
+            self._submit(one)
+            return
+        if one.asking:
+            self._served(pool)
         if isinstance(step, placement_pb2.Placement):
             self.placed(one.request, step.step.instance.instance_id, step.cached_tokens)
-        elif step.not_serving:
-            self._detach(one)
-            if one.asking:
-                self._wait_for_owner(one)
-            return
         one.answer.set_result(step)
+
+    def _served(self, pool: str) -> None:
+        """Record that a router answers the pool's requests, and ask it those that wait."""
+        if self._waiting.served(pool):
+            self._wake_for(pool, time.monotonic())
 
     def _wait_parked(self, session: RouterSession, parked: placement_pb2.Parked) -> None:
         """Wait longer for the answer to a request that its router has parked."""
         one = self._requests.get(parked.request_id)
         if one is None or one.session is not session or not one.asking:
             return
-        bound_s = parked.bound.seconds + parked.bound.nanos / 1e9
-        one.parked, one.without_owner_since = True, None
-        one.deadline = time.monotonic() + bound_s + one.timeout_s
+        bound_s, now = parked.bound.seconds + parked.bound.nanos / 1e9, time.monotonic()
+        one.parked_until = now + bound_s
+        one.deadline = one.parked_until + one.timeout_s
+        self._served(self._owners.pool_of(one.request.model))
         if one.on_parked is not None:
             one.on_parked(bound_s)
 
@@ -542,13 +677,12 @@ class RouterClient:
         }
 
     def _reroute(self) -> None:
-        """Submit each waiting request whose session is not the right one, or which has none, to the right router."""
-        for request in list(self._requests.values()):
-            if request.answer is None or request.answer.done():
+        """Submit each waiting request whose session is not the right one to the right router."""
+        misplaced = []
+        for request in self._requests.values():
+            if request.session is None or request.answer is None or request.answer.done():
                 continue
             target = self._route(request.request.model, request.session)
-            if target is None or target is request.session:
-                continue
-            if request.session is not None:
-                self._detach(request)
-            self._submit(request)
+            if target is not None and target is not request.session:
+                misplaced.append(request)
+        self._resubmit(misplaced)

@@ -1,0 +1,73 @@
+"""How fast this gateway process places at each instance while no router does, and what it has open there. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# A local placement takes one unit of its instance's bucket for each UNIT_TOKENS prompt tokens begun. UNITS_PER_S of them are
+# 65,536 prompt tokens per second, about what the fastest instances prefill: the pace holds up nothing that an instance could
+# begin to compute at once, and a crowd arrives as fast as it can be served. BURST_UNITS are a quarter of a second of it.
+UNIT_TOKENS = 2_048
+UNITS_PER_S, BURST_UNITS = 32.0, 8.0
+# Maximum number of this process's requests without a first byte at an instance that gets local placements. Without a router the
+# gateway has no reports of instances, and this is what it knows of their queues: a slower instance gets fewer requests.
+MAX_WAITING = 32
+
+
+class LocalPace:
+    """Open requests of each instance, those among them without a first byte, and the buckets of local placements."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, int] = {}
+        self._waiting: dict[str, int] = {}
+        # Instance id -> units that were left, and when. A bucket that is not listed is full. A placement may overdraw its bucket,
+        # since a prompt may cost more than a whole one.
+        self._buckets: dict[str, tuple[float, float]] = {}
+
+    @property
+    def open(self) -> Mapping[str, int]:
+        """Number of open requests by instance id, without zeros."""
+        return self._open
+
+    def opened(self, instance_id: str) -> None:
+        """Record that a request without a first byte is open at an instance. Mutates."""
+        self._open[instance_id] = self._open.get(instance_id, 0) + 1
+        self._waiting[instance_id] = self._waiting.get(instance_id, 0) + 1
+
+    def began(self, instance_id: str) -> None:
+        """Record that a request at an instance has its first byte. Mutates."""
+        _subtract(self._waiting, instance_id)
+
+    def closed(self, instance_id: str, *, began: bool) -> None:
+        """Record that a request is not open at an instance any more. `began`: it had its first byte. Mutates."""
+        _subtract(self._open, instance_id)
+        if not began:
+            _subtract(self._waiting, instance_id)
+
+    def has_room(self, instance_id: str, now: float) -> bool:
+        """Return whether the instance may get a local placement at `now`, s."""
+        return self._waiting.get(instance_id, 0) < MAX_WAITING and self._units(instance_id, now) > 0
+
+    def place(self, instance_id: str, tokens: int, now: float) -> None:
+        """Record a local placement of a prompt of `tokens` tokens, which is open from now on. Mutates."""
+        units = self._units(instance_id, now) - max(-(-tokens // UNIT_TOKENS), 1)
+        self._buckets[instance_id] = units, now
+        self.opened(instance_id)
+
+    def drop_full_buckets(self, now: float) -> None:
+        """Forget the buckets that are full again. Mutates."""
+        self._buckets = {name: bucket for name, bucket in self._buckets.items() if self._units(name, now) < BURST_UNITS}
+
+    def _units(self, instance_id: str, now: float) -> float:
+        if (bucket := self._buckets.get(instance_id)) is None:
+            return BURST_UNITS
+        units, at = bucket
+        return min(units + (now - at) * UNITS_PER_S, BURST_UNITS)
+
+
+def _subtract(counts: dict[str, int], instance_id: str) -> None:
+    left = counts.get(instance_id, 0) - 1
+    if left > 0:
+        counts[instance_id] = left
+    else:
+        counts.pop(instance_id, None)
