@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from contextlib import suppress
 
 import pytest
 from hypothesis import settings
@@ -26,7 +27,7 @@ from pointsman_router.core import key_limit_accounts
 from pointsman_router.core.key_limit_accounts import KeyLimitAccounts
 from pointsman_router.io.convert.key_limit_messages import answer_report
 
-KEYS = 5
+KEYS = 3
 TOKENS = 30  # of one request, at most
 
 
@@ -55,7 +56,6 @@ class Connected:
         self.reports.stream_began(now)
 
     def report(self, now: float) -> None:
-        self.sent += [self.reports.without_keys(now)]
         if self.reports.begin_round():
             while (message := self.reports.next_message(now)) is not None:
                 self.sent.append(message)
@@ -106,10 +106,21 @@ class Streams(RuleBasedStateMachine):
                     gateway.transmit(self.accounts, self.now)
             else:
                 raise AssertionError("it asked for ever")
-            gateway.open.append((key, charge))
-            self.admitted.append((self.now, key))
-            charge.charge(tokens, self.now)
-            self.tokens.append((self.now, key, tokens))
+            self.admitted_one(gateway, key, charge, tokens)
+
+    @rule(who=st.integers(0, 2), key=st.integers(0, KEYS - 1), tokens=st.integers(0, TOKENS))
+    def use_lease(self, who: int, key: int, tokens: int) -> None:
+        """Admit all that the lease has, without the router."""
+        gateway = self.one(who)
+        with suppress(LeaseNeeded, RateLimited):
+            for _ in range(20):
+                self.admitted_one(gateway, key, gateway.limiter.admit(b"%d" % key, self.limits, self.now), tokens)
+
+    def admitted_one(self, gateway: Connected, key: int, charge: KeyCharge, tokens: int) -> None:
+        gateway.open.append((key, charge))
+        self.admitted.append((self.now, key))
+        charge.charge(tokens, self.now)
+        self.tokens.append((self.now, key, tokens))
 
     @rule(who=st.integers(0, 2), many=st.integers(1, 9))
     def end(self, who: int, many: int) -> None:
@@ -133,6 +144,14 @@ class Streams(RuleBasedStateMachine):
         for message in list(gateway.sent)[:messages]:
             answer_report(self.accounts, gateway.process, message, self.now)
         gateway.break_off(self.now)
+        gateway.report(self.now)
+
+    @rule(who=st.integers(0, 2), key=st.integers(0, KEYS - 1))
+    def ask_ahead(self, who: int, key: int) -> None:
+        """A gateway requests more of a key, and gets on with other things."""
+        gateway = self.one(who)
+        if name_of(b"%d" % key) in gateway.limiter.touched():
+            gateway.sent.append(gateway.reports.asking([name_of(b"%d" % key)], self.now))
 
     @rule(who=st.integers(0, 2))
     def restart_gateway(self, who: int) -> None:
@@ -147,6 +166,7 @@ class Streams(RuleBasedStateMachine):
             for gateway in self.gateways:
                 if seconds >= 1.0:
                     gateway.report(self.now)
+                    gateway.sent.append(gateway.reports.without_keys(self.now))
                     gateway.transmit(self.accounts, self.now)
 
     @rule(ends=st.booleans())
@@ -226,10 +246,10 @@ class StreamsAndRouters(Streams):
 
 @pytest.fixture(autouse=True)
 def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage_reports, "MAX_KEYS", 2)
+    monkeypatch.setattr(usage_reports, "MAX_KEYS", 1)
 
 
 TestStreams = Streams.TestCase
-TestStreams.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestStreams.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestStreamsAndRouters = StreamsAndRouters.TestCase
-TestStreamsAndRouters.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestStreamsAndRouters.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
