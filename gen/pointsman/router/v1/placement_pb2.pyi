@@ -1304,8 +1304,8 @@ class UsageReport(_message.Message):
     """Whether the full report ends with this message. Other reports may be sent between its messages."""
     last_answer: _builtins.int
     """Number of the last UsageAnswer that the process has received on this stream; 0: none. Grants of later answers are on their
-    way, and are not part of what the keys' reports tell. Absent: the process does not know numbers, and the router assumes that it
-    has all grants.
+    way, and are not part of what the keys' reports tell. With full, 0 tells that the stream is new: no grant of an earlier one is
+    on its way. Absent: the process does not know numbers, and the router assumes that it has all grants.
     """
     @_builtins.property
     def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeyReport]:

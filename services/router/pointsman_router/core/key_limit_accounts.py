@@ -92,9 +92,10 @@ class _Lease:
 
 @dataclass(frozen=True, slots=True)
 class _Underway:
-    """The grant of one answer."""
+    """The grant of one answer, and when it was made."""
 
     answer: int
+    at: float
     requests: int
     tokens: int
     slots: int
@@ -182,7 +183,8 @@ class KeyLimitAccounts:
 
         `full` and `full_ends`: whether a full report begins and ends with this report. When it has ended, the process has no
         other requests in flight than those that it has reported since the beginning. `last_answer`: number of the last answer
-        that the process has; None: it has all. Mutates.
+        that the process has on this stream; None: it has all. A full report with 0 is the first of its stream, so that earlier
+        answers are not on their way any more. Mutates.
         """
         self._forget_silent(now)
         known = self._processes.pop(process, None)
@@ -190,7 +192,10 @@ class KeyLimitAccounts:
             self._gateways[gateway] += 1
         record = self._processes[process] = known or _Process(gateway, now, *[self._next_round()] * 2)
         record.heard_at = now
-        record.answered = self._answers if last_answer is None else max(record.answered, last_answer)
+        if last_answer is None or (full and not last_answer):
+            record.answered = self._answers
+        else:
+            record.answered = max(record.answered, last_answer)
         if full:
             record.round = self._next_round()
         self._answers += 1
@@ -229,7 +234,7 @@ class KeyLimitAccounts:
                 account.tokens.level = min(account.tokens.level, report.level_tokens)
                 returnable = True
         lease.heard_at = now
-        self._forget_arrived(lease)
+        self._forget_arrived(lease, now)
         self._hold(account, lease, report, now, returnable=returnable)
         self._count_in_flight(process, record, account, lease, report)
         requests = tokens = slots = 0
@@ -240,7 +245,7 @@ class KeyLimitAccounts:
             free = report.max_in_flight - account.taken_slots()
             slots = max(free // parts, 1) if free >= 1 else 0
             if requests or tokens or slots:
-                lease.underway.setdefault(process, []).append(_Underway(self._answers, requests, tokens, slots))
+                lease.underway.setdefault(process, []).append(_Underway(self._answers, now, requests, tokens, slots))
             lease.requests += requests
             lease.tokens += tokens
             lease.slots += slots
@@ -248,11 +253,12 @@ class KeyLimitAccounts:
             report.key, requests, tokens, slots, account.requests.level, account.tokens.level, report.wanted
         )
 
-    def _forget_arrived(self, lease: _Lease) -> None:
-        """Remove the grants that have reached their process, or that cannot any more. Mutates."""
+    def _forget_arrived(self, lease: _Lease, now: float) -> None:
+        """Remove the grants that have reached their process, or that it could not use any more. Mutates."""
         for process, grants in list(lease.underway.items()):
             record = self._processes.get(process)
-            left = [grant for grant in grants if grant.answer > record.answered] if record is not None else []
+            answered = record.answered if record is not None else self._answers
+            left = [grant for grant in grants if grant.answer > answered and now - grant.at <= LEASE_S]
             if left:
                 lease.underway[process] = left
             else:
