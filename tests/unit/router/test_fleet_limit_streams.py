@@ -59,14 +59,15 @@ class Connected:
             while (message := self.reports.next_message(now)) is not None:
                 self.sent.append(message)
 
-    def transmit(self, accounts: KeyLimitAccounts, now: float, most: float = math.inf) -> None:
-        """Bring the oldest messages to the router, and of the answers half as many."""
-        moved = 0
-        while self.sent and moved < most:
-            moved += 1
+    def transmit(
+        self, accounts: KeyLimitAccounts, now: float, messages: float = math.inf, answers: float = math.inf
+    ) -> None:
+        """Bring the oldest messages to the router, and the oldest answers to the gateway."""
+        while self.sent and messages > 0:
+            messages -= 1
             self.answers.append(answer_report(accounts, self.process, self.sent.popleft(), now)[0])
-        while self.answers and moved > 0:
-            moved -= 2 if most < math.inf else 0
+        while self.answers and answers > 0:
+            answers -= 1
             self.reports.answered(self.answers.popleft(), now)
 
 
@@ -133,18 +134,20 @@ class Streams(RuleBasedStateMachine):
     def report(self, who: int) -> None:
         self.one(who).report(self.now)
 
-    @rule(who=st.integers(0, 2), messages=st.integers(1, 2))
-    def transmit(self, who: int, messages: int) -> None:
-        self.one(who).transmit(self.accounts, self.now, messages)
+    @rule(who=st.integers(0, 2), messages=st.integers(0, 3), answers=st.integers(0, 2))
+    def transmit(self, who: int, messages: int, answers: int) -> None:
+        self.one(who).transmit(self.accounts, self.now, messages, answers)
 
-    @rule(who=st.integers(0, 2), messages=st.integers(0, 4))
-    def break_off(self, who: int, messages: int) -> None:
-        """The router has received some of the last messages, and the gateway none of the answers."""
+    @rule(who=st.integers(0, 2), before=st.integers(0, 2), after=st.integers(0, 2), key=st.integers(0, KEYS - 1))
+    def break_off(self, who: int, before: int, after: int, key: int) -> None:
+        """Some of the last messages arrive, and none of their answers. Then some of the new stream's messages arrive before
+        another gateway requests more."""
         gateway = self.one(who)
-        for message in list(gateway.sent)[:messages]:
-            answer_report(self.accounts, gateway.process, message, self.now)
+        gateway.transmit(self.accounts, self.now, before, 0)
         gateway.break_off(self.now)
         gateway.report(self.now)
+        gateway.transmit(self.accounts, self.now, after, 0)
+        self.ask(who + 1, key, 3, 0)
 
     @rule(who=st.integers(0, 2), key=st.integers(0, KEYS - 1))
     def ask_ahead(self, who: int, key: int) -> None:
@@ -242,6 +245,65 @@ class StreamsAndRouters(Streams):
         self.takeovers.append(self.now)
         for gateway in self.gateways:
             gateway.break_off(self.now)
+
+
+def used_up(gateway: Connected, accounts: KeyLimitAccounts, key: int, limits: RateLimits, now: float) -> int:
+    """Return how many requests of a key the gateway admits until it refuses one. They stay in flight."""
+    machine = Streams()
+    machine.now, machine.limits, machine.accounts, machine.gateways = now, limits, accounts, [gateway]
+    machine.admitted, machine.tokens = [], []
+    machine.ask(0, key, 10_000, 0)
+    return len(machine.admitted)
+
+
+def test_a_grant_on_its_way_is_not_granted_again() -> None:
+    accounts, one, other, limits = KeyLimitAccounts(), Connected("one"), Connected("other"), RateLimits(in_flight=9)
+    with suppress(LeaseNeeded):
+        one.limiter.admit(b"0", limits, 1.0)
+    for _ in range(3):
+        one.sent.append(one.reports.asking([name_of(b"0")], 1.0))
+    one.transmit(accounts, 1.0, 3, 0)
+    admitted = used_up(other, accounts, 0, limits, 1.0)
+    one.transmit(accounts, 1.0)
+    assert admitted + used_up(one, accounts, 0, limits, 1.0) == 9
+
+
+def test_what_a_full_report_has_not_come_to_yet_is_still_in_flight() -> None:
+    accounts, one, other, limits = KeyLimitAccounts(), Connected("one"), Connected("other"), RateLimits(in_flight=2)
+    for key in range(KEYS):
+        assert used_up(one, accounts, key, limits, 1.0) == 2
+    one.report(1.0)
+    one.transmit(accounts, 1.0)
+    one.break_off(1.0)
+    one.report(1.0)
+    one.transmit(accounts, 1.0, 1)
+    assert [used_up(other, accounts, key, limits, 1.0) for key in range(KEYS)] == [0] * KEYS
+
+
+def test_a_lease_that_has_expired_is_not_used() -> None:
+    accounts, one, other = KeyLimitAccounts(), Connected("one"), Connected("other")
+    limits = RateLimits(requests_per_minute=600)
+    one.sent.append(one.reports.without_keys(1.0))
+    with suppress(LeaseNeeded):
+        one.limiter.admit(b"0", limits, 1.0)
+    one.sent.append(one.reports.asking([name_of(b"0")], 1.0))
+    one.transmit(accounts, 1.0)
+    assert used_up(other, accounts, 0, limits, 60.0) + used_up(one, accounts, 0, limits, 60.0) == 600
+
+
+def test_what_was_used_beyond_a_lease_is_told_again() -> None:
+    accounts, one, limits = KeyLimitAccounts(), Connected("one"), RateLimits(tokens_per_minute=600)
+    with suppress(LeaseNeeded):
+        one.limiter.admit(b"0", limits, 1.0)
+    one.sent.append(one.reports.asking([name_of(b"0")], 1.0))
+    one.transmit(accounts, 1.0)
+    one.limiter.admit(b"0", limits, 1.0).charge(1_200, 1.0)
+    one.report(1.0)
+    one.break_off(1.0)
+    one.report(1.0)
+    one.transmit(accounts, 1.0)
+    assert used_up(one, accounts, 0, limits, 50.0) == 0
+    assert used_up(one, accounts, 0, limits, 62.0) > 0
 
 
 @pytest.fixture(autouse=True)

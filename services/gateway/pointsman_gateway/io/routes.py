@@ -16,11 +16,12 @@ import grpc.aio
 import msgspec
 import structlog
 from google.protobuf.json_format import MessageToDict
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from pointsman_common.io.auth import showing
 from pointsman_common.io.channel import open_channel
 from pointsman_common.io.line_file import LostLines
+from pointsman_common.io.metrics_page import PacedPage, metrics_page
 from pointsman_common.io.settings import Tokens
 from pointsman_common.io.tls import TlsSettings
 from pointsman_gateway.core.api import (
@@ -120,6 +121,9 @@ class Gateway:
         self._cors = CorsPolicy(settings.cors_origins)
         token_cache = TokenCache(settings.token_cache_mb << 20)
         self.telemetry = GatewayMetrics(token_cache)
+        self._metrics_page = PacedPage(
+            partial(metrics_page, self.telemetry.registry) if siblings is None else siblings.page
+        )
         self._preparer = ThreadedPreparer(self.telemetry, token_cache)
         self._upstream = Upstream(settings)
         self._breakdown = LineLog[AttemptBreakdown](settings.breakdown_file, settings.breakdown_max_mb << 20)
@@ -333,9 +337,7 @@ class Gateway:
     # Routes.
 
     async def _metrics(self, request: Request) -> Response:
-        several = self._siblings
-        page = generate_latest(self.telemetry.registry) if several is None else await several.page()
-        return Response(200, page, {"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(200, await self._metrics_page.get(), {"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _livez(self, request: Request) -> Response:
         """Return 200 whenever the process answers, whether or not routers and instances are reachable."""
