@@ -7,6 +7,7 @@ A test compares the files with the code.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 import re
@@ -90,7 +91,7 @@ def metrics() -> str:
     agent.register(AgentCollector([]))
     of_all_processes = [
         (f"`{one.name}`", one.type, "", one.documentation)
-        for one in text_string_to_metric_families(merged([]).decode())
+        for one in text_string_to_metric_families(asyncio.run(merged([])).decode())
     ]
     head = ["metric", "type", "labels", "what it is"]
     parts = [METRICS]

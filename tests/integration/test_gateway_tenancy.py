@@ -16,6 +16,7 @@ from prometheus_client import generate_latest
 
 from pointsman_common.core.block_keys import prompt_keys
 from pointsman_gateway.core.api import Endpoint
+from pointsman_gateway.io import routes
 from pointsman_gateway.io.api_keys import LOOK_AGAIN_S
 from tests.support.fakes.gateway_peers import MODEL, Stack, stack
 from tests.support.gateway_requests import BODIES, MESSAGES, RESPONSES, ask, claude, finished, gpt
@@ -251,6 +252,18 @@ async def test_placements_are_told_only_where_that_is_wanted(tmp_path: Path) -> 
         status, answer = await ask(up, Endpoint.CHAT.value, CHAT, **{"X-Pointsman-Dry-Run": "1"})
         assert (status, answer["error"]["code"]) == (403, "dry_run_disabled")
         assert up.router.explained == []
+
+
+async def test_dry_runs_of_a_tenant_are_bounded(tmp_path: Path) -> None:
+    async with stack(tmp_path) as up:
+        dry = {"X-Pointsman-Dry-Run": "1"}
+        answers = await asyncio.gather(
+            *(ask(up, Endpoint.CHAT.value, CHAT, **dry) for _ in range(routes.DRY_RUNS_AT_ONCE * 3))
+        )
+        refused = [answer["error"]["code"] for status, answer in answers if status == 429]
+        assert set(refused) == {"rate_limit_exceeded"}
+        assert len(up.router.explained) == len(answers) - len(refused) >= routes.DRY_RUNS_AT_ONCE
+        assert (await ask(up, Endpoint.CHAT.value, CHAT))[0] == 200
 
 
 async def test_a_body_over_the_limit_is_refused_in_the_apis_form(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import Endpoint
+from pointsman_gateway.io import routes
 from tests.support.fakes.gateway_peers import Stack, refusal, stack
 from tests.support.gateway_requests import BODIES, ask, finished, post
 from tests.support.waiting import eventually
@@ -81,6 +83,49 @@ async def test_a_tenant_ends_only_its_own_sessions(tmp_path: Path) -> None:
         assert await delete(up, "/v1/sessions/s", Authorization="Bearer sk-red") == 204
         assert await delete(up, "/v1/sessions/s", **{"x-api-key": "sk-blue"}) == 204
         assert await ended_sessions(up, 2) == [("red", "s"), ("blue", "s")]
+
+
+async def test_an_end_counts_as_a_request_of_its_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("red:sk-red requests_per_minute=2\nred:sk-other\n")
+    async with owned(tmp_path, api_keys_file=file) as up:
+        statuses = [await delete(up, "/v1/sessions/s", **{"x-api-key": "sk-red"}) for _ in range(3)]
+        assert statuses == [204, 204, 429]
+        status, answer, _ = await post(up, Endpoint.CHAT.value, json=CHAT, headers={"x-api-key": "sk-red"})
+        assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
+        async with aiohttp.ClientSession() as http:
+            for method, path in (
+                ("DELETE", "/v1/sessions/s"),
+                ("GET", "/v1/responses/resp_x"),
+                ("POST", "/v1/responses/resp_x/cancel"),
+            ):
+                async with http.request(method, up.url + path, headers={"x-api-key": "sk-red"}) as refused:
+                    assert refused.status == 429, path
+                    assert 0 < int(refused.headers["Retry-After"]) <= 60
+                    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        assert await delete(up, "/v1/sessions/s", **{"x-api-key": "sk-other"}) == 204
+        assert await ended_sessions(up, 3) == [("red", "s")] * 3
+
+
+async def test_a_client_without_limits_ends_a_bounded_number_of_sessions(tmp_path: Path) -> None:
+    """A thousand calls as fast as they go: the router is told of few more than may be told at once."""
+    file = tmp_path / "keys"
+    file.write_text("red:sk-red\nblue:sk-blue\n")
+    async with owned(tmp_path, api_keys_file=file) as up, aiohttp.ClientSession() as http:
+        began = time.monotonic()
+
+        async def end(number: int) -> int:
+            url, headers = f"{up.url}/v1/sessions/{number}", {"x-api-key": "sk-red"}
+            async with http.delete(url, headers=headers) as answer:
+                assert answer.status != 429 or answer.headers["Retry-After"] == "1"
+                return answer.status
+
+        statuses = await asyncio.gather(*(end(number) for number in range(1_000)))
+        most = routes.SESSION_ENDS_AT_ONCE + (time.monotonic() - began) * routes.SESSION_ENDS_PER_S + 1
+        assert routes.SESSION_ENDS_AT_ONCE <= statuses.count(204) <= most
+        assert await delete(up, "/v1/sessions/s", **{"x-api-key": "sk-blue"}) == 204
+        await confirmed(up)
+        assert len(up.router.ended_sessions) == statuses.count(204) + 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

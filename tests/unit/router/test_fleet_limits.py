@@ -12,9 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.rate_limits import KeyCharge, LeaseNeeded, RateLimited, RateLimiter, RateLimits, name_of
+from pointsman_gateway.core.usage_reports import UsageReports
 from pointsman_router.core import key_limit_accounts
 from pointsman_router.core.key_limit_accounts import KeyLimitAccounts, KeyReport
-from pointsman_router.io.convert.key_limit_messages import usage_answer_to_wire, usage_reports
+from pointsman_router.io.convert.key_limit_messages import answer_report, usage_reports
 
 KEY = b"k"
 TOKENS = 30  # of one request, at most
@@ -26,23 +27,29 @@ class Gateway:
     def __init__(self, name: str) -> None:
         self.name = name
         self.limiter = RateLimiter()
+        self.reports = UsageReports(self.limiter, name)
         self.open: list[KeyCharge] = []
-        self.full = True
+
+    def connect(self, accounts: KeyLimitAccounts, now: float) -> None:
+        self.limiter.accounted = True
+        self.reports.stream_began(now)
+        self.exchange(accounts, now, asked=False)
 
     def exchange(self, accounts: KeyLimitAccounts, now: float, *, asked: bool, lost: str = "") -> None:
         """One report and its answer, through their wire forms; `lost`: which of the two never arrives."""
-        limiter = self.limiter
-        names = [name_of(KEY)] if asked else [*{*limiter.touched(), *(limiter.open_names() if self.full else ())}]
-        wire = placement_pb2.UsageReport(full=self.full and not asked, keys=limiter.reports(names, now, asked=asked))
+        if asked:
+            wire = self.reports.asking([name_of(KEY)], now)
+        elif self.reports.begin_round():
+            first = self.reports.next_message(now)
+            assert first is not None
+            wire = first
+        else:
+            wire = self.reports.without_keys(now)
         if lost == "report":
             return
-        answer = accounts.report(self.name, self.name, usage_reports(wire), now, full=wire.full)
-        if lost == "answer":
-            return
-        message = usage_answer_to_wire(answer)
-        self.full = message.tell_all or (self.full and asked)
-        limiter.count_gateways(message.gateways, now)
-        limiter.granted(message.keys, now)
+        answer, _ = answer_report(accounts, self.name, wire, now)
+        if lost != "answer":
+            self.reports.answered(answer, now)
 
     def admit(self, accounts: KeyLimitAccounts, limits: RateLimits, now: float) -> KeyCharge:
         for _ in range(100):
@@ -69,13 +76,9 @@ class _Fleet(RuleBasedStateMachine):
         self.waits: list[float] = []
         self.shares = 0.0  # fraction of a minute's limit that cut-off gateways may have admitted as their shares
         for gateway in self.gateways:
-            self.connect(gateway)
+            gateway.connect(self.accounts, self.now)
         self.wait(1.0)
         self.wait(1.0)
-
-    def connect(self, gateway: Gateway) -> None:
-        gateway.limiter.accounted = gateway.full = True
-        gateway.exchange(self.accounts, self.now, asked=False)
 
     def cut(self, gateway: Gateway) -> None:
         if gateway.limiter.accounted:
@@ -146,7 +149,7 @@ class _Fleet(RuleBasedStateMachine):
                 admission.close()
             gateway.open.clear()
             if not gateway.limiter.accounted:
-                self.connect(gateway)
+                gateway.connect(self.accounts, self.now)
         for _ in range(6):
             self.wait(70.0)
         most = min((limit for limit in (self.limits.requests_per_minute, self.limits.in_flight) if limit), default=20)
@@ -175,7 +178,7 @@ class FleetWithFaults(_Fleet):
     def come_back(self, who: int) -> None:
         gateway = self.gateways[who % len(self.gateways)]
         if not gateway.limiter.accounted:
-            self.connect(gateway)
+            gateway.connect(self.accounts, self.now)
 
     @rule()
     def restart_router(self) -> None:
@@ -194,8 +197,7 @@ def fleet(count: int) -> tuple[KeyLimitAccounts, list[Gateway]]:
     accounts, gateways = KeyLimitAccounts(), [Gateway(f"g{number}") for number in range(count)]
     for now in (0.0, 1.0):
         for gateway in gateways:
-            gateway.limiter.accounted = True
-            gateway.exchange(accounts, now, asked=False)
+            gateway.connect(accounts, now)
     return accounts, gateways
 
 
@@ -225,8 +227,7 @@ def test_without_a_router_the_shares_of_all_gateways_are_the_limit() -> None:
     # What they used is told to the router that comes.
     accounts = KeyLimitAccounts()
     for gateway in gateways:
-        gateway.limiter.accounted = gateway.full = True
-        gateway.exchange(accounts, 33.0, asked=False)
+        gateway.connect(accounts, 33.0)
     assert [use_up(gateway, accounts, RateLimits(requests_per_minute=40), 33.0) for gateway in gateways] == [0] * 4
 
 
@@ -241,8 +242,7 @@ def test_a_takeover_gives_nobody_a_fresh_minute() -> None:
         sum(use_up(gateway, taking_over, limits, 2.0) for gateway in gateways) <= 40
     )  # the shares of the two other gateways, which do not know of the first one's requests
     for gateway in gateways:
-        gateway.limiter.accounted = gateway.full = True
-        gateway.exchange(taking_over, 3.0, asked=False)
+        gateway.connect(taking_over, 3.0)
         gateway.exchange(taking_over, 3.0, asked=False)
     assert sum(use_up(gateway, taking_over, limits, 3.0) for gateway in gateways) <= 1
 
@@ -291,8 +291,7 @@ def test_requests_in_flight_are_told_to_the_router_that_takes_over() -> None:
     held = [gateways[0].admit(accounts, limits, 2.0) for _ in range(4)]
     taking_over = KeyLimitAccounts()
     for gateway in gateways:
-        gateway.full = True
-        gateway.exchange(taking_over, 3.0, asked=False)
+        gateway.connect(taking_over, 3.0)
     with pytest.raises(RateLimited, match="in flight"):
         gateways[1].admit(taking_over, limits, 3.0)
     for admission in held:

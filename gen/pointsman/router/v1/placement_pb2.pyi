@@ -1292,10 +1292,21 @@ class UsageReport(_message.Message):
     GATEWAY_FIELD_NUMBER: _builtins.int
     FULL_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
+    FULL_ENDS_FIELD_NUMBER: _builtins.int
+    LAST_ANSWER_FIELD_NUMBER: _builtins.int
     gateway: _builtins.str
     """Name of the gateway whose processes share leases. Empty: the process's own gateway_id."""
     full: _builtins.bool
-    """Whether the process has no requests in flight for keys that are not listed."""
+    """Whether a full report begins: the process has no requests in flight for keys that are not listed from here to full_ends. The
+    router keeps what it knew of such keys until then. Without last_answer the full report is this message alone.
+    """
+    full_ends: _builtins.bool
+    """Whether the full report ends with this message. Other reports may be sent between its messages."""
+    last_answer: _builtins.int
+    """Number of the last UsageAnswer that the process has received on this stream; 0: none. Grants of later answers are on their
+    way, and are not part of what the keys' reports tell. With full, 0 tells that the stream is new: no grant of an earlier one is
+    on its way. Absent: the process does not know numbers, and the router assumes that it has all grants.
+    """
     @_builtins.property
     def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeyReport]:
         """Keys that were used, or for which more is wanted. At most 1,000; the router ignores the rest."""
@@ -1306,12 +1317,16 @@ class UsageReport(_message.Message):
         gateway: _builtins.str = ...,
         full: _builtins.bool = ...,
         keys: _abc.Iterable[Global___KeyReport] | None = ...,
+        full_ends: _builtins.bool = ...,
+        last_answer: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_answer", b"_last_answer", "last_answer", b"last_answer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "gateway", b"gateway", "keys", b"keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_answer", b"_last_answer", "full", b"full", "full_ends", b"full_ends", "gateway", b"gateway", "keys", b"keys", "last_answer", b"last_answer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__last_answer: _TypeAlias = _typing.Literal["last_answer"]  # noqa: Y015
+    _WhichOneofArgType__last_answer: _TypeAlias = _typing.Literal["_last_answer", b"_last_answer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__last_answer) -> _WhichOneofReturnType__last_answer | None: ...
 
 Global___UsageReport: _TypeAlias = UsageReport  # noqa: Y015
 
@@ -1340,6 +1355,7 @@ class KeyReport(_message.Message):
     HELD_TOKENS_FIELD_NUMBER: _builtins.int
     HELD_SLOTS_FIELD_NUMBER: _builtins.int
     LEASE_ENDED_FIELD_NUMBER: _builtins.int
+    GATEWAY_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     """Digest of the API key's digest, 16 bytes."""
     requests_per_minute: _builtins.int
@@ -1371,17 +1387,19 @@ class KeyReport(_message.Message):
     starts from it.
     """
     held_requests: _builtins.float
-    """Number of requests that the gateway's lease had left before used_requests. A router that does not know the key starts from
-    it.
+    """Number of requests that the gateway's lease had left before used_requests and returned_requests. Earlier grants that are not
+    part of it are lost, and count as used.
     """
     held_tokens: _builtins.float
-    """Number of tokens that the gateway's lease had left before used_tokens. A router that does not know the key starts from it."""
+    """Number of tokens that the gateway's lease had left before used_tokens and returned_tokens. As held_requests."""
     held_slots: _builtins.int
-    """Number of slots for requests in flight that the lease has left. Used in full reports, and with lease_ended."""
+    """Number of slots for requests in flight that the lease has left, without returned_slots."""
     lease_ended: _builtins.bool
     """Whether the gateway no longer has a lease: it has admitted requests by its share of the limit instead, and grants that it did
     not receive are lost.
     """
+    gateway_in_flight: _builtins.int
+    """Number of requests in flight at all processes of the gateway now. Absent: as in_flight."""
     def __init__(
         self,
         *,
@@ -1402,12 +1420,15 @@ class KeyReport(_message.Message):
         held_tokens: _builtins.float = ...,
         held_slots: _builtins.int = ...,
         lease_ended: _builtins.bool = ...,
+        gateway_in_flight: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gateway_in_flight", b"_gateway_in_flight", "gateway_in_flight", b"gateway_in_flight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_requests", b"held_requests", "held_slots", b"held_slots", "held_tokens", b"held_tokens", "in_flight", b"in_flight", "key", b"key", "lease_ended", b"lease_ended", "level_requests", b"level_requests", "level_tokens", b"level_tokens", "max_in_flight", b"max_in_flight", "requests_per_minute", b"requests_per_minute", "returned_requests", b"returned_requests", "returned_slots", b"returned_slots", "returned_tokens", b"returned_tokens", "tokens_per_minute", b"tokens_per_minute", "used_requests", b"used_requests", "used_tokens", b"used_tokens", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gateway_in_flight", b"_gateway_in_flight", "gateway_in_flight", b"gateway_in_flight", "held_requests", b"held_requests", "held_slots", b"held_slots", "held_tokens", b"held_tokens", "in_flight", b"in_flight", "key", b"key", "lease_ended", b"lease_ended", "level_requests", b"level_requests", "level_tokens", b"level_tokens", "max_in_flight", b"max_in_flight", "requests_per_minute", b"requests_per_minute", "returned_requests", b"returned_requests", "returned_slots", b"returned_slots", "returned_tokens", b"returned_tokens", "tokens_per_minute", b"tokens_per_minute", "used_requests", b"used_requests", "used_tokens", b"used_tokens", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__gateway_in_flight: _TypeAlias = _typing.Literal["gateway_in_flight"]  # noqa: Y015
+    _WhichOneofArgType__gateway_in_flight: _TypeAlias = _typing.Literal["_gateway_in_flight", b"_gateway_in_flight"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gateway_in_flight) -> _WhichOneofReturnType__gateway_in_flight | None: ...
 
 Global___KeyReport: _TypeAlias = KeyReport  # noqa: Y015
 
@@ -1420,12 +1441,15 @@ class UsageAnswer(_message.Message):
     GATEWAYS_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     TELL_ALL_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     gateways: _builtins.int
     """Number of gateways that report usage to this router, at least 1. While no router answers, each gateway admits 1 / gateways of
     each limit.
     """
     tell_all: _builtins.bool
     """Whether the router did not know the process. The next report must then have full set."""
+    number: _builtins.int
+    """Number of this answer: higher than those of the router's earlier answers."""
     @_builtins.property
     def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeyGrant]:
         """Grants for the keys of the report."""
@@ -1436,10 +1460,11 @@ class UsageAnswer(_message.Message):
         gateways: _builtins.int = ...,
         keys: _abc.Iterable[Global___KeyGrant] | None = ...,
         tell_all: _builtins.bool = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateways", b"gateways", "keys", b"keys", "tell_all", b"tell_all"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateways", b"gateways", "keys", b"keys", "number", b"number", "tell_all", b"tell_all"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

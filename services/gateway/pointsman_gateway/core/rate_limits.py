@@ -16,7 +16,7 @@ from typing import Protocol
 
 from pointsman.router.v1 import placement_pb2
 
-# How long a lease is valid after the last answer of the router about its key, s. The router assumes twice that.
+# How long a lease is valid after the last report of its key that was answered, s. The router assumes twice that.
 LEASE_S = 5.0
 # EMPTY_S: minimum pause, s, before the gateway requests more for a lease that is still used up after a grant. MAX_EMPTY_S:
 # maximum of that pause, s.
@@ -210,16 +210,29 @@ class KeyUsage:
         )
         # A negative level is part of the reported use. The router accounts for it from now on.
         self.requests.level, self.tokens.level = max(0.0, self.requests.level), max(0.0, self.tokens.level)
-        if asked:
+        if asked and now < self.leased_until:
             report.wanted, report.held_slots = True, self.slots
         else:
-            self._give_back(report, limits)
+            # A lease that has expired must not be used after the next grant: the router may have granted it to others.
+            self._give_back(report, limits, keep=now < self.leased_until)
+            report.wanted = report.wanted or asked
         self.used_requests = self.used_tokens = 0.0
         return report
 
-    def grant(self, grant: placement_pb2.KeyGrant, limits: RateLimits, now: float) -> None:
-        """Add the router's grant to the lease. A grant that arrives after the gateway changed to its share is ignored; the router
-        counts it as used. Mutates."""
+    def lost(self, requests: float, tokens: float, limits: RateLimits, now: float) -> None:
+        """Count again what was used beyond the lease: the report of it may not have reached the router. Mutates."""
+        if self.shares:
+            self.requests.take(requests, _share(limits.requests_per_minute, self.shares), now)
+            self.tokens.take(tokens, _share(limits.tokens_per_minute, self.shares), now)
+            return
+        self.requests.level -= requests
+        self.used_requests += requests
+        self.tokens.level -= tokens
+        self.used_tokens += tokens
+
+    def grant(self, grant: placement_pb2.KeyGrant, limits: RateLimits, now: float, reported_at: float) -> None:
+        """Add the router's grant to the lease; `reported_at`: when the report was sent. A grant that arrives after the gateway
+        changed to its share is ignored; the router counts it as used. Mutates."""
         if self.shares:
             return
         self.requests.level += grant.requests
@@ -227,7 +240,7 @@ class KeyUsage:
         self.slots += grant.slots
         self.fleet_requests.set(grant.level_requests, now)
         self.fleet_tokens.set(grant.level_tokens, now)
-        self.leased_until = now + LEASE_S
+        self.leased_until = reported_at + LEASE_S
         empty = grant.wanted and self._missing(limits) is not None
         self.empty_until = now + min(max(EMPTY_S, self._wait_s(limits, now)), MAX_EMPTY_S) if empty else 0.0
 
@@ -270,16 +283,18 @@ class KeyUsage:
             waits.append(self.fleet_tokens.wait_s(1.0, limits.tokens_per_minute, now))
         return max(waits)
 
-    def _give_back(self, report: placement_pb2.KeyReport, limits: RateLimits) -> None:
+    def _give_back(self, report: placement_pb2.KeyReport, limits: RateLimits, *, keep: bool) -> None:
         """Write to `report` what the lease returns, and whether the key wants more. Mutates.
 
-        The lease keeps twice what was used since the last report, and one slot more than the peak of requests in flight. A key
-        whose lease has less than was used since the last report wants more.
+        With `keep` the lease keeps twice what was used since the last report, and one slot more than the peak of requests in
+        flight. A key whose lease has less than was used since the last report wants more.
         """
-        requests = math.floor(max(0.0, self.requests.level - 2 * self.used_requests))
-        tokens = math.floor(max(0.0, self.tokens.level - 2 * max(0.0, self.used_tokens)))
+        requests, tokens, slots = self.requests.level, self.tokens.level, self.slots
         now_open = self.in_flight + self.in_flight_elsewhere
-        slots = max(0, self.slots - (max(self.peak, now_open) - now_open + 1 if self.used_requests else 0))
+        if keep:
+            requests = math.floor(max(0.0, requests - 2 * self.used_requests))
+            tokens = math.floor(max(0.0, tokens - 2 * max(0.0, self.used_tokens)))
+            slots = max(0, slots - (max(self.peak, now_open) - now_open + 1 if self.used_requests else 0))
         self.peak = now_open
         self.requests.level -= requests
         self.tokens.level -= tokens
@@ -411,6 +426,7 @@ class RateLimiter:
         self._by_name: dict[bytes, _Account] = {}
         self._fewer_since: float | None = None
         self._touched: dict[bytes, None] = {}  # names of the keys in the next report
+        self._open: dict[bytes, None] = {}  # names of the keys with requests in flight at this process
 
     def admit(self, key: bytes, limits: RateLimits, now: float, *, final: bool = False) -> KeyCharge:
         """Admit one request of `key` (any name for it). Raises RateLimited, without using any limit. Raises LeaseNeeded, except
@@ -434,6 +450,7 @@ class RateLimiter:
                 usage.admit_alone(limits, self.gateways, now)
             status = usage.status(limits, now)
         account.open_here += 1
+        self._open[account.name] = None
         self._touch(account)
         return KeyCharge(self, account, status)
 
@@ -450,6 +467,8 @@ class RateLimiter:
         with account.store.open() as usage:
             usage.close(account.limits)
         account.open_here -= 1
+        if not account.open_here and self._by_name.get(account.name) is account:
+            self._open.pop(account.name, None)
         self._touch(account)
 
     def in_flight(self, key: bytes) -> int:
@@ -462,6 +481,7 @@ class RateLimiter:
         self._accounts = {key: account for key, account in self._accounts.items() if key in keys}
         self._by_name = {account.name: account for account in self._accounts.values()}
         self._touched = {name: None for name in self._touched if name in self._by_name}
+        self._open = {name: None for name in self._open if name in self._by_name}
 
     # Reports to the router that accounts for the limits.
 
@@ -469,9 +489,22 @@ class RateLimiter:
         """Return the names of the keys that the next report must contain."""
         return list(self._touched)
 
-    def open_names(self) -> list[bytes]:
-        """Return the names of the keys that have requests in flight at this process."""
-        return [name for name, account in self._by_name.items() if account.open_here]
+    def touch_open(self) -> None:
+        """Put all keys with requests in flight at this process in the next report. Mutates."""
+        self._touched |= self._open
+
+    def lost(self, reports: Iterable[placement_pb2.KeyReport], now: float) -> None:
+        """Put the keys of reports that the router may not have received in the next one, with what they used beyond their leases.
+        Mutates."""
+        for report in reports:
+            if (account := self._by_name.get(report.key)) is None:
+                continue
+            self._touched[report.key] = None
+            requests = max(0.0, report.used_requests - report.held_requests)
+            tokens = max(0.0, report.used_tokens - report.held_tokens)
+            if requests or tokens:
+                with account.store.open() as usage:
+                    usage.lost(requests, tokens, account.limits, now)
 
     def reports(self, names: Iterable[bytes], now: float, *, asked: bool) -> list[placement_pb2.KeyReport]:
         """Return the reports of these keys. `asked`: a request waits for more of each key. Mutates."""
@@ -485,6 +518,7 @@ class RateLimiter:
             with account.store.open() as usage:
                 report = usage.report(limits, asked, now)
                 holds = usage.requests.level >= 1 or usage.tokens.level >= 1 or usage.slots >= 1
+                report.gateway_in_flight = max(0, usage.in_flight + usage.in_flight_elsewhere)
             report.key, report.in_flight = name, max(0, account.open_here)
             report.requests_per_minute = limits.requests_per_minute
             report.tokens_per_minute = limits.tokens_per_minute
@@ -508,13 +542,13 @@ class RateLimiter:
         elif now - self._fewer_since >= _FEWER_AFTER_S:
             self.gateways, self._fewer_since = max(1, gateways), None
 
-    def granted(self, grants: Iterable[placement_pb2.KeyGrant], now: float) -> None:
-        """Add a router's grants to the leases. Mutates."""
+    def granted(self, grants: Iterable[placement_pb2.KeyGrant], now: float, reported_at: float) -> None:
+        """Add a router's grants to the leases; `reported_at`: when the answered report was sent. Mutates."""
         for grant in grants:
             account = self._by_name.get(grant.key)
             if account is not None:
                 with account.store.open() as usage:
-                    usage.grant(grant, account.limits, now)
+                    usage.grant(grant, account.limits, now, reported_at)
                 if grant.requests or grant.tokens or grant.slots:
                     self._touched[grant.key] = None
 

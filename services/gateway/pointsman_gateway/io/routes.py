@@ -16,11 +16,12 @@ import grpc.aio
 import msgspec
 import structlog
 from google.protobuf.json_format import MessageToDict
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from pointsman_common.io.auth import showing
 from pointsman_common.io.channel import open_channel
 from pointsman_common.io.line_file import LostLines
+from pointsman_common.io.metrics_page import PacedPage, metrics_page
 from pointsman_common.io.settings import Tokens
 from pointsman_common.io.tls import TlsSettings
 from pointsman_gateway.core.api import (
@@ -45,6 +46,7 @@ from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import RequestTimeouts
 from pointsman_gateway.core.request.sessions import bounded_id
 from pointsman_gateway.core.request_usage import CLIENT_LEFT, RequestUsage, UsageLine, outcome_of
+from pointsman_gateway.core.tenant_pace import TenantPace
 from pointsman_gateway.core.tenants import DEFAULT_TENANT, Client
 from pointsman_gateway.core.tokens.token_cache import TokenCache
 from pointsman_gateway.io.api_keys import ApiKeys, KeysFromEnvironment
@@ -75,6 +77,10 @@ log = structlog.get_logger()
 # Timeout of the router's answer to a dry run, s.
 EXPLAIN_S = 10.0
 SESSIONS_PATH = "/v1/sessions/"
+# Maximum number of calls that a gateway process takes from one tenant per second, and at once, whatever its keys' limits: routers
+# work on them, and no engine slows them down.
+SESSION_ENDS_PER_S, SESSION_ENDS_AT_ONCE = 100.0, 500
+DRY_RUNS_PER_S, DRY_RUNS_AT_ONCE = 20.0, 50
 Handler = Callable[[Request], Awaitable[Response | None]]
 
 
@@ -115,6 +121,9 @@ class Gateway:
         self._cors = CorsPolicy(settings.cors_origins)
         token_cache = TokenCache(settings.token_cache_mb << 20)
         self.telemetry = GatewayMetrics(token_cache)
+        self._metrics_page = PacedPage(
+            partial(metrics_page, self.telemetry.registry) if siblings is None else siblings.page
+        )
         self._preparer = ThreadedPreparer(self.telemetry, token_cache)
         self._upstream = Upstream(settings)
         self._breakdown = LineLog[AttemptBreakdown](settings.breakdown_file, settings.breakdown_max_mb << 20)
@@ -180,6 +189,8 @@ class Gateway:
             Route("/livez", "GET", self._livez, open=True),
             Route("/metrics", "GET", self._metrics, open=True),
         ]
+        self._session_end_pace = TenantPace(SESSION_ENDS_PER_S, SESSION_ENDS_AT_ONCE)
+        self._dry_run_pace = TenantPace(DRY_RUNS_PER_S, DRY_RUNS_AT_ONCE)
         self._routes = {route.name: route for route in routes}
         self._model = Route("/v1/models/{id}", "GET", self._one_model)
         self._session = Route("/v1/sessions/{id}", "DELETE", self._end_session)
@@ -326,9 +337,7 @@ class Gateway:
     # Routes.
 
     async def _metrics(self, request: Request) -> Response:
-        several = self._siblings
-        page = generate_latest(self.telemetry.registry) if several is None else await several.page()
-        return Response(200, page, {"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(200, await self._metrics_page.get(), {"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _livez(self, request: Request) -> Response:
         """Return 200 whenever the process answers, whether or not routers and instances are reachable."""
@@ -392,30 +401,48 @@ class Gateway:
         """End a session of the client's tenant. The answer is the same whether or not the session is known."""
         # The bytes of an id become characters as they do in header fields, so that both name the same session.
         session_id = unquote(request.path.removeprefix(SESSIONS_PATH), encoding="latin-1")
-        self.router.end_session(self._client(request).tenant, bounded_id(session_id))
+        client = self._client(request)
+        key_charge = await self._charge(request, client)
+        try:
+            self._keep_pace(self._session_end_pace, client, "ends of sessions")
+        finally:
+            key_charge.close()
+        self.router.end_session(client.tenant, bounded_id(session_id))
         self.telemetry.session_ends.labels("delete").inc()
         return Response(204)
 
     async def _stored_response(self, request: Request) -> Response | None:
-        return await self._unplaced_proxy.stored(request, self._client(request).tenant)
+        client = self._client(request)
+        key_charge = await self._charge(request, client)
+        try:
+            return await self._unplaced_proxy.stored(request, client.tenant)
+        finally:
+            key_charge.close()
+
+    async def _charge(self, request: Request, client: Client) -> KeyCharge:
+        """Count the request against its key's limits, and tell the client what is left. Raises ApiRequestError."""
+        error_format = error_format_of(request.path)
+        try:
+            key_charge = await self._leases.admit(client)
+        except RateLimited as limited:
+            _tell_limits(request, error_format, limited.status)
+            raise self._limited(f"This key's limit of {limited.what} is reached.", limited.retry_after_s) from None
+        _tell_limits(request, error_format, key_charge.status)
+        return key_charge
+
+    def _keep_pace(self, pace: TenantPace, client: Client, what: str) -> None:
+        """Count a call that costs routers work and that no engine slows down. Raises ApiRequestError."""
+        if wait_s := pace.take(client.tenant, time.monotonic()):
+            raise self._limited(f"This tenant's limit of {pace.per_s:g} {what} per second is reached.", wait_s)
+
+    def _limited(self, message: str, wait_s: float) -> ApiRequestError:
+        self.telemetry.limited.inc()
+        return ApiRequestError(429, message, type_="rate_limit_error", code="rate_limit_exceeded", retry_after_s=wait_s)
 
     async def _call(self, endpoint: Endpoint, request: Request) -> Response | None:
         client, now = self._client(request), time.monotonic()
         request.usage = RequestUsage(tenant=client.tenant, api=endpoint.value, received_at=now)
-        try:
-            key_charge = await self._leases.admit(client)
-        except RateLimited as limited:
-            self.telemetry.limited.inc()
-            _tell_limits(request, endpoint, limited.status)
-            message = f"This key's limit of {limited.what} is reached."
-            raise ApiRequestError(
-                429,
-                message,
-                type_="rate_limit_error",
-                code="rate_limit_exceeded",
-                retry_after_s=limited.retry_after_s,
-            ) from None
-        _tell_limits(request, endpoint, key_charge.status)
+        key_charge = await self._charge(request, client)
         try:
             return await self._admitted(endpoint, request, client, key_charge, now)
         except ContextExceeded as refused:
@@ -451,6 +478,8 @@ class Gateway:
         dry = request.headers.get("X-Pointsman-Dry-Run", "") == "1"
         if dry and not self._settings.expose_placement:
             raise ApiRequestError(403, "Dry runs are disabled on this gateway.", code="dry_run_disabled")
+        if dry:
+            self._keep_pace(self._dry_run_pace, client, "dry runs")
         context = RequestContext(
             request.id,
             request.client_id,
@@ -470,7 +499,7 @@ class Gateway:
         if dry:
             return await self._explain(context)
         request.usage.streamed = call.stream
-        _tell_limits(request, endpoint, key_charge.status)
+        _tell_limits(request, endpoint.error_format, key_charge.status)
         return await RequestRunner(self._shared, context, request).run()
 
     def _note_usage(self, request: Request, status: int) -> None:
@@ -533,9 +562,9 @@ async def _keep_within(proxy: Proxy, context: RequestContext) -> None:
         )
 
 
-def _tell_limits(request: Request, endpoint: Endpoint, status: LimitStatus) -> None:
+def _tell_limits(request: Request, error_format: ErrorFormat, status: LimitStatus) -> None:
     """Add the header fields with the key's remaining limits to the request's answer, in the format of its API."""
-    if endpoint.error_format is ErrorFormat.ANTHROPIC:
+    if error_format is ErrorFormat.ANTHROPIC:
         request.answer_fields |= anthropic_fields(status, datetime.now(UTC))
     else:
         request.answer_fields |= openai_fields(status)

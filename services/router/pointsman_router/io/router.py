@@ -462,14 +462,11 @@ class Router:
 
     def account(self, gateway_id: str, report: placement_pb2.UsageReport) -> None:
         """Apply a gateway process's report on API keys' usage, and answer it on the gateway's stream."""
-        reports = key_limit_messages.usage_reports(report)
-        if len(reports) < len(report.keys):
-            self.telemetry.bad_usage.inc(len(report.keys) - len(reports))
-        answer = self.key_limit_accounts.report(
-            gateway_id, report.gateway or gateway_id, reports, time.monotonic(), full=report.full
-        )
+        answer, bad = key_limit_messages.answer_report(self.key_limit_accounts, gateway_id, report, time.monotonic())
+        if bad:
+            self.telemetry.bad_usage.inc(bad)
         if (stream := self.gateways.get(gateway_id)) is not None:
-            stream.send(usage=key_limit_messages.usage_answer_to_wire(answer))
+            stream.send(usage=answer)
 
     async def placed(
         self, request: PlacementRequest, within_s: float | None, traceparent: str

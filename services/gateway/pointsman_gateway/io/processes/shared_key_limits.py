@@ -31,6 +31,8 @@ class SharedKeyLimitsFile:
         self._size = _KEY_BYTES + _FIGURES.size + self._flights.size
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._map: mmap.mmap | None = None
+        self._offsets: dict[bytes, int] = {}  # of the accounts that this process has seen, by key
+        self._seen = 0  # offset up to which it has
         with self._locked():
             if not os.fstat(self._fd).st_size:
                 os.posix_fallocate(self._fd, 0, self._size * _ROOM)
@@ -44,15 +46,21 @@ class SharedKeyLimitsFile:
         if len(key) != _KEY_BYTES or not any(key):
             raise ValueError("the key must be a digest of 32 bytes, not all zero")
         with self._locked():
-            data, at = self._mapped(), 0
-            while at < len(data) and data[at : at + _KEY_BYTES] not in (key, bytes(_KEY_BYTES)):
-                at += self._size
-            if at == len(data):
-                os.posix_fallocate(self._fd, at, self._size * _ROOM)
-                data = self._mapped()
-            if data[at : at + _KEY_BYTES] != key:
+            data = self._mapped()
+            while key not in self._offsets and self._seen < len(data):
+                found = data[self._seen : self._seen + _KEY_BYTES]
+                if not any(found):
+                    break
+                self._offsets[found] = self._seen
+                self._seen += self._size
+            if (at := self._offsets.get(key, -1)) < 0:
+                at = self._offsets[key] = self._seen
+                if at == len(data):
+                    os.posix_fallocate(self._fd, at, self._size * max(_ROOM, len(self._offsets)))
+                    data = self._mapped()
                 data[at : at + _KEY_BYTES] = key
                 _FIGURES.pack_into(data, at + _KEY_BYTES, *_figures_of(KeyUsage()))
+                self._seen += self._size
         return _SharedKeyLimits(self, at + _KEY_BYTES)
 
     @contextmanager

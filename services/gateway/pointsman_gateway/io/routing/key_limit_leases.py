@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
 import structlog
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.rate_limits import KeyCharge, LeaseNeeded, RateLimiter
 from pointsman_gateway.core.tenants import Client
+from pointsman_gateway.core.usage_reports import MAX_KEYS, UsageReports
 from pointsman_gateway.io.routing.router_client import RouterClient
 from pointsman_gateway.io.routing.router_stream import RouterSession
 
@@ -30,9 +31,7 @@ ANSWER_S = 0.25
 ASK_AGAIN_S = 1.0
 # Maximum interval between two reports, s. The router forgets a process that sends none for three times this interval.
 HEARTBEAT_S = 5.0
-# Maximum number of keys in a report.
-MAX_KEYS = 1_000
-# Maximum number of unanswered reports while no router accounts for limits.
+# Maximum number of unanswered messages of a report; also of empty messages while no router accounts for limits.
 _MAX_UNANSWERED = 4
 
 
@@ -50,16 +49,15 @@ class KeyLimitLeases:
         """`gateway`: the name that all processes of a gateway share. `limited` returns whether any key has limits."""
         self._limiter = limiter
         self._router = router
-        self._gateway = gateway
+        self._reports = UsageReports(limiter, gateway)
         self._limited = limited
         self._on_accounted = on_accounted
         self._session: RouterSession | None = None
-        self._full = True  # the next report must name all keys with requests in flight
-        self._sent: deque[float] = deque()  # times at which the unanswered reports were sent, monotonic s
         self._sent_at = 0.0
         self._due: dict[bytes, None] = {}
         self._waiting: dict[bytes, asyncio.Future[None]] = {}
         self._wake = asyncio.Event()
+        self._answer_came = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -74,7 +72,7 @@ class KeyLimitLeases:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._check_route()
-        self._report()
+        await self._report()
 
     async def admit(self, client: Client) -> KeyCharge:
         """Admit one request of the client. Waits only if the key's lease is used up. Raises RateLimited."""
@@ -103,19 +101,22 @@ class KeyLimitLeases:
                 self._set_accounted(False)
 
     def _send_due(self) -> None:
-        due, self._due = list(self._due), {}
         if self._session is None or not self._limiter.accounted:
+            self._due.clear()
             self._release()
             return
-        self._send(due, asked=True)
+        due = list(islice(self._due, MAX_KEYS))
+        for name in due:
+            del self._due[name]
+        self._send(self._session, self._reports.asking(due, time.monotonic()))
+        if self._due:
+            asyncio.get_running_loop().call_soon(self._send_due)
 
     async def _run(self) -> None:
         while True:
             self._check_route()
-            if self._sent and time.monotonic() - self._sent[0] > PERIOD_S:
-                self._set_accounted(False)
             try:
-                self._report()
+                await self._report()
             except Exception:
                 # A fault must not end this task, which returns leases; the next report tries again.
                 log.exception("a fault in the report of keys' usage")
@@ -130,9 +131,10 @@ class KeyLimitLeases:
         if session is self._session:
             return
         self._session = session
-        self._sent.clear()
-        self._full = True
+        self._reports.stream_began(time.monotonic())
+        self._answer_came.set()
         self._set_accounted(session is not None)
+        self._release()  # answers to the earlier stream's requests for leases are lost
         # Report at once: a router that takes over may grant unreported usage a second time.
         self._wake.set()
 
@@ -140,7 +142,6 @@ class KeyLimitLeases:
         if accounted is not self._limiter.accounted:
             self._limiter.accounted = accounted
             self._on_accounted(accounted)
-            self._full = True
             if not accounted:
                 log.warning("no router accounts for keys' limits", gateways=self._limiter.gateways)
         if not accounted:
@@ -153,45 +154,55 @@ class KeyLimitLeases:
             if not waiting_call.done():
                 waiting_call.set_result(None)
 
-    def _report(self) -> None:
-        """Send the regular report. While no router accounts for limits, send an empty one instead, up to _MAX_UNANSWERED."""
-        if self._session is None:
+    async def _report(self) -> None:
+        """Send the regular report, message by message, so that neither side is busy for long. While no router accounts for
+        limits, send an empty message instead, up to _MAX_UNANSWERED."""
+        session, now = self._session, time.monotonic()
+        if session is None:
             return
-        now = time.monotonic()
+        since = self._reports.waiting_since
+        if since is not None and now - since > PERIOD_S:
+            self._set_accounted(False)
         if not self._limiter.accounted:
-            if len(self._sent) < _MAX_UNANSWERED:
-                self._write(self._session, [], full=False)
+            if self._reports.unanswered < _MAX_UNANSWERED:
+                self._send(session, self._reports.without_keys(now))
             return
-        full, self._full = self._full and self._limited(), False
-        names = self._limiter.touched()
-        if full:
-            names = list(dict.fromkeys([*names, *self._limiter.open_names()]))
-        if names or full or (now - self._sent_at >= HEARTBEAT_S and self._limited()):
-            self._send(names, asked=False, full=full)
+        if not self._limited():
+            return
+        if not self._reports.begin_round():
+            if now - self._sent_at >= HEARTBEAT_S:
+                self._send(session, self._reports.without_keys(now))
+            return
+        while (
+            session is self._session
+            and await self._has_room()
+            and (message := self._reports.next_message(time.monotonic())) is not None
+        ):
+            self._send(session, message)
+            await asyncio.sleep(0)
 
-    def _send(self, names: list[bytes], *, asked: bool, full: bool = False) -> None:
-        assert self._session is not None
-        for at in range(0, max(len(names), 1), MAX_KEYS):
-            reports = self._limiter.reports(names[at : at + MAX_KEYS], time.monotonic(), asked=asked)
-            self._write(self._session, reports, full=full and at == 0)
+    async def _has_room(self) -> bool:
+        """Wait until few messages are unanswered; return whether they are, within PERIOD_S."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PERIOD_S):
+                while self._reports.unanswered >= _MAX_UNANSWERED:
+                    self._answer_came.clear()
+                    await self._answer_came.wait()
+        return self._reports.unanswered < _MAX_UNANSWERED
 
-    def _write(self, session: RouterSession, reports: list[placement_pb2.KeyReport], *, full: bool) -> None:
-        report = placement_pb2.UsageReport(gateway=self._gateway, full=full, keys=reports)
-        session.send(placement_pb2.SessionRequest(usage=report))
+    def _send(self, session: RouterSession, message: placement_pb2.UsageReport) -> None:
+        session.send(placement_pb2.SessionRequest(usage=message))
         self._sent_at = time.monotonic()
-        self._sent.append(self._sent_at)
 
     def _answered(self, session: RouterSession, answer: placement_pb2.UsageAnswer) -> None:
         if session is not self._session:
             return
-        if self._sent:
-            self._sent.popleft()
-        now = time.monotonic()
-        self._limiter.count_gateways(answer.gateways, now)
-        self._limiter.granted(answer.keys, now)
+        self._reports.answered(answer, time.monotonic())
+        self._answer_came.set()
         for grant in answer.keys:
             waiting = self._waiting.pop(grant.key, None) if grant.wanted else None
             if waiting is not None and not waiting.done():
                 waiting.set_result(None)
-        self._full = self._full or answer.tell_all
+        if answer.tell_all:
+            self._wake.set()
         self._set_accounted(True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pointsman.router.v1 import placement_pb2
-from pointsman_router.core.key_limit_accounts import KeyLimitAnswer, KeyReport
+from pointsman_router.core.key_limit_accounts import KeyLimitAccounts, KeyLimitAnswer, KeyReport
 
 # Maximum number of keys of a report; the rest is ignored.
 _MAX_USAGE_KEYS = 1_000
@@ -36,7 +36,7 @@ def usage_reports(wire: placement_pb2.UsageReport) -> list[KeyReport]:
             held_requests=report.held_requests,
             held_tokens=report.held_tokens,
             held_slots=report.held_slots,
-            lease_ended=report.lease_ended,
+            gateway_in_flight=report.gateway_in_flight if report.HasField("gateway_in_flight") else report.in_flight,
         )
         for report in wire.keys[:_MAX_USAGE_KEYS]
         if _is_possible(report)
@@ -56,15 +56,34 @@ def _is_possible(report: placement_pb2.KeyReport) -> bool:
     return (
         len(report.key) == _USAGE_KEY_BYTES
         and max(report.requests_per_minute, report.tokens_per_minute) <= _MAX_LIMIT
-        and max(report.in_flight, report.returned_slots, report.held_slots) <= _MAX_IN_FLIGHT
+        and max(report.in_flight, report.gateway_in_flight, report.returned_slots, report.held_slots) <= _MAX_IN_FLIGHT
         and all(0 <= amount <= _MAX_LIMIT for amount in amounts)
         and all(-_MAX_LIMIT <= level <= _MAX_LIMIT for level in levels)
     )
 
 
-def usage_answer_to_wire(answer: KeyLimitAnswer) -> placement_pb2.UsageAnswer:
-    """Convert the answer to a usage report: what the gateway is granted."""
+def answer_report(
+    accounts: KeyLimitAccounts, process: str, wire: placement_pb2.UsageReport, now: float
+) -> tuple[placement_pb2.UsageAnswer, int]:
+    """Apply a gateway process's report. Return the answer, and the number of keys that had impossible figures. Mutates
+    `accounts`."""
+    reports = usage_reports(wire)
+    numbered = wire.HasField("last_answer")
+    answer = accounts.report(
+        process,
+        wire.gateway or process,
+        reports,
+        now,
+        full=wire.full,
+        full_ends=wire.full_ends or not numbered,
+        last_answer=wire.last_answer if numbered else None,
+    )
+    return _to_wire(answer), len(wire.keys) - len(reports)
+
+
+def _to_wire(answer: KeyLimitAnswer) -> placement_pb2.UsageAnswer:
     return placement_pb2.UsageAnswer(
+        number=answer.number,
         gateways=answer.gateways,
         tell_all=answer.tell_all,
         keys=[
