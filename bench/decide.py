@@ -11,14 +11,14 @@ from pathlib import Path
 
 from bench.figures import Figure, percentile
 from bench.full_cache_fleet import KEYS_PER_INSTANCE, PROMPT_TOKENS, filled, long_prompt
+from pointsman_common.core.block_key_messages import Delta, SnapshotBegin, SnapshotEnd
 from pointsman_common.core.block_keys import digest_of
-from pointsman_common.core.key_messages import Delta, SnapshotBegin, SnapshotEnd
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.instances.report_sync import ReportSync
+from pointsman_router.core.instances.key_sync import ReportSync
+from pointsman_router.core.placement_types import PlacementRequest
 from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerTiers
-from pointsman_router.core.types import PlacementRequest
 
 GOAL_DECIDE_US = 150.0
 GOAL_FORESIGHT_US = 500.0

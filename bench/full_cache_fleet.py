@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from pointsman_common.core.block_key_messages import SnapshotBegin, SnapshotChunk, SnapshotEnd
 from pointsman_common.core.block_keys import KEY_SCHEME, digest_of, prompt_keys
-from pointsman_common.core.key_messages import SnapshotBegin, SnapshotChunk, SnapshotEnd
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.placement_types import InstanceInfo
 from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.router_state import RouterState, StateSettings
-from pointsman_router.core.types import InstanceInfo
 
 KEYS_PER_INSTANCE = 62_500
 PROMPT_TOKENS = 130_000

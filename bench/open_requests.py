@@ -11,9 +11,9 @@ from bench.figures import Figure
 from bench.full_cache_fleet import PROMPT_TOKENS, filled
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.placement_types import PlacementRequest
 from pointsman_router.core.prefix.provisional_blocks import PROVISIONAL_S
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import PlacementRequest
 
 INSTANCES = 1_000
 # Prompt tokens -> number of open requests. A long request takes 40 ms here, mostly because tracemalloc traces its 8,125 numbers.

@@ -25,10 +25,10 @@ from pointsman_lab.simulation.config import SimulationConfig
 from pointsman_lab.workload.session_starts import Arrivals
 from pointsman_lab.workload.synthetic_trace import AGENTIC, generate
 from pointsman_lab.workload.traces import TraceRequest
+from pointsman_router.core.placement_types import FleetView, PlacementRequest, PolicyRef, PolicyResult, PoolFacts
 from pointsman_router.core.policy.base import Policy
 from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.router_state import StateSettings
-from pointsman_router.core.types import FleetView, PlacementRequest, PolicyRef, PolicyResult, PoolFacts
 
 VARIABLE = "POINTSMAN_BENCH_SHORTLIST"
 CASES = ",".join(

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from pointsman_router.core.analysis.pool_backlog import PoolBacklogs
+from pointsman_router.core.placement_types import Load
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import Load
 
 # (the pool's owner, the pool, its engines' loads, now in s): returns the figure, or None if there is none.
 Signal = Callable[[RouterState, str, Sequence[Load], float], float | None]

@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings
 from pointsman.router.v1 import fleet_pb2
 from pointsman_cli import main as command_line
 from pointsman_lab.rival_policies.registry import POLICIES
-from pointsman_router.core.types import FleetView
+from pointsman_router.core.placement_types import FleetView
 from tests.support.docs import command_parsers
 from tests.support.docs.shell_blocks import BLOCKS, MARKS, PAGES, Block
 from tests.support.repository import REPOSITORY

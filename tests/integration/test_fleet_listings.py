@@ -19,10 +19,10 @@ from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_common.core.block_keys import KEY_SCHEME
 from pointsman_common.core.enum_words import word
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.placement_types import InstanceInfo, PlacementRequest
 from pointsman_router.core.policy.reasons import REASONS, ROUTE_CLASSES
 from pointsman_router.core.policy.registry import POLICIES
-from pointsman_router.core.types import InstanceInfo, PlacementRequest
-from pointsman_router.io.runtime import VERSION
+from pointsman_router.io.router import VERSION
 from pointsman_router.io.store import redis_scripts
 from tests.support.processes.redis import redis_server
 from tests.support.router import Client, Report, Session, details_of, running

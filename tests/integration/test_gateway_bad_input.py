@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pointsman_gateway.core.api import ROUTES, ApiRequestError, openai_chat
+from pointsman_gateway.core.api import ROUTES, ApiRequestError, openai_checks
 from pointsman_gateway.core.api.field_checks import SAMPLING, Rule, check_fields
 from tests.support.fakes.gateway_peers import MODEL, Stack, stack
 from tests.support.gateway_requests import CHAT
@@ -114,7 +114,7 @@ def _is_refused(name: str, value: object, rules: Mapping[str, Rule]) -> bool:
 def wrong_type(rng: random.Random) -> Pieces:
     """One known field with a value that it cannot have."""
     requests: list[tuple[str, Mapping[str, Rule], dict[str, Any]]] = [
-        ("/v1/chat/completions", openai_chat._CHAT, dict(CHAT)),
+        ("/v1/chat/completions", openai_checks._CHAT, dict(CHAT)),
         ("/v1/completions", SAMPLING, {"model": MODEL, "prompt": "set the points"}),
     ]
     path, rules, good = rng.choice(requests)

@@ -23,8 +23,8 @@ from pointsman_gateway.io.main import serving
 from pointsman_gateway.io.settings import GatewaySettings
 from pointsman_gateway.io.tokenizer_files import load_tokenizer
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.placement_types import FleetView, PlacementRequest, PolicyResult
 from pointsman_router.core.policy.base import Policy, hold, slice_of
-from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResult
 from pointsman_router.io.convert import gateway_messages
 from pointsman_router.io.main import RouterServer
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine, stack, until_ready

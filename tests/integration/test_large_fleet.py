@@ -13,10 +13,10 @@ from pointsman_common.core.block_keys import KEY_SCHEME
 from pointsman_common.io.batch_queue import BatchQueue
 from pointsman_gateway.core.known_fleet import KnownFleet
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.types import InstanceInfo, Load
+from pointsman_router.core.placement_types import InstanceInfo, Load
 from pointsman_router.io.convert import sent_fleet
 from pointsman_router.io.convert.gateway_messages import instance_ref
-from pointsman_router.io.runtime import GatewayStream, Router
+from pointsman_router.io.router import GatewayStream, Router
 from pointsman_router.io.settings import RouterSettings
 from tests.support.router_values import info, request
 

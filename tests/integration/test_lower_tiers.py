@@ -11,7 +11,7 @@ import zmq.asyncio
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_agent.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from pointsman_common.core.block_keys import prompt_keys
-from pointsman_router.core.types import InstanceState
+from pointsman_router.core.placement_types import InstanceState
 from tests.support.fakes.agent_peers import FakeEngine
 from tests.support.fakes.agent_peers import running as agent_running
 from tests.support.kv_events import BLOCK, MODEL, hash_of, store, tokens_of

@@ -17,7 +17,7 @@ from google.rpc import error_details_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.load.reservations import Reservation
-from pointsman_router.core.types import Decision
+from pointsman_router.core.placement_types import Decision
 from tests.support.processes.replicas import BIG, Gateway, double_bookings, replicas
 from tests.support.router import Client, Session, details_of
 from tests.support.router_values import join, request, state

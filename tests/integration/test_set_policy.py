@@ -21,13 +21,13 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_common.core.block_keys import prompt_keys
 from pointsman_lab.rival_policies.registry import POLICIES, make_policy
+from pointsman_router.core.placement_types import Decision
 from pointsman_router.core.policy.base import Policy
 from pointsman_router.core.policy.registry import DEFAULT_POLICY
-from pointsman_router.core.types import Decision
 from pointsman_router.io.main import RouterServer
 from pointsman_router.io.operator_config import OperatorConfig
+from pointsman_router.io.router import ReplicaInfo
 from pointsman_router.io.rpc import paged_lists
-from pointsman_router.io.runtime import ReplicaInfo
 from tests.support.processes.pointsman import pointsman_command
 from tests.support.processes.redis import redis_server
 from tests.support.router import Client, Report, Session, details_of, running

@@ -12,8 +12,8 @@ from pointsman_lab.report.request_record import RequestRecord
 from pointsman_lab.simulation.config import SimulationConfig
 from pointsman_lab.simulation.simulator import Simulator
 from pointsman_lab.workload.traces import TraceRequest
+from pointsman_router.core.placement_types import FleetView, PlacementRequest, PolicyResult
 from pointsman_router.core.policy.base import Policy, hold, offload, serve
-from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResult
 
 # A step takes 1 s, plus 0.01 s per prompt token. Everything else costs nothing.
 PLAIN = Profile(step_s=1.0, prefill_token_s=0.01, prefill_pair_s=0.0, decode_sequence_s=0.0, decode_kv_token_s=0.0)

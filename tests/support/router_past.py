@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.history.fleet_history import FleetHistory
 from pointsman_router.core.history.rows import POOL_STEP_S, InstanceSample, PoolSample
-from pointsman_router.core.types import Decision
-from pointsman_router.io.runtime import Router
+from pointsman_router.core.placement_types import Decision
+from pointsman_router.io.router import Router
 
 SAMPLE_S = POOL_STEP_S / 2
 

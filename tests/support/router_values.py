@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from pointsman_common.core.block_key_messages import SnapshotBegin, SnapshotChunk, SnapshotEnd
 from pointsman_common.core.block_keys import KEY_SCHEME, digest_of, prompt_keys
-from pointsman_common.core.key_messages import SnapshotBegin, SnapshotChunk, SnapshotEnd
 from pointsman_lab.rival_policies.registry import make_policy
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.placement_types import (
+    Candidate,
+    FleetView,
+    InstanceInfo,
+    InstanceState,
+    KvTransfer,
+    PlacementRequest,
+)
 from pointsman_router.core.policy.base import Policy
 from pointsman_router.core.router_state import RouterState, StateSettings
-from pointsman_router.core.types import Candidate, FleetView, InstanceInfo, InstanceState, KvTransfer, PlacementRequest
 
 
 def info(name: str = "a", **changes: Any) -> InstanceInfo:

@@ -17,7 +17,7 @@ from unittest import mock
 
 from pointsman_agent.core.kv_events import BlockRemoved
 from pointsman_common.core.block_keys import KEY_TOKENS
-from pointsman_router.core.types import InstanceState
+from pointsman_router.core.placement_types import InstanceState
 from tests.support.virtual import engines
 from tests.support.virtual.loop import VirtualLoop, virtual_clocks
 from tests.support.virtual.network import clock_offset_s

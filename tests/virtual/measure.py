@@ -12,16 +12,16 @@ import msgspec
 import redis
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman_common.core import key_message_wire
-from pointsman_common.core.key_messages import SnapshotBegin
+from pointsman_common.core import block_key_wire
+from pointsman_common.core.block_key_messages import SnapshotBegin
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.policy_comparison import PolicyComparison
 from pointsman_router.core.load.affinity import Affinity
 from pointsman_router.core.load.reservations import Reservation
+from pointsman_router.core.placement_types import Decision, Load
 from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import Decision, Load
 from pointsman_router.io.convert import agent_messages
 from pointsman_router.io.convert.sent_fleet import SentFleet
 from pointsman_router.io.store import redis_scripts
@@ -148,8 +148,8 @@ def _reports() -> Iterator[tuple[str, float]]:
         receiver.handle(ev.KeysReported(1, "a", SnapshotBegin(0)), 0.0)
         for report in reports:
             wire = agent_pb2.ReportRequest.FromString(report)
-            for piece in range(key_message_wire.pieces(wire)):
-                message = key_message_wire.key_message(wire, piece)
+            for piece in range(block_key_wire.pieces(wire)):
+                message = block_key_wire.key_message(wire, piece)
                 assert message is not None
                 receiver.handle(ev.KeysReported(1, "a", message), 0.0)
 

@@ -22,7 +22,7 @@ from pointsman_router.core.instances.instance_orders import OrderChange
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.ownership import preferred
 from pointsman_router.io.operator_config import OperatorConfig
-from pointsman_router.io.runtime import merged_operator_configs
+from pointsman_router.io.router import merged_operator_configs
 from pointsman_router.io.store import redis_store
 from pointsman_router.io.store.store import StoreEvent
 from tests.support.fleet_updates import fleet_update

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from pointsman_lab.admission.rule import Admitted
-from pointsman_router.core.types import Load
+from pointsman_router.core.placement_types import Load
 
 INCREASE, DECREASE = 2, 0.5
 U_LOW, U_HIGH, H_LOW = 0.2, 0.5, 0.2

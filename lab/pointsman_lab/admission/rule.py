@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pointsman_router.core.types import Load
+from pointsman_router.core.placement_types import Load
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pointsman_lab.admission.rule import Admitted
-from pointsman_router.core.types import Load
+from pointsman_router.core.placement_types import Load
 
 # Tokens that are reserved for each program's answers.
 BUFFER_TOKENS = 100

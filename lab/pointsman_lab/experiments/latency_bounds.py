@@ -22,7 +22,7 @@ from pointsman_lab.simulation.config import SimulationConfig
 from pointsman_lab.simulation.event_queue import EventQueue
 from pointsman_lab.workload.block_names import PromptBlocks
 from pointsman_lab.workload.session_starts import Session
-from pointsman_router.core.types import route_class
+from pointsman_router.core.placement_types import route_class
 
 # Names that the lab's settings accept in place of a policy's name.
 FLOOR, POOLED = "floor", "pooled"

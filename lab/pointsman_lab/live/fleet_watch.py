@@ -14,7 +14,7 @@ import grpc.aio
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from pointsman_common.io.auth import CallMetadata
 from pointsman_common.io.channel import open_channel
-from pointsman_common.io.pages import whole_async
+from pointsman_common.io.whole_lists import whole_async
 from pointsman_lab.report.instance_samples import InstanceSample, sample
 
 # Timeout of one call to the router, s.

@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # The module that reads a bundle need not import what a run i
     from pointsman.agent.v1 import agent_pb2
     from pointsman.router.v1 import fleet_pb2
     from pointsman_router.core.load.reservations import Counters
-    from pointsman_router.core.types import Load
+    from pointsman_router.core.placement_types import Load
 
 
 class GpuSample(msgspec.Struct, frozen=True):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pointsman_lab.rival_policies.scores import lowest_at_random
+from pointsman_router.core.placement_types import Candidate, FleetView, PlacementRequest, PolicyResult
 from pointsman_router.core.policy.base import Policy, offload, serve, setting, switch
-from pointsman_router.core.types import Candidate, FleetView, PlacementRequest, PolicyResult
 
 DYNAMO_BLOCK_TOKENS = 16
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pointsman_lab.rival_policies.scores import lowest_at_random, negated_hit_ratios, reported
+from pointsman_router.core.placement_types import Candidate, FleetView, PlacementRequest, PolicyResult
 from pointsman_router.core.policy.base import Policy, mean, serve, setting
-from pointsman_router.core.types import Candidate, FleetView, PlacementRequest, PolicyResult
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from pointsman_router.core.types import Candidate, PlacementRequest
+from pointsman_router.core.placement_types import Candidate, PlacementRequest
 
 
 def lowest_at_random(candidates: Sequence[Candidate], scores: Mapping[str, float], rng: random.Random) -> Candidate:

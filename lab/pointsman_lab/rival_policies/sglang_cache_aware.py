@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pointsman_lab.rival_policies.scores import lowest_at_random, negated_hit_ratios, open_requests
+from pointsman_router.core.placement_types import FleetView, PlacementRequest, PolicyResult
 from pointsman_router.core.policy.base import Policy, serve, setting
-from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResult
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from functools import partial
 from pointsman_lab.admission.rule import AdmissionRule, Admitted
 from pointsman_lab.simulation.event_queue import EventQueue
 from pointsman_lab.simulation.request import SimulatedRequest
-from pointsman_router.core.types import Load
+from pointsman_router.core.placement_types import Load
 
 # (request, now): passes an admitted request on.
 LetIn = Callable[[SimulatedRequest, float], None]

@@ -14,8 +14,8 @@ from pointsman_lab.simulation.event_queue import EventQueue
 from pointsman_lab.simulation.instance import OnEngineEvent, SimulatedInstance
 from pointsman_lab.simulation.report_channel import Deliver
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.placement_types import InstanceInfo, KvRole, KvTransfer
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import InstanceInfo, KvRole, KvTransfer
 
 
 class SimulatedFleet:

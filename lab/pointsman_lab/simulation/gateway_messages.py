@@ -8,8 +8,8 @@ from __future__ import annotations
 from pointsman_gateway.core.request import request_events as ge
 from pointsman_lab.report.request_record import RequestRecord
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.requests.placed_requests import kv_target
-from pointsman_router.core.types import Decision, StepKind
+from pointsman_router.core.placement_types import Decision, StepKind
+from pointsman_router.core.requests.placement_plans import kv_target
 
 # google.rpc.Code by the router's name for it, for the codes that a gateway distinguishes.
 _CODES = {

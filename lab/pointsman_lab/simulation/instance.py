@@ -20,7 +20,7 @@ from pointsman_lab.simulation.agent import ReportTo, SimulatedAgent
 from pointsman_lab.simulation.event_queue import EventQueue
 from pointsman_lab.simulation.report_channel import Deliver
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.types import Load
+from pointsman_router.core.placement_types import Load
 
 # (event, now): a request waits for KV, has its first token, or has ended.
 OnEngineEvent = Callable[[WaitingForRemoteKv | FirstToken | Finished, float], None]

@@ -13,8 +13,8 @@ from pointsman_lab.engine.prompt_content import NamedPrompt
 from pointsman_lab.report.request_record import RequestRecord
 from pointsman_lab.simulation.clients import Turn
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.types import Phase as RouterPhase
-from pointsman_router.core.types import PlacementRequest
+from pointsman_router.core.placement_types import Phase as RouterPhase
+from pointsman_router.core.placement_types import PlacementRequest
 
 
 @dataclass(eq=False)

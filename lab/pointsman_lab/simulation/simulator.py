@@ -35,8 +35,8 @@ from pointsman_lab.workload.block_names import PromptBlocks
 from pointsman_lab.workload.session_starts import Session
 from pointsman_lab.workload.traces import TraceRequest, by_session
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.placement_types import PlacementRequest
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import PlacementRequest
 
 MODEL = "simulated"
 # Interval between the routers' ticks, s; the same as in the router.

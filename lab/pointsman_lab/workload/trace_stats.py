@@ -15,7 +15,7 @@ import numpy as np
 
 from pointsman_lab.workload.trace_formats import ANSWER_MS, ANSWER_TOKEN_MS
 from pointsman_lab.workload.traces import TraceRequest, shared_prefix
-from pointsman_router.core.types import route_class
+from pointsman_router.core.placement_types import route_class
 
 # Cache sizes of the statistics, tokens: one instance's KV cache, and eight of them.
 CACHE_TOKENS = (300_000, 2_400_000)

@@ -15,7 +15,7 @@ import typer
 
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from pointsman_cli.router_call import ask, call, fail, no_answer
-from pointsman_common.io.pages import whole
+from pointsman_common.io.whole_lists import whole
 from pointsman_router.core.analysis.policy_comparison import MAX_CHANGES
 
 # Timeout of a call, s.

@@ -44,11 +44,11 @@ from pointsman_cli.policy_commands import set_policy, verify, what_if
 from pointsman_cli.router_call import DEFAULT_ROUTER, UNUSABLE, fail, no_answer
 from pointsman_common.core.enum_words import values, word
 from pointsman_common.io.tls import client_context
+from pointsman_router.core.placement_types import LIGHT_NEW_TOKENS
 from pointsman_router.core.policy.auto import Auto
 from pointsman_router.core.policy.base import SettingError, bounds
 from pointsman_router.core.policy.reasons import ROUTE_CLASSES, explained
 from pointsman_router.core.policy.registry import LAB_POLICIES, make_policy
-from pointsman_router.core.types import LIGHT_NEW_TOKENS
 
 # Timeout of a call or an HTTP request, s.
 TIMEOUT_S = 10.0

@@ -11,7 +11,7 @@ import typer
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from pointsman_cli.all_routers import at_owner, owners_status
 from pointsman_cli.router_call import DEFAULT_ROUTER, call, credentials, dial
-from pointsman_common.io.pages import whole
+from pointsman_common.io.whole_lists import whole
 
 # Timeout of a call, and time between two looks at an instance that is drained, s.
 TIMEOUT_S = 10.0

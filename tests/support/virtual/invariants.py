@@ -8,10 +8,10 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
-from pointsman_router.core.requests.place_or_hold import ENDS_PAUSE_S, TRIES_ON_TICK
+from pointsman_router.core.placement_types import InstanceState
+from pointsman_router.core.requests.held_requests import ENDS_PAUSE_S, TRIES_ON_TICK
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import InstanceState
-from pointsman_router.io.runtime import TICK_S
+from pointsman_router.io.router import TICK_S
 from tests.support.virtual.network import Node
 from tests.support.virtual.store import NAME as REDIS
 

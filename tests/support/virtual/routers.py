@@ -10,9 +10,9 @@ from pydantic import SecretStr
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.io.router import Router
 from pointsman_router.io.rpc.agent_service import AgentService
 from pointsman_router.io.rpc.placement_service import PlacementService
-from pointsman_router.io.runtime import Router
 from pointsman_router.io.settings import RouterSettings
 from tests.support.virtual import invariants
 from tests.support.virtual.network import Method, Node

@@ -23,7 +23,7 @@ from pointsman_gateway.core.api import ApiRequestError, Endpoint, parse
 from pointsman_gateway.core.http_message import Headers, Request
 from pointsman_gateway.core.memory_budget import Holding, MemoryBudget
 from pointsman_gateway.core.pool_state import PoolState
-from pointsman_gateway.core.rate_limits import Admission
+from pointsman_gateway.core.rate_limits import KeyCharge
 from pointsman_gateway.core.request.continuation import Continuations
 from pointsman_gateway.core.request.prepare import set_keys
 from pointsman_gateway.core.request.request_context import RequestContext
@@ -212,7 +212,7 @@ class GatewayNode:
             exact_tokens=len(tokens),
             upstream_headers={"X-Request-ID": request_id},
             received_at=received_at,
-            admission=Admission(),
+            key_charge=KeyCharge(),
             trace=None,
             first_token_by=received_at + needs_within_s if needs_within_s else None,
             ends_session=is_last and bool(session),

@@ -9,7 +9,7 @@ import pytest
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_common.core.enum_words import values, word
 from pointsman_router.core.events_and_effects import UNKNOWN
-from pointsman_router.core.types import route_class
+from pointsman_router.core.placement_types import route_class
 from pointsman_router.io.telemetry.decision_log import DRY_RUN, OPEN
 
 

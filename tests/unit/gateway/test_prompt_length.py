@@ -41,7 +41,7 @@ def test_more_messages_than_tokens_are_refused_before_they_are_looked_at(
     ((name, given),) = fields.items()
     fewer = given[:-1] if endpoint is not Endpoint.COMPLETION or isinstance(given[0], int) else [[1] * (CONTEXT - 1)]
     parsed(endpoint, {name: fewer})
-    monkeypatch.setattr("pointsman_gateway.core.api.openai_chat.check_fields", looked_at)
+    monkeypatch.setattr("pointsman_gateway.core.api.openai_checks.check_fields", looked_at)
     monkeypatch.setattr("pointsman_gateway.core.api.openai_responses.check_fields", looked_at)
     monkeypatch.setattr("pointsman_gateway.core.api.anthropic_messages.check_fields", looked_at)
     with pytest.raises(ContextExceeded) as refused:

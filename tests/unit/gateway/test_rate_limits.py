@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman_gateway.core.rate_limits import Admission, RateLimited, RateLimiter, RateLimits
+from pointsman_gateway.core.rate_limits import KeyCharge, RateLimited, RateLimiter, RateLimits
 
 KEY = b"k"
 STEPS = st.lists(st.tuples(st.floats(0, 30), st.integers(0, 5_000)), min_size=1, max_size=60)
@@ -49,7 +49,7 @@ def test_tokens_stay_below_the_rate_but_for_the_last_request(limit: int, steps: 
 @given(st.integers(1, 5), st.lists(st.integers(-1, 9), max_size=60))
 def test_what_is_open_never_exceeds_the_limit_and_comes_back(limit: int, moves: list[int]) -> None:
     limiter, limits = RateLimiter(), RateLimits(in_flight=limit)
-    grants: list[Admission] = []
+    grants: list[KeyCharge] = []
     for move in moves:
         if move < 0:
             if len(grants) < limit:

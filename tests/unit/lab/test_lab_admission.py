@@ -18,7 +18,7 @@ from pointsman_lab.report.request_record import RequestRecord
 from pointsman_lab.simulation.config import SimulationConfig, SimulationError
 from pointsman_lab.simulation.simulator import Simulator
 from pointsman_lab.workload.traces import TraceRequest
-from pointsman_router.core.types import Load
+from pointsman_router.core.placement_types import Load
 from tests.support.lab_values import PLAIN, ask
 
 NO_LOADS: dict[str, Load] = {}

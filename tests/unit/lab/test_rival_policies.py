@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pointsman_lab.rival_policies.registry import make_policy
+from pointsman_router.core.placement_types import Candidate, Decision, FleetView
 from pointsman_router.core.policy.base import decide
-from pointsman_router.core.types import Candidate, Decision, FleetView
 from tests.support.router_values import candidate, request, view
 
 

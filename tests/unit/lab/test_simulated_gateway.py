@@ -16,10 +16,10 @@ from pointsman_lab.simulation.config import SimulationConfig
 from pointsman_lab.simulation.simulator import Simulator
 from pointsman_lab.workload.traces import TraceRequest
 from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.placement_types import FleetView, PlacementRequest, PolicyResult
 from pointsman_router.core.policy.base import Policy, serve
 from pointsman_router.core.requests.hold_queue import QueueSettings
 from pointsman_router.core.router_state import StateSettings
-from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResult
 from tests.support.lab_values import PLAIN, Passed, simulated
 from tests.support.lab_values import ask_once as ask
 

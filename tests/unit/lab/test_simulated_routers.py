@@ -16,10 +16,10 @@ from pointsman_lab.simulation.config import SimulationConfig, SimulationError
 from pointsman_lab.simulation.simulator import Simulator
 from pointsman_lab.workload.synthetic_trace import generate
 from pointsman_lab.workload.traces import TraceRequest
+from pointsman_router.core.placement_types import FleetView, PlacementRequest, PolicyResult, Step, StepKind
 from pointsman_router.core.policy.base import Policy, hold, serve, slice_of
 from pointsman_router.core.requests.hold_queue import QueueSettings
 from pointsman_router.core.router_state import StateSettings
-from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResult, Step, StepKind
 from tests.support import lab_values
 from tests.support.lab_values import PLAIN, OneAtATime
 from tests.support.lab_values import ask_once as ask

@@ -11,7 +11,7 @@ import pytest
 import typer
 from msgspec import structs
 
-from pointsman_common.core.key_messages import Tier
+from pointsman_common.core.block_key_messages import Tier
 from pointsman_lab.engine.cost_profile import Profile, ProfileError, load_profile
 from pointsman_lab.engine.interface import EngineConfig
 from pointsman_lab.engine.prompt_content import NamedPrompt
@@ -28,10 +28,10 @@ from pointsman_lab.workload.synthetic_trace import generate
 from pointsman_lab.workload.trace_files import save_trace
 from pointsman_lab.workload.traces import TraceRequest, shared_prefix
 from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.placement_types import FleetView, PlacementRequest, PolicyResult, Step, StepKind
 from pointsman_router.core.policy.base import Policy, SettingError
 from pointsman_router.core.requests.hold_queue import QueueSettings
 from pointsman_router.core.router_state import StateSettings
-from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResult, Step, StepKind
 from tests.support.lab_values import PLAIN, OneAtATime, Passed, ask
 
 

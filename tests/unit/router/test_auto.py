@@ -11,13 +11,13 @@ from msgspec.structs import replace
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.decision_replay import differences, redecide
 from pointsman_router.core.learning.pool_facts import LEARNED_AFTER, MAX_AGE_S
+from pointsman_router.core.placement_types import Decision, KvRole, KvTransfer, Load, PoolFacts
 from pointsman_router.core.policy.auto import AdmissionChoice, Auto, admission_choice
 from pointsman_router.core.policy.base import Policy
 from pointsman_router.core.policy.foresight import NO_WAIT_LIMIT, Foresight
 from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.policy.unified import Unified
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import Decision, KvRole, KvTransfer, Load, PoolFacts
 from pointsman_router.io.convert.operator_messages import admission_status
 from tests.support.router_values import join, place, request, set_policy, state
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from pointsman_common.core.key_messages import Delta, SnapshotBegin, Tier
+from pointsman_common.core.block_key_messages import Delta, SnapshotBegin, Tier
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.admission.cache_capacity import MOST_BELOW, Capacity
 from pointsman_router.core.admission.session_admission import AdmissionSettings
+from pointsman_router.core.placement_types import InstanceState
 from pointsman_router.core.prefix.exact_index import SWEEP_AFTER
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import InstanceState
 from tests.support.router_values import join, state
 
 CAPACITY = 16_000

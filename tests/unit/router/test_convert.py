@@ -11,11 +11,10 @@ from msgspec import structs
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
-from pointsman_common.core import key_message_wire
-from pointsman_common.core.key_messages import SnapshotChunk, Tier
+from pointsman_common.core import block_key_wire
+from pointsman_common.core.block_key_messages import SnapshotChunk, Tier
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.priority import Priority
-from pointsman_router.core.types import (
+from pointsman_router.core.placement_types import (
     Gpu,
     InstanceInfo,
     KvRole,
@@ -25,6 +24,7 @@ from pointsman_router.core.types import (
     StepTotals,
     WrongKv,
 )
+from pointsman_router.core.priority import Priority
 from pointsman_router.io.convert import agent_messages, gateway_messages
 from pointsman_router.io.convert.times import duration, seconds
 
@@ -206,8 +206,8 @@ def test_a_request_has_an_id() -> None:
 def test_a_snapshots_chunk_in_pieces_has_all_its_keys_in_their_order(count: int) -> None:
     chunk = agent_pb2.SnapshotChunk(tier=agent_pb2.TIER_DEVICE, keys=range(count))
     wire = agent_pb2.ReportRequest(snapshot_chunk=chunk)
-    pieces = [key_message_wire.key_message(wire, piece) for piece in range(key_message_wire.pieces(wire))]
+    pieces = [block_key_wire.key_message(wire, piece) for piece in range(block_key_wire.pieces(wire))]
     assert all(isinstance(piece, SnapshotChunk) and piece.tier == Tier.DEVICE for piece in pieces)
     assert [key for piece in pieces if isinstance(piece, SnapshotChunk) for key in piece.keys] == list(range(count))
-    assert all(isinstance(piece, SnapshotChunk) and len(piece.keys) <= key_message_wire.PIECE_KEYS for piece in pieces)
-    assert key_message_wire.pieces(agent_pb2.ReportRequest(load=agent_pb2.Load(healthy=True))) == 1
+    assert all(isinstance(piece, SnapshotChunk) and len(piece.keys) <= block_key_wire.PIECE_KEYS for piece in pieces)
+    assert block_key_wire.pieces(agent_pb2.ReportRequest(load=agent_pb2.Load(healthy=True))) == 1

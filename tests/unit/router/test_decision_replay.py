@@ -20,10 +20,10 @@ from pointsman_cli.fleet_commands import add_fleet_commands
 from pointsman_lab.rival_policies.registry import POLICIES, make_policy
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.decision_replay import differences, inputs_digest, redecide
+from pointsman_router.core.placement_types import LISTED_PREFILLS, NO_FACTS, Decision, Load
 from pointsman_router.core.policy import registry
 from pointsman_router.core.policy.decision_rng import rng_of
 from pointsman_router.core.router_state import RouterState, StateSettings
-from pointsman_router.core.types import LISTED_PREFILLS, NO_FACTS, Decision, Load
 from pointsman_router.io.console.decision_stream import DecisionStream
 from pointsman_router.io.telemetry.decision_log import (
     ClosedLine,

@@ -27,9 +27,9 @@ from pointsman_router.core.history.rows import (
     PoolSample,
 )
 from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.placement_types import Decision, Load
 from pointsman_router.core.requests.hold_queue import QueueSettings
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import Decision, Load
 from tests.support.router_values import info, join, place, request, state
 
 NAN = math.nan

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pointsman.router.v1 import placement_pb2
-from pointsman_gateway.core.rate_limits import Admission, LeaseNeeded, RateLimited, RateLimiter, RateLimits, name_of
-from pointsman_router.core import usage_accounts
-from pointsman_router.core.usage_accounts import KeyReport, UsageAccounts
-from pointsman_router.io.convert.usage_messages import usage_answer_to_wire, usage_reports
+from pointsman_gateway.core.rate_limits import KeyCharge, LeaseNeeded, RateLimited, RateLimiter, RateLimits, name_of
+from pointsman_router.core import key_limit_accounts
+from pointsman_router.core.key_limit_accounts import KeyLimitAccounts, KeyReport
+from pointsman_router.io.convert.key_limit_messages import usage_answer_to_wire, usage_reports
 
 KEY = b"k"
 TOKENS = 30  # of one request, at most
@@ -26,10 +26,10 @@ class Gateway:
     def __init__(self, name: str) -> None:
         self.name = name
         self.limiter = RateLimiter()
-        self.open: list[Admission] = []
+        self.open: list[KeyCharge] = []
         self.full = True
 
-    def exchange(self, accounts: UsageAccounts, now: float, *, asked: bool, lost: str = "") -> None:
+    def exchange(self, accounts: KeyLimitAccounts, now: float, *, asked: bool, lost: str = "") -> None:
         """One report and its answer, through their wire forms; `lost`: which of the two never arrives."""
         limiter = self.limiter
         names = [name_of(KEY)] if asked else [*{*limiter.touched(), *(limiter.open_names() if self.full else ())}]
@@ -44,7 +44,7 @@ class Gateway:
         limiter.count_gateways(message.gateways, now)
         limiter.granted(message.keys, now)
 
-    def admit(self, accounts: UsageAccounts, limits: RateLimits, now: float) -> Admission:
+    def admit(self, accounts: KeyLimitAccounts, limits: RateLimits, now: float) -> KeyCharge:
         for _ in range(100):
             try:
                 return self.limiter.admit(KEY, limits, now)
@@ -62,7 +62,7 @@ class _Fleet(RuleBasedStateMachine):
     )
     def begin(self, gateways: int, limits: RateLimits) -> None:
         self.now, self.limits = 1_000.0, limits
-        self.accounts = UsageAccounts()
+        self.accounts = KeyLimitAccounts()
         self.gateways = [Gateway(f"g{number}") for number in range(gateways)]
         self.admitted: list[float] = []
         self.tokens: list[tuple[float, int]] = []
@@ -179,7 +179,7 @@ class FleetWithFaults(_Fleet):
 
     @rule()
     def restart_router(self) -> None:
-        self.accounts = UsageAccounts()
+        self.accounts = KeyLimitAccounts()
         for gateway in self.gateways:
             self.cut(gateway)
 
@@ -190,8 +190,8 @@ TestFleetWithFaults = FleetWithFaults.TestCase
 TestFleetWithFaults.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
 
-def fleet(count: int) -> tuple[UsageAccounts, list[Gateway]]:
-    accounts, gateways = UsageAccounts(), [Gateway(f"g{number}") for number in range(count)]
+def fleet(count: int) -> tuple[KeyLimitAccounts, list[Gateway]]:
+    accounts, gateways = KeyLimitAccounts(), [Gateway(f"g{number}") for number in range(count)]
     for now in (0.0, 1.0):
         for gateway in gateways:
             gateway.limiter.accounted = True
@@ -199,7 +199,7 @@ def fleet(count: int) -> tuple[UsageAccounts, list[Gateway]]:
     return accounts, gateways
 
 
-def use_up(gateway: Gateway, accounts: UsageAccounts, limits: RateLimits, now: float) -> int:
+def use_up(gateway: Gateway, accounts: KeyLimitAccounts, limits: RateLimits, now: float) -> int:
     """How many requests it admits until it refuses one."""
     admitted = 0
     while True:
@@ -223,7 +223,7 @@ def test_without_a_router_the_shares_of_all_gateways_are_the_limit() -> None:
     assert [use_up(gateway, accounts, RateLimits(requests_per_minute=40), 2.0) for gateway in gateways] == [10] * 4
     assert [use_up(gateway, accounts, RateLimits(requests_per_minute=40), 32.0) for gateway in gateways] == [5] * 4
     # What they used is sent to the router that comes.
-    accounts = UsageAccounts()
+    accounts = KeyLimitAccounts()
     for gateway in gateways:
         gateway.limiter.accounted = gateway.full = True
         gateway.exchange(accounts, 33.0, asked=False)
@@ -234,7 +234,7 @@ def test_a_takeover_gives_nobody_a_fresh_minute() -> None:
     accounts, gateways = fleet(3)
     limits = RateLimits(requests_per_minute=60)
     assert use_up(gateways[0], accounts, limits, 2.0) == 60
-    taking_over = UsageAccounts()
+    taking_over = KeyLimitAccounts()
     for gateway in gateways:
         gateway.limiter.accounted = False
     assert (
@@ -289,7 +289,7 @@ def test_requests_in_flight_are_sent_to_the_router_that_takes_over() -> None:
     accounts, gateways = fleet(2)
     limits = RateLimits(in_flight=4)
     held = [gateways[0].admit(accounts, limits, 2.0) for _ in range(4)]
-    taking_over = UsageAccounts()
+    taking_over = KeyLimitAccounts()
     for gateway in gateways:
         gateway.full = True
         gateway.exchange(taking_over, 3.0, asked=False)
@@ -309,7 +309,7 @@ def test_what_a_dead_gateway_had_in_flight_is_over_soon() -> None:
         gateways[0].admit(accounts, limits, 2.0)
     with pytest.raises(RateLimited):
         gateways[1].admit(accounts, limits, 2.0)
-    gateways[1].admit(accounts, limits, 2.0 + usage_accounts.SILENT_S + 1)
+    gateways[1].admit(accounts, limits, 2.0 + key_limit_accounts.SILENT_S + 1)
     assert accounts.gateways == 1
 
 
@@ -336,8 +336,8 @@ def test_figures_that_cannot_be_are_not_taken(wrong: dict[str, Any]) -> None:
 
 
 def test_memory_is_bounded_and_idle_keys_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage_accounts, "MAX_ACCOUNTS", 50)
-    accounts = UsageAccounts()
+    monkeypatch.setattr(key_limit_accounts, "MAX_ACCOUNTS", 50)
+    accounts = KeyLimitAccounts()
 
     def report(first: int, many: int, now: float) -> None:
         keys = [b"%016d" % number for number in range(first, first + many)]
@@ -345,5 +345,5 @@ def test_memory_is_bounded_and_idle_keys_are_forgotten(monkeypatch: pytest.Monke
 
     report(0, 200, 0.0)
     assert len(accounts) == 50
-    report(1_000, 20, usage_accounts.IDLE_S + 10)
+    report(1_000, 20, key_limit_accounts.IDLE_S + 10)
     assert len(accounts) == 20

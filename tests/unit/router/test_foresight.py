@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from pointsman_router.core.placement_types import (
+    Candidate,
+    FleetView,
+    PlacementRequest,
+    PolicyResult,
+    PrefillBacklog,
+    StepKind,
+)
 from pointsman_router.core.policy.foresight import Foresight
 from pointsman_router.core.prefill_curve import PrefillCurve, PrefillSums, PrefillWork
-from pointsman_router.core.types import Candidate, FleetView, PlacementRequest, PolicyResult, PrefillBacklog, StepKind
 from tests.support.router_values import candidate, request
 
 # Each new token takes 1 ms, whatever is cached before it. So u, the mean cost of a request of 1,000 tokens, is 1 s.

@@ -9,8 +9,8 @@ from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.gateway_claims import GatewayClaims
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.load.reservations import Reservation
+from pointsman_router.core.placement_types import Phase
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import Phase
 from tests.support.router_values import join, place, request, state
 
 MINE, THEIRS = b"m" * 16, b"t" * 16

@@ -13,11 +13,11 @@ from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core import shortlist
 from pointsman_router.core.instances.gone_pools import KEPT_S, GonePools
 from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.placement_types import Load, Phase
 from pointsman_router.core.prefill_curve import MeanWork, PrefillWork
-from pointsman_router.core.requests import open_requests
+from pointsman_router.core.requests import request_table
 from pointsman_router.core.requests.hold_queue import QueueSettings
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import Load, Phase
 from tests.support.deep_size import reachable
 from tests.support.router_values import join, place, request, state
 
@@ -98,7 +98,7 @@ def test_what_is_kept_stays_bounded_while_hundreds_of_pools_come_and_go(
     seed: int, instances: int, owns_all: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(open_requests, "MAX_ENDED", 20)
+        patch.setattr(request_table, "MAX_ENDED", 20)
         churn = Churn(seed, instances, owns_all=owns_all)
         sizes = []
         for _ in range(3):

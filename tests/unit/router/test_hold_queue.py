@@ -14,13 +14,20 @@ from msgspec.structs import replace
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.decision_replay import differences, redecide
 from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.placement_types import (
+    Decision,
+    FleetView,
+    InstanceState,
+    Load,
+    PlacementRequest,
+    PolicyResult,
+)
 from pointsman_router.core.policy.base import Policy, hold, serve
 from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.priority import PRIORITIES, Priority
+from pointsman_router.core.requests.held_requests import REPORT_RETRY_S, TRIES
 from pointsman_router.core.requests.hold_queue import HeldRequest, HoldQueue, QueueSettings
-from pointsman_router.core.requests.place_or_hold import REPORT_RETRY_S, TRIES
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import Decision, FleetView, InstanceState, Load, PlacementRequest, PolicyResult
 from tests.support.router_values import join, request, set_policy, state
 
 

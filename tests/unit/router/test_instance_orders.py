@@ -23,8 +23,8 @@ from pointsman_router.core.instances.instance_orders import (
 )
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.instances.session_shares import SessionShares
+from pointsman_router.core.placement_types import Decision, InstanceState, KvRole, KvTransfer, Load, StepKind
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import Decision, InstanceState, KvRole, KvTransfer, Load, StepKind
 from tests.support.router_values import hello, info, join, place, request, state
 
 CORDONED = InstanceOrder(cordoned=True)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pointsman_router.core.instances.kv_refusals import refused_senders
-from pointsman_router.core.types import InstanceInfo, KvTransfer, WrongKv
+from pointsman_router.core.placement_types import InstanceInfo, KvTransfer, WrongKv
 from tests.support.router_values import info
 
 ids, urls = st.sampled_from(["", "e1", "e2", "e3"]), st.sampled_from(["", "http://p", "http://q"])

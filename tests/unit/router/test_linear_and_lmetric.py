@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from pointsman_router.core.placement_types import Decision, FleetView
 from pointsman_router.core.policy.base import decide
 from pointsman_router.core.policy.registry import make_policy
-from pointsman_router.core.types import Decision, FleetView
 from tests.support.router_values import candidate, request, view
 
 

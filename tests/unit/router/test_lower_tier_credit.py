@@ -8,17 +8,17 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from pointsman_common.core.block_key_messages import Delta, SnapshotBegin, SnapshotChunk, SnapshotEnd, Tier
 from pointsman_common.core.block_keys import KEY_SCHEME, digest_of, prompt_keys
-from pointsman_common.core.key_messages import Delta, SnapshotBegin, SnapshotChunk, SnapshotEnd, Tier
 from pointsman_lab.rival_policies.registry import POLICIES, make_policy
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.decision_replay import differences, inputs_digest, redecide
 from pointsman_router.core.instances.prediction_audit import AGAIN_S, SHORTFALLS
 from pointsman_router.core.kv_load import NO_LOAD
 from pointsman_router.core.learning.load_price_fit import LoadPriceFit
+from pointsman_router.core.placement_types import Candidate, Decision, Load
 from pointsman_router.core.prefill_curve import DEFAULT_CURVE
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import Candidate, Decision, Load
 from pointsman_router.io.telemetry.decision_log import LoggedDecision
 from tests.support.router_values import info, join, place, request, set_policy, state
 

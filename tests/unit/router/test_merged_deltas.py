@@ -10,13 +10,13 @@ from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.core.kv_events import BlockRemoved
 from pointsman_agent.core.report_protocol import ReportProtocol
-from pointsman_common.core.key_message_wire import delta_fault, key_message, pieces
-from pointsman_common.core.key_messages import Delta, Tier
+from pointsman_common.core.block_key_messages import Delta, Tier
+from pointsman_common.core.block_key_wire import delta_fault, key_message, pieces
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.instances.report_sync import ReportSync
+from pointsman_router.core.instances.key_sync import ReportSync
+from pointsman_router.core.placement_types import Load
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerTiers
-from pointsman_router.core.types import Load
 from tests.support.kv_events import hash_of, store, tokens_of
 from tests.support.router_values import hello, join, place, request, state
 from tests.unit.router.test_prefix_knowledge import KEYS, PROMPT

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.placement_types import FleetView, Phase, PlacementRequest, PolicyResult
 from pointsman_router.core.policy.base import Policy, hold
 from pointsman_router.core.requests.moves import LEAVES_WITHIN_S, LOOK_EVERY_S, MOST_DECISIONS, TELL_AGAIN_S
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import FleetView, Phase, PlacementRequest, PolicyResult
 from tests.support.router_values import finish, hello, join, place, request, set_policy, state
 
 DRAIN = ev.DrainsChanged({"a": "1"}, frozenset("a"))

@@ -13,9 +13,7 @@ from pointsman.router.v1 import fleet_pb2
 from pointsman_common.core.block_keys import prompt_keys
 from pointsman_lab.rival_policies.registry import make_policy
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.policy.base import Policy, offload
-from pointsman_router.core.router_state import RouterState, StateSettings
-from pointsman_router.core.types import (
+from pointsman_router.core.placement_types import (
     Candidate,
     Decision,
     FleetView,
@@ -27,6 +25,8 @@ from pointsman_router.core.types import (
     Step,
     StepKind,
 )
+from pointsman_router.core.policy.base import Policy, offload
+from pointsman_router.core.router_state import RouterState, StateSettings
 from pointsman_router.io.convert import operator_messages
 from pointsman_router.io.telemetry.decision_log import LoggedDecision
 from tests.support.router_values import hello, join, place, request, set_policy

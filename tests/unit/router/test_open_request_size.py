@@ -9,8 +9,8 @@ from array import array
 import pytest
 
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.placement_types import NO_FACTS, Phase
 from pointsman_router.core.prefix.provisional_blocks import PROVISIONAL_S
-from pointsman_router.core.types import NO_FACTS, Phase
 from tests.support.interpreter_steps import Steps
 from tests.support.router_values import join, place, request, set_policy, state
 

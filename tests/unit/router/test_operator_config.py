@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from pointsman_router.core.instances.instance_orders import MAX_LIFTED, OrderChange
 from pointsman_router.io.operator_config import MAX_DRAINS, OperatorConfig, contradictions
-from pointsman_router.io.runtime import merged_operator_configs
+from pointsman_router.io.router import merged_operator_configs
 
 IDS = st.sampled_from(["a", "b", "c"])
 TIMES = st.floats(1.0, 20.0)

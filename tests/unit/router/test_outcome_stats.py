@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from pointsman_router.core.analysis.outcome_stats import OutcomeStats, quantile
 from pointsman_router.core.events_and_effects import Finished
+from pointsman_router.core.placement_types import Decision
 from pointsman_router.core.policy.base import decide
 from pointsman_router.core.policy.registry import make_policy
-from pointsman_router.core.types import Decision
 from tests.support.router_values import candidate, request, view
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.ownership import SettledReplicas, preferred
-from pointsman_router.core.types import Phase
+from pointsman_router.core.placement_types import Phase
 from tests.support.router_values import hello, join, place, request, state
 
 

@@ -12,10 +12,10 @@ from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.admission.session_admission import AdmissionSettings
 from pointsman_router.core.admission_rule import AdmissionOutcome, decide_admission
 from pointsman_router.core.analysis.decision_replay import admission_differences, differences, redecide
+from pointsman_router.core.placement_types import Phase, PlacementRequest
 from pointsman_router.core.priority import Priority
 from pointsman_router.core.requests.parking import KEEP_AGE_S
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import Phase, PlacementRequest
 from tests.support.router_values import join, request, state
 
 ON = AdmissionSettings(True, interactive_s=30.0, standard_s=120.0, batch_s=600.0)

@@ -9,8 +9,8 @@ import pytest
 
 from pointsman_lab.rival_policies.registry import POLICIES, make_policy
 from pointsman_router.core.analysis.decision_replay import inputs_digest
+from pointsman_router.core.placement_types import FleetView, PlacementRequest, route_class
 from pointsman_router.core.policy.base import SettingError, decide
-from pointsman_router.core.types import FleetView, PlacementRequest, route_class
 from tests.support.router_values import candidate, request, view
 
 

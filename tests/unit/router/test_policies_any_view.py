@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pointsman_lab.rival_policies.registry import POLICIES, make_policy
-from pointsman_router.core.policy.auto import Auto
-from pointsman_router.core.policy.base import NO_KV_TRANSFER, Policy, decide
-from pointsman_router.core.policy.reasons import REASONS
-from pointsman_router.core.policy.unified import Unified
-from pointsman_router.core.prefill_curve import PrefillCurve, PrefillSums, PrefillWork
-from pointsman_router.core.types import (
+from pointsman_router.core.placement_types import (
     Candidate,
     FleetView,
     InstanceState,
@@ -28,7 +23,12 @@ from pointsman_router.core.types import (
     PrefixSource,
     StepKind,
 )
-from tests.support.policies import documented_reasons
+from pointsman_router.core.policy.auto import Auto
+from pointsman_router.core.policy.base import NO_KV_TRANSFER, Policy, decide
+from pointsman_router.core.policy.reasons import REASONS
+from pointsman_router.core.policy.unified import Unified
+from pointsman_router.core.prefill_curve import PrefillCurve, PrefillSums, PrefillWork
+from tests.support.policy_docstrings import documented_reasons
 from tests.support.router_values import request
 
 # A slow machine must not fail the test.

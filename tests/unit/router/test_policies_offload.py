@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from pointsman_router.core.placement_types import Candidate, Decision, FleetView, Step, StepKind
 from pointsman_router.core.policy.base import decide
 from pointsman_router.core.policy.registry import make_policy
-from pointsman_router.core.types import Candidate, Decision, FleetView, Step, StepKind
 from tests.support.router_values import candidate, request, view
 
 TOKENS = 100_000

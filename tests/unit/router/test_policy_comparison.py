@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.policy_comparison import PolicyComparison, ttft_change_s
+from pointsman_router.core.placement_types import Decision, PolicyResult, PrefillBacklog, Step, StepKind
 from pointsman_router.core.prefill_curve import DEFAULT_CURVE, PrefillCurve
-from pointsman_router.core.types import Decision, PolicyResult, PrefillBacklog, Step, StepKind
 from tests.support.router_values import join, place, request, state
 
 CURVE = PrefillCurve(base_s=0.1, token_s=0.001, pair_s=0.0)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pointsman_common.core.key_messages import Delta
+from pointsman_common.core.block_key_messages import Delta
 from pointsman_lab.rival_policies.registry import POLICIES
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_orders import InstanceOrder
@@ -17,9 +17,7 @@ from pointsman_router.core.instances.instance_registry import CandidateSnapshot
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.load import reservations
 from pointsman_router.core.load.reservations import Reservation, Reservations
-from pointsman_router.core.prefill_curve import PrefillSums
-from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import (
+from pointsman_router.core.placement_types import (
     LISTED_PREFILLS,
     Candidate,
     Decision,
@@ -29,6 +27,8 @@ from pointsman_router.core.types import (
     StepKind,
     WrongKv,
 )
+from pointsman_router.core.prefill_curve import PrefillSums
+from pointsman_router.core.router_state import RouterState
 from tests.support.router_values import info, join, place, request, state
 
 KEYS = [*range(100, 112)]

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.analysis.pool_backlog import PoolBacklogs
 from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.placement_types import Load
 from pointsman_router.core.prefill_curve import DEFAULT_CURVE, PrefillCurve
 from pointsman_router.core.requests.hold_queue import QueueSettings
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import Load
 from tests.support.router_values import join, place, request, state
 
 COST = DEFAULT_CURVE.cost_s

@@ -9,8 +9,8 @@ import pytest
 
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.load.reservations import Reservation, Reservations
+from pointsman_router.core.placement_types import StepTotals
 from pointsman_router.core.prefill_curve import PrefillCurve
-from pointsman_router.core.types import StepTotals
 from tests.support.interpreter_steps import Steps
 from tests.support.router_values import info
 

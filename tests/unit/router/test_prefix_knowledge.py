@@ -6,15 +6,15 @@ import itertools
 
 import pytest
 
+from pointsman_common.core.block_key_messages import Delta, KeyMessage, SnapshotBegin, SnapshotEnd
 from pointsman_common.core.block_keys import KEY_SCHEME, prompt_keys
-from pointsman_common.core.key_messages import Delta, KeyMessage, SnapshotBegin, SnapshotEnd
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_registry import InstanceRecord
+from pointsman_router.core.placement_types import Candidate, Decision, InstanceState, Load, Phase, PrefixSource
 from pointsman_router.core.prefix.approximate_index import ApproximateIndex
 from pointsman_router.core.prefix.exact_index import IndexFull, PrefixIndex
 from pointsman_router.core.prefix.provisional_blocks import ProvisionalBlocks
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import Candidate, Decision, InstanceState, Load, Phase, PrefixSource
 from tests.support.router_values import hello, info, join, place, request, state
 
 PROMPT = list(range(200))

@@ -10,7 +10,7 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.admission.session_admission import AdmissionSettings
-from pointsman_router.core.types import InstanceInfo
+from pointsman_router.core.placement_types import InstanceInfo
 from tests.support.router_values import request
 from tests.unit.router.test_random_events import MACHINE, StateMachine
 

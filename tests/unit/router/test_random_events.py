@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from msgspec.structs import replace
 
-from pointsman_common.core.block_keys import KEY_SCHEME, digest_of
-from pointsman_common.core.key_messages import (
+from pointsman_common.core.block_key_messages import (
     ConsistencyCheck,
     Delta,
     KeyMessage,
@@ -23,20 +22,15 @@ from pointsman_common.core.key_messages import (
     SnapshotChunk,
     SnapshotEnd,
 )
+from pointsman_common.core.block_keys import KEY_SCHEME, digest_of
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.admission.session_admission import AdmissionSettings
 from pointsman_router.core.instances.circuit_breaker import CircuitSettings
 from pointsman_router.core.instances.instance_orders import InstanceOrder
-from pointsman_router.core.instances.report_sync import ReportSync
+from pointsman_router.core.instances.key_sync import ReportSync
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.load.reservations import Reservation
-from pointsman_router.core.policy.base import Policy, hold, serve
-from pointsman_router.core.policy.registry import make_policy
-from pointsman_router.core.prefix.exact_index import PrefixIndex
-from pointsman_router.core.prefix.lower_tiers import LowerTiers
-from pointsman_router.core.priority import Priority
-from pointsman_router.core.requests.hold_queue import HeldRequest, QueueSettings
-from pointsman_router.core.types import (
+from pointsman_router.core.placement_types import (
     FleetView,
     InstanceInfo,
     KvRole,
@@ -46,6 +40,12 @@ from pointsman_router.core.types import (
     PolicyResult,
     StepKind,
 )
+from pointsman_router.core.policy.base import Policy, hold, serve
+from pointsman_router.core.policy.registry import make_policy
+from pointsman_router.core.prefix.exact_index import PrefixIndex
+from pointsman_router.core.prefix.lower_tiers import LowerTiers
+from pointsman_router.core.priority import Priority
+from pointsman_router.core.requests.hold_queue import HeldRequest, QueueSettings
 from tests.support.router_values import info, request, set_policy, state
 
 OWNERS = st.sampled_from([f"i{n}" for n in range(12)])

@@ -7,12 +7,12 @@ import re
 import pytest
 
 from pointsman_lab.rival_policies.registry import POLICIES
+from pointsman_router.core.placement_types import route_class
 from pointsman_router.core.policy.base import NO_KV_TRANSFER
 from pointsman_router.core.policy.reasons import REASONS, ROUTE_CLASSES, explained
-from pointsman_router.core.requests.placed_requests import COLOCATED_AFTER_FAILURE, SERVED_ALONE
+from pointsman_router.core.requests.placement_plans import COLOCATED_AFTER_FAILURE, SERVED_ALONE
 from pointsman_router.core.requests.recovered_placement import REASON as RECOVERED
-from pointsman_router.core.types import route_class
-from tests.support.policies import documented_reasons
+from tests.support.policy_docstrings import documented_reasons
 from tests.support.repository import REPOSITORY
 
 # Reasons that are independent of the policy: of plans that could not be executed as planned or were made by another router, and

@@ -13,6 +13,7 @@ from pointsman_router import core as router_core
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.load.reservations import Reservation
+from pointsman_router.core.placement_types import FleetView, Phase, PlacementRequest, PolicyResult
 from pointsman_router.core.policy.base import Policy, hold, serve, slice_of
 from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.requests.hold_queue import QueueSettings
@@ -32,7 +33,6 @@ from pointsman_router.core.requests.request_state import (
 )
 from pointsman_router.core.requests.unfinished_work import PART
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import FleetView, Phase, PlacementRequest, PolicyResult
 from tests.support.router_values import finish, join, place, request, set_policy, state
 
 
@@ -174,7 +174,7 @@ def test_nothing_but_open_requests_tells_an_index_of_a_request() -> None:
         for index, methods in TELLS.items()
         for method in re.findall(rf"\b_?{index}\.({'|'.join(methods)})\(", path.read_text())
     }
-    assert {name for name, _, _ in found} == {"open_requests.py"}, found
+    assert {name for name, _, _ in found} == {"request_table.py"}, found
     assert len(found) == sum(map(len, TELLS.values()))
 
 

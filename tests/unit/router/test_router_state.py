@@ -6,20 +6,29 @@ import pytest
 from msgspec.structs import replace
 
 from pointsman.router.v1 import placement_pb2
+from pointsman_common.core.block_key_messages import ConsistencyCheck, Delta
 from pointsman_common.core.block_keys import KEY_SCHEME, prompt_keys
-from pointsman_common.core.key_messages import ConsistencyCheck, Delta
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.agent_reports import key_interval_s, load_interval_s
 from pointsman_router.core.analysis.decision_replay import redecide
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.load.reservations import Reservation, Reservations
+from pointsman_router.core.placement_types import (
+    Decision,
+    InstanceState,
+    KvRole,
+    KvTransfer,
+    Load,
+    Phase,
+    PrefixSource,
+    StepKind,
+)
 from pointsman_router.core.policy.base import RESUMED
 from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.requests.hold_queue import QueueSettings
-from pointsman_router.core.requests.open_requests import OpenRequests
-from pointsman_router.core.requests.placed_requests import MAX_STEPS
+from pointsman_router.core.requests.placement_plans import MAX_STEPS
+from pointsman_router.core.requests.request_table import RequestTable
 from pointsman_router.core.router_state import ENDS_AT_ONCE, RouterState
-from pointsman_router.core.types import Decision, InstanceState, KvRole, KvTransfer, Load, Phase, PrefixSource, StepKind
 from pointsman_router.io.convert.gateway_messages import placement_request
 from tests.support.router_values import finish, hello, info, join, place, request, state
 
@@ -533,11 +542,11 @@ def test_an_idle_instances_reports_look_at_its_own_requests_alone(monkeypatch: p
     opened_at = router.requests.opened_at
     monkeypatch.setattr(Reservations, "__iter__", lambda self: pytest.fail("all are looked at"))
 
-    def noted(_: OpenRequests, request_id: str) -> float | None:
+    def noted(_: RequestTable, request_id: str) -> float | None:
         looked.append(request_id)
         return opened_at(request_id)
 
-    monkeypatch.setattr(OpenRequests, "opened_at", noted)
+    monkeypatch.setattr(RequestTable, "opened_at", noted)
     for number in range(4):
         router.handle(ev.LoadReported(0, "a", Load(1.0 + number)), 1.0 + number)
     assert set(looked) == {f"a{n}" for n in range(5)}

@@ -7,8 +7,8 @@ from typing import Any
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.circuit_breaker import CIRCUIT_OPEN, REFUSALS, CircuitSettings
 from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.placement_types import Phase
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import Phase
 from tests.support.router_values import join, place, request, state
 
 SETTINGS = CircuitSettings(failures=2, first_open_s=1.0, max_open_s=4.0)

@@ -13,8 +13,8 @@ from pointsman_router.core.instances.circuit_breaker import Circuit
 from pointsman_router.core.instances.instance_orders import InstanceOrder
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.ownership import Owner
+from pointsman_router.core.placement_types import InstanceInfo, KvTransfer, Load
 from pointsman_router.core.prefix.exact_index import PrefixIndex
-from pointsman_router.core.types import InstanceInfo, KvTransfer, Load
 from pointsman_router.io.convert.sent_fleet import SentFleet
 from tests.support.router_values import info
 

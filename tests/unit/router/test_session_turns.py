@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from pointsman_router.core.analysis.session_turns import SessionTurns, Turns
 from pointsman_router.core.events_and_effects import Finished
+from pointsman_router.core.placement_types import Decision
 from pointsman_router.core.policy.base import decide
 from pointsman_router.core.policy.registry import make_policy
-from pointsman_router.core.types import Decision
 from tests.support.router_values import candidate, request, view
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from pointsman_lab.rival_policies.registry import POLICIES, make_policy
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core import policy_views, shortlist
+from pointsman_router.core.placement_types import Candidate, Decision, FleetView, PlacementRequest, Unseen
 from pointsman_router.core.policy.linear import Additive
 from pointsman_router.core.policy.unified import Unified
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import Candidate, Decision, FleetView, PlacementRequest, Unseen
 from tests.support.interpreter_steps import Steps
 from tests.support.router_values import candidate, join, place, request, state
 

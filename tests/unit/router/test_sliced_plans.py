@@ -10,14 +10,10 @@ from typing import Any, ClassVar
 import pytest
 from msgspec.structs import replace
 
-from pointsman_common.core.key_messages import Delta
+from pointsman_common.core.block_key_messages import Delta
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.load.reservations import Reservation
-from pointsman_router.core.policy.base import Policy, hold, serve, slice_of
-from pointsman_router.core.prefill_curve import PrefillCurve
-from pointsman_router.core.requests.hold_queue import QueueSettings
-from pointsman_router.core.router_state import RouterState, StateSettings
-from pointsman_router.core.types import (
+from pointsman_router.core.placement_types import (
     Decision,
     FleetView,
     Phase,
@@ -26,6 +22,10 @@ from pointsman_router.core.types import (
     PrefillBacklog,
     StepKind,
 )
+from pointsman_router.core.policy.base import Policy, hold, serve, slice_of
+from pointsman_router.core.prefill_curve import PrefillCurve
+from pointsman_router.core.requests.hold_queue import QueueSettings
+from pointsman_router.core.router_state import RouterState, StateSettings
 from tests.support.router_values import join, place, request
 
 KEYS = tuple(range(1, 65))  # 1,024 tokens

@@ -11,10 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_orders import InstanceOrder
+from pointsman_router.core.placement_types import Decision, KvTransfer, Load, WrongKv
 from pointsman_router.core.prefill_curve import DEFAULT_CURVE
 from pointsman_router.core.priority import Priority
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import Decision, KvTransfer, Load, WrongKv
 from pointsman_router.io.telemetry.event_metrics import EventMetrics
 from pointsman_router.io.telemetry.state_metrics import StateCollector
 from tests.support.router_values import join, request, state

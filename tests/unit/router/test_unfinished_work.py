@@ -15,13 +15,13 @@ from pointsman_common.core.block_keys import KEY_SCHEME
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.load.reservations import Reservation
+from pointsman_router.core.placement_types import Load, Phase
 from pointsman_router.core.prefill_curve import MeanWork, PrefillWork
 from pointsman_router.core.requests import unfinished_work
 from pointsman_router.core.requests.hold_queue import QueueSettings
 from pointsman_router.core.requests.unfinished_work import PART
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import Load, Phase
-from pointsman_router.io.runtime import Router
+from pointsman_router.io.router import Router
 from pointsman_router.io.settings import RouterSettings
 from tests.support.router_values import finish, info, join, request, state
 

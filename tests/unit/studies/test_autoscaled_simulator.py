@@ -16,7 +16,7 @@ from pointsman_lab.workload.session_starts import Ramp, ramp_sessions
 from pointsman_lab.workload.synthetic_trace import generate
 from pointsman_lab.workload.traces import TraceRequest
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.core.types import InstanceState
+from pointsman_router.core.placement_types import InstanceState
 from studies.autoscaling.autoscaled_simulator import AutoscaledSimulator, InstanceLife
 from studies.autoscaling.horizontal_autoscaler import (
     AutoscalerSettings,

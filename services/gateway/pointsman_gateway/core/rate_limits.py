@@ -371,7 +371,7 @@ class _Account:
     open_here: int = 0  # number of requests in flight at this process
 
 
-class Admission:
+class KeyCharge:
     """One admitted request. Only the first close() has an effect."""
 
     def __init__(
@@ -412,11 +412,11 @@ class RateLimiter:
         self._fewer_since: float | None = None
         self._touched: dict[bytes, None] = {}  # names of the keys in the next report
 
-    def admit(self, key: bytes, limits: RateLimits, now: float, *, final: bool = False) -> Admission:
+    def admit(self, key: bytes, limits: RateLimits, now: float, *, final: bool = False) -> KeyCharge:
         """Admit one request of `key` (any name for it). Raises RateLimited, without using any limit. Raises LeaseNeeded, except
         on the `final` try: without a valid lease the `final` try counts against the gateway's share. Mutates."""
         if limits == UNLIMITED:
-            return Admission()
+            return KeyCharge()
         account = self._accounts.get(key)
         if account is None:
             account = self._accounts[key] = _Account(name_of(key), self._store_for(key), limits)
@@ -435,7 +435,7 @@ class RateLimiter:
             status = usage.status(limits, now)
         account.open_here += 1
         self._touch(account)
-        return Admission(self, account, status)
+        return KeyCharge(self, account, status)
 
     def charge(self, account: _Account, tokens: float, now: float) -> LimitStatus:
         """Count `tokens` as used by the account; return what is left. Mutates."""

@@ -36,7 +36,7 @@ from pointsman_gateway.core.cors import CorsPolicy
 from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.pool_state import TokenizerStatus
 from pointsman_gateway.core.rate_limit_headers import anthropic_fields, openai_fields
-from pointsman_gateway.core.rate_limits import Admission, LimitStatus, RateLimited, RateLimiter
+from pointsman_gateway.core.rate_limits import KeyCharge, LimitStatus, RateLimited, RateLimiter
 from pointsman_gateway.core.request.attempt_report import AttemptBreakdown
 from pointsman_gateway.core.request.continuation import Continuations
 from pointsman_gateway.core.request.failures import RETRY_S
@@ -50,14 +50,14 @@ from pointsman_gateway.core.tokens.token_cache import TokenCache
 from pointsman_gateway.io.api_keys import ApiKeys, KeysFromEnvironment
 from pointsman_gateway.io.engines.engine_client import Upstream
 from pointsman_gateway.io.engines.remote_prefill import EngineIdCache, KvReleases
-from pointsman_gateway.io.processes.shared_usage import SharedUsageFile
+from pointsman_gateway.io.processes.shared_key_limits import SharedKeyLimitsFile
 from pointsman_gateway.io.processes.sibling_processes import SiblingProcesses
 from pointsman_gateway.io.request.proxied_request import ProxiedRequest, Proxy
 from pointsman_gateway.io.request.request_runner import RequestRunner
 from pointsman_gateway.io.request.shared_context import SharedContext
 from pointsman_gateway.io.request.threaded_preparer import ThreadedPreparer
 from pointsman_gateway.io.request.unplaced_proxy import STORED_RESPONSE_PATH, UnplacedProxy
-from pointsman_gateway.io.routing.lease_client import LeaseClient
+from pointsman_gateway.io.routing.key_limit_leases import KeyLimitLeases
 from pointsman_gateway.io.routing.model_pools import ModelPools
 from pointsman_gateway.io.routing.router_client import NoRouter, RouterClient
 from pointsman_gateway.io.routing.router_stream import Dial
@@ -108,7 +108,7 @@ class Gateway:
         self._settings = settings
         self._keys = ApiKeys(settings.api_keys_file, KeysFromEnvironment().lines())
         self._shared_usage = (
-            SharedUsageFile(siblings.limits_file, siblings.number, siblings.count) if siblings else None
+            SharedKeyLimitsFile(siblings.limits_file, siblings.number, siblings.count) if siblings else None
         )
         self._rate_limiter = RateLimiter(self._shared_usage.store) if self._shared_usage is not None else RateLimiter()
         self._aliases = settings.alias_map()
@@ -142,7 +142,7 @@ class Gateway:
         self.telemetry.unconfirmed_ends.set_function(lambda: self.router.unconfirmed_ends)
         self.telemetry.limit_gateways.set_function(lambda: self._rate_limiter.gateways)
         group = settings.gateway_id if siblings is None else settings.gateway_id.removesuffix(f"-{siblings.number}")
-        self._leases = LeaseClient(
+        self._leases = KeyLimitLeases(
             self._rate_limiter, self.router, group, lambda: self._keys.limited, self.telemetry.accounted.set
         )
         timeouts = RequestTimeouts(
@@ -403,7 +403,7 @@ class Gateway:
         client, now = self._client(request), time.monotonic()
         request.usage = RequestUsage(tenant=client.tenant, api=endpoint.value, received_at=now)
         try:
-            admission = await self._leases.admit(client)
+            key_charge = await self._leases.admit(client)
         except RateLimited as limited:
             self.telemetry.limited.inc()
             _tell_limits(request, endpoint, limited.status)
@@ -415,18 +415,18 @@ class Gateway:
                 code="rate_limit_exceeded",
                 retry_after_s=limited.retry_after_s,
             ) from None
-        _tell_limits(request, endpoint, admission.status)
+        _tell_limits(request, endpoint, key_charge.status)
         try:
-            return await self._admitted(endpoint, request, client, admission, now)
+            return await self._admitted(endpoint, request, client, key_charge, now)
         except ContextExceeded as refused:
             # The prompt was parsed and counted, so it is charged: repeated refusals must not be free of cost.
-            admission.charge(refused.tokens, now)
+            key_charge.charge(refused.tokens, now)
             raise
         finally:
-            admission.close()
+            key_charge.close()
 
     async def _admitted(
-        self, endpoint: Endpoint, request: Request, client: Client, admission: Admission, received_at: float
+        self, endpoint: Endpoint, request: Request, client: Client, key_charge: KeyCharge, received_at: float
     ) -> Response | None:
         rules = ClientRules(
             self._aliases, self._settings.client_cache_salt, client.cache_salt, client.tenant == DEFAULT_TENANT
@@ -459,18 +459,18 @@ class Gateway:
             lora,
             client,
             request.headers,
-            admission,
+            key_charge,
             received_at,
             request.trace,
         )
         await self._preparer.prepare(context, dry=dry)
-        admission.charge(context.placement.input_tokens, received_at)
+        key_charge.charge(context.placement.input_tokens, received_at)
         if isinstance(request, ProxiedRequest):
             await _keep_within(request.proxy, context)
         if dry:
             return await self._explain(context)
         request.usage.streamed = call.stream
-        _tell_limits(request, endpoint, admission.status)
+        _tell_limits(request, endpoint, key_charge.status)
         return await RequestRunner(self._shared, context, request).run()
 
     def _note_usage(self, request: Request, status: int) -> None:

@@ -10,8 +10,8 @@ from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.load.reservations import Reservations
 from pointsman_router.core.prefix.exact_index import PrefixIndex
-from pointsman_router.core.requests.open_requests import OpenRequests
-from pointsman_router.core.requests.placed_requests import PlacementPlans
+from pointsman_router.core.requests.placement_plans import PlacementPlans
+from pointsman_router.core.requests.request_table import RequestTable
 
 # Number of loads per second, of all instances, above which agents are asked to send fewer. A load takes 75 us of the router's CPU
 # time, so a thousand engines that send 20 a second each would need 1.5 cores. MIN_LOAD_INTERVAL_S: interval at which agents send
@@ -55,7 +55,7 @@ class AgentReports:
         prefix_knowledge: PrefixKnowledge,
         prefill_observer: PrefillObserver,
         reservations: Reservations,
-        requests: OpenRequests,
+        requests: RequestTable,
         plans: PlacementPlans,
         *,
         stale_report_s: float,

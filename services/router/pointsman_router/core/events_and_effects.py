@@ -6,14 +6,22 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pointsman_common.core.key_messages import KeyMessage
+from pointsman_common.core.block_key_messages import KeyMessage
 from pointsman_router.core.admission_rule import AdmissionRecord
 from pointsman_router.core.idle_sessions import IdleSessions
 from pointsman_router.core.instances.instance_orders import InstanceOrder
 from pointsman_router.core.load.reservations import Reservation
+from pointsman_router.core.placement_types import (
+    Decision,
+    InstanceInfo,
+    Load,
+    Phase,
+    PlacementRequest,
+    Step,
+    session_name,
+)
 from pointsman_router.core.policy.base import Policy
 from pointsman_router.core.prefill_curve import MeanWork
-from pointsman_router.core.types import Decision, InstanceInfo, Load, Phase, PlacementRequest, Step, session_name
 
 # The outcome of a request whose end is known, but not how it ended.
 UNKNOWN = "UNKNOWN"

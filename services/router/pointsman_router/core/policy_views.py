@@ -22,10 +22,7 @@ from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.load.affinity import Affinity
 from pointsman_router.core.load.recent_migrations import Migrations
 from pointsman_router.core.load.reservations import Reservation, Reservations
-from pointsman_router.core.prefill_curve import NO_PREFILLS, PrefillCurve, PrefillSums
-from pointsman_router.core.prefix.lower_tiers import LowerBlocks
-from pointsman_router.core.shortlist import MAX_FULL_VIEW, KeptLoads, PoolLoads
-from pointsman_router.core.types import (
+from pointsman_router.core.placement_types import (
     NONE_REFUSED,
     NOTHING_UNSEEN,
     Candidate,
@@ -37,6 +34,9 @@ from pointsman_router.core.types import (
     PoolFacts,
     PrefillBacklog,
 )
+from pointsman_router.core.prefill_curve import NO_PREFILLS, PrefillCurve, PrefillSums
+from pointsman_router.core.prefix.lower_tiers import LowerBlocks
+from pointsman_router.core.shortlist import MAX_FULL_VIEW, KeptLoads, PoolLoads
 
 EXCLUDED_STATES = {
     InstanceState.CORDONED: "cordoned",

@@ -30,6 +30,7 @@ from pointsman_router.core.load.affinity import Affinity
 from pointsman_router.core.load.recent_migrations import Migrations
 from pointsman_router.core.load.reservations import Reservations
 from pointsman_router.core.ownership import OwnedPools
+from pointsman_router.core.placement_types import Decision, PlacementRequest, PoolFacts
 from pointsman_router.core.policy.auto import admission_choice
 from pointsman_router.core.policy.base import Policy, TakenPolicy
 from pointsman_router.core.policy_views import FleetViewBuilder
@@ -38,17 +39,16 @@ from pointsman_router.core.prefix.lower_tiers import LowerTiers
 from pointsman_router.core.priority import Priority
 from pointsman_router.core.requests.decider import AllSaturated, Decider
 from pointsman_router.core.requests.gateway_events import GatewayEvents
+from pointsman_router.core.requests.held_requests import HeldRequests
 from pointsman_router.core.requests.hold_queue import HoldQueue, QueueSettings
 from pointsman_router.core.requests.moves import RequestMoves
-from pointsman_router.core.requests.open_requests import OpenRequests
 from pointsman_router.core.requests.parking import PARKED, Parking
-from pointsman_router.core.requests.place_or_hold import HeldRequests
-from pointsman_router.core.requests.placed_requests import PlacementPlans
+from pointsman_router.core.requests.placement_plans import PlacementPlans
+from pointsman_router.core.requests.request_table import RequestTable
 from pointsman_router.core.requests.retry_after import RetryAfter
 from pointsman_router.core.requests.session_owners import SessionOwners
 from pointsman_router.core.requests.unfinished_work import UnfinishedWork, WorkSteps
 from pointsman_router.core.startup_gate import StartupGate
-from pointsman_router.core.types import Decision, PlacementRequest, PoolFacts
 
 # Events after which held requests are not retried. Most of them free nothing. After KeysReported the next load report or tick
 # retries; after PoolTaken no request may be placed before the gateways reconnect; RetryDue itself is a retry.
@@ -139,7 +139,7 @@ class RouterState:
             CacheCapacity(self.prefix_knowledge),
             self._admits,
         )
-        self.requests = OpenRequests(
+        self.requests = RequestTable(
             HoldQueue(settings.queue),
             HoldQueue(PARKED),
             self.admission,

@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeAlias
 
 from pointsman_router.core.instances.instance_registry import InstanceRecord
 from pointsman_router.core.load.reservations import Reservations
+from pointsman_router.core.placement_types import Unseen
 from pointsman_router.core.prefix.exact_index import PrefixIndex
-from pointsman_router.core.types import Unseen
 
 # Maximum number of instances of a pool that is considered in full.
 MAX_FULL_VIEW = 64

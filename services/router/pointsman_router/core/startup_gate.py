@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
-from pointsman_router.core.types import InstanceState
+from pointsman_router.core.placement_types import InstanceState
 
 
 class StartupGate:

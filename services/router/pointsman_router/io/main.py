@@ -30,10 +30,10 @@ from pointsman_router.core.policy.base import SettingError
 from pointsman_router.core.policy.registry import POLICIES, Policies
 from pointsman_router.io.console.console import Console
 from pointsman_router.io.console.decision_stream import DecisionStream
+from pointsman_router.io.router import Router
 from pointsman_router.io.rpc.agent_service import AGENT_SERVICE, AgentService, add_agent_service
 from pointsman_router.io.rpc.fleet_service import FleetService
 from pointsman_router.io.rpc.placement_service import PlacementService
-from pointsman_router.io.runtime import Router
 from pointsman_router.io.settings import RouterSettings
 
 log = structlog.get_logger()

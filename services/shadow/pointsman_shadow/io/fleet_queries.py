@@ -17,8 +17,8 @@ import structlog
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
 from pointsman_common.io.auth import showing
 from pointsman_common.io.channel import open_channel
-from pointsman_common.io.pages import whole_async
 from pointsman_common.io.settings import Tokens
+from pointsman_common.io.whole_lists import whole_async
 from pointsman_shadow.io.placement_comparison import ModelEngines
 
 log = structlog.get_logger()

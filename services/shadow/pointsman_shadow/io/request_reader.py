@@ -13,7 +13,7 @@ from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import ApiRequestError, ClientRules, Endpoint, parse
 from pointsman_gateway.core.http_message import Headers
 from pointsman_gateway.core.pool_state import PoolState, TokenizerStatus
-from pointsman_gateway.core.rate_limits import Admission
+from pointsman_gateway.core.rate_limits import KeyCharge
 from pointsman_gateway.core.request.prepare import RequestPreparer, Tokens
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.tenants import ANYONE
@@ -96,7 +96,7 @@ class RequestReader:
         state, lora = found
         now = time.monotonic()
         request_id = secrets.token_hex(16)
-        context = RequestContext(request_id, request_id, call, state, lora, ANYONE, headers, Admission(), now)
+        context = RequestContext(request_id, request_id, call, state, lora, ANYONE, headers, KeyCharge(), now)
         try:
             self._preparer.prepare(context, await self._tokens(context), now, dry=False)
         except ApiRequestError as error:

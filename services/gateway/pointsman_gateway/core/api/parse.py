@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pointsman_gateway.core.api import anthropic_messages, embeddings_and_scores, openai_chat, openai_responses
+from pointsman_gateway.core.api import anthropic_messages, embeddings_and_scores, openai_checks, openai_responses
 from pointsman_gateway.core.api.api_call import ApiCall, ClientRules, Endpoint, with_fields
 from pointsman_gateway.core.api.continuable import RECORD_FIELD, is_continuable, is_continuable_by_text
 from pointsman_gateway.core.api.decode_body import decode_body
@@ -25,8 +25,8 @@ _OPAQUE = frozenset(OPAQUE_FIELDS)
 
 _MEDIA = ("image", "audio", "video", "input_audio", "input_image", "prompt_embeds", "file", "source")
 _CHECKS: Mapping[Endpoint, Callable[[dict[str, Any]], None]] = {
-    Endpoint.CHAT: openai_chat.check_chat,
-    Endpoint.COMPLETION: openai_chat.check_completion,
+    Endpoint.CHAT: openai_checks.check_chat,
+    Endpoint.COMPLETION: openai_checks.check_completion,
     Endpoint.RESPONSES: openai_responses.check_responses,
     Endpoint.MESSAGES: anthropic_messages.check_messages,
     Endpoint.COUNT_TOKENS: anthropic_messages.check_count_tokens,

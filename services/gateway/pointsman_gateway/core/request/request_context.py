@@ -10,7 +10,7 @@ from pointsman_gateway.core.api import ApiCall, Endpoint, with_fields
 from pointsman_gateway.core.api.openai_responses import response_id
 from pointsman_gateway.core.http_message import Headers
 from pointsman_gateway.core.pool_state import PoolState
-from pointsman_gateway.core.rate_limits import Admission
+from pointsman_gateway.core.rate_limits import KeyCharge
 from pointsman_gateway.core.request.request_events import StepAssigned
 from pointsman_gateway.core.request_trace import RequestTrace
 from pointsman_gateway.core.tenants import Client
@@ -29,7 +29,7 @@ class RequestContext:
     lora: str  # the adapter's name; empty: none
     client: Client
     headers: Headers  # of the client's request
-    admission: Admission  # the share of the key's limits that the request takes
+    key_charge: KeyCharge  # the share of the key's limits that the request takes
     received_at: float  # monotonic s
     trace: RequestTrace | None = None  # None: traces are off
 

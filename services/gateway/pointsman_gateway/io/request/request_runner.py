@@ -16,7 +16,7 @@ from pointsman.router.v1 import placement_pb2
 from pointsman_gateway.core.api import ApiRequestError
 from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.request import request_events as ev
-from pointsman_gateway.core.request.attempt import Attempt
+from pointsman_gateway.core.request.attempt_record import Attempt
 from pointsman_gateway.core.request.attempt_report import breakdown, finished
 from pointsman_gateway.core.request.failures import answer_to
 from pointsman_gateway.core.request.local_placement import place_locally
@@ -25,9 +25,9 @@ from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_state_machine import Phase, RequestStateMachine
 from pointsman_gateway.core.request.transfer_params import supports_inline_kv_transfer
 from pointsman_gateway.core.tokens.token_cache import TokenIds
-from pointsman_gateway.io.request.engine_steps import EngineSteps
 from pointsman_gateway.io.request.proxied_request import ProxiedRequest
 from pointsman_gateway.io.request.shared_context import SharedContext
+from pointsman_gateway.io.request.step_execution import EngineSteps
 from pointsman_gateway.io.routing.router_client import NoRouter, PlacementReply
 from pointsman_gateway.io.telemetry.span_export import attempt_ended
 
@@ -317,7 +317,7 @@ class RequestRunner:
         prompt = context.placement.input_tokens if usage.prompt is None else usage.prompt
         output = self._steps.streamed_tokens if usage.output is None else usage.output
         # Each attempt's charge replaces the one before: the attempt that ends the answer has the usage of the whole.
-        context.admission.charge(prompt + output, now)
+        context.key_charge.charge(prompt + output, now)
         self._usage.outcome = effect.outcome.name.lower()
         # A request that no instance began to answer has no usage, whatever its rate limit was charged with.
         if attempt.first_byte_at or attempt.continues:

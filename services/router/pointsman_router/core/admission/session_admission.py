@@ -20,9 +20,9 @@ from pointsman_router.core.idle_sessions import IdleSessions
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.load.affinity import Affinity
+from pointsman_router.core.placement_types import Decision, PlacementRequest
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.priority import Priority
-from pointsman_router.core.types import Decision, PlacementRequest
 
 # A pool is armed when at least ARM_SHARE of its prefill of the last minute is recomputed, and the sessions' weighted size is at
 # least ARM_SIZE of its capacity: near a fleet's limit, sizes reach the capacity for moments without harm. It is disarmed below

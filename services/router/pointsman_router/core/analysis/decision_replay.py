@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from pointsman_router.core.admission_rule import AdmissionRecord, decide_admission
+from pointsman_router.core.placement_types import Decision
 from pointsman_router.core.policy.base import Policy, decide
 from pointsman_router.core.policy.decision_rng import rng_of
 from pointsman_router.core.policy.registry import POLICIES, Policies, make_policy
-from pointsman_router.core.types import Decision
 
 # The fields that a decision consists of, besides its inputs.
 COMPARED = ("result", "route_class", "mode", "cached_tokens", "runner_up", "margin")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pointsman_router.core.events_and_effects import Finished
-from pointsman_router.core.types import Decision
+from pointsman_router.core.placement_types import Decision
 
-# Prefixes of the notes on plans that failed and ended as one SERVE without another instance's KV (placed_requests.py).
+# Prefixes of the notes on plans that failed and ended as one SERVE without another instance's KV (placement_plans.py).
 FAILED_STEPS = ("prefill_failed:", "serve_failed:")
 
 

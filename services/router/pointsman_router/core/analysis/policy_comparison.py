@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from pointsman_router.core.placement_types import Decision
 from pointsman_router.core.policy.foresight import prefills_ahead
 from pointsman_router.core.prefill_curve import DEFAULT_CURVE
-from pointsman_router.core.types import Decision
 
 # Maximum number of differing decisions that are kept one by one.
 MAX_CHANGES = 100

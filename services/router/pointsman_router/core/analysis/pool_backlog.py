@@ -13,10 +13,10 @@ from itertools import chain
 from pointsman_router.core.instances.instance_registry import InstanceRegistry, PoolInfo
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.load.reservations import Reservations
+from pointsman_router.core.placement_types import route_class
 from pointsman_router.core.policy.foresight import MAX_DONE_SHARE
 from pointsman_router.core.prefill_curve import PrefillCurve
 from pointsman_router.core.requests.hold_queue import HoldQueue
-from pointsman_router.core.types import route_class
 
 # Lightest first, which is the order in which requests leave the router's queue.
 ROUTE_CLASSES = ("LIGHT", "MEDIUM", "HEAVY")

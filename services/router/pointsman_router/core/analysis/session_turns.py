@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pointsman_router.core.events_and_effects import Finished
-from pointsman_router.core.types import Decision, StepKind
+from pointsman_router.core.placement_types import Decision, StepKind
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from pointsman_router.core.history.rows import (
     PoolRow,
     PoolSample,
 )
-from pointsman_router.core.types import Decision
+from pointsman_router.core.placement_types import Decision
 
 MAX_POOLS, MAX_INSTANCES = 1_000, 10_000
 

@@ -11,13 +11,13 @@ import msgspec
 
 from pointsman_router.core.instances.circuit_breaker import Circuit
 from pointsman_router.core.instances.instance_orders import NO_ORDER, InstanceOrder
+from pointsman_router.core.instances.key_sync import ReportSync
 from pointsman_router.core.instances.prediction_audit import PredictionAudit
-from pointsman_router.core.instances.report_sync import ReportSync
 from pointsman_router.core.instances.session_shares import SessionShares
 from pointsman_router.core.instances.stale_reservations import IdleReports
+from pointsman_router.core.placement_types import Candidate, InstanceInfo, InstanceState, KvRole, Load
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerTiers
-from pointsman_router.core.types import Candidate, InstanceInfo, InstanceState, KvRole, Load
 
 
 class CandidateSnapshot(msgspec.Struct, frozen=True, gc=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pointsman_router.core.types import InstanceInfo
+from pointsman_router.core.placement_types import InstanceInfo
 
 
 def refused_senders(infos: Iterable[InstanceInfo]) -> dict[str, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pointsman_router.core.types import Load
+from pointsman_router.core.placement_types import Load
 
 SATURATED = "saturated"
 

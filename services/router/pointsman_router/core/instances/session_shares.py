@@ -20,7 +20,7 @@ from sys import float_info
 
 from xxhash import xxh3_64_intdigest
 
-from pointsman_router.core.types import Candidate
+from pointsman_router.core.placement_types import Candidate
 
 CANARY = "canary"
 # Minimum weights of the instances for a request that no weighted instance draws, tried in this order: instances of full weight,

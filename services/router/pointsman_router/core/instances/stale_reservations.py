@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from pointsman_router.core.load.reservations import Reservation
-from pointsman_router.core.types import Load, Phase
+from pointsman_router.core.placement_types import Load, Phase
 
 # Number of idle reports in a row after which an engine counts as idle.
 IDLE_REPORTS = 3

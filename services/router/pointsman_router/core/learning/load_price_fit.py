@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 
 from pointsman_router.core.kv_load import KvLoad, LoadPrice, LoadPrices, prior_prices
-from pointsman_router.core.types import InstanceInfo
+from pointsman_router.core.placement_types import InstanceInfo
 
 # Number of instances of which samples are kept, those that loaded last, and number of samples of each.
 MAX_INSTANCES, MAX_SAMPLES = 16, 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
-from pointsman_router.core.types import LIGHT_NEW_TOKENS, InstanceState, PoolFacts, PrefixSource
+from pointsman_router.core.placement_types import LIGHT_NEW_TOKENS, InstanceState, PoolFacts, PrefixSource
 
 # Maximum age of facts that are used again, s. A count over a thousand instances takes about a millisecond.
 MAX_AGE_S = 1.0

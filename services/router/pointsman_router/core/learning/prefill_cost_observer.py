@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pointsman_router.core.kv_load import LoadPrices
 from pointsman_router.core.learning.load_price_fit import LoadPriceObserver
 from pointsman_router.core.load.reservations import Reservation, Reservations
+from pointsman_router.core.placement_types import InstanceInfo, StepTotals
 from pointsman_router.core.prefill_curve import (
     DEFAULT_CURVE,
     MeanWork,
@@ -25,7 +26,6 @@ from pointsman_router.core.prefill_curve import (
     PrefillSums,
     PrefillWork,
 )
-from pointsman_router.core.types import InstanceInfo, StepTotals
 
 # Share of the predicted time below which a prefill is ignored. It was computed in one engine step with the previous one, so the
 # time between their ends is not its own.

@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
+from pointsman_common.core.block_key_messages import Delta, KeyMessage, SnapshotEnd, Tier
 from pointsman_common.core.block_keys import KEY_TOKENS
-from pointsman_common.core.key_messages import Delta, KeyMessage, SnapshotEnd, Tier
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
 from pointsman_router.core.instances.prediction_audit import AGAIN_S
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefill_progress import NO_KEYS, OpenPrompt, PrefillProgress
 from pointsman_router.core.load.reservations import Reservation
+from pointsman_router.core.placement_types import Candidate, Decision, PrefixSource, StepKind
 from pointsman_router.core.prefix.approximate_index import ApproximateIndex
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerBlocks, LowerTiers
 from pointsman_router.core.prefix.provisional_blocks import ProvisionalBlocks
-from pointsman_router.core.types import Candidate, Decision, PrefixSource, StepKind
 
 
 class PrefixMatches(NamedTuple):

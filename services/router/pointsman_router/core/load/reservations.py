@@ -15,8 +15,8 @@ import msgspec
 from msgspec.structs import replace
 
 from pointsman_router.core.kv_load import NO_LOAD, KvLoad
+from pointsman_router.core.placement_types import LISTED_PREFILLS, Phase
 from pointsman_router.core.prefill_curve import NO_PREFILLS, PrefillSums
-from pointsman_router.core.types import LISTED_PREFILLS, Phase
 
 
 class Reservation(msgspec.Struct, frozen=True, gc=False):

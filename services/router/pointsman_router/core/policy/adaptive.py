@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pointsman_router.core.placement_types import HEAVY_NEW_TOKENS, Candidate, FleetView, PlacementRequest, PolicyResult
 from pointsman_router.core.policy.base import Policy, least, lowest, offload, serve, setting
-from pointsman_router.core.types import HEAVY_NEW_TOKENS, Candidate, FleetView, PlacementRequest, PolicyResult
 
 
 def most_cached(candidates: tuple[Candidate, ...], decision_number: int) -> Candidate:

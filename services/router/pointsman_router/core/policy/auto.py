@@ -8,10 +8,10 @@ from typing import ClassVar, NamedTuple
 
 from msgspec import structs
 
+from pointsman_router.core.placement_types import FleetView, PlacementRequest, PolicyResult, PoolFacts
 from pointsman_router.core.policy.base import Policy, TakenPolicy
 from pointsman_router.core.policy.foresight import Foresight
 from pointsman_router.core.policy.unified import Unified
-from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResult, PoolFacts
 
 # `foresight` for those who choose nothing, so that no measure becomes much worse: higher prices on slowing down running answers
 # and shorter slices than by default, for TPOT, and for the longest TTFT more weight on caches, and slices that grow.

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from msgspec.structs import replace
 
-from pointsman_router.core.types import (
+from pointsman_router.core.placement_types import (
     Candidate,
     Decision,
     FleetView,

@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pointsman_router.core.placement_types import FleetView, PlacementRequest, PolicyResult
 from pointsman_router.core.policy.base import Policy, lowest, serve
-from pointsman_router.core.types import FleetView, PlacementRequest, PolicyResult
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 
+from pointsman_router.core.placement_types import HEAVY_NEW_TOKENS, Candidate, FleetView, PlacementRequest, PolicyResult
 from pointsman_router.core.policy.base import choice, least, mean, offload, setting
 from pointsman_router.core.policy.unified import Unified
-from pointsman_router.core.types import HEAVY_NEW_TOKENS, Candidate, FleetView, PlacementRequest, PolicyResult
 
 PREFILL_IDLE_DECODE_BUSY = "prefill_idle_decode_busy"
 PREFILL_OVERLOADED = "prefill_overloaded"

@@ -9,9 +9,7 @@ from typing import ClassVar
 
 from msgspec import structs
 
-from pointsman_router.core.policy.base import Policy, hold, rotated, serve, setting, slice_of
-from pointsman_router.core.prefill_curve import DEFAULT_CURVE, PrefillCurve
-from pointsman_router.core.types import (
+from pointsman_router.core.placement_types import (
     NO_FACTS,
     Candidate,
     FleetView,
@@ -20,6 +18,8 @@ from pointsman_router.core.types import (
     PoolFacts,
     PrefillBacklog,
 )
+from pointsman_router.core.policy.base import Policy, hold, rotated, serve, setting, slice_of
+from pointsman_router.core.prefill_curve import DEFAULT_CURVE, PrefillCurve
 
 AT_ONCE, SLICE, LAST_PART, HELD = "at_once", "slice", "last_part", "held"
 # Maximum share of a prefill's predicted cost that counts as done while no event reports its end.

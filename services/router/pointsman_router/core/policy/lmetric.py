@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pointsman_router.core.placement_types import Candidate, FleetView, PlacementRequest, PolicyResult
 from pointsman_router.core.policy.base import Policy, lowest, serve
-from pointsman_router.core.types import Candidate, FleetView, PlacementRequest, PolicyResult
 
 
 @dataclass(frozen=True)

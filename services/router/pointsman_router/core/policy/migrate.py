@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 
+from pointsman_router.core.placement_types import LIGHT_NEW_TOKENS, Candidate, FleetView, PlacementRequest, PolicyResult
 from pointsman_router.core.policy.base import choice, least, offload, setting, switch
 from pointsman_router.core.policy.unified import Unified
-from pointsman_router.core.types import LIGHT_NEW_TOKENS, Candidate, FleetView, PlacementRequest, PolicyResult
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pointsman_router.core.types import HEAVY_NEW_TOKENS, LIGHT_CACHE_RATIO, LIGHT_NEW_TOKENS
+from pointsman_router.core.placement_types import HEAVY_NEW_TOKENS, LIGHT_CACHE_RATIO, LIGHT_NEW_TOKENS
 
 # Meaning by code. Decisions, filters and metrics use the codes. A code means the same in all policies.
 REASONS = {
@@ -62,7 +62,7 @@ REASONS = {
     "explore": "least work, new tokens and evictions, since no cached prefix saves enough",
 }
 
-# Meaning by route class (core/types.py): how much of the prompt the instance that prefills must compute.
+# Meaning by route class (core/placement_types.py): how much of the prompt the instance that prefills must compute.
 ROUTE_CLASSES = {
     "LIGHT": f"under {LIGHT_NEW_TOKENS:,} new tokens, or over {LIGHT_CACHE_RATIO:.0%} of the prompt cached",
     "MEDIUM": f"{LIGHT_NEW_TOKENS:,} new tokens or more, and at most {LIGHT_CACHE_RATIO:.0%} of the prompt cached",

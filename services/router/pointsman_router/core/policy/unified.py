@@ -6,8 +6,15 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pointsman_router.core.placement_types import (
+    NOTHING_UNSEEN,
+    Candidate,
+    FleetView,
+    PlacementRequest,
+    PolicyResult,
+    Unseen,
+)
 from pointsman_router.core.policy.base import Policy, lowest, serve, setting
-from pointsman_router.core.types import NOTHING_UNSEEN, Candidate, FleetView, PlacementRequest, PolicyResult, Unseen
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import inf
 
 from pointsman_router.core.instances.saturation import SATURATED
-from pointsman_router.core.types import FleetView, PlacementRequest
+from pointsman_router.core.placement_types import FleetView, PlacementRequest
 
 # SURE_SAMPLES: number of prefills after which a learned curve is used. SURE_SHARE: lower bound of a prefill's time, as a share of
 # the curve's value, since a curve predicts the mean.

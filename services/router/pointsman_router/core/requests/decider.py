@@ -7,10 +7,10 @@ import msgspec
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.instances.saturation import SATURATED
+from pointsman_router.core.placement_types import Decision, FleetView, PlacementRequest
 from pointsman_router.core.policy.base import Policy, decide
 from pointsman_router.core.policy.decision_rng import rng_of
 from pointsman_router.core.policy_views import FleetViewBuilder
-from pointsman_router.core.types import Decision, FleetView, PlacementRequest
 
 
 class AllSaturated(msgspec.Struct, frozen=True, gc=False):

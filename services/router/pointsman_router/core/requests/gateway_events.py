@@ -15,23 +15,23 @@ from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.ownership import OwnedPools
+from pointsman_router.core.placement_types import Decision, PlacementRequest, StepKind
 from pointsman_router.core.policy_views import FleetViewBuilder
-from pointsman_router.core.requests.open_requests import OpenRequests
+from pointsman_router.core.requests.held_requests import HeldRequests
 from pointsman_router.core.requests.parking import Parking
-from pointsman_router.core.requests.place_or_hold import HeldRequests
-from pointsman_router.core.requests.placed_requests import MAX_STEPS, PlacementPlans, placed_effect
+from pointsman_router.core.requests.placement_plans import MAX_STEPS, PlacementPlans, placed_effect
 from pointsman_router.core.requests.refusals import not_serving
 from pointsman_router.core.requests.request_state import RequestState, Stage
+from pointsman_router.core.requests.request_table import RequestTable
 from pointsman_router.core.requests.unfinished_work import WorkSteps
 from pointsman_router.core.startup_gate import StartupGate
-from pointsman_router.core.types import Decision, PlacementRequest, StepKind
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayEvents:
     """Applies the events of gateways to the router's state."""
 
-    requests: OpenRequests
+    requests: RequestTable
     held_requests: HeldRequests
     parking: Parking
     plans: PlacementPlans

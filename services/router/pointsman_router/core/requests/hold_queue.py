@@ -11,9 +11,9 @@ from typing import Literal
 
 import msgspec
 
+from pointsman_router.core.placement_types import PlacementRequest
 from pointsman_router.core.priority import PRIORITIES, Priority
 from pointsman_router.core.requests.fair_order import REQUEST_TOKENS, Entry, PoolOrder, QueueKey
-from pointsman_router.core.types import PlacementRequest
 
 # Ageing rate that stands for 0, tokens/s. It is so low that no wait outweighs a single token.
 _NEVER = 1e-6

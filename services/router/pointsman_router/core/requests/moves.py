@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.load.reservations import Reservation, Reservations
+from pointsman_router.core.placement_types import Decision, InstanceState, Phase, PlacementRequest, StepKind
 from pointsman_router.core.requests.decider import AllSaturated, Decider
-from pointsman_router.core.requests.open_requests import OpenRequests
-from pointsman_router.core.types import Decision, InstanceState, Phase, PlacementRequest, StepKind
+from pointsman_router.core.requests.request_table import RequestTable
 
 # How long a request counts as under way after its gateway was told, and after what time it is told again if it is still there.
 LEAVES_WITHIN_S = 2.0
@@ -45,7 +45,7 @@ class RequestMoves:
     def __init__(
         self,
         instances: InstanceRegistry,
-        requests: OpenRequests,
+        requests: RequestTable,
         reservations: Reservations,
         decider: Decider,
     ) -> None:

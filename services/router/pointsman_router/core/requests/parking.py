@@ -27,12 +27,12 @@ from pointsman_router.core.admission_rule import (
     decide_admission,
 )
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
+from pointsman_router.core.placement_types import PlacementRequest
+from pointsman_router.core.requests.held_requests import HeldRequests
 from pointsman_router.core.requests.hold_queue import HeldRequest, QueueSettings
-from pointsman_router.core.requests.open_requests import OpenRequests
-from pointsman_router.core.requests.place_or_hold import HeldRequests
 from pointsman_router.core.requests.refusals import not_serving
+from pointsman_router.core.requests.request_table import RequestTable
 from pointsman_router.core.requests.retry_after import RetryAfter
-from pointsman_router.core.types import PlacementRequest
 
 # Limits of a pool's parked requests: their number, one tenant's share of it, and the block keys of all their prompts (8 bytes
 # each).
@@ -53,7 +53,7 @@ class Parking:
 
     def __init__(
         self,
-        requests: OpenRequests,
+        requests: RequestTable,
         admission: SessionAdmission,
         held_requests: HeldRequests,
         instances: InstanceRegistry,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pointsman_router.core.load.reservations import Reservation
-from pointsman_router.core.types import (
+from pointsman_router.core.placement_types import (
     Decision,
     FleetView,
     PlacementRequest,

@@ -11,8 +11,8 @@ import msgspec
 
 from pointsman_router.core.learning.prefill_progress import NO_KEYS, OpenPrompt
 from pointsman_router.core.load.reservations import Reservation
+from pointsman_router.core.placement_types import Decision, Phase, PlacementRequest
 from pointsman_router.core.requests.hold_queue import HeldRequest
-from pointsman_router.core.types import Decision, Phase, PlacementRequest
 
 # MAX_STORY: maximum number of transitions in a story. FIRST_OF_STORY: how many of them are the first ones; the others are the
 # last. The story is bounded since a plan may have thousands of slices, and many requests are open.
@@ -32,7 +32,7 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """A change of a request's state, and the stages in which it is allowed. Each transition is a method of OpenRequests."""
+    """A change of a request's state, and the stages in which it is allowed. Each transition is a method of RequestTable."""
 
     name: str
     allowed: tuple[Stage, ...]
@@ -52,7 +52,7 @@ class InvalidTransitionError(RuntimeError):
 
 
 class RequestState(msgspec.Struct, gc=False):
-    """All that is known of one request. Only OpenRequests changes it, and updates each index with the change."""
+    """All that is known of one request. Only RequestTable changes it, and updates each index with the change."""
 
     request_id: str
     # The request waits for its first step or, if it has a reservation, for the rest of its plan.

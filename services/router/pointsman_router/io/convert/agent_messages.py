@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import asdict
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman_router.core.types import Gpu, InstanceInfo, KvRole, KvTransfer, Load, StepTotals, WrongKv
+from pointsman_router.core.placement_types import Gpu, InstanceInfo, KvRole, KvTransfer, Load, StepTotals, WrongKv
 from pointsman_router.io.convert.times import finite
 
 # Maximum number of senders of wrong KV that are kept of one instance.

@@ -15,10 +15,10 @@ from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.core.enum_words import values
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.ownership import Owner
+from pointsman_router.core.placement_types import InstanceInfo, Phase, PlacementRequest, Step, StepKind
 from pointsman_router.core.priority import Priority
-from pointsman_router.core.requests.placed_requests import kv_target
+from pointsman_router.core.requests.placement_plans import kv_target
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import InstanceInfo, Phase, PlacementRequest, Step, StepKind
 from pointsman_router.io.convert import agent_messages
 from pointsman_router.io.convert.times import duration, finite, seconds
 

@@ -18,9 +18,9 @@ from pointsman_router.core.analysis.policy_comparison import PolicyComparison, t
 from pointsman_router.core.instances.instance_orders import InstanceOrder, OrderChange
 from pointsman_router.core.instances.instance_registry import InstanceRecord
 from pointsman_router.core.kv_load import KvLoad
+from pointsman_router.core.placement_types import Candidate, Decision, InstanceState, PolicyRef, PoolFacts, PrefixSource
 from pointsman_router.core.policy.base import Policy, TakenPolicy, bounds, summary
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import Candidate, Decision, InstanceState, PolicyRef, PoolFacts, PrefixSource
 from pointsman_router.io.convert import agent_messages, gateway_messages
 from pointsman_router.io.convert.times import change, duration, timestamp
 from pointsman_router.io.telemetry.decision_log import LoggedDecision

@@ -30,6 +30,7 @@ from pointsman_router.core.policy.reasons import REASONS, ROUTE_CLASSES
 from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.io.convert import gateway_messages, operator_messages
 from pointsman_router.io.convert.times import duration, timestamp
+from pointsman_router.io.router import PolicyChanged, Router
 from pointsman_router.io.rpc.errors import (
     abort,
     field_status,
@@ -43,7 +44,6 @@ from pointsman_router.io.rpc.history_lists import HistoryLists
 from pointsman_router.io.rpc.paged_lists import in_turns
 from pointsman_router.io.rpc.pages import MAX_PAGE
 from pointsman_router.io.rpc.replicas import replicas_to_wire
-from pointsman_router.io.runtime import PolicyChanged, Router
 from pointsman_router.io.telemetry.decision_log import DecisionFilter, LoggedDecision
 
 # Default number of decisions that SummarizeDecisions reads.

@@ -7,9 +7,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from pointsman_router.io.router import Router
 from pointsman_router.io.rpc.errors import abort, field_status, page_token_status
 from pointsman_router.io.rpc.pages import DEFAULT_PAGE, InvalidPageToken, page_size, position_of, token_after
-from pointsman_router.io.runtime import Router
 
 # Longest time that building a response may block the event loop at once, s.
 TURN_S = 0.001

@@ -20,9 +20,9 @@ from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.requests.refusals import not_serving
 from pointsman_router.io.convert import gateway_messages
 from pointsman_router.io.convert.times import duration
+from pointsman_router.io.router import GatewayStream, Router
 from pointsman_router.io.rpc.duplex_stream import run_duplex
 from pointsman_router.io.rpc.errors import abort, field_status, gateway_id_status, refusal_status
-from pointsman_router.io.runtime import GatewayStream, Router
 
 SessionContext: TypeAlias = "grpc.aio.ServicerContext[placement_pb2.SessionRequest, placement_pb2.SessionResponse]"
 PlaceContext: TypeAlias = "grpc.aio.ServicerContext[placement_pb2.PlaceRequest, placement_pb2.PlaceResponse]"

@@ -6,10 +6,10 @@ import asyncio
 import time
 
 from pointsman.router.v1 import fleet_pb2
-from pointsman_router.core.types import PolicyRef
+from pointsman_router.core.placement_types import PolicyRef
 from pointsman_router.io.convert import gateway_messages, operator_messages
 from pointsman_router.io.convert.times import duration, timestamp
-from pointsman_router.io.runtime import VERSION, ReplicaInfo, Router
+from pointsman_router.io.router import VERSION, ReplicaInfo, Router
 
 
 def replicas_to_wire(router: Router) -> fleet_pb2.ListReplicasResponse:

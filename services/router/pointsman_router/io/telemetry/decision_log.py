@@ -17,7 +17,7 @@ from pointsman_common.io.line_file import LineWriter
 from pointsman_router.core.admission_rule import AdmissionRecord
 from pointsman_router.core.analysis.decision_replay import inputs_digest
 from pointsman_router.core.events_and_effects import Finished, Refused
-from pointsman_router.core.types import Decision
+from pointsman_router.core.placement_types import Decision
 
 OPEN = "OPEN"
 DRY_RUN = "DRY_RUN"

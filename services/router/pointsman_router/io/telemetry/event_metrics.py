@@ -9,8 +9,8 @@ from pointsman_common.io.metric_children import MetricChildren
 from pointsman_router.core.admission_rule import AdmissionRecord
 from pointsman_router.core.events_and_effects import UNKNOWN, Finished
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
+from pointsman_router.core.placement_types import Decision
 from pointsman_router.core.priority import Priority
-from pointsman_router.core.types import Decision
 
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)
 

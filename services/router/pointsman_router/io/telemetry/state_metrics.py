@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pointsman_common.core.key_messages import Tier
+from pointsman_common.core.block_key_messages import Tier
 from pointsman_router.core.analysis.pool_backlog import PoolBacklogs
 from pointsman_router.core.instances.instance_registry import InstanceRecord
 from pointsman_router.core.instances.kv_refusals import refused_senders
+from pointsman_router.core.placement_types import InstanceState
 from pointsman_router.core.priority import Priority
 from pointsman_router.core.router_state import RouterState
-from pointsman_router.core.types import InstanceState
 
 NAME = "pointsman_router_"
 

@@ -14,13 +14,13 @@ from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.load.affinity import Affinity
 from pointsman_router.core.load.recent_migrations import Migrations
 from pointsman_router.core.load.reservations import Reservation
+from pointsman_router.core.placement_types import Decision, PlacementRequest, Step, StepKind
 from pointsman_router.core.requests.decider import Decider
-from pointsman_router.core.requests.open_requests import OpenRequests
 from pointsman_router.core.requests.recovered_placement import recovered_decision
 from pointsman_router.core.requests.refusals import not_serving
 from pointsman_router.core.requests.request_state import RequestState, Stage
+from pointsman_router.core.requests.request_table import RequestTable
 from pointsman_router.core.requests.retry_after import RetryAfter
-from pointsman_router.core.types import Decision, PlacementRequest, Step, StepKind
 
 # Reason of the one SERVE that replaces the rest of a plan.
 COLOCATED_AFTER_FAILURE = "colocated_after_failure"
@@ -39,7 +39,7 @@ class PlacementPlans:
 
     def __init__(
         self,
-        requests: OpenRequests,
+        requests: RequestTable,
         decider: Decider,
         instances: InstanceRegistry,
         prefill_observer: PrefillObserver,

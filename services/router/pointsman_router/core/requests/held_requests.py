@@ -20,17 +20,17 @@ from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.instances.saturation import SATURATED
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.load.reservations import Reservations
+from pointsman_router.core.placement_types import Decision, PlacementRequest, StepKind
 from pointsman_router.core.policy.unified import Unified
 from pointsman_router.core.policy_views import FleetViewBuilder
 from pointsman_router.core.requests.deadlines import SURE_SHARE, lateness, least_prefill_s
 from pointsman_router.core.requests.decider import AllSaturated, Decider, DecideResult
 from pointsman_router.core.requests.fair_order import QueueKey
 from pointsman_router.core.requests.hold_queue import HeldRequest
-from pointsman_router.core.requests.open_requests import OpenRequests
-from pointsman_router.core.requests.placed_requests import PlacementPlans
+from pointsman_router.core.requests.placement_plans import PlacementPlans
 from pointsman_router.core.requests.refusals import not_serving
+from pointsman_router.core.requests.request_table import RequestTable
 from pointsman_router.core.requests.retry_after import RetryAfter
-from pointsman_router.core.types import Decision, PlacementRequest, StepKind
 
 # TRIES: maximum number of decisions that leave their requests held, in a trial of a pool after something freed. TRIES_ON_TICK:
 # the same in a trial on a tick. MOST_DECISIONS: maximum number of all decisions of a trial (on a tick: TRIES_ON_TICK). A decision
@@ -79,7 +79,7 @@ class HeldRequests:
 
     def __init__(
         self,
-        requests: OpenRequests,
+        requests: RequestTable,
         decider: Decider,
         plans: PlacementPlans,
         views: FleetViewBuilder,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pointsman_gateway.core.rate_limits import Admission, RateLimited, RateLimiter, RateLimits
-from pointsman_gateway.io.processes.shared_usage import SharedUsageFile
+from pointsman_gateway.core.rate_limits import KeyCharge, RateLimited, RateLimiter, RateLimits
+from pointsman_gateway.io.processes.shared_key_limits import SharedKeyLimitsFile
 
 
 def digest(name: int) -> bytes:
@@ -35,16 +35,16 @@ def test_three_processes_admit_what_one_would(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int, bool, int, float]], limits: RateLimits
 ) -> None:
     file = tmp_path_factory.mktemp("shared") / "limits"
-    usage_file = [SharedUsageFile(file, number, 3) for number in range(3)]
+    usage_file = [SharedKeyLimitsFile(file, number, 3) for number in range(3)]
     several, alone = [RateLimiter(usage_store.store) for usage_store in usage_file], RateLimiter()
-    open_ones: list[tuple[Admission, Admission]] = []
+    open_ones: list[tuple[KeyCharge, KeyCharge]] = []
     now = 0.0
     for who, key, close, tokens, pause in steps:
         now += pause
         if close and open_ones:
             for admission in open_ones.pop(0):
                 admission.close()
-        found: list[Admission | float] = []
+        found: list[KeyCharge | float] = []
         for limiter in (several[who], alone):
             try:
                 admission = limiter.admit(digest(key), limits, now)
@@ -54,7 +54,7 @@ def test_three_processes_admit_what_one_would(
                 admission.charge(tokens, now)
                 found.append(admission)
         one, other = found
-        if isinstance(one, Admission) and isinstance(other, Admission):
+        if isinstance(one, KeyCharge) and isinstance(other, KeyCharge):
             open_ones.append((one, other))
         else:
             assert one == other
@@ -63,7 +63,7 @@ def test_three_processes_admit_what_one_would(
 
 
 def test_more_keys_than_there_was_room_for(file: Path) -> None:
-    usage_file = [SharedUsageFile(file, number, 2) for number in range(2)]
+    usage_file = [SharedKeyLimitsFile(file, number, 2) for number in range(2)]
     one, other = (RateLimiter(store.store) for store in usage_file)
     for key in range(200):
         one.admit(digest(key), RateLimits(in_flight=1), 0.0)
@@ -75,7 +75,7 @@ def test_more_keys_than_there_was_room_for(file: Path) -> None:
 
 
 def test_what_a_dead_process_had_in_flight_is_over_when_it_is_replaced(file: Path) -> None:
-    first, second = SharedUsageFile(file, 0, 2), SharedUsageFile(file, 1, 2)
+    first, second = SharedKeyLimitsFile(file, 0, 2), SharedKeyLimitsFile(file, 1, 2)
     limits = RateLimits(requests_per_minute=3, in_flight=2)
     RateLimiter(first.store).admit(digest(0), limits, 0.0)
     living = RateLimiter(second.store)
@@ -83,7 +83,7 @@ def test_what_a_dead_process_had_in_flight_is_over_when_it_is_replaced(file: Pat
     with pytest.raises(RateLimited, match="in flight"):
         living.admit(digest(0), limits, 0.0)
     first.close()
-    again = SharedUsageFile(file, 0, 2)
+    again = SharedKeyLimitsFile(file, 0, 2)
     living.admit(digest(0), limits, 0.0).close()
     with pytest.raises(RateLimited, match="per minute"):
         living.admit(digest(0), limits, 0.0)
@@ -92,7 +92,7 @@ def test_what_a_dead_process_had_in_flight_is_over_when_it_is_replaced(file: Pat
 
 
 def _admit_many(file: Path, number: int, tries: int) -> int:
-    usage_file = SharedUsageFile(file, number, 2)
+    usage_file = SharedKeyLimitsFile(file, number, 2)
     limiter, admitted = RateLimiter(usage_file.store), 0
     for _ in range(tries):
         try:
@@ -111,7 +111,7 @@ def test_two_processes_at_once_lose_no_request(file: Path) -> None:
 
 
 def test_a_key_is_a_digest(file: Path) -> None:
-    usage_file = SharedUsageFile(file, 0, 1)
+    usage_file = SharedKeyLimitsFile(file, 0, 1)
     for bad in (b"", b"k", bytes(32)):
         with pytest.raises(ValueError, match="digest"):
             usage_file.store(bad)
@@ -120,7 +120,7 @@ def test_a_key_is_a_digest(file: Path) -> None:
 
 def test_the_disk_has_given_all_that_is_mapped(file: Path) -> None:
     """All mapped blocks must be allocated. A write to a block that a full disk cannot allocate ends the process by SIGBUS."""
-    usage_file = SharedUsageFile(file, 0, 2)
+    usage_file = SharedKeyLimitsFile(file, 0, 2)
     for name in range(200):
         usage_file.store(digest(name))
         status = file.stat()

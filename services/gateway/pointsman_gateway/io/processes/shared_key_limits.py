@@ -21,7 +21,7 @@ _FIGURES = struct.Struct("8d q q q 4d")
 _ROOM = 64  # number of accounts by which the file grows
 
 
-class SharedUsageFile:
+class SharedKeyLimitsFile:
     """The accounts of API keys in `file`, read and written by process `number` of `count`."""
 
     def __init__(self, file: Path, number: int, count: int) -> None:
@@ -39,7 +39,7 @@ class SharedUsageFile:
                 own = at + self._size - self._flights.size + number * 8
                 data[own : own + 8] = bytes(8)
 
-    def store(self, key: bytes) -> _SharedUsage:
+    def store(self, key: bytes) -> _SharedKeyLimits:
         """Return the account of `key` (32 bytes, not all zero); add it if it is new. Raises ValueError for another key."""
         if len(key) != _KEY_BYTES or not any(key):
             raise ValueError("the key must be a digest of 32 bytes, not all zero")
@@ -53,7 +53,7 @@ class SharedUsageFile:
             if data[at : at + _KEY_BYTES] != key:
                 data[at : at + _KEY_BYTES] = key
                 _FIGURES.pack_into(data, at + _KEY_BYTES, *_figures_of(KeyUsage()))
-        return _SharedUsage(self, at + _KEY_BYTES)
+        return _SharedKeyLimits(self, at + _KEY_BYTES)
 
     @contextmanager
     def usage(self, at: int) -> Iterator[KeyUsage]:
@@ -117,8 +117,8 @@ def _figures_of(usage: KeyUsage) -> Iterator[float]:
     yield from (usage.used_requests, usage.used_tokens)
 
 
-class _SharedUsage:
-    def __init__(self, usage_file: SharedUsageFile, at: int) -> None:
+class _SharedKeyLimits:
+    def __init__(self, usage_file: SharedKeyLimitsFile, at: int) -> None:
         self._file = usage_file
         self._at = at
 

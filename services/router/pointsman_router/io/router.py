@@ -25,15 +25,15 @@ from pointsman_router.core.history.fleet_history import FleetHistory
 from pointsman_router.core.instances.circuit_breaker import CircuitSettings
 from pointsman_router.core.instances.instance_orders import OrderChange
 from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.key_limit_accounts import KeyLimitAccounts
 from pointsman_router.core.ownership import Owner
+from pointsman_router.core.placement_types import InstanceInfo, PlacementRequest
 from pointsman_router.core.policy.base import Policy, SettingError
 from pointsman_router.core.policy.registry import POLICIES, Policies, make_policy
 from pointsman_router.core.requests.hold_queue import QueueSettings
 from pointsman_router.core.requests.refusals import not_serving
 from pointsman_router.core.router_state import RouterState, StateSettings
-from pointsman_router.core.types import InstanceInfo, PlacementRequest
-from pointsman_router.core.usage_accounts import UsageAccounts
-from pointsman_router.io.convert import gateway_messages, usage_messages
+from pointsman_router.io.convert import gateway_messages, key_limit_messages
 from pointsman_router.io.convert.operator_messages import policy_etag
 from pointsman_router.io.convert.sent_fleet import SentFleet
 from pointsman_router.io.operator_config import OperatorConfig, contradictions
@@ -161,7 +161,7 @@ class Router:
         self.agents: dict[int, AgentStream] = {}
         self.gateways: dict[str, GatewayStream] = {}
         self.gateway_claims = GatewayClaims(settings.gateway_lease_s)
-        self.usage_accounts = UsageAccounts()
+        self.key_limit_accounts = KeyLimitAccounts()
         # Request id -> callers of `placed` that wait for the answer -> the model that each asked for.
         self._callers: dict[str, dict[asyncio.Future[ev.Placed | ev.Refused], str]] = {}
         self.store: Store
@@ -195,7 +195,7 @@ class Router:
         self.started_at = time.time()
         self.telemetry.registry.register(StateCollector(self.state, lambda: self._ready))
         self.telemetry.lost_replicas.set_function(lambda: len(self.store.lost_replicas()))
-        self.telemetry.accounted_keys.set_function(lambda: len(self.usage_accounts))
+        self.telemetry.accounted_keys.set_function(lambda: len(self.key_limit_accounts))
 
     @property
     def ready(self) -> bool:
@@ -435,14 +435,14 @@ class Router:
 
     def account(self, gateway_id: str, report: placement_pb2.UsageReport) -> None:
         """Apply a gateway process's report on API keys' usage, and answer it on the gateway's stream."""
-        reports = usage_messages.usage_reports(report)
+        reports = key_limit_messages.usage_reports(report)
         if len(reports) < len(report.keys):
             self.telemetry.bad_usage.inc(len(report.keys) - len(reports))
-        answer = self.usage_accounts.report(
+        answer = self.key_limit_accounts.report(
             gateway_id, report.gateway or gateway_id, reports, time.monotonic(), full=report.full
         )
         if (stream := self.gateways.get(gateway_id)) is not None:
-            stream.send(usage=usage_messages.usage_answer_to_wire(answer))
+            stream.send(usage=key_limit_messages.usage_answer_to_wire(answer))
 
     async def placed(
         self, request: PlacementRequest, within_s: float | None, traceparent: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pointsman.router.v1 import placement_pb2
-from pointsman_router.core.usage_accounts import KeyReport, UsageAnswer
+from pointsman_router.core.key_limit_accounts import KeyLimitAnswer, KeyReport
 
 # Maximum number of keys of a report; the rest is ignored.
 _MAX_USAGE_KEYS = 1_000
@@ -62,7 +62,7 @@ def _is_possible(report: placement_pb2.KeyReport) -> bool:
     )
 
 
-def usage_answer_to_wire(answer: UsageAnswer) -> placement_pb2.UsageAnswer:
+def usage_answer_to_wire(answer: KeyLimitAnswer) -> placement_pb2.UsageAnswer:
     """Convert the answer to a usage report: what the gateway is granted."""
     return placement_pb2.UsageAnswer(
         gateways=answer.gateways,

@@ -20,6 +20,7 @@ from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefill_progress import OpenPrompt
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.load.reservations import Reservation, Reservations
+from pointsman_router.core.placement_types import NO_BACKLOG, Decision, FleetView, Phase, PlacementRequest
 from pointsman_router.core.requests.hold_queue import HeldRequest, HoldQueue
 from pointsman_router.core.requests.request_state import (
     ANNOUNCE,
@@ -31,7 +32,6 @@ from pointsman_router.core.requests.request_state import (
     RequestState,
     Stage,
 )
-from pointsman_router.core.types import NO_BACKLOG, Decision, FleetView, Phase, PlacementRequest
 
 _NOTHING_SEEN = FleetView(())
 # Maximum number of ended requests that are kept, to recognise them if they are sent again.
@@ -40,7 +40,7 @@ MAX_ENDED = 20_000
 FORGET_AT_ONCE = 4
 
 
-class OpenRequests:
+class RequestTable:
     """Requests by id. `queue` has the held requests in their order, and `parked` those that wait for the admission of their
     sessions; code that answers one must report the outcome here. `admission` counts the sessions of placed requests."""
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import structlog
 
 from pointsman.router.v1 import placement_pb2
-from pointsman_gateway.core.rate_limits import Admission, LeaseNeeded, RateLimiter
+from pointsman_gateway.core.rate_limits import KeyCharge, LeaseNeeded, RateLimiter
 from pointsman_gateway.core.tenants import Client
 from pointsman_gateway.io.routing.router_client import RouterClient
 from pointsman_gateway.io.routing.router_stream import RouterSession
@@ -36,7 +36,7 @@ MAX_KEYS = 1_000
 _MAX_UNANSWERED = 4
 
 
-class LeaseClient:
+class KeyLimitLeases:
     """Renews the leases of a RateLimiter. All calls must come from the event loop that start() ran on."""
 
     def __init__(
@@ -76,7 +76,7 @@ class LeaseClient:
         self._check_route()
         self._report()
 
-    async def admit(self, client: Client) -> Admission:
+    async def admit(self, client: Client) -> KeyCharge:
         """Admit one request of the client. Waits only if the key's lease is used up. Raises RateLimited."""
         now = time.monotonic()
         give_up_at = now + ASK_AGAIN_S

@@ -66,7 +66,7 @@ class KeyGrant:
 
 
 @dataclass(frozen=True, slots=True)
-class UsageAnswer:
+class KeyLimitAnswer:
     """The answer to a report: the number of gateways that report, the grants, and whether the process must send a full report of
     its requests in flight (`tell_all`)."""
 
@@ -135,7 +135,7 @@ class _Process:
     open_keys: set[bytes] = field(default_factory=set)
 
 
-class UsageAccounts:
+class KeyLimitAccounts:
     """All accounts of one router. `now`: s on a monotonic clock."""
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class UsageAccounts:
 
     def report(
         self, process: str, gateway: str, reports: Iterable[KeyReport], now: float, *, full: bool = False
-    ) -> UsageAnswer:
+    ) -> KeyLimitAnswer:
         """Apply a report of a process of `gateway`, and grant what it wants. `full`: the process has no other requests in flight
         than the report lists. Mutates."""
         self._forget_silent(now)
@@ -173,7 +173,7 @@ class UsageAccounts:
             grants.append(self._take(process, record, report, now, full=full))
         while len(self._accounts) > MAX_ACCOUNTS:
             self._accounts.popitem(last=False)
-        return UsageAnswer(max(1, len(self._gateways)), known is None and not full, grants)
+        return KeyLimitAnswer(max(1, len(self._gateways)), known is None and not full, grants)
 
     def _take(self, process: str, record: _Process, report: KeyReport, now: float, *, full: bool) -> KeyGrant:
         account = self._accounts.get(report.key)
