@@ -117,7 +117,7 @@ def main() -> None:
     end."""
     names = names_of(sys.argv[1:])
     configure_logs("bench", "error")
-    told: list[Figure] = []
+    all_figures: list[Figure] = []
     with RESULTS.open("a") as results:
         for name in names:
             found = (BENCHMARKS | LONG)[name]()
@@ -126,8 +126,8 @@ def main() -> None:
                 results.write(json.dumps(figure.row()) + "\n")
                 print(f"{name}: {figure.metric} {figure.value:,.2f} {figure.unit}", file=sys.stderr, flush=True)
             results.flush()
-            told += figures
-    Console(width=180).print(figure_table(told))
+            all_figures += figures
+    Console(width=180).print(figure_table(all_figures))
 
 
 if __name__ == "__main__":

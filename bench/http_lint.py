@@ -97,16 +97,16 @@ async def http_lint() -> list[Figure]:
                     answered = await answer(gateway.port, name)
                     for note in await asyncio.to_thread(notes, httplint, name, answered):
                         found.setdefault(note, []).append(name)
-    told_of = {
+    notes_of = {
         level: [f"{note} ({', '.join(of)})" for note, of in found.items() if level in note] for level in ("BAD", "WARN")
     }
     return [
         Figure(
             "bad_http_notes",
-            len(told_of["BAD"]),
+            len(notes_of["BAD"]),
             "",
             None,
-            f"{len(ASKED)} answers; goal 0; {'; '.join(told_of['BAD'])}",
+            f"{len(ASKED)} answers; goal 0; {'; '.join(notes_of['BAD'])}",
         ),
-        Figure("warned_http_notes", len(told_of["WARN"]), "", None, "; ".join(told_of["WARN"])),
+        Figure("warned_http_notes", len(notes_of["WARN"]), "", None, "; ".join(notes_of["WARN"])),
     ]

@@ -66,19 +66,19 @@ def build(root: Path, registry: str, tag: str, platforms: str, *, push: bool) ->
     digests = {}
     with tempfile.TemporaryDirectory() as folder:
         for image in images():
-            told = Path(folder, f"{image.name}.json")
+            metadata = Path(folder, f"{image.name}.json")
             words = ["docker", "buildx", "build", "--file", image.dockerfile]
             words += ["--platform", platforms] if platforms else []
             words += [word for argument in image.arguments for word in ("--build-arg", argument)]
             words += ["--label", f"org.opencontainers.image.version={tag}", "--tag", f"{registry}/{image.name}:{tag}"]
-            words += ["--metadata-file", str(told), "--push" if push else "--load", "."]
+            words += ["--metadata-file", str(metadata), "--push" if push else "--load", "."]
             try:
                 subprocess.run(words, cwd=root, check=True)
             except FileNotFoundError:
                 raise BuildError("docker is missing: Docker 23 or newer, or its buildx plugin, is needed") from None
             except subprocess.CalledProcessError as error:
                 raise BuildError(f"{image.name}: docker ended with status {error.returncode}") from None
-            digests[image.name] = str(json.loads(told.read_text())["containerimage.digest"]) if push else ""
+            digests[image.name] = str(json.loads(metadata.read_text())["containerimage.digest"]) if push else ""
     return digests
 
 

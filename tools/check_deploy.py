@@ -92,9 +92,9 @@ def render(
                 raise RuntimeError(f"make-certificates.sh: {certified.stderr.strip()}")
         for name in components:
             file = copy / "kustomization.yaml"
-            told = yaml.safe_load(file.read_text())
-            told["components"].append(f"../../components/{name}")
-            file.write_text(yaml.safe_dump(told))
+            parsed = yaml.safe_load(file.read_text())
+            parsed["components"].append(f"../../components/{name}")
+            file.write_text(yaml.safe_dump(parsed))
         for path, content in files.items():
             (deploy / path).write_text(content)
         rendered = run(kubectl, "kustomize", copy)

@@ -63,7 +63,7 @@ def with_sections(page: str) -> str:
                 for name, kind in POLICIES.items()
             ),
         ),
-        "reasons": table(["reason", "what it means"], ([f"`{name}`", told] for name, told in REASONS.items())),
+        "reasons": table(["reason", "what it means"], ([f"`{name}`", meaning] for name, meaning in REASONS.items())),
         "formulas": "\n".join(_formulas()),
     }
     return SECTION.sub(lambda found: f"{found[1]}{found[2]}{sections[found[1]]}", page)
@@ -90,8 +90,8 @@ def metrics() -> str:
     gateway.register(LostLines("gateway", int))
     agent.register(AgentCollector([]))
     of_all_processes = [
-        (f"`{one.name}`", one.type, "", one.documentation)
-        for one in text_string_to_metric_families(asyncio.run(merged([])).decode())
+        (f"`{family.name}`", family.type, "", family.documentation)
+        for family in text_string_to_metric_families(asyncio.run(merged([])).decode())
     ]
     head = ["metric", "type", "labels", "what it is"]
     parts = [METRICS]

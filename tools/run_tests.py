@@ -121,17 +121,17 @@ def main(arguments: list[str]) -> int:
                 # With a shared temporary folder a run fails when two runs remove an earlier run's files at the same time.
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="p", ignore_cleanup_errors=True))
                 begun.append(_begin(number, run, arguments, reports[number - 1] if number else None, Path(folder)))
-            statuses = _all_ended([one.process for one in begun])
+            statuses = _all_ended([started.process for started in begun])
         finally:
-            for one in begun:
-                if one.process.poll() is None:
-                    one.process.send_signal(signal.SIGINT)  # lets its fixtures end their processes
-                    one.process.wait()
-            for one in begun:
-                if one.report is not None:
-                    print(f"\n{one.run.name}:", flush=True)
-                    one.report.seek(0)
-                    shutil.copyfileobj(one.report, sys.stdout.buffer)
+            for started in begun:
+                if started.process.poll() is None:
+                    started.process.send_signal(signal.SIGINT)  # lets its fixtures end their processes
+                    started.process.wait()
+            for started in begun:
+                if started.report is not None:
+                    print(f"\n{started.run.name}:", flush=True)
+                    started.report.seek(0)
+                    shutil.copyfileobj(started.report, sys.stdout.buffer)
                     sys.stdout.buffer.flush()
         return _after_another_try(begun, statuses)
 
@@ -140,10 +140,11 @@ def _after_another_try(begun: list[Begun], statuses: list[int]) -> int:
     """Return the status of all runs. If nothing but a few tests with processes failed, it is that of these tests, run again."""
     status = max(statuses, key=abs)
     if any(
-        code not in (0, TESTS_FAILED) or (code and one.run.computes) for one, code in zip(begun, statuses, strict=True)
+        code not in (0, TESTS_FAILED) or (code and started.run.computes)
+        for started, code in zip(begun, statuses, strict=True)
     ):
         return status
-    failed = [test for one in begun for test in one.failed()]
+    failed = [test for started in begun for test in started.failed()]
     if not 0 < len(failed) <= AGAIN_AT_MOST:
         return status
     print(f"\n{len(failed)} that failed, with nothing beside:", flush=True)

@@ -73,13 +73,15 @@ def check(root: Path) -> Iterator[str]:
     for name, version in versions(root).items():
         for pattern, regex in PLACES.get(name, ()):
             written = {
-                (file, one) for file in root.glob(pattern) for one in re.findall(regex, file.read_text(), re.MULTILINE)
+                (file, found)
+                for file in root.glob(pattern)
+                for found in re.findall(regex, file.read_text(), re.MULTILINE)
             }
             if not written:
                 yield f"{pattern}: nothing matches {regex}"
-            for file, one in sorted(written):
-                if one != version:
-                    yield f"{file.relative_to(root)}: {name} is {version}, not {one}"
+            for file, found in sorted(written):
+                if found != version:
+                    yield f"{file.relative_to(root)}: {name} is {version}, not {found}"
     yield from _extras(_project(root))
 
 
@@ -90,7 +92,11 @@ def _extras(project: dict[str, Any]) -> Iterator[str]:
         name = re.split(r"[\[<>=]", requirement)[0]
         if name != project["name"]:
             bounds.setdefault(name, set()).add(requirement)
-    yield from (f"pyproject.toml: {' and '.join(sorted(one))} differ" for one in bounds.values() if len(one) > 1)
+    yield from (
+        f"pyproject.toml: {' and '.join(sorted(requirements))} differ"
+        for requirements in bounds.values()
+        if len(requirements) > 1
+    )
 
 
 def _project(root: Path) -> dict[str, Any]:

@@ -229,10 +229,10 @@ def _nginx_program() -> str:
 
 def _nginx_version() -> str:
     try:
-        told = subprocess.run([_nginx_program(), "-v"], capture_output=True, text=True, check=False).stderr
+        version = subprocess.run([_nginx_program(), "-v"], capture_output=True, text=True, check=False).stderr
     except NotRunnable:
         return ""
-    return "".join(re.findall(r"nginx/(\S+)", told)[:1])
+    return "".join(re.findall(r"nginx/(\S+)", version)[:1])
 
 
 def shown_command(contender: Contender) -> str:

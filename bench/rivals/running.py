@@ -75,8 +75,8 @@ def _answers(url: str, fleet: Fleet, reports_instances: bool) -> bool:
     try:
         if reports_instances:
             with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
-                told = json.loads(response.read())
-            if told.get("status") != "ok" or f'"instances":{len(fleet.engines)},' not in json.dumps(told).replace(
+                health = json.loads(response.read())
+            if health.get("status") != "ok" or f'"instances":{len(fleet.engines)},' not in json.dumps(health).replace(
                 " ", ""
             ):
                 return False

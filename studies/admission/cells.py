@@ -144,14 +144,14 @@ class PlannedCell:
     def key(self) -> str:
         """JSON of everything that a trial depends on, except its seed and the code."""
         scenario, admission = SCENARIOS[self.scenario], ADMISSIONS[self.admission]
-        told = {
+        depends_on = {
             "scenario": {**asdict(scenario), "about": ""},
             "policy": self.policy,
             "admission": {**asdict(admission), "about": ""},
             "instances": self.cell.simulation.instances,
             "arrivals": asdict(self.cell.workload.arrivals),
         }
-        return msgspec.json.encode(told, order="sorted").decode()
+        return msgspec.json.encode(depends_on, order="sorted").decode()
 
 
 def plan_cells(traces: Path, instances: int = INSTANCES, *, quick: bool = False) -> list[PlannedCell]:

@@ -61,7 +61,7 @@ def measure_sessions(
     phase_of = {turns[0].session: phase for turns, phase in zip(sessions, _phases(found, arrivals), strict=True)}
     measures: SessionMeasures = {}
     for phase in dict.fromkeys((ALL, *phase_of.values())):
-        chosen = [one for one, its in zip(found, phase_of.values(), strict=True) if phase in (ALL, its)]
+        chosen = [outcome for outcome, its in zip(found, phase_of.values(), strict=True) if phase in (ALL, its)]
         answered = [record for record in records if phase in (ALL, phase_of[record.session])]
         measures[phase] = dict(_of_sessions(chosen)) | dict(_of_requests(answered))
     whole, span_s = measures[ALL], sum(length for length, _ in arrivals.phases)

@@ -46,11 +46,11 @@ def run_missing(
     commit = git_commit()
     for tier in sorted({cell.tier for cell in cells}):
         for seed in seeds:
-            for one in (cell for cell in cells if cell.tier == tier):
-                with _claimed(claims / f"{hashlib.sha256(one.key.encode()).hexdigest()[:16]}-{seed}") as mine:
+            for cell in (planned for planned in cells if planned.tier == tier):
+                with _claimed(claims / f"{hashlib.sha256(cell.key.encode()).hexdigest()[:16]}-{seed}") as mine:
                     # Read with the claim: another process may just have stored it.
-                    if mine and (one.key, seed) not in _stored(file):
-                        on_trial(_run(one, seed, file, commit))
+                    if mine and (cell.key, seed) not in _stored(file):
+                        on_trial(_run(cell, seed, file, commit))
 
 
 def planned_trials(cells: Sequence[PlannedCell], seeds: Sequence[int], file: Path) -> list[AdmissionTrial]:
@@ -62,20 +62,20 @@ def planned_trials(cells: Sequence[PlannedCell], seeds: Sequence[int], file: Pat
 
 def _stored(file: Path) -> Mapping[tuple[str, int], AdmissionTrial]:
     """Return the trials in the file by key and seed."""
-    return {(one.key, one.seed): one for one in read_trials(file, AdmissionTrial)}
+    return {(trial.key, trial.seed): trial for trial in read_trials(file, AdmissionTrial)}
 
 
-def _run(one: PlannedCell, seed: int, file: Path, commit: str) -> AdmissionTrial:
+def _run(planned: PlannedCell, seed: int, file: Path, commit: str) -> AdmissionTrial:
     began = time.process_time()
-    records, _ = run_trial(one.cell, seed)
-    sessions = drawn(one.cell.workload, seed)
-    measures = measure_sessions(sessions, records, one.cell.workload.arrivals)
+    records, _ = run_trial(planned.cell, seed)
+    sessions = drawn(planned.cell.workload, seed)
+    measures = measure_sessions(sessions, records, planned.cell.workload.arrivals)
     trial = AdmissionTrial(
-        one.scenario,
-        one.policy,
-        one.admission,
+        planned.scenario,
+        planned.policy,
+        planned.admission,
         seed,
-        one.key,
+        planned.key,
         commit,
         round(time.process_time() - began, 1),
         measures,

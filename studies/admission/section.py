@@ -66,7 +66,9 @@ def section(trials: Sequence[AdmissionTrial], missing: int, instances: int = INS
         TEMPLATE,
         {"fixed": _fixed, "percent": _percent, "change": _change},
         rows=rows,
-        scenarios={name: one.about for name, one in SCENARIOS.items() if any(row.scenario == name for row in rows)},
+        scenarios={
+            name: scenario.about for name, scenario in SCENARIOS.items() if any(row.scenario == name for row in rows)
+        },
         commits=sorted({trial.commit[:12] for trial in trials if trial.commit}),
         seeds=sorted({trial.seed for trial in trials}),
         trials=len(trials),
@@ -99,9 +101,11 @@ def plot(trials: Sequence[AdmissionTrial], scenario: str = "burst", policy: str 
                 )
                 if (at + 1) * BIN_S <= PLOT_END_S
             }
-            drawn = {minute: one.time_s / one.done for minute, one in bins.items() if one.done}
+            drawn = {minute: starts.time_s / starts.done for minute, starts in bins.items() if starts.done}
             times.plot([*drawn], [*drawn.values()], color=colour, label=name, marker="o", markersize=3)
-            shares = {minute: 100 - 100 * one.done / one.sessions for minute, one in bins.items() if one.sessions}
+            shares = {
+                minute: 100 - 100 * starts.done / starts.sessions for minute, starts in bins.items() if starts.sessions
+            }
             lost.plot([*shares], [*shares.values()], color=colour, marker="o", markersize=3)
         for axes in (times, lost):
             begin = arrivals.before_burst_s / 60
@@ -117,9 +121,9 @@ def plot(trials: Sequence[AdmissionTrial], scenario: str = "burst", policy: str 
 
 def _by_seed(trials: Trials, phase: str, measure: str) -> dict[int, float]:
     return {
-        seed: one.measures[phase][measure]
-        for seed, one in sorted(trials.items())
-        if phase in one.measures and measure in one.measures[phase]
+        seed: trial.measures[phase][measure]
+        for seed, trial in sorted(trials.items())
+        if phase in trial.measures and measure in trial.measures[phase]
     }
 
 

@@ -99,7 +99,7 @@ class AutoscaledSimulator(ResizableSimulator):
         wanted = {_name(number) for number in range(self._replicas)}
         for name in [starting for starting in self._starting if starting not in wanted]:
             self._starting.pop(name).gone_at = now
-        for name in [one for one in self.answering if one not in wanted]:
+        for name in [answering for answering in self.answering if answering not in wanted]:
             self.leave(name, now, partial(self._on_gone, name))
         self._start_missing(now)
 

@@ -148,8 +148,8 @@ class HorizontalAutoscaler:
         down_s = self.settings.behavior.scale_down.stabilization_window_seconds
         while self._proposals and self._proposals[0][0] <= now - max(up_s, down_s):
             self._proposals.popleft()
-        at_least = min([proposal, *(one for at, one in self._proposals if at > now - up_s)])
-        at_most = max([proposal, *(one for at, one in self._proposals if at > now - down_s)])
+        at_least = min([proposal, *(earlier for at, earlier in self._proposals if at > now - up_s)])
+        at_most = max([proposal, *(earlier for at, earlier in self._proposals if at > now - down_s)])
         self._proposals.append((now, proposal))
         return min(max(current, at_least), at_most)
 

@@ -65,7 +65,7 @@ class StoredFigures(msgspec.Struct, frozen=True):
 
 def run(settings: DefaultStudySettings) -> None:
     """Run the missing trials, seed by seed over all cells, and write the section. Exits with 2 if no cell matches."""
-    cells = [one for one in default_cells(settings.traces) if fnmatch(one.name, settings.cells)]
+    cells = [cell for cell in default_cells(settings.traces) if fnmatch(cell.name, settings.cells)]
     if not cells:
         typer.echo(f"python -m studies.default: no cell is called {settings.cells}", err=True)
         raise typer.Exit(2)
@@ -74,7 +74,7 @@ def run(settings: DefaultStudySettings) -> None:
         _run_missing(cells, found, settings)
     _write(found, settings)
     typer.echo(
-        f"{settings.out}: written from {sum(len(seeds) for one in found.values() for seeds in one.values())} trials"
+        f"{settings.out}: written from {sum(len(seeds) for trials in found.values() for seeds in trials.values())} trials"
     )
 
 
@@ -97,10 +97,10 @@ def _seeds_needed(trials: Trials, policy: str) -> int:
 
 def _run(cell: DefaultCell, policy: str, seed: int, results: Path) -> Mapping[str, float]:
     started = time.perf_counter()
-    told = figures(*run_trial(cell.cell(policy), seed))
+    found = figures(*run_trial(cell.cell(policy), seed))
     took_s = time.perf_counter() - started
-    append_trial(results, StoredFigures(cell.name, policy, seed, cell.key(policy), git_commit(), took_s, told))
-    return told
+    append_trial(results, StoredFigures(cell.name, policy, seed, cell.key(policy), git_commit(), took_s, found))
+    return found
 
 
 def _stored(cell: DefaultCell, settings: DefaultStudySettings) -> Trials:
@@ -109,9 +109,9 @@ def _stored(cell: DefaultCell, settings: DefaultStudySettings) -> Trials:
     keys = {cell.key(policy): policy for policy in policies}
     trials: Trials = {policy: {} for policy in policies}
     seeds = range(settings.first_seed, settings.first_seed + settings.seeds)
-    for one in read_trials(settings.results, StoredFigures):
-        if one.key in keys and one.seed in seeds:
-            trials[keys[one.key]][one.seed] = one.figures
+    for trial in read_trials(settings.results, StoredFigures):
+        if trial.key in keys and trial.seed in seeds:
+            trials[keys[trial.key]][trial.seed] = trial.figures
     return trials
 
 
@@ -123,7 +123,7 @@ def _write(found: Mapping[str, Trials], settings: DefaultStudySettings) -> None:
         )
         for name, trials in found.items()
     }
-    passed = sum(verdict(told, more_failed=more_failed) == PASS for told, more_failed in rows.values())
+    passed = sum(verdict(its_changes, more_failed=more_failed) == PASS for its_changes, more_failed in rows.values())
     section = filled_template(
         TEMPLATE,
         {},

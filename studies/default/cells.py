@@ -166,13 +166,13 @@ class DefaultCell:
 
     def key(self, policy: str) -> str:
         """Return JSON of everything that a trial under `policy` depends on, except its seed and the code."""
-        told = {
+        depends_on = {
             "cell": {name: value for name, value in asdict(self).items() if name not in ("name", "source")},
             "source": self.source.name,
             "policy": policy,
             "settings": dict(make_policy(policy).ref().settings),
         }
-        return msgspec.json.encode(told, order="sorted").decode()
+        return msgspec.json.encode(depends_on, order="sorted").decode()
 
 
 def default_cells(traces: Path) -> list[DefaultCell]:

@@ -76,8 +76,10 @@ def changes(ours: Mapping[int, Mapping[str, float]], base: Mapping[int, Mapping[
     found = []
     for metric in LIMITS if seeds else ():
         logs = [math.log(ours[seed][metric] / base[seed][metric]) for seed in seeds]
-        told = estimate(logs)
-        found.append(Change(metric, math.expm1(told.mean), math.expm1(told.low), _expm1(told.high), told.trials))
+        change = estimate(logs)
+        found.append(
+            Change(metric, math.expm1(change.mean), math.expm1(change.low), _expm1(change.high), change.trials)
+        )
     return found
 
 
@@ -112,9 +114,9 @@ def table(cells: Mapping[str, tuple[Sequence[Change], bool]]) -> str:
         "|" + "---|" * (len(names) + 3),
     ]
     for cell, (found, more_failed) in cells.items():
-        told = {outcome.metric: _text(outcome) for outcome in found}
+        text_of = {outcome.metric: _text(outcome) for outcome in found}
         trials = str(found[0].trials) if found else "0"
-        row = [cell, trials, *(told.get(metric, "-") for metric in LIMITS), verdict(found, more_failed=more_failed)]
+        row = [cell, trials, *(text_of.get(metric, "-") for metric in LIMITS), verdict(found, more_failed=more_failed)]
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
 

@@ -88,7 +88,7 @@ def run(settings: FindingsSettings) -> None:
     wanted = {(cell.key, seed): cell for cell in cells for seed in seeds[: cell.trials]}
     # Two runs that write to one file may both have run a trial; the trial counts once.
     trials = {(trial.cell, trial.seed): trial for trial in stored}
-    found = [(wanted[at], one) for at, one in trials.items() if at in wanted]
+    found = [(wanted[at], trial) for at, trial in trials.items() if at in wanted]
     missing = len(wanted) - len(found)
     if not found:
         typer.echo(f"python -m studies.findings: no trials in {settings.results}", err=True)
@@ -96,16 +96,16 @@ def run(settings: FindingsSettings) -> None:
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     # The names of trace, load and policy are the plan's: they may have changed since the trial was stored. Its key identifies the
     # cell.
-    place = {one.key: number for number, one in enumerate(cells)}
-    told = [
-        msgspec.structs.replace(one, trace=cell.trace, load=cell.load, threshold=cell.threshold, policy=cell.policy)
-        for cell, one in sorted(found, key=lambda pair: place[pair[0].key])
+    place = {cell.key: number for number, cell in enumerate(cells)}
+    renamed = [
+        msgspec.structs.replace(trial, trace=cell.trace, load=cell.load, threshold=cell.threshold, policy=cell.policy)
+        for cell, trial in sorted(found, key=lambda pair: place[pair[0].key])
     ]
     if settings.tiers_only:
-        write_section(settings.out, TIERS, tier_section(cells_of(told), cells[0].trace))
+        write_section(settings.out, TIERS, tier_section(cells_of(renamed), cells[0].trace))
     else:
         calibrated, agreements = _calibrated(settings.calibration), _agreements(settings.agreements)
-        _write(settings.out, render(told, LOADS, missing, settings.quick, calibrated, agreements))
+        _write(settings.out, render(renamed, LOADS, missing, settings.quick, calibrated, agreements))
     typer.echo(f"{settings.out}: written from {len(found)} trials; {missing} planned trials are missing")
 
 

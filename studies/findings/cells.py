@@ -193,7 +193,7 @@ class PlannedCell:
         workload = self.cell.workload
         # Without a host tier a trial does not depend on what there is below it.
         no_tiers = () if asked.engine.host_blocks else ("host_blocks", *TIER_COSTS)
-        told = {
+        depends_on = {
             "source": self.source,
             "arrivals": asdict(workload.arrivals),
             "sessions": workload.sessions,
@@ -204,8 +204,8 @@ class PlannedCell:
             "profile": _without(asked.profile.nonzero, no_tiers),
         }
         if asked.engine.host_blocks:
-            told["tiers"] = {"storage": asked.shared_storage, "reported": asked.tiers_reported}
-        return msgspec.json.encode(told, order="sorted").decode()
+            depends_on["tiers"] = {"storage": asked.shared_storage, "reported": asked.tiers_reported}
+        return msgspec.json.encode(depends_on, order="sorted").decode()
 
     def _settings(self) -> Mapping[str, object]:
         policy, settings = self.cell.simulation.policy, self.cell.simulation.policy_settings

@@ -110,7 +110,7 @@ class Cell(dict[str, dict[int, Mapping[str, float]]]):
         draws."""
         common = set.intersection(*(set(self.get(name, {})) for name in policies))
         return Cell(
-            {name: {seed: one for seed, one in seeds.items() if seed in common} for name, seeds in self.items()}
+            {name: {seed: trial for seed, trial in seeds.items() if seed in common} for name, seeds in self.items()}
         )
 
 

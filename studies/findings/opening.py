@@ -94,10 +94,10 @@ def read_tables(document: str) -> Tables:
     header, rows = _table(document.partition(f"\n## `{OURS}`\n")[2].partition("\n## ")[0])
     closed = {}
     for row in rows:
-        told = dict(zip(header, row, strict=True))
-        ours, pooled = _cell(told["closed"]), _cell(told["`pooled` closes"])
+        fields = dict(zip(header, row, strict=True))
+        ours, pooled = _cell(fields["closed"]), _cell(fields["`pooled` closes"])
         if ours is not None:
-            closed[told["cell"]] = (ours.mean, pooled.mean if pooled else None)
+            closed[fields["cell"]] = (ours.mean, pooled.mean if pooled else None)
     return Tables(loads, closed)
 
 
@@ -162,9 +162,9 @@ def _gains(tables: Tables) -> str:
         if best == BASE or BASE not in rows:
             continue
         gain = f"{_rounded(rows[BASE][TTFT].mean - rows[best][TTFT].mean)} s"
-        told = rows[best][TTFT].difference
-        gain = f"**{gain}**" if "±" in told else gain
-        sure = f" ({told.partition(' ')[2]})" if "±" in told else f" ({told})" if told else ""
+        difference = rows[best][TTFT].difference
+        gain = f"**{gain}**" if "±" in difference else gain
+        sure = f" ({difference.partition(' ')[2]})" if "±" in difference else f" ({difference})" if difference else ""
         changes = " | ".join(_change(rows, best, column) for column in (TTFT, E2E, TPOT))
         lines.append(f"| {TRAFFIC.get(trace, trace)} | {load} | `{best}` | {gain}{sure} | {changes} |")
     return "\n".join(lines) + "\n"

@@ -226,9 +226,9 @@ def _unmet(cell: Cell, *, lowest: bool, closed: bool) -> list[str]:
 def _sensitivity(everywhere: Mapping[TableKey, Cell]) -> dict[str, object] | None:
     """Return the figures of SENSITIVITY_CASES; None without a case in which the floor, `BASE` and `OURS` have run a common
     seed."""
-    told = {place: cell for place, cell in everywhere.items() if place.trace in SENSITIVITY_CASES}
-    told = {place: cell.on_common_draws(OURS, BASE, FLOOR) for place, cell in told.items()}
-    cells = {place: cell for place, cell in told.items() if cell.get(OURS)}
+    on_common = {place: cell for place, cell in everywhere.items() if place.trace in SENSITIVITY_CASES}
+    on_common = {place: cell.on_common_draws(OURS, BASE, FLOOR) for place, cell in on_common.items()}
+    cells = {place: cell for place, cell in on_common.items() if cell.get(OURS)}
     if not cells:
         return None
     loads = list(dict.fromkeys(place.load for place in cells))

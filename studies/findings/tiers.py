@@ -60,7 +60,7 @@ def tier_section(cells: Mapping[TableKey, Cell], trace: str) -> str:
     ]
     return filled_template(
         TEMPLATE,
-        {"fixed": fixed, "difference": difference_text, "percent": percent, "told": _told},
+        {"fixed": fixed, "difference": difference_text, "percent": percent, "seconds": _seconds},
         trace=trace,
         load=TIER_LOAD,
         profile=Profile(),
@@ -75,10 +75,14 @@ def _credit(cases: Mapping[str, Cell]) -> list[tuple[str, list[tuple[str, Estima
     found = []
     for policy in TIER_POLICIES:
         compared = []
-        for name, told in cases.items():
-            if (untold := cases.get(name + NOT_REPORTED)) is not None and policy in told and policy in untold:
+        for name, reported in cases.items():
+            if (
+                (unreported := cases.get(name + NOT_REPORTED)) is not None
+                and policy in reported
+                and policy in unreported
+            ):
                 ttft, session = (
-                    difference_by_seed(told.by_seed(policy, metric), untold.by_seed(policy, metric))
+                    difference_by_seed(reported.by_seed(policy, metric), unreported.by_seed(policy, metric))
                     for metric in (TTFT, SESSION)
                 )
                 compared.append((name, ttft, session))
@@ -87,6 +91,6 @@ def _credit(cases: Mapping[str, Cell]) -> list[tuple[str, list[tuple[str, Estima
     return found
 
 
-def _told(difference: Estimate | None, digits: int = 2) -> str:
+def _seconds(difference: Estimate | None, digits: int = 2) -> str:
     text = difference_text(difference, digits).strip(" ()")
     return "no difference" if text == "=" else f"{text} s" if text else "-"

@@ -56,13 +56,13 @@ async def _dynamo_states() -> list[State]:
     )  # fmt: skip
     try:
         async with asyncio.timeout(DYNAMO_S):
-            told, _ = await child.communicate()
+            output, _ = await child.communicate()
     finally:
         with contextlib.suppress(ProcessLookupError):
             child.kill()
     if child.returncode:
         raise RuntimeError(f"{script.name} ended with {child.returncode}")
-    return [json.loads(line) for line in told.splitlines()]
+    return [json.loads(line) for line in output.splitlines()]
 
 
 if __name__ == "__main__":

@@ -151,8 +151,8 @@ async def _seen(core: SelectionService, workers: list[Worker], prompt: list[int]
     wanted = {worker.number: worker.cached(prompt) for worker in workers}
     end = time.monotonic() + EVENT_S
     while True:
-        told = (await core.overlap_scores({"token_ids": prompt}))["workers"]
-        found = dict.fromkeys(WORKERS, 0) | {one["worker_id"]: one["device_blocks"] for one in told}
+        overlaps = (await core.overlap_scores({"token_ids": prompt}))["workers"]
+        found = dict.fromkeys(WORKERS, 0) | {overlap["worker_id"]: overlap["device_blocks"] for overlap in overlaps}
         if found == wanted:
             return
         if time.monotonic() > end:

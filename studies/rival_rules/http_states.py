@@ -59,7 +59,7 @@ class HeldEngine:
 
     def matched(self, text: str) -> int:
         """Return how many leading characters of a prompt the engine was sent before."""
-        return max((_common(text, one) for one in self.texts), default=0)
+        return max((_common(text, earlier) for earlier in self.texts), default=0)
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "vllm"}]})
@@ -142,8 +142,8 @@ async def _one(
         await _end(open_, rng.choice(list(open_)))
     if not hot and rng.random() < 0.03:
         emptied = rng.choice(engines)
-        for one in [one for one, (at, _) in open_.items() if at is emptied]:
-            await _end(open_, one)
+        for prompt in [prompt for prompt, (at, _) in open_.items() if at is emptied]:
+            await _end(open_, prompt)
     return state | {"chosen": name}
 
 

@@ -97,39 +97,39 @@ class BoardRun:
 
     def _round(self, cell: Cell, number: int, among: Sequence[Contender], fleet: Fleet | None = None) -> None:
         """Run a round's missing trials. Each round begins with another contender, so that none is always the first."""
-        missing = [one for one in _rotated(among, number) if not self._results.has(cell, one, number)]
+        missing = [contender for contender in _rotated(among, number) if not self._results.has(cell, contender, number)]
         drawn: Draw | None = None
-        for run in missing:
+        for contender in missing:
             if time.monotonic() > self._end:
                 return
             try:
-                run.check()
+                contender.check()
             except NotRunnable as error:
-                self._store(cell, run, number, problem=str(error))
+                self._store(cell, contender, number, problem=str(error))
                 continue
             drawn = drawn or draw(cell.load, number)
-            self._trial(cell, run, number, drawn, fleet)
+            self._trial(cell, contender, number, drawn, fleet)
 
-    def _trial(self, cell: Cell, one: Contender, number: int, drawn: Draw, fleet: Fleet | None) -> None:
+    def _trial(self, cell: Cell, contender: Contender, number: int, drawn: Draw, fleet: Fleet | None) -> None:
         try:
             with tempfile.TemporaryDirectory(prefix="scoreboard-") as name, _fleet(cell, Path(name), fleet) as engines:
                 sender = self._sender(cell, drawn, engines, Path(name))
-                measures = run_trial(one, engines, Path(name), sender)
+                measures = run_trial(contender, engines, Path(name), sender)
         except NotRunnable as error:
-            self._store(cell, one, number, problem=str(error))
+            self._store(cell, contender, number, problem=str(error))
             return
         except ProcessFailure as error:
             # Engines that do not start say nothing of the router: the trial is missing, and the next run tries it again.
-            self._say(f"{cell.name} {number} {one.name}: {error}")
+            self._say(f"{cell.name} {number} {contender.name}: {error}")
             return
         trial = StoredTrial(
-            cell=cell.name, contender=one.name, version=one.version, round=number, source=drawn.source, measures=measures,
-            command=shown_command(one),
+            cell=cell.name, contender=contender.name, version=contender.version, round=number, source=drawn.source,
+            measures=measures, command=shown_command(contender),
         )  # fmt: skip
         self._results.add(trial)
         ttft = measures.ttft_s or {"p50": 0.0, "p90": 0.0}
         self._say(
-            f"{time.strftime('%H:%M:%S')} {cell.name} {number} {one.name}: {measures.requests} requests, "
+            f"{time.strftime('%H:%M:%S')} {cell.name} {number} {contender.name}: {measures.requests} requests, "
             f"{measures.failed} failed, "
             f"TTFT p50 {ttft['p50']:.2f} p90 {ttft['p90']:.2f} s, {measures.router_cpu_ms:.1f} ms CPU per request, "
             f"{measures.idle:.0%} idle, {measures.span_s:.0f} s"
@@ -151,11 +151,13 @@ class BoardRun:
 
         return send_all
 
-    def _store(self, cell: Cell, one: Contender, number: int, problem: str) -> None:
+    def _store(self, cell: Cell, contender: Contender, number: int, problem: str) -> None:
         self._results.add(
-            StoredTrial(cell=cell.name, contender=one.name, version=one.version, round=number, problem=problem)
+            StoredTrial(
+                cell=cell.name, contender=contender.name, version=contender.version, round=number, problem=problem
+            )
         )
-        self._say(f"{cell.name}: {one.name} does not run: {problem}")
+        self._say(f"{cell.name}: {contender.name} does not run: {problem}")
 
 
 @contextlib.contextmanager

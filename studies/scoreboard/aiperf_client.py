@@ -44,20 +44,20 @@ def send_with_aiperf(
             command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | offline, timeout=timeout_s, check=False
         )
     exported = out / "profile_export.jsonl"
-    told = exported.read_text().splitlines() if exported.exists() else []
-    records = [_record(json.loads(line)) for line in told]
+    exported_lines = exported.read_text().splitlines() if exported.exists() else []
+    records = [_record(json.loads(line)) for line in exported_lines]
     # What aiperf did not report was not answered.
     missing = max(len(lines) - len(records), 0)
     return records + [RequestRecord(session="", turn=0, error="NotReported: by aiperf") for _ in range(missing)]
 
 
-def _record(told: dict[str, Any]) -> RequestRecord:
-    about, found = told["metadata"], told.get("metrics") or {}
+def _record(exported: dict[str, Any]) -> RequestRecord:
+    about, found = exported["metadata"], exported.get("metrics") or {}
 
     def value(name: str) -> float | None:
         return float(found[name]["value"]) if name in found else None
 
-    error = told.get("error") or {}
+    error = exported.get("error") or {}
     ttft, latency = value("time_to_first_token"), value("request_latency")
     prompt, cached, output = (value(f"usage_{name}_tokens") for name in ("prompt", "prompt_cache_read", "completion"))
     return RequestRecord(

@@ -123,14 +123,14 @@ class Results:
         file = self._file.with_suffix(".figures.json")
         if not file.exists():
             return None
-        told = json.loads(file.read_text())
+        saved = json.loads(file.read_text())
         names = ("metric", "value", "unit", "baseline", "note")
-        return SavedFigures(told["commit"], told["date"], [Figure(*map(row.get, names)) for row in told["figures"]])
+        return SavedFigures(saved["commit"], saved["date"], [Figure(*map(row.get, names)) for row in saved["figures"]])
 
     def plan(self) -> tuple[list[Cell], dict[str, object]]:
         """Return the saved cells and facts."""
-        told = json.loads(self._file.with_suffix(".plan.json").read_text())
-        return [msgspec.convert(one, Cell) for one in told.pop("cells")], told
+        facts = json.loads(self._file.with_suffix(".plan.json").read_text())
+        return [msgspec.convert(cell, Cell) for cell in facts.pop("cells")], facts
 
 
 def best_rivals(trials: Iterable[StoredTrial], own_prefix: str) -> list[str]:

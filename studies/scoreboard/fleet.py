@@ -78,5 +78,7 @@ def reset_caches(fleet: Fleet) -> None:
 
 
 def _address(url: str) -> EngineAddress:
-    told = json.loads(get_text(f"{url}/kv_event_sources"))["0"]
-    return EngineAddress(url, *(str(told[name]).replace("*", "127.0.0.1") for name in ("endpoint", "replay_endpoint")))
+    endpoints = json.loads(get_text(f"{url}/kv_event_sources"))["0"]
+    return EngineAddress(
+        url, *(str(endpoints[name]).replace("*", "127.0.0.1") for name in ("endpoint", "replay_endpoint"))
+    )

@@ -63,14 +63,14 @@ def render(
     side_by_side."""
     comparisons = _comparisons(cells, trials)
     references = dict.fromkeys(comparison.reference for comparison in comparisons if comparison.reference)
-    told = {"commit": "", "machine": "", "rounds": 0, "date": "", "note": ""} | facts
+    known = {"commit": "", "machine": "", "rounds": 0, "date": "", "note": ""} | facts
     parts = [
-        _OPENING.format(**{**told, "reference": " or ".join(references) or "nothing"}),
+        _OPENING.format(**{**known, "reference": " or ".join(references) or "nothing"}),
         "## Who wins\n",
         _winners(comparisons),
         "## What was run\n",
         _traffic(comparisons, trials),
-        _missing(cells, trials, int(str(told["rounds"]))),
+        _missing(cells, trials, int(str(known["rounds"]))),
         _programs(trials),
         *(_cell(comparison) for comparison in comparisons),
         *([_side_by_side(figures)] if figures is not None else []),
@@ -128,10 +128,10 @@ def _places(verdicts: Sequence[tuple[Column, str, Verdict]], word: str, kinds: i
     parts = []
     for name, places in found.items():
         ratios = [ratio for _, ratio in places]
-        told = f"all x{min(ratios):.2f} to x{max(ratios):.2f}"
+        text = f"all x{min(ratios):.2f} to x{max(ratios):.2f}"
         if len(places) < kinds:
-            told = "; ".join(f"{title} x{ratio:.2f}" for title, ratio in places)
-        parts.append(f"{name} ({told})")
+            text = "; ".join(f"{title} x{ratio:.2f}" for title, ratio in places)
+        parts.append(f"{name} ({text})")
     return ", ".join(parts) or "none"
 
 
@@ -160,8 +160,8 @@ def _winner(verdict: Verdict | None, column: Column) -> str:
     if verdict is None:
         return "-"
     ratio = verdict.entry.ratio
-    told = "" if ratio is None else f" x{ratio:.2f}"
-    return f"{_word(verdict)}: {verdict.own.removeprefix(POINTSMAN).strip()}, {verdict.rival}{told}"
+    ratio_text = "" if ratio is None else f" x{ratio:.2f}"
+    return f"{_word(verdict)}: {verdict.own.removeprefix(POINTSMAN).strip()}, {verdict.rival}{ratio_text}"
 
 
 def _word(verdict: Verdict) -> str:

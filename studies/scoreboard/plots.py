@@ -41,11 +41,13 @@ def _bars(comparisons: Sequence[Comparison], column: Column, label: str, *, log:
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(9.6, lines * (0.9 + 0.24 * rows)), layout="constrained")
         panels = list(figure.subplots(lines, columns, squeeze=False).flat)
-        for axes, one in zip(panels, comparisons, strict=False):
-            names = one.ranked(column)
+        for axes, comparison in zip(panels, comparisons, strict=False):
+            names = comparison.ranked(column)
             for at, name in enumerate(names):
                 values = [
-                    value * column.factor for rounds in one.trials[name].values() if (value := column.value(rounds))
+                    value * column.factor
+                    for rounds in comparison.trials[name].values()
+                    if (value := column.value(rounds))
                 ]
                 if not values:
                     continue
@@ -55,7 +57,7 @@ def _bars(comparisons: Sequence[Comparison], column: Column, label: str, *, log:
             axes.set_yticks(range(len(names)), names)
             axes.invert_yaxis()
             axes.grid(visible=False, axis="y")
-            axes.set_title(one.cell.title)
+            axes.set_title(comparison.cell.title)
             axes.set_xlabel(label)
             if log:
                 axes.set_xscale("log")

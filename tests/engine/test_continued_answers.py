@@ -321,7 +321,7 @@ def test_what_parsers_make_of_an_answer_does_not_depend_on_where_it_is_cut(
 
 
 @pytest.mark.parametrize("api", ["chat", "messages", "responses"])
-def test_an_answer_that_its_engine_s_own_defaults_keep_from_going_on_is_not_told(vllm: Vllm, api: str) -> None:
+def test_an_answer_that_its_engine_s_own_defaults_keep_from_going_on_is_not_recorded(vllm: Vllm, api: str) -> None:
     """It begins with a comment, as those of engines with the package do, so that the gateway does not go by its text either."""
     events = vllm.ask("import vllm_continued_answers\nanswer = vllm_continued_answers.untold(asked)", {"api": api})
     lines = "".join(events).split("\n")

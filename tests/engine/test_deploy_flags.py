@@ -33,7 +33,7 @@ for words in asked:
 # Reads pairs of endpoints and writes those of each of 8 data-parallel ranks.
 OFFSET = """
 from vllm.distributed.kv_events import ZmqEventPublisher
-answer = [[[ZmqEventPublisher.offset_endpoint_port(one, rank) for one in pair] for rank in range(8)] for pair in asked]
+answer = [[[ZmqEventPublisher.offset_endpoint_port(endpoint, rank) for endpoint in pair] for rank in range(8)] for pair in asked]
 """
 
 # The endpoints of KV events and of their replay.

@@ -259,7 +259,7 @@ async def test_a_resync_brings_a_snapshot(engine: FakeEngine, router: FakeRouter
     ],
     ids=["refused", "displaced"],
 )
-async def test_a_refusal_is_retried_slowly_and_told(
+async def test_a_refusal_is_retried_slowly_and_reported(
     engine: FakeEngine,
     router: FakeRouter,
     tmp_path: Path,

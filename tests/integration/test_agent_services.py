@@ -105,4 +105,4 @@ async def test_a_watch_that_dies_without_a_word_is_noticed(up: Cluster, monkeypa
     up.api.send(None)
     await eventually(lambda: up.api.watches == 1, "it watches with other limits")
     up.api.slices["a"] = up.slice(0, name="a")
-    await eventually(lambda: up.known() == {0}, "what no watch has told")
+    await eventually(lambda: up.known() == {0}, "what no watch has reported")

@@ -87,9 +87,9 @@ print("devices", os.environ["CUDA_VISIBLE_DEVICES"], "connector", kv["kv_connect
 own = vllm_metrics.EngineMetrics.collect
 def collect(metrics):
     yield from own(metrics)
-    told = dict(protocol="mooncake", role=kv["kv_role"], layerwise=str(kv["kv_connector"].startswith("Layerwise")))
-    family = GaugeMetricFamily("pointsman_kv_transfer_info", "as the connector package has it", labels=list(told))
-    family.add_metric(list(told.values()), 1)
+    labels = dict(protocol="mooncake", role=kv["kv_role"], layerwise=str(kv["kv_connector"].startswith("Layerwise")))
+    family = GaugeMetricFamily("pointsman_kv_transfer_info", "as the connector package has it", labels=list(labels))
+    family.add_metric(list(labels.values()), 1)
     yield family
 vllm_metrics.EngineMetrics.collect = collect
 sys.argv = ["pointsman", "emulate", "--port", given["port"], "--kv-events-port", ports[0], "--replay-port", ports[1],

@@ -100,7 +100,7 @@ async def test_an_answer_goes_on_wherever_it_was_cut(urls: list[str], name: str)
         assert ids_in(answered_in(whole[:cut] + rest)) == ids_in(answered_in(whole))
 
 
-async def test_a_text_that_is_no_told_answer_is_refused(urls: list[str]) -> None:
+async def test_a_text_that_is_no_recorded_answer_is_refused(urls: list[str]) -> None:
     body = CHAT | {"stream": True, "vllm_xargs": {"pointsman_answer": ":5; drop"}}
     async with aiohttp.ClientSession() as http, http.post(f"{urls[0]}/v1/chat/completions", json=body) as answer:
         assert answer.status == 400

@@ -283,7 +283,7 @@ async def test_kv_events_and_their_replay(emulate: Starter, http: aiohttp.Client
     assert [seq for seq, _ in await replay(source["replay_endpoint"], 2)][:1] == [2]
 
 
-async def test_eviction_and_reset_are_told(emulate: Starter, http: aiohttp.ClientSession) -> None:
+async def test_eviction_and_reset_are_published(emulate: Starter, http: aiohttp.ClientSession) -> None:
     engine = await emulate(kv_blocks=8, max_model_len=128)
     for token in (300, 400, 500):
         await post(http, f"{engine.url}/v1/completions", {"prompt": [token] * 64, "max_tokens": 1})
@@ -304,7 +304,9 @@ async def test_eviction_and_reset_are_told(emulate: Starter, http: aiohttp.Clien
     assert len(known) == 4
 
 
-async def test_blocks_in_host_memory_are_told_as_vllm_tells_them(emulate: Starter, http: aiohttp.ClientSession) -> None:
+async def test_blocks_in_host_memory_are_published_as_vllm_publishes_them(
+    emulate: Starter, http: aiohttp.ClientSession
+) -> None:
     engine = await emulate(kv_blocks=64, max_model_len=1_000, host_tier=2)
     prompts = [[token] * 600 for token in (300, 400, 500)]
     cached = []

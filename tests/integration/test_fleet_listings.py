@@ -375,7 +375,7 @@ async def test_ten_thousand_decisions_come_in_pages_while_more_are_made() -> Non
         assert sorted(decision.session_id for page in listed for decision in page) == ["s0", "s1", "s2"]
 
 
-async def test_sessions_used_in_one_moment_are_told_once_each() -> None:
+async def test_sessions_used_in_one_moment_are_listed_once_each() -> None:
     async with running() as (server, client):
         affinity, now = server.router.state.affinity, time.monotonic()
         for number in range(10):

@@ -139,7 +139,7 @@ async def test_a_client_that_leaves_with_the_whole_answer_did_not_cancel_it(up: 
     await eventually(lambda: not up.engines[0].open)
 
 
-async def test_a_client_that_leaves_before_the_placement_is_told_to_the_router(up: Stack) -> None:
+async def test_a_client_that_leaves_before_the_placement_is_reported_to_the_router(up: Stack) -> None:
     up.router.placer = lambda request: None
     async with aiohttp.ClientSession() as http:
         waiting = asyncio.create_task(http.post(f"{up.url}/v1/chat/completions", json=CHAT))
@@ -177,7 +177,7 @@ async def test_what_two_instances_refuse_alike_is_the_requests_own_fault(up: Sta
     assert len(up.router.places) == 2
 
 
-async def test_an_instance_that_refuses_what_another_answers_is_told_of(up: Stack) -> None:
+async def test_an_instance_that_refuses_what_another_answers_is_reported(up: Stack) -> None:
     up.engines[0].mode = "503"
     assert (await post(up, "/v1/chat/completions", json=CHAT))[0] == 200
     await up.router.until(lambda: len(up.router.finished) == 2)
@@ -436,7 +436,7 @@ async def test_models_health_and_metrics_tell_what_is_there(up: Stack) -> None:
     assert "pointsman_gateway_open_requests 0.0" in text
 
 
-async def test_a_next_step_that_does_not_come_in_time_is_done_without_and_told(tmp_path: Path) -> None:
+async def test_a_next_step_that_does_not_come_in_time_is_done_without_and_reported(tmp_path: Path) -> None:
     async with stack(tmp_path, placement_timeout_s=1.0) as up:
         one, other = up.router.pools[0].instances
 

@@ -251,7 +251,7 @@ async def test_a_second_sigterm_ends_the_drain(tmp_path: Path) -> None:
             assert await process.wait() == 0
 
 
-async def test_a_stream_that_outlives_the_drain_is_cancelled_and_told(tmp_path: Path) -> None:
+async def test_a_stream_that_outlives_the_drain_is_cancelled_and_reported(tmp_path: Path) -> None:
     async with aiohttp.ClientSession() as http:
         async with stack(tmp_path, drain_timeout_s=0.2) as up:
             up.engines[0].hold = asyncio.Event()

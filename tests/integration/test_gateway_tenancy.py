@@ -240,7 +240,7 @@ async def test_a_response_is_its_tenants_own(tmp_path: Path) -> None:
             await blue.responses.create(**RESPONSES, previous_response_id=made.id)
 
 
-async def test_placements_are_told_only_where_that_is_wanted(tmp_path: Path) -> None:
+async def test_placements_are_shown_only_where_that_is_wanted(tmp_path: Path) -> None:
     async with stack(tmp_path, expose_placement=False) as up:
         async with gpt(up) as client:
             raw = await client.chat.completions.with_raw_response.create(**CHAT)

@@ -99,7 +99,7 @@ async def fleet() -> Fleet:
     return fleet
 
 
-async def test_an_engine_that_restarts_is_told_alone(fleet: Fleet) -> None:
+async def test_an_engine_that_restarts_is_sent_alone(fleet: Fleet) -> None:
     known = {info.instance_id: info.incarnation for info in fleet.infos}
     assert all(gateway.incarnations() == known for gateway in fleet.gateways)
     fleet.report(7, 7, healthy=False)
@@ -140,7 +140,7 @@ async def test_a_change_of_health_is_made_of_that_instance_alone(fleet: Fleet, m
     assert made == [fleet.infos[7].instance_id]
 
 
-async def test_an_instance_is_told_before_what_is_placed_on_it(fleet: Fleet) -> None:
+async def test_an_instance_is_announced_before_what_is_placed_on_it(fleet: Fleet) -> None:
     """Also if the request is placed in the turn of the event loop in which the agent said hello."""
     fleet.infos.append(info("new.fleet.example", model="another", served_names=("another",)))
     fleet.hello(INSTANCES, INSTANCES)

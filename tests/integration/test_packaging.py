@@ -47,8 +47,8 @@ part = pathlib.Path(importlib.import_module("pointsman_" + sys.argv[1]).__path__
 for file in {*part.rglob("*.py")} - {part / "main.py", part / "one_process.py"}:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            for one in node.names:
-                importlib.import_module(one.name)
+            for alias in node.names:
+                importlib.import_module(alias.name)
         elif isinstance(node, ast.ImportFrom):
             importlib.import_module(node.module)
 """

@@ -519,7 +519,7 @@ async def test_several_processes_of_a_gateway_are_one_picker(tmp_path: Path) -> 
         assert sum(b"gateway serves proxies" in line for line in log) == 2
 
 
-async def test_an_address_in_use_is_told(tmp_path: Path) -> None:
+async def test_an_address_in_use_is_reported(tmp_path: Path) -> None:
     async with peers(tmp_path, 1) as up:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             at = f"127.0.0.1:{taken.getsockname()[1]}"

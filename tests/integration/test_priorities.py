@@ -60,7 +60,7 @@ async def test_a_header_that_is_no_time_is_refused(tmp_path: Path, given: str) -
         assert not up.router.places
 
 
-async def test_what_is_left_of_a_clients_time_is_told_anew_with_each_question(tmp_path: Path) -> None:
+async def test_what_is_left_of_a_clients_time_is_sent_anew_with_each_question(tmp_path: Path) -> None:
     """A request that is refused because of it gets a 504 without Retry-After."""
     async with stack(tmp_path, router_grace_s=30.0) as up:
         up.router.placer = lambda _: None

@@ -68,7 +68,7 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
             yield one
 
 
-async def test_a_write_whose_reply_is_lost_is_told_once_and_kept_once(tmp_path: Path) -> None:
+async def test_a_write_whose_reply_is_lost_is_answered_once_and_kept_once(tmp_path: Path) -> None:
     async with scene(tmp_path) as one:
         await one.session.place(
             "first"

@@ -202,7 +202,7 @@ async def test_requests_that_are_refused_before_they_are_placed_end_nothing(tmp_
         assert await ended_sessions(up) == [("default", "after")]
 
 
-async def test_an_end_that_was_lost_with_the_stream_is_told_on_the_next_one(tmp_path: Path) -> None:
+async def test_an_end_that_was_lost_with_the_stream_is_sent_on_the_next_one(tmp_path: Path) -> None:
     async with owned(tmp_path) as up:
         up.router.confirms_ends = False
         await delete(up, "/v1/sessions/lost")

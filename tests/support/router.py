@@ -123,9 +123,7 @@ class Session:
     def __init__(self, client: Client, gateway_id: str = "g") -> None:
         self.gateway_id = gateway_id
         self.secret = gateway_hello(gateway_id).secret
-        # A LocalChannel's stub takes no iterator of requests.
-        session: Any = client.placement.Session
-        self.call = session(metadata=client.metadata)
+        self.call = client.placement.Session(None, metadata=client.metadata)
         self._unread: deque[placement_pb2.SessionResponse] = deque()
         self._known_fleet = KnownFleet(placement_pb2.Fleet())
 

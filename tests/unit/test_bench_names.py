@@ -13,7 +13,7 @@ def test_without_a_name_all_short_ones_run() -> None:
     assert "hostile" in LONG
 
 
-def test_a_name_that_there_is_not_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_there_is_not_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         names_of(["decides"])
     assert "no benchmark 'decides'" in capsys.readouterr().err

@@ -166,9 +166,9 @@ def _builds(services: Object) -> Iterator[str]:
 def _cut_off(name: str, service: Object) -> Iterator[str]:
     """Yield a problem if the service's drain time is not shorter than its grace period, so that it would be killed while it
     drains."""
-    told = [str(service.get("environment", {}).get("POINTSMAN_GATEWAY_DRAIN_TIMEOUT_S", "0"))]
-    told += [word.partition("=")[2] for word in _command(service) if word.startswith("--shutdown-timeout=")]
-    needed, grace = max(map(int, told)), str(service.get("stop_grace_period", "10s"))
+    timeouts_s = [str(service.get("environment", {}).get("POINTSMAN_GATEWAY_DRAIN_TIMEOUT_S", "0"))]
+    timeouts_s += [word.partition("=")[2] for word in _command(service) if word.startswith("--shutdown-timeout=")]
+    needed, grace = max(map(int, timeouts_s)), str(service.get("stop_grace_period", "10s"))
     if needed and not (grace.removesuffix("s").isdigit() and needed < int(grace.removesuffix("s"))):
         yield f"{name}: ends in up to {needed} s, and is killed after {grace}"
 
@@ -201,9 +201,9 @@ def _check_environment(name: str, service: Object, project: Object) -> list[str]
     env = {key: str(value) for key, value in service.get("environment", {}).items()}
     # Variables that the entry point sets from files.
     late = set(re.findall(r"\b(POINTSMAN_\w+)=", " ".join(service.get("entrypoint", []))))
-    told = services.ServiceEnvironment(name, command, service["image"], env, frozenset(files), frozenset(late))
-    problems = services.check(told)
-    for variable, host, port in services.dialed_addresses(told) if not problems else ():
+    checked = services.ServiceEnvironment(name, command, service["image"], env, frozenset(files), frozenset(late))
+    problems = services.check(checked)
+    for variable, host, port in services.dialed_addresses(checked) if not problems else ():
         target = project["services"].get(host)
         if target is None:
             problems.append(f"{name}: {variable}: {host} is no service")

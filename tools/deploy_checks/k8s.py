@@ -86,11 +86,11 @@ def _routers_named(objects: list[Object]) -> Iterator[str]:
     replicas = {
         f"{_name(w)}-{n}" for w in _workloads(objects) if _name(w) == "router" for n in range(w["spec"]["replicas"])
     }
-    for told in _of(objects, "ConfigMap"):
-        for variable, value in told.get("data", {}).items():
+    for config_map in _of(objects, "ConfigMap"):
+        for variable, value in config_map.get("data", {}).items():
             if variable.startswith("POINTSMAN_") and variable.endswith("_ROUTERS"):
                 for missing in sorted(replicas - {address.partition(":")[0] for address in value.split()}):
-                    yield f"ConfigMap {_name(told).rpartition('-')[0]}: {variable} does not name {missing}"
+                    yield f"ConfigMap {_name(config_map).rpartition('-')[0]}: {variable} does not name {missing}"
 
 
 def _workload(workload: Object, objects: list[Object]) -> Iterator[str]:
@@ -149,11 +149,11 @@ def pause_s(container: Container) -> int:
 def drain_s(container: Container, objects: list[Object]) -> int:
     """Return how long the container (a gateway or an engine) drains requests after SIGTERM, in s."""
     env, _, _ = environment(container, objects)
-    told = [env.get("POINTSMAN_GATEWAY_DRAIN_TIMEOUT_S", "0")]
-    told += [
+    timeouts_s = [env.get("POINTSMAN_GATEWAY_DRAIN_TIMEOUT_S", "0")]
+    timeouts_s += [
         word.partition("=")[2] for word in container.spec.get("args", []) if word.startswith("--shutdown-timeout=")
     ]
-    return max(map(int, told))
+    return max(map(int, timeouts_s))
 
 
 def _unprobed(workload: Object) -> Iterator[str]:
@@ -281,10 +281,12 @@ def environment(container: Container, objects: list[Object]) -> tuple[dict[str, 
 def _check_environment(container: Container, env: dict[str, str], secret: set[str], objects: list[Object]) -> list[str]:
     command = container.spec["args"][0]
     files = frozenset(_files(container, objects))
-    told = services.ServiceEnvironment(container.where, command, container.spec["image"], env, files, frozenset(secret))
-    problems = services.check(told)
+    checked = services.ServiceEnvironment(
+        container.where, command, container.spec["image"], env, files, frozenset(secret)
+    )
+    problems = services.check(checked)
     ports = {p["containerPort"] for p in container.spec.get("ports", [])}
-    for variable, port in services.listens(told):
+    for variable, port in services.listens(checked):
         if port not in ports:
             problems.append(f"{container.where}: {variable} listens on {port}, which is not one of its ports")
     offered = {
@@ -304,7 +306,7 @@ def _check_environment(container: Container, env: dict[str, str], secret: set[st
     }
     beside = {p["containerPort"] for c in container.pod["containers"] for p in c.get("ports", [])}
     namespaces = {_name(o) for o in _of(objects, "Namespace")}
-    for variable, host, port in services.dialed_addresses(told) if not problems else ():
+    for variable, host, port in services.dialed_addresses(checked) if not problems else ():
         if host in ("127.0.0.1", "localhost"):
             reachable = port in beside
         elif _is_elsewhere(host, namespaces):

@@ -35,5 +35,5 @@ def targets(prometheus: Object) -> Iterator[tuple[str, str]]:
 
 
 def _ports(service: Object) -> set[int]:
-    told = service.get("environment", {})
-    return {int(str(value).rpartition(":")[2]) for name, value in told.items() if name.endswith("LISTEN")}
+    variables = service.get("environment", {})
+    return {int(str(value).rpartition(":")[2]) for name, value in variables.items() if name.endswith("LISTEN")}

@@ -64,49 +64,49 @@ def subcommand_of(image: str) -> str:
     return IMAGES.get(image.rpartition("/")[2].partition(":")[0], "")
 
 
-def check(told: ServiceEnvironment) -> list[str]:
+def check(service: ServiceEnvironment) -> list[str]:
     """Return the problems of a service's environment: a wrong image, unknown variables, invalid values, and missing files."""
-    if (settings := SETTINGS.get(told.command)) is None:
-        return [f"{told.where}: no settings for `pointsman {told.command}`"]
-    if told.command != subcommand_of(told.image):
-        return [f"{told.where}: the image {told.image} has not what `pointsman {told.command}` needs"]
+    if (settings := SETTINGS.get(service.command)) is None:
+        return [f"{service.where}: no settings for `pointsman {service.command}`"]
+    if service.command != subcommand_of(service.image):
+        return [f"{service.where}: the image {service.image} has not what `pointsman {service.command}` needs"]
     known = {
         str(cls.model_config["env_prefix"]) + name.upper()
         for cls in (settings, Tokens, TlsSettings)
         for name in cls.model_fields
     }
     problems = [
-        f"{told.where}: `pointsman {told.command}` does not read {name}"
-        for name in sorted({*told.env, *told.secret})
+        f"{service.where}: `pointsman {service.command}` does not read {name}"
+        for name in sorted({*service.env, *service.secret})
         if name.startswith("POINTSMAN_") and name not in known
     ]
-    with _environment(told.env):
+    with _environment(service.env):
         try:
             settings()
         except (ValidationError, ValueError) as refused:
-            problems += [f"{told.where}: {line}" for line in _lines(refused, settings)]
-    folder = told.env.get(TOKEN_DIR, "")
-    for role in TOKENS[told.command]:
-        if f"{folder}/{role}" not in told.files:
-            problems.append(f"{told.where}: no token file {role} is mounted in {TOKEN_DIR}={folder or '(not set)'}")
-    for name, value in told.env.items():
-        if name.startswith("POINTSMAN_") and name.endswith("_FILE") and value not in told.files:
-            problems.append(f"{told.where}: {name}={value} is not mounted")
+            problems += [f"{service.where}: {line}" for line in _lines(refused, settings)]
+    folder = service.env.get(TOKEN_DIR, "")
+    for role in TOKENS[service.command]:
+        if f"{folder}/{role}" not in service.files:
+            problems.append(f"{service.where}: no token file {role} is mounted in {TOKEN_DIR}={folder or '(not set)'}")
+    for name, value in service.env.items():
+        if name.startswith("POINTSMAN_") and name.endswith("_FILE") and value not in service.files:
+            problems.append(f"{service.where}: {name}={value} is not mounted")
     return problems
 
 
-def listens(told: ServiceEnvironment) -> Iterator[tuple[str, int]]:
+def listens(service: ServiceEnvironment) -> Iterator[tuple[str, int]]:
     """Yield (variable, port) of every address of the network that the service listens on."""
-    for name, value in told.env.items():
+    for name, value in service.env.items():
         if name.endswith("LISTEN") and value and not value.startswith("ipc:"):
             yield name, int(value.rpartition(":")[2])
 
 
-def dialed_addresses(told: ServiceEnvironment) -> Iterator[tuple[str, str, int]]:
+def dialed_addresses(service: ServiceEnvironment) -> Iterator[tuple[str, str, int]]:
     """Yield (variable, host, port) of every address of another service in the environment, as the settings parse it; nothing if
     the settings are invalid."""
-    settings = SETTINGS[told.command]
-    with _environment(told.env):
+    settings = SETTINGS[service.command]
+    with _environment(service.env):
         try:
             loaded = settings()
         except (ValidationError, ValueError):

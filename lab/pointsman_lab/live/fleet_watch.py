@@ -15,7 +15,7 @@ from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from pointsman_common.io.auth import CallMetadata
 from pointsman_common.io.channel import open_channel
 from pointsman_common.io.whole_lists import whole_async
-from pointsman_lab.report.instance_samples import GpuSample, InstanceSample
+from pointsman_lab.report.instance_samples import InstanceSample, sample
 
 # Timeout of one call to the router, s.
 CALL_S = 10.0
@@ -128,8 +128,11 @@ class FleetWatcher:
 
     async def _sample(self) -> None:
         self._last = await self._list()
-        now = round(self._clock(), 3)
-        self.samples += (_sample_of(status, now) for status in self._last)
+        now = self._clock()
+        self.samples += (
+            sample(now, status.instance.instance_id, status, status.keys, status.sessions, status.load)
+            for status in self._last
+        )
 
     async def _list(self) -> list[fleet_pb2.InstanceStatus]:
         answer = await whole_async(
@@ -152,27 +155,6 @@ class FleetWatcher:
         request = fleet_pb2.ListDecisionsRequest(page_size=PAGE)
         answer = await self._fleet.ListDecisions(request, timeout=CALL_S, metadata=self._metadata())
         return list(answer.decisions)
-
-
-def _sample_of(status: fleet_pb2.InstanceStatus, now: float) -> InstanceSample:
-    load = status.load
-    return InstanceSample(
-        t=now,
-        instance=status.instance.instance_id,
-        num_requests=status.num_requests,
-        pending_prefill_tokens=status.pending_prefill_tokens,
-        ongoing_decode_tokens=status.ongoing_decode_tokens,
-        keys=status.keys,
-        sessions=status.sessions,
-        running=load.running,
-        waiting=load.waiting,
-        kv_usage=round(load.kv_usage, 6),
-        prefix_queries=load.prefix_cache_queries,
-        prefix_hits=load.prefix_cache_hits,
-        external_queries=load.external_prefix_cache_queries,
-        external_hits=load.external_prefix_cache_hits,
-        gpus=tuple(GpuSample(gpu.index, gpu.utilisation, gpu.memory_used, gpu.memory_total) for gpu in load.gpus),
-    )
 
 
 def _cache(first: fleet_pb2.InstanceStatus | None, last: fleet_pb2.InstanceStatus) -> dict[str, Any]:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
+
+if TYPE_CHECKING:  # The module that reads a bundle need not import what a run is made of.
+    from pointsman.agent.v1 import agent_pb2
+    from pointsman.router.v1 import fleet_pb2
+    from pointsman_router.core.load.reservations import Counters
+    from pointsman_router.core.placement_types import Load
 
 
 class GpuSample(msgspec.Struct, frozen=True):
@@ -33,3 +41,31 @@ class InstanceSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     external_queries: int = 0
     external_hits: int = 0
     gpus: tuple[GpuSample, ...] = ()
+
+
+def sample(
+    t: float,
+    instance: str,
+    counters: Counters | fleet_pb2.InstanceStatus,
+    keys: int,
+    sessions: int,
+    load: Load | agent_pb2.Load,
+) -> InstanceSample:
+    """Return the sample at `t` of an instance with the router's sums, keys and sessions, and with the engine's last load."""
+    return InstanceSample(
+        t=round(t, 3),
+        instance=instance,
+        num_requests=counters.num_requests,
+        pending_prefill_tokens=counters.pending_prefill_tokens,
+        ongoing_decode_tokens=counters.ongoing_decode_tokens,
+        keys=keys,
+        sessions=sessions,
+        running=load.running,
+        waiting=load.waiting,
+        kv_usage=round(load.kv_usage, 6),
+        prefix_queries=load.prefix_cache_queries,
+        prefix_hits=load.prefix_cache_hits,
+        external_queries=load.external_prefix_cache_queries,
+        external_hits=load.external_prefix_cache_hits,
+        gpus=tuple(GpuSample(gpu.index, gpu.utilisation, gpu.memory_used, gpu.memory_total) for gpu in load.gpus),
+    )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pointsman_common.core.block_keys import KEY_SCHEME
 from pointsman_lab.engine.model import EngineModel
-from pointsman_lab.report.instance_samples import InstanceSample
+from pointsman_lab.report.instance_samples import InstanceSample, sample
 from pointsman_lab.simulation.agent import REPORT_INTERVAL_S, ReportTo
 from pointsman_lab.simulation.config import SimulationConfig
 from pointsman_lab.simulation.event_queue import EventQueue
@@ -132,27 +132,14 @@ class SimulatedFleet:
         """Return the state of each instance at `now`, as the instance and the owner of its pool (`owners`, by pool) have it.
         Instances of pools without an owner are left out."""
         return [
-            _sample(instance, owner, now)
+            sample(
+                now,
+                name,
+                owner.reservations.counters(name),
+                instance.num_keys,
+                owner.affinity.sessions_of(name),
+                instance.load(now),
+            )
             for name, instance in self.instances.items()
             if (owner := owners.get(self.pool_of[name])) is not None
         ]
-
-
-def _sample(instance: SimulatedInstance, owner: RouterState, now: float) -> InstanceSample:
-    counters, load = owner.reservations.counters(instance.name), instance.load(now)
-    return InstanceSample(
-        t=round(now, 3),
-        instance=instance.name,
-        num_requests=counters.num_requests,
-        pending_prefill_tokens=counters.pending_prefill_tokens,
-        ongoing_decode_tokens=counters.ongoing_decode_tokens,
-        keys=instance.num_keys,
-        sessions=owner.affinity.sessions_of(instance.name),
-        running=load.running,
-        waiting=load.waiting,
-        kv_usage=round(load.kv_usage, 6),
-        prefix_queries=load.prefix_cache_queries,
-        prefix_hits=load.prefix_cache_hits,
-        external_queries=load.external_prefix_cache_queries,
-        external_hits=load.external_prefix_cache_hits,
-    )

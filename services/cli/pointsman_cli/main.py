@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pkgutil import resolve_name
 from typing import Annotated
 
 import typer
@@ -36,84 +37,6 @@ def _pointsman(
     """Make `pointsman` a group even if only one command is registered."""
 
 
-def _up() -> None:
-    from pointsman_cli.up import UpSettings, run_up
-    from pointsman_common.io.settings import add_settings_command
-
-    add_settings_command(
-        app, "up", UpSettings, run_up, help_="Run router, agent and gateway together on this node, without Redis."
-    )
-
-
-def _router() -> None:
-    from pointsman_cli.installed_policies import installed_policies
-    from pointsman_common.io.settings import add_settings_command
-    from pointsman_router.io.main import run
-    from pointsman_router.io.settings import RouterSettings
-
-    add_settings_command(
-        app,
-        "router",
-        RouterSettings,
-        partial(run, policies=installed_policies()),
-        help_="Run a router, which places requests on engines.",
-    )
-
-
-def _agent() -> None:
-    from pointsman_agent.io.main import run
-    from pointsman_agent.io.settings import AgentSettings
-    from pointsman_common.io.settings import add_settings_command
-
-    add_settings_command(
-        app, "agent", AgentSettings, run, help_="Run a node's agent, which reports its engines to routers."
-    )
-
-
-def _gateway() -> None:
-    from pointsman_common.io.settings import add_settings_command
-    from pointsman_gateway.io.main import run
-    from pointsman_gateway.io.settings import GatewaySettings
-
-    add_settings_command(
-        app, "gateway", GatewaySettings, run, help_="Run a gateway, which serves the HTTP API to clients."
-    )
-
-
-def _serve() -> None:
-    from pointsman_cli.one_process import run_serve
-    from pointsman_cli.one_process_settings import OneProcessSettings
-    from pointsman_common.io.settings import add_settings_command
-
-    add_settings_command(
-        app, "serve", OneProcessSettings, run_serve, help_="Run a router and a gateway in one process, for one gateway."
-    )
-
-
-def _shadow() -> None:
-    from pointsman_shadow.io.commands import add_shadow_commands
-
-    add_shadow_commands(app)
-
-
-def _lab(name: str) -> None:
-    from pointsman_lab import commands
-
-    getattr(commands, f"add_{name}")(app)
-
-
-def _fleet_commands() -> None:
-    from pointsman_cli.fleet_commands import add_fleet_commands
-
-    add_fleet_commands(app)
-
-
-def _settings() -> None:
-    from pointsman_cli.settings_page import settings
-
-    app.command("settings")(settings)
-
-
 RUN, ASK, CHANGE, MEASURE = "Run it", "Look and ask", "Change the fleet", "Measure and simulate"
 
 
@@ -125,64 +48,147 @@ class Command:
     `extras`: those whose packages it imports, with commas between.
     """
 
+    name: str
     panel: str
     extras: str
     register: Callable[[], None]
     line: str
 
 
-def _on_fleet(panel: str, line: str) -> Command:
-    return Command(panel, "cli", _fleet_commands, line)
+def _with_settings(panel: str, extras: str, name: str, settings: str, run: str, line: str) -> Command:
+    """Return a command whose flags are the fields of a settings class, and `line` all of its help. `settings` and `run`: that
+    class and what runs the command, as MODULE:NAME."""
+
+    def register() -> None:
+        from pointsman_common.io.settings import add_settings_command
+
+        add_settings_command(app, name, resolve_name(settings), resolve_name(run), help_=line)
+
+    return Command(name, panel, extras, register, line)
 
 
-def _in_lab(panel: str, name: str, line: str) -> Command:
-    return Command(panel, "lab", partial(_lab, name), line)
+def _in_lab(panel: str, name: str, module: str, settings: str, line: str) -> Command:
+    module = f"pointsman_lab.{module}"
+    return _with_settings(panel, "lab", name, f"{module}:{settings}", f"{module}:run", line)
 
 
-COMMANDS: Mapping[str, Command] = {
-    "up": Command(
-        RUN, "agent,gateway,router", _up, "Run router, agent and gateway together on this node, without Redis."
+def _on_fleet(panel: str, name: str, line: str) -> Command:
+    return Command(name, panel, "cli", _fleet_commands, line)
+
+
+def _fleet_commands() -> None:
+    from pointsman_cli.fleet_commands import add_fleet_commands
+
+    add_fleet_commands(app)
+
+
+def _router() -> None:
+    from pointsman_cli.installed_policies import installed_policies
+    from pointsman_common.io.settings import add_settings_command
+    from pointsman_router.io.main import run
+    from pointsman_router.io.settings import RouterSettings
+
+    run_with_policies = partial(run, policies=installed_policies())
+    add_settings_command(app, "router", RouterSettings, run_with_policies, help_=COMMANDS["router"].line)
+
+
+def _settings() -> None:
+    from pointsman_cli.settings_page import settings
+
+    app.command("settings")(settings)
+
+
+def _shadow() -> None:
+    from pointsman_shadow.io.commands import add_shadow_commands
+
+    add_shadow_commands(app)
+
+
+def _trace() -> None:
+    from pointsman_lab.workload.trace_commands import app as trace_commands
+
+    app.add_typer(trace_commands, name="trace")
+
+
+def _analyze() -> None:
+    from pointsman_lab.report.analyze_command import analyze
+
+    app.command("analyze")(analyze)
+
+
+_LISTED = (
+    _with_settings(
+        RUN, "agent,gateway,router", "up", "pointsman_cli.up:UpSettings", "pointsman_cli.up:run_up",
+        "Run router, agent and gateway together on this node, without Redis.",
     ),
-    "router": Command(RUN, "router", _router, "Run a router, which places requests on engines."),
-    "gateway": Command(RUN, "gateway", _gateway, "Run a gateway, which serves the HTTP API to clients."),
-    "agent": Command(RUN, "agent", _agent, "Run a node's agent, which reports its engines to routers."),
-    "serve": Command(RUN, "gateway,router", _serve, "Run a router and a gateway in one process, for one gateway."),
-    "doctor": _on_fleet(ASK, "Check a fleet and print what to change."),
-    "instances": _on_fleet(ASK, "List the instances of a fleet with their state, load, cached keys and sessions."),
-    "decisions": _on_fleet(ASK, "List the newest decisions of all routers: where each request was placed, and why."),
-    "explain": _on_fleet(ASK, "Explain why a request was placed where it was."),
-    "what-if": _on_fleet(ASK, "Show where past requests would have been placed under another policy."),
-    "policies": _on_fleet(ASK, "Print policies with their formulas, reasons, sources, and settings with bounds."),
-    "settings": Command(
-        ASK,
-        "agent,gateway,router,shadow",
-        _settings,
+    Command("router", RUN, "router", _router, "Run a router, which places requests on engines."),
+    _with_settings(
+        RUN, "gateway", "gateway", "pointsman_gateway.io.settings:GatewaySettings", "pointsman_gateway.io.main:run",
+        "Run a gateway, which serves the HTTP API to clients.",
+    ),
+    _with_settings(
+        RUN, "agent", "agent", "pointsman_agent.io.settings:AgentSettings", "pointsman_agent.io.main:run",
+        "Run a node's agent, which reports its engines to routers.",
+    ),
+    _with_settings(
+        RUN, "gateway,router", "serve", "pointsman_cli.one_process_settings:OneProcessSettings",
+        "pointsman_cli.one_process:run_serve", "Run a router and a gateway in one process, for one gateway.",
+    ),
+    _on_fleet(ASK, "doctor", "Check a fleet and print what to change."),
+    _on_fleet(ASK, "instances", "List the instances of a fleet with their state, load, cached keys and sessions."),
+    _on_fleet(ASK, "decisions", "List the newest decisions of all routers: where each request was placed, and why."),
+    _on_fleet(ASK, "explain", "Explain why a request was placed where it was."),
+    _on_fleet(ASK, "what-if", "Show where past requests would have been placed under another policy."),
+    _on_fleet(ASK, "policies", "Print policies with their formulas, reasons, sources, and settings with bounds."),
+    Command(
+        "settings", ASK, "agent,gateway,router,shadow", _settings,
         "Print all settings of all services, with flags, variables and defaults, as a Markdown page.",
     ),
-    "set-policy": _on_fleet(CHANGE, "Change the policy of a router and of all routers that share its Redis."),
-    "cordon": _on_fleet(CHANGE, "Stop placing on an instance until `uncordon`."),
-    "uncordon": _on_fleet(CHANGE, "Place on an instance again after `cordon`."),
-    "drain": _on_fleet(CHANGE, "Stop placing on an instance until its engine restarts, or until --resume."),
-    "weight": _on_fleet(CHANGE, "Limit an instance to a part of its fair share of new sessions."),
-    "demo": _in_lab(MEASURE, "demo", "Run the whole control plane on this machine, with emulated engines."),
-    "shadow": Command(
-        MEASURE, "shadow", _shadow, "Compare another router's placements with Pointsman's, without placing anything."
+    _on_fleet(CHANGE, "set-policy", "Change the policy of a router and of all routers that share its Redis."),
+    _on_fleet(CHANGE, "cordon", "Stop placing on an instance until `uncordon`."),
+    _on_fleet(CHANGE, "uncordon", "Place on an instance again after `cordon`."),
+    _on_fleet(CHANGE, "drain", "Stop placing on an instance until its engine restarts, or until --resume."),
+    _on_fleet(CHANGE, "weight", "Limit an instance to a part of its fair share of new sessions."),
+    _in_lab(
+        MEASURE, "demo", "live.demo_command", "DemoSettings",
+        "Run the whole control plane on this machine, with emulated engines.",
     ),
-    "simulate": _in_lab(MEASURE, "simulate", "Simulate a trace on modelled instances, in virtual time."),
-    "compare": _in_lab(MEASURE, "compare", "Compare policies on the same draws of a trace, with confidence intervals."),
-    "replay": _in_lab(MEASURE, "replay", "Replay a trace against a live gateway."),
-    "emulate": _in_lab(MEASURE, "emulate", "Run an emulated vLLM server."),
-    "profile": _in_lab(MEASURE, "profile", "Measure the step costs of an idle vLLM, and write a profile file."),
-    "trace": _in_lab(MEASURE, "trace", "Generate, describe and convert traces."),
-    "analyze": _in_lab(
-        MEASURE,
-        "analyze",
+    Command(
+        "shadow", MEASURE, "shadow", _shadow,
+        "Compare another router's placements with Pointsman's, without placing anything.",
+    ),
+    _in_lab(
+        MEASURE, "simulate", "experiments.simulate_command", "SimulateSettings",
+        "Simulate a trace on modelled instances, in virtual time.",
+    ),
+    _in_lab(
+        MEASURE, "compare", "experiments.compare_command", "CompareSettings",
+        "Compare policies on the same draws of a trace, with confidence intervals.",
+    ),
+    _in_lab(
+        MEASURE, "replay", "live.replay_command", "ReplaySettings", "Replay a trace against a live gateway.",
+    ),
+    _in_lab(MEASURE, "emulate", "emulator.emulated_engine", "EmulateSettings", "Run an emulated vLLM server."),
+    _in_lab(
+        MEASURE, "profile", "live.profile_command", "ProfileSettings",
+        "Measure the step costs of an idle vLLM, and write a profile file.",
+    ),
+    Command("trace", MEASURE, "lab", _trace, "Generate, describe and convert traces."),
+    Command(
+        "analyze", MEASURE, "lab", _analyze,
         "Report latencies, splits, tails, instances over time, hotspots and matched pairs of replays and simulations.",
     ),
     # They check the simulation, not a fleet.
-    "calibrate": _in_lab("", "calibrate", "Replay a trace live, simulate it with measured costs, and compare the two."),
-    "agree": _in_lab("", "agree", "Compare policies live and simulated, on the same draws of sessions."),
-}
+    _in_lab(
+        "", "calibrate", "live.calibrate_command", "CalibrateSettings",
+        "Replay a trace live, simulate it with measured costs, and compare the two.",
+    ),
+    _in_lab(
+        "", "agree", "live.agree_command", "AgreeSettings",
+        "Compare policies live and simulated, on the same draws of sessions.",
+    ),
+)  # fmt: skip
+COMMANDS: Mapping[str, Command] = {command.name: command for command in _LISTED}
 
 
 def main() -> None:
@@ -210,9 +216,9 @@ def _register_lines() -> None:
     """Register all commands with nothing but their line of the help."""
     from pointsman_cli.extras import is_installed
 
-    for name, one in COMMANDS.items():
-        line = one.line if all(map(is_installed, one.extras.split(","))) else _not_installed(one.extras)
-        app.command(name, help=line, rich_help_panel=one.panel, hidden=not one.panel)(lambda: None)
+    for name, command in COMMANDS.items():
+        line = command.line if all(map(is_installed, command.extras.split(","))) else _not_installed(command.extras)
+        app.command(name, help=line, rich_help_panel=command.panel, hidden=not command.panel)(lambda: None)
 
 
 def _not_installed(extras: str) -> str:

@@ -89,8 +89,8 @@ def _section(title: str, where: str, kind: type[BaseSettings], *, flags: bool) -
             text, _, rest = text.partition(": ")
             text += " (more below)"
             below += ["", textwrap.fill(f"`{name}`: {rest}.", 150, break_on_hyphens=False)]
-        told = [f"`{prefix}{name.upper()}`", _default(field), _allowed(field), _escaped(text)]
-        lines.append(_row([f"`{name}`", *flag, *told]))
+        cells = [f"`{prefix}{name.upper()}`", _default(field), _allowed(field), _escaped(text)]
+        lines.append(_row([f"`{name}`", *flag, *cells]))
     return [*lines, *below, ""]
 
 

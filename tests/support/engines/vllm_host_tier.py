@@ -296,7 +296,7 @@ class Runner:
                 size, text = event.block_size, self.names.get(event.parent_block_hash, "")
                 for index, value in enumerate(event.block_hashes):
                     if not size:
-                        # A block that came from storage is told without its tokens if it was not looked up again yet.
+                        # A block that came from storage is published without its tokens if it was not looked up again yet.
                         events.append(["stored", self.names[value], *medium])
                         continue
                     text += "".join(f"{token} " for token in event.token_ids[index * size : (index + 1) * size])

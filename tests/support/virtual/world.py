@@ -121,7 +121,7 @@ class GatewayNode:
     def kill(self) -> None:
         """Kill the process; clients that wait for an answer see their connections break."""
         self.client = None
-        # What a gateway has not told yet dies with it: these sessions keep their owners until their time to live ends.
+        # What a gateway has not reported yet dies with it: these sessions keep their owners until their time to live ends.
         self._world.lost_ends |= self._unconfirmed()
         self._world.network.kill(self.node)
 

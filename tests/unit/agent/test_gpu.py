@@ -58,7 +58,7 @@ def test_hardware_is_the_model_and_number_of_an_engines_devices() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("second", ["NVIDIA A100", ""])
-def test_hardware_of_devices_that_differ_is_not_told(monkeypatch: pytest.MonkeyPatch, second: str) -> None:
+def test_hardware_of_devices_that_differ_is_not_reported(monkeypatch: pytest.MonkeyPatch, second: str) -> None:
     def name(handle: int) -> str:
         if handle and not second:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)

@@ -256,7 +256,7 @@ def test_what_cannot_be_resumed_is_sent_whole(resume: int) -> None:
         [welcome(), welcome()],
     ],
 )
-def test_a_router_that_breaks_the_order_is_told(responses: list[pb.ReportResponse]) -> None:
+def test_a_router_that_breaks_the_order_is_an_error(responses: list[pb.ReportResponse]) -> None:
     stream = ReportProtocol(CachedBlocks("tiny"), INSTANCE, "agent", **INTERVALS)
     stream.next_message(0.0)
     for response in responses[:-1]:
@@ -306,7 +306,7 @@ def test_loads_are_sent_at_the_router_s_pace_the_newest_first() -> None:
     stream.received(pb.ReportResponse(pace=pb.Pace()), 1.5)
     stream.load(pb.Load(running=6), 2.0)
     assert sent(2.0) == 6
-    # What the instance can serve is told at once, and a pace that is shortened holds for the next load.
+    # What the instance can serve is sent at once, and a pace that is shortened holds for the next load.
     stream.received(pb.ReportResponse(pace=pb.Pace(load_interval_ms=60_000)), 2.0)
     stream.load(pb.Load(running=7), 2.0)
     assert sent(2.0) == 7
@@ -323,7 +323,7 @@ def test_loads_are_sent_at_the_router_s_pace_the_newest_first() -> None:
 
 
 def paced(cached_blocks: CachedBlocks, key_interval_ms: int) -> ReportProtocol:
-    """Return a welcomed stream whose router has told a pace for changes of keys."""
+    """Return a welcomed stream whose router has set a pace for changes of keys."""
     stream = ReportProtocol(cached_blocks, INSTANCE, "agent", **INTERVALS)
     stream.next_message(0.0)
     stream.received(welcome(1), 0.0)

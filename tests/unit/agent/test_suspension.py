@@ -102,7 +102,7 @@ def test_resets_that_no_event_tells_yet(before: Scrape, after: Scrape, paused: b
 @pytest.mark.parametrize(
     ("pages", "resets"),
     [
-        # (what a scrape shows, whether the engine then says that it is paused): whether a reset is told.
+        # (what a scrape shows, whether the engine then says that it is paused): whether a reset is reported.
         (((page(), True), (page(), True), (page(), True)), [False, True, True]),
         (((page(), True), (page(), False), (page(), False)), [False, True, False]),
         # It falls asleep between the scrape and the answer, and wakes up between a late answer and the scrape.
@@ -115,7 +115,7 @@ def test_resets_that_no_event_tells_yet(before: Scrape, after: Scrape, paused: b
         (((page(), True), (page(LEVEL_1, completed={"sleep": 1}), True)), [False, True]),
     ],
 )
-def test_a_pause_is_told_by_two_scrapes(pages: tuple[tuple[Scrape, bool], ...], resets: list[bool]) -> None:
+def test_a_pause_is_known_from_two_scrapes(pages: tuple[tuple[Scrape, bool], ...], resets: list[bool]) -> None:
     observer = CacheResets()
     observer.observe(page(), paused=False)
     assert [bool(observer.observe(scrape, paused=paused)) for scrape, paused in pages] == resets

@@ -20,12 +20,12 @@ def test_cases_are_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["unified", "unified:128:heavy:1", "unified:many:knee:1"])
-def test_a_case_that_cannot_be_read_is_told(text: str) -> None:
+def test_a_case_that_cannot_be_read_is_reported(text: str) -> None:
     with pytest.raises(ValueError, match=r"invalid literal|POLICY:INSTANCES:LOAD:DRAWS"):
         cases(text)
 
 
-def test_an_unknown_policy_is_told() -> None:
+def test_an_unknown_policy_is_reported() -> None:
     with pytest.raises(SettingError):
         cases("unify:128:knee:1")
 

@@ -64,14 +64,14 @@ def test_a_pair_that_fits_is_well(bootstrap: str) -> None:
     ]
 
 
-def test_one_that_fits_nobody_is_told_of(bootstrap: str) -> None:
+def test_one_that_fits_nobody_is_reported(bootstrap: str) -> None:
     assert levels(instance("a", bootstrap), instance("b", bootstrap, block_size=32)) == [
         ("a", Finding.WARN),
         ("b", Finding.WARN),
     ]
 
 
-def test_a_bootstrap_server_that_does_not_answer_is_told_of(bootstrap: str) -> None:
+def test_a_bootstrap_server_that_does_not_answer_is_reported(bootstrap: str) -> None:
     gone = f"http://127.0.0.1:{free_port()}"
     assert levels(instance("a", gone), instance("b", bootstrap)) == [("a", Finding.FAIL), ("b", Finding.OK)]
 
@@ -151,7 +151,7 @@ def test_an_engine_whose_answer_is_none_does_not_end_the_doctor(monkeypatch: pyt
     assert finding.level == Finding.WARN
 
 
-def test_cordons_of_long_ago_and_orders_for_nobody_are_told_of() -> None:
+def test_cordons_of_long_ago_and_orders_for_nobody_are_reported() -> None:
     day = 86_400.0
 
     def order(name: str, set_at: float, **ordered: object) -> fleet_pb2.InstanceOrder:
@@ -180,7 +180,7 @@ def test_cordons_of_long_ago_and_orders_for_nobody_are_told_of() -> None:
     ]
 
 
-def test_a_router_that_was_lost_is_told_of() -> None:
+def test_a_router_that_was_lost_is_reported() -> None:
     replicas = fleet_pb2.ListReplicasResponse(
         replicas=[fleet_pb2.Replica(router_id="r1"), fleet_pb2.Replica(router_id="r3")],
         this_replica=fleet_pb2.RouterStatus(router_id="r1", store="redis"),
@@ -235,7 +235,7 @@ def test_a_cordon_does_not_hide_that_the_engine_is_away() -> None:
     assert (instance_finding(well).level, instance_finding(well).found) == (Finding.OK, "CORDONED (cordoned)")
 
 
-def test_a_suspended_engine_is_told_with_its_reason_and_is_not_asked() -> None:
+def test_a_suspended_engine_is_reported_with_its_reason_and_is_not_asked() -> None:
     load = agent_pb2.Load(healthy=True, suspended="asleep (level 1)")
     asleep = status("SUSPENDED", "SUSPENDED", load=load)
     found = instance_finding(asleep)
@@ -248,7 +248,7 @@ def test_a_suspended_engine_is_told_with_its_reason_and_is_not_asked() -> None:
     assert _state_of(asleep) == "SUSPENDED (asleep (level 1))"
 
 
-def test_the_weight_of_an_instance_is_told() -> None:
+def test_the_weight_of_an_instance_is_reported() -> None:
     ready = status("READY", weight=0.1, weight_reason="canary")
     assert instance_finding(ready).found.startswith("READY (weight 0.1: canary), vLLM")
     assert instance_finding(status("UNHEALTHY", "UNHEALTHY", weight=0.1)).found == "UNHEALTHY (weight 0.1)"

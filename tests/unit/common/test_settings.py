@@ -169,7 +169,7 @@ def test_a_token_file_of_other_lines_is_refused_and_not_shown(text: str, tmp_pat
     assert "secret" not in str(refused.value)
 
 
-def test_what_must_be_given_is_told_as_a_flag_with_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_must_be_given_is_named_as_a_flag_with_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     class GivenSettings(BaseSettings):
         model_config = SettingsConfigDict(env_prefix="POINTSMAN_GIVEN_")
         engine_url: str = Field(description="where the engine is")

@@ -208,7 +208,7 @@ def test_a_folder_has_no_revision(module: Any, tmp_path: Path) -> None:
     assert module.tokenizer_place(engine) == {"tokenizer": str(tmp_path), "revision": ""}
 
 
-def test_a_hubs_cache_is_told_as_what_is_kept_there(module: Any) -> None:
+def test_a_hubs_cache_is_announced_as_what_is_kept_there(module: Any) -> None:
     """Offline, vLLM names the folder in place of the model."""
     engine = config(None)
     engine.model_config.tokenizer = "/cache/hub/models--maker--tiny-coder/snapshots/abc123"

@@ -12,7 +12,7 @@ PIECES = st.lists(st.lists(st.integers(0, 2**31), min_size=1, max_size=5), max_s
 
 
 @given(PIECES, st.booleans())
-def test_what_is_told_is_read(pieces: list[list[int]], complete: bool) -> None:
+def test_what_is_recorded_is_read(pieces: list[list[int]], complete: bool) -> None:
     assert read(record_of(pieces, complete=complete)) == (pieces, complete)
 
 

@@ -191,7 +191,7 @@ def test_a_scheduler_of_another_shape_is_left_alone(engine: Engine) -> None:
     ) in engine.logged[0]
 
 
-def test_a_vllm_that_chooses_its_scheduler_in_another_way_is_told_in_one_line(
+def test_a_vllm_that_chooses_its_scheduler_in_another_way_is_reported_in_one_line(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(type(engine.config), "get_scheduler_cls")
@@ -202,7 +202,7 @@ def test_a_vllm_that_chooses_its_scheduler_in_another_way_is_told_in_one_line(
     assert not any("\n" in line for line in engine.logged)
 
 
-def test_an_address_that_is_none_is_told_in_one_line(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_is_none_is_reported_in_one_line(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POINTSMAN_AGENT_LOADS", "not an address")
     engine.module.register()
     assert "schedule" not in vars(engine.scheduler())

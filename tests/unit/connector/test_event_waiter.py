@@ -49,7 +49,7 @@ def has(events: list[str], number: int) -> bool:
     return len(events) == number
 
 
-def test_each_layer_is_told_when_it_is_done() -> None:
+def test_each_layer_is_reported_when_it_is_done() -> None:
     stream, calls = Stream(), list[str]()
     waiter = EventWaiter(stream.event, lambda error: calls.append(str(error)))
     for layer in ("a", "b", "c"):

@@ -159,7 +159,7 @@ def test_a_machine_that_oversleeps_is_not_taken_for_a_slow_link() -> None:
     assert max(link.slept) <= 0.0101
 
 
-def test_a_failed_write_is_told_and_tells_nothing() -> None:
+def test_a_failed_write_is_reported_and_teaches_nothing() -> None:
     link = Link()
     engine = known(link)
     link.broken, link.speed = True, 10 * MB

@@ -1,4 +1,4 @@
-"""What is told of an engine's steps, from a scheduler's outputs alone."""
+"""What is reported of an engine's steps, from a scheduler's outputs alone."""
 
 from __future__ import annotations
 

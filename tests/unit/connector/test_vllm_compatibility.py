@@ -92,7 +92,7 @@ def test_all_that_moved_is_named_with_what_to_do(guard: Any, vllm: tuple[Any, An
     assert '"layerwise": false' in str(raised.value)
 
 
-def test_a_worker_that_keeps_something_else_is_told_of_at_once(guard: Any) -> None:
+def test_a_worker_that_keeps_something_else_is_reported_at_once(guard: Any) -> None:
     worker = SimpleNamespace(**dict.fromkeys(guard._KEPT), engine=SimpleNamespace(**dict.fromkeys(guard._ENGINE)))
     guard.check_worker(worker)
     del worker.reqs_need_send

@@ -42,7 +42,7 @@ def test_patch_releases_and_builds_count_as_tested(version: str, tested: bool) -
     assert is_tested(version) is tested
 
 
-def test_another_version_is_told_once(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_version_is_reported_once(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
     vllm.__version__ = "0.99.1"
     for _ in range(3):
         warn_if_untested()

@@ -174,11 +174,11 @@ def test_a_client_cannot_ask_an_engine_itself() -> None:
     assert not call.continuable
 
 
-def test_the_body_carries_the_told_answer() -> None:
+def test_the_body_carries_the_recorded_answer() -> None:
     call = parse(Endpoint.CHAT, json.dumps(CHAT).encode())
-    told = ids_in(b':5\n\ndata: {"a": ":7"}\n\n:6,7\n\ndata: {}\n\n')
-    assert told == b":5:6,7"
-    sent = json.loads(with_answer_record(call.payload, told))
+    record = ids_in(b':5\n\ndata: {"a": ":7"}\n\n:6,7\n\ndata: {}\n\n')
+    assert record == b":5:6,7"
+    sent = json.loads(with_answer_record(call.payload, record))
     assert sent.pop("vllm_xargs") == {"pointsman_answer": ":5:6,7"}
     assert sent.items() >= CHAT.items()
 
@@ -202,8 +202,8 @@ def test_the_rest_is_placed_by_the_tokens_of_the_prompt_and_the_answer(prompt_to
     context.kept_payload, context.rest = b"", None
     context.drop_prompt(keep=True)
     assert json.loads(context.payload_at("a")).items() >= (CHAT | {"max_tokens": 100}).items()
-    told = b"".join(b":%d" % token_id for token_id in answer)
-    request = continued_placement(context, ids_of(told))
+    record = b"".join(b":%d" % token_id for token_id in answer)
+    request = continued_placement(context, ids_of(record))
     assert request.input_tokens == len(ids) + len(answer)
     assert request.max_output_tokens == 100 - len(answer)
     whole = prompt_keys(ids + answer, "m")

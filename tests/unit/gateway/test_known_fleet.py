@@ -26,55 +26,55 @@ def update(*pools: placement_pb2.PoolUpdate, **values: Any) -> placement_pb2.Fle
 
 
 def test_instances_come_change_and_go_in_order_and_the_rest_stays() -> None:
-    told = KnownFleet(fleet("b", "d"))
-    told.apply(update(placement_pb2.PoolUpdate(model="m", instances=[ref("c"), ref("a"), ref("d", "2")])))
-    assert [(instance.instance_id, instance.incarnation) for instance in told.pools["m"].instances] == [
+    known = KnownFleet(fleet("b", "d"))
+    known.apply(update(placement_pb2.PoolUpdate(model="m", instances=[ref("c"), ref("a"), ref("d", "2")])))
+    assert [(instance.instance_id, instance.incarnation) for instance in known.pools["m"].instances] == [
         ("a", "1"),
         ("b", "1"),
         ("c", "1"),
         ("d", "2"),
     ]
-    told.apply(update(placement_pb2.PoolUpdate(model="m", removed_instance_ids=["d", "a", "nobody"])))
-    assert list(told.pools["m"].instances) == [ref("b"), ref("c")]
-    assert (told.pools["m"].owner.router_id, list(told.pools["m"].lora_names)) == ("r", ["l"])
+    known.apply(update(placement_pb2.PoolUpdate(model="m", removed_instance_ids=["d", "a", "nobody"])))
+    assert list(known.pools["m"].instances) == [ref("b"), ref("c")]
+    assert (known.pools["m"].owner.router_id, list(known.pools["m"].lora_names)) == ("r", ["l"])
 
 
 def test_a_description_replaces_all_but_the_instances() -> None:
-    told = KnownFleet(fleet("a"))
+    known = KnownFleet(fleet("a"))
     described = placement_pb2.Pool(model="m", max_model_len=7)
-    told.apply(update(placement_pb2.PoolUpdate(model="m", description=described)))
-    assert told.pools["m"] == placement_pb2.Pool(model="m", max_model_len=7, instances=[ref("a")])
+    known.apply(update(placement_pb2.PoolUpdate(model="m", description=described)))
+    assert known.pools["m"] == placement_pb2.Pool(model="m", max_model_len=7, instances=[ref("a")])
 
 
 def test_pools_come_and_go_and_the_start_comes_to_its_end() -> None:
-    told = KnownFleet(placement_pb2.Fleet(starting=True))
+    known = KnownFleet(placement_pb2.Fleet(starting=True))
     described = placement_pb2.Pool(model="n")
-    told.apply(update(placement_pb2.PoolUpdate(model="n", description=described, instances=[ref("x")]), starting=True))
-    assert (told.starting, [*told.pools], list(told.pools["n"].instances)) == (True, ["n"], [ref("x")])
-    told.apply(update(removed_models=["n", "nothing"]))
-    assert (told.starting, told.pools) == (False, {})
-    told.apply(update(placement_pb2.PoolUpdate(model="n", description=described)))
-    assert told.pools == {"n": described}, "it begins without the instances of the pool that went"
+    known.apply(update(placement_pb2.PoolUpdate(model="n", description=described, instances=[ref("x")]), starting=True))
+    assert (known.starting, [*known.pools], list(known.pools["n"].instances)) == (True, ["n"], [ref("x")])
+    known.apply(update(removed_models=["n", "nothing"]))
+    assert (known.starting, known.pools) == (False, {})
+    known.apply(update(placement_pb2.PoolUpdate(model="n", description=described)))
+    assert known.pools == {"n": described}, "it begins without the instances of the pool that went"
 
 
 def test_a_pool_that_was_given_out_stays_as_it_is() -> None:
-    told = KnownFleet(fleet("a"))
-    before = told.pools["m"]
-    told.apply(update(placement_pb2.PoolUpdate(model="m", instances=[ref("a", "2"), ref("b")])))
+    known = KnownFleet(fleet("a"))
+    before = known.pools["m"]
+    known.apply(update(placement_pb2.PoolUpdate(model="m", instances=[ref("a", "2"), ref("b")])))
     assert before == fleet("a").pools[0]
-    assert told.pools["m"] is not before
+    assert known.pools["m"] is not before
 
 
-def test_a_fleet_that_was_told_in_no_order_is_put_in_order() -> None:
-    told = KnownFleet(fleet("b", "a", "c"))
-    told.apply(update(placement_pb2.PoolUpdate(model="m", removed_instance_ids=["a"], instances=[ref("c", "2")])))
-    assert list(told.pools["m"].instances) == [ref("b"), ref("c", "2")]
+def test_a_fleet_that_was_sent_in_no_order_is_put_in_order() -> None:
+    known = KnownFleet(fleet("b", "a", "c"))
+    known.apply(update(placement_pb2.PoolUpdate(model="m", removed_instance_ids=["a"], instances=[ref("c", "2")])))
+    assert list(known.pools["m"].instances) == [ref("b"), ref("c", "2")]
 
 
-def test_an_update_of_what_was_never_told_is_out_of_step() -> None:
-    told = KnownFleet(fleet("a"))
+def test_an_update_of_what_was_never_sent_is_out_of_step() -> None:
+    known = KnownFleet(fleet("a"))
     with pytest.raises(OutOfStep, match="'other'"):
-        told.apply(update(placement_pb2.PoolUpdate(model="other", instances=[ref("x")])))
+        known.apply(update(placement_pb2.PoolUpdate(model="other", instances=[ref("x")])))
     owners = PoolOwners()
     with pytest.raises(OutOfStep):
         owners.update("1", update(starting=True))

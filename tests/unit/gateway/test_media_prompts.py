@@ -112,12 +112,12 @@ def test_the_first_image_names_what_goes_on_from_it(qwen_vl: tuple[ModelTokenize
         {"role": "system", "content": [IMAGE]},
     ],
 )
-def test_other_media_cannot_be_told(qwen_vl: tuple[ModelTokenizer, ChatTemplate], message: dict[str, Any]) -> None:
+def test_other_media_cannot_be_rendered(qwen_vl: tuple[ModelTokenizer, ChatTemplate], message: dict[str, Any]) -> None:
     with pytest.raises(Unrenderable):
         read(qwen_vl[0], [message])
 
 
-def test_media_that_the_engine_puts_into_the_text_cannot_be_told() -> None:
+def test_media_that_the_engine_puts_into_the_text_cannot_be_rendered() -> None:
     """Where a template shows a message's content as one text, the engine's model class decides how media stand in it."""
     tokenizer, _ = tokenizer_families.model("qwen", TokenCache(1 << 20))
     with pytest.raises(Unrenderable):

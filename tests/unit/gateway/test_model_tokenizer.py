@@ -167,7 +167,7 @@ def test_a_billing_header_of_a_client_is_dropped_as_the_engine_does() -> None:
 @pytest.mark.parametrize(
     "part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "a", "uuid": "1"}, {}]
 )
-def test_what_is_not_text_cannot_be_told(part: dict[str, Any]) -> None:
+def test_what_is_not_text_cannot_be_rendered(part: dict[str, Any]) -> None:
     with pytest.raises(Unrenderable):
         template(CHATML).render(user([part]))
 

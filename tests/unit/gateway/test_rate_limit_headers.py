@@ -18,7 +18,7 @@ def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None
     assert duration(seconds) == text
 
 
-def test_only_limits_that_are_there_are_told() -> None:
+def test_only_limits_that_are_there_are_sent() -> None:
     status = LimitStatus(tokens=Remaining(600, 90, 51.0))
     assert openai_fields(status) == {
         "x-ratelimit-limit-tokens": "600",

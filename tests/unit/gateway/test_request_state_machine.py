@@ -244,7 +244,7 @@ def test_after_the_first_byte_the_stream_breaks() -> None:
     assert effects == [ev.AbortUpstream(), ev.ReportFinished("r", Outcome.FAILED, "reset"), ev.EndStreamWithError()]
 
 
-def test_a_failure_that_the_engine_told_the_client_is_not_told_twice() -> None:
+def test_a_failure_that_the_engine_told_the_client_is_not_reported_twice() -> None:
     machine = serving()
     machine.handle(ev.ResponseStarted(), 2.0)
     assert machine.handle(ev.ResponseEnded("its own"), 3.0) == [
@@ -338,7 +338,7 @@ def test_an_offload_that_pulls_the_kv_before() -> None:
     assert machine.handle(ev.UpstreamFailed("no", 500), 4.0)[-1] == ev.AskRouter("r.1", ("b",))
 
 
-def test_a_transfer_that_fails_is_told_and_answered_without_it() -> None:
+def test_a_transfer_that_fails_is_reported_and_answered_without_it() -> None:
     cases: list[tuple[bool, ev.Event, float, list[ev.Effect]]] = [
         (True, ev.UpstreamFailed("status 500", 500), 3.0, [ev.AbortUpstream(), ev.AskNextStep("r", 1, "status 500")]),
         (True, ev.Tick(), 7.0, [ev.AbortUpstream(), ev.AskNextStep("r", 1, "deadline")]),
@@ -545,7 +545,7 @@ def test_without_the_router_what_was_sent_ahead_goes_on() -> None:
         assert machine.phase is Phase.SERVING
 
 
-def test_without_the_router_what_was_sent_ahead_and_failed_is_told_once_more_and_then_served_alone() -> None:
+def test_without_the_router_what_was_sent_ahead_and_failed_is_reported_once_more_and_then_served_alone() -> None:
     machine = sent_ahead(inline_kv_transfer=False, prefilled=True)
     assert machine.handle(ev.PullEnded("broke"), 2.0) == []
     taken = replace(AHEAD, degraded=True)

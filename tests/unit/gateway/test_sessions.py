@@ -1,4 +1,4 @@
-"""Whose turn a prompt is, told from its keys."""
+"""Whose turn a prompt is, known from its keys."""
 
 from __future__ import annotations
 

@@ -299,7 +299,7 @@ async def test_many_known_pieces_are_put_together_in_a_thread() -> None:
     assert in_thread == [20_000, 20_000]
 
 
-def test_half_a_surrogate_pair_cannot_be_told() -> None:
+def test_half_a_surrogate_pair_cannot_be_rendered() -> None:
     tokenizer, _ = tokenizer_families.model("qwen", TokenCache(LIMIT))
     with pytest.raises(Unrenderable, match="surrogate"):
         tokenizer.text("a\ud800", add_special_tokens=False)

@@ -293,14 +293,14 @@ def event(word: str) -> bytes:
     return stream({"choices": [{"delta": {"content": word}}]}, done=False)
 
 
-def told_filter() -> SseFilter:
+def recording_filter() -> SseFilter:
     events = SseFilter(Endpoint.CHAT, tells=True)
     events.record = bytearray()
     return events
 
 
-def test_what_the_client_has_is_told_by_chunks_that_pass_whole_and_by_others() -> None:
-    events = told_filter()
+def test_what_the_client_has_is_recorded_from_chunks_that_pass_whole_and_from_others() -> None:
+    events = recording_filter()
     assert not events.can_continue
     assert events.pass_whole(chunked(b":5\n\n" + event("a"))) == chunked(event("a"))
     assert events.feed(b":6:7,8\n\n" + event("b") + b":9\n\n" + event("c")) == event("b") + event("c")
@@ -313,20 +313,20 @@ def test_what_the_client_has_is_told_by_chunks_that_pass_whole_and_by_others() -
 
 
 @given(CUTS, st.lists(st.integers(0, 99_999), min_size=1, max_size=30))
-def test_what_is_told_and_what_is_sent_agree_however_the_stream_is_cut(cuts: list[int], ids: list[int]) -> None:
+def test_what_is_recorded_and_what_is_sent_agree_however_the_stream_is_cut(cuts: list[int], ids: list[int]) -> None:
     whole = b"".join(b":%d\n\n" % token_id + event(f"{token_id}\\n:3") for token_id in ids)
-    events, out = told_filter(), b""
+    events, out = recording_filter(), b""
     for piece in cut_up(whole, cuts)[:-1]:
         out += events.feed(piece)
         sent = [json.loads(event_bytes[6:]) for event_bytes in out.split(b"\n\n") if event_bytes]
         words = [message["choices"][0]["delta"]["content"].partition("\\")[0] for message in sent]
         assert bytes(events.record or b"") == "".join(f":{word}" for word in words).encode(), (
-            "an id is told with its event"
+            "an id is recorded with its event"
         )
 
 
 def test_an_error_of_the_instance_is_not_sent_if_another_one_can_go_on() -> None:
-    events = told_filter()
+    events = recording_filter()
     failed = b'data: {"error": {"message": "at 10.0.0.7", "code": 500}}\n\ndata: [DONE]\n\n'
     assert events.feed(b":5\n\n" + event("a") + failed) == event("a")
     assert not events.pass_whole(chunked(event("late")))
@@ -340,13 +340,13 @@ def test_an_error_of_the_instance_is_not_sent_if_another_one_can_go_on() -> None
     assert events.stream_end().complete
 
 
-def test_an_error_before_anything_is_told_is_sent_redacted() -> None:
-    events = told_filter()
+def test_an_error_before_anything_is_recorded_is_sent_redacted() -> None:
+    events = recording_filter()
     assert b"at <address>" in events.feed(b'data: {"error": {"message": "at 10.0.0.7", "code": 500}}\n\n')
 
 
 def test_the_beginning_of_an_event_is_dropped_with_its_instance() -> None:
-    events = told_filter()
+    events = recording_filter()
     events.feed(b":5\n\n" + event("a") + b"data: {")
     assert events.flush() == b""
     events.begin_again()
@@ -363,14 +363,14 @@ def test_comments_are_not_sent_either_where_the_answer_cannot_be_continued() -> 
 
 
 def test_a_model_that_writes_of_errors_is_not_cut() -> None:
-    events = told_filter()
+    events = recording_filter()
     for word in ("error", "event: error", 'a \\"error\\": {'):
         assert events.feed(b":5\n\n" + event(word)) == event(word)
     assert bytes(events.record or b"") == b":5:5:5"
 
 
 def test_an_abort_is_cut_with_its_comment() -> None:
-    events = told_filter()
+    events = recording_filter()
     aborted = b'data: {"choices": [{"delta": {}, "finish_reason": "abort"}]}\n\n'
     assert events.feed(b":5\n\n" + event("a") + b":6.\n\n" + aborted) == event("a")
     assert bytes(events.record or b"") == b":5", "the answer is not complete"
@@ -378,7 +378,7 @@ def test_an_abort_is_cut_with_its_comment() -> None:
 
 
 def test_without_a_token_there_is_nothing_to_continue() -> None:
-    events = told_filter()
+    events = recording_filter()
     failed = b'data: {"error": {"message": "at 10.0.0.7", "code": 500}}\n\n'
     assert b"at <address>" in events.feed(b":x2\n\n" + event("") + failed)
     assert not events.can_continue
@@ -391,11 +391,11 @@ def test_events_of_one_comment_are_sent_all_at_once(cuts: list[int], groups: lis
         for number, count in enumerate(groups)
     )
     sums = {sum(groups[:end]) for end in range(len(groups) + 1)}
-    events, out = told_filter(), b""
+    events, out = recording_filter(), b""
     for piece in cut_up(whole, cuts):
         out += events.feed(piece)
         assert out.count(b"data:") in sums
-        told = events.record
-        assert told is not None
-        assert sum(groups[: told.count(b":")]) == out.count(b"data:")
+        record = events.record
+        assert record is not None
+        assert sum(groups[: record.count(b":")]) == out.count(b"data:")
     assert out.count(b"data:") == sum(groups)

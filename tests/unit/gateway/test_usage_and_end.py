@@ -72,7 +72,9 @@ ENDS: list[tuple[Endpoint, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("endpoint", "answer", "reason"), ENDS)
-def test_why_an_answer_ended_is_told_in_one_apis_words(endpoint: Endpoint, answer: dict[str, Any], reason: str) -> None:
+def test_why_an_answer_ended_is_reported_in_one_apis_words(
+    endpoint: Endpoint, answer: dict[str, Any], reason: str
+) -> None:
     assert usage_of(json.dumps(answer).encode(), endpoint).finish_reason == reason
 
 

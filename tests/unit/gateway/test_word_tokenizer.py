@@ -45,7 +45,7 @@ def paired(tokenizer: Tokenizer) -> Tokenizer:
     """Return the tokenizer with a model that joins any two letters, so that wrong word bounds show in the tokens. Trained models
     know few words with blanks in them."""
     letters = pre_tokenizers.ByteLevel.alphabet()
-    pairs = [(one, other) for one in letters for other in letters if one < "\u0122" and other < "\u0122"]
+    pairs = [(letter, other) for letter in letters for other in letters if letter < "\u0122" and other < "\u0122"]
     random.Random(1).shuffle(pairs)
     tokens = [*letters, *("".join(pair) for pair in pairs)]
     specials = [token for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]

@@ -222,7 +222,7 @@ def test_the_command_prints_and_writes(tmp_path: Path) -> None:
     assert (tmp_path / "deep" / "page.html").exists()
 
 
-def test_what_was_cached_when_placed_and_no_longer_when_begun_is_told() -> None:
+def test_what_was_cached_when_placed_and_no_longer_when_begun_is_reported() -> None:
     records = [
         answer("a", 1, 111.0, prompt_tokens=9_000, predicted_cached_tokens=8_992, cached_tokens=0),
         answer("a", 2, 1.0, prompt_tokens=9_100, predicted_cached_tokens=64, cached_tokens=96),

@@ -128,12 +128,12 @@ def test_a_request_that_no_engine_could_serve_is_counted_apart() -> None:
     assert (summary["requests"], summary["failed"], summary["prompt_tokens"]) == (2, 1, 88)
 
 
-def test_one_that_was_noted_late_comes_when_it_is_told() -> None:
+def test_one_that_was_noted_late_comes_when_it_is_known() -> None:
     compared = compare([observed(0, 5.0, range(9)), observed(1, 2.0, range(9)), observed(2, 6.0, range(9))])
     assert [comparison.counterfactual.t_send for comparison in compared] == [0.0, 0.0, 1.0]
 
 
-def test_a_simulation_told_one_by_one_is_the_one_told_at_once() -> None:
+def test_a_simulation_given_its_requests_one_by_one_is_the_one_given_all_at_once() -> None:
     trace = [
         TraceRequest(timestamp_ms=n * 150.0, session_id=n, turn=1, input_length=3_000 + n, output_length=20,
                      hash_ids=tuple(range(n % 5 * 1_000, n % 5 * 1_000 + 187)), block_size=16)

@@ -142,7 +142,7 @@ def test_a_hit_is_full_blocks_and_stops_before_the_last_token() -> None:
     assert model.counters.prefix_cache_queries == 48 + 48 + 49 + 40 + 49
 
 
-def test_blocks_are_told_with_parents_and_generated_tokens_are_cached() -> None:
+def test_blocks_are_published_with_parents_and_generated_tokens_are_cached() -> None:
     model = engine()
     model.submit(ask("a", list(range(20)), max_tokens=16, session_id="s"), 0.0)
     steps = run_out(model)
@@ -407,7 +407,7 @@ def test_an_answer_is_a_function_of_prompt_and_seed() -> None:
     assert first != run([1, 2, 3], seed=1)
 
 
-def test_reset_prefix_cache_is_told_with_the_next_step() -> None:
+def test_reset_prefix_cache_is_reported_with_the_next_step() -> None:
     model = engine()
     model.submit(ask("a", list(range(64)), max_tokens=2), 0.0)
     model.step(0.0)

@@ -82,7 +82,7 @@ def test_an_engines_restart_leaves_no_phantom() -> None:
         credited = answer.decision.cached_tokens
         assert not credited or asked in cached[answer.step.instance_id]
         router.handle(ev.Finished(f"r{number}", "OK"), now)
-        # The engine has computed the prompt, and the router credits that until an event should have told it.
+        # The engine has computed the prompt, and the router credits that until an event should have reported it.
         cached[answer.step.instance_id].add(asked)
         if not number % 100:
             router.check_invariants()

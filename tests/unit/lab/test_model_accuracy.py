@@ -53,7 +53,7 @@ def test_what_is_compared() -> None:
     assert (found["cached tokens"].live, found["cached tokens"].simulated) == (96, 96)
 
 
-def test_what_is_told() -> None:
+def test_what_the_table_and_the_file_say() -> None:
     loads = [
         ("1 requests/s", [LiveComparison("TTFT p50", 0.2, 0.25), LiveComparison("cached tokens", 1000, 990)]),
         ("2 requests/s", [LiveComparison("cached tokens", 0, 0)]),

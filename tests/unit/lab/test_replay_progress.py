@@ -24,7 +24,7 @@ def requests(count: int) -> list[TraceRequest]:
     return [TraceRequest(session_id=number, **values) for number in range(count)]
 
 
-def test_what_is_about_to_be_sent_is_told_at_once_then_each_tenth_and_each_failure() -> None:
+def test_what_is_about_to_be_sent_is_printed_at_once_then_each_tenth_and_each_failure() -> None:
     out = io.StringIO()
     with ReplayProgress(Console(file=out, width=200)) as progress:
         progress.begin([requests(12), requests(8)], "m")

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
-from pointsman_lab.commands import add_compare, add_simulate
+from pointsman_common.io.settings import add_settings_command
 from pointsman_lab.engine.cost_profile import Profile, load_profile
 from pointsman_lab.engine.interface import EngineConfig
 from pointsman_lab.experiments.compare_command import CompareSettings, cells_of, run
@@ -284,6 +284,12 @@ def test_made_up_sessions_are_others_for_each_seed() -> None:
     assert [record.prompt_tokens for record in first] != [record.prompt_tokens for record in other]
 
 
+def compared_by_command(*words: str) -> Result:
+    app = typer.Typer()
+    add_settings_command(app, "compare", CompareSettings, run, help_="")
+    return CliRunner().invoke(app, words)  # Typer expects no name of a single command.
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
@@ -304,10 +310,7 @@ def test_made_up_sessions_are_others_for_each_seed() -> None:
     ],
 )
 def test_impossible_settings_are_named(wrong: list[str], named: list[str], tmp_path: Path) -> None:
-    app = typer.Typer()
-    add_compare(app)
-    add_simulate(app)  # With a single command, typer would not expect its name.
-    result = CliRunner().invoke(app, ["compare", "--processes", "1", "--out", str(tmp_path), *wrong])
+    result = compared_by_command("--processes", "1", "--out", str(tmp_path), *wrong)
     assert result.exit_code == 2, result.output
     assert all(word in result.output for word in named), result.output
 
@@ -315,12 +318,8 @@ def test_impossible_settings_are_named(wrong: list[str], named: list[str], tmp_p
 def test_a_malformed_trace_is_named_by_file_line_and_field(trace: Path, tmp_path: Path) -> None:
     lines = trace.read_text().splitlines()
     trace.write_text("\n".join([lines[0], lines[1].replace('"turn":', '"turns":')]))
-    app = typer.Typer()
-    add_compare(app)
-    add_simulate(app)  # With a single command, typer would not expect its name.
     # In another process, as most trials are.
-    command = ["compare", "--trace", str(trace), "--processes", "2", "--out", str(tmp_path / "o")]
-    result = CliRunner().invoke(app, command)
+    result = compared_by_command("--trace", str(trace), "--processes", "2", "--out", str(tmp_path / "o"))
     assert result.exit_code == 2, result.output
     assert "t.jsonl:2" in result.output
     assert "turn" in result.output

@@ -101,7 +101,7 @@ async def test_a_slow_viewer_is_dropped_once_its_queue_is_full() -> None:
     assert (viewer.dropped, dropped, await viewer.next(60.0)) == (True, [True], "")
 
 
-def test_sessions_are_told_by_their_last_use() -> None:
+def test_sessions_are_listed_by_their_last_use() -> None:
     affinity = Affinity(ttl_s=10.0)
     affinity.assign("m", "t/old", "a", 0.0)
     affinity.assign("m", "t/s", "a", 2.0)

@@ -103,7 +103,7 @@ def test_a_log_of_every_policy_reproduces_every_decision_to_the_bit(tmp_path: Pa
     )
 
 
-def test_a_changed_decision_is_told_with_file_line_and_field(tmp_path: Path) -> None:
+def test_a_changed_decision_is_reported_with_file_line_and_field(tmp_path: Path) -> None:
     file = tmp_path / "decisions.jsonl"
     log = DecisionLog(10, file)
     made = mixed_run(log, requests=1)
@@ -126,7 +126,7 @@ def test_a_changed_decision_is_told_with_file_line_and_field(tmp_path: Path) -> 
     assert f"{len(made)} of {len(made) + 4} decisions are the same" in answer.output
 
 
-def test_a_decision_by_the_labs_policy_is_told_where_the_lab_is_not_installed(
+def test_a_decision_by_the_labs_policy_is_reported_where_the_lab_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "decisions.jsonl"
@@ -143,7 +143,7 @@ def test_a_decision_by_the_labs_policy_is_told_where_the_lab_is_not_installed(
         )
 
 
-def test_a_malformed_line_is_told_with_file_line_and_reason(tmp_path: Path) -> None:
+def test_a_malformed_line_is_reported_with_file_line_and_reason(tmp_path: Path) -> None:
     file = tmp_path / "decisions.jsonl"
     log = DecisionLog(10, file)
     mixed_run(log, requests=1)

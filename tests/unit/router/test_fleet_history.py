@@ -79,7 +79,7 @@ def test_an_idle_pool_has_zeros_where_they_are_known_and_gaps_where_they_are_not
             assert pool(history, measure, 10.0, model) == [0.0, 0.0]
         for measure in (PoolMeasure.TTFT_P50, PoolMeasure.PREDICTED_HITS, PoolMeasure.KV_USAGE_MAX):
             same(pool(history, measure, 10.0, model), [NAN, NAN])
-    # The bucket that is still open is not told.
+    # The bucket that is still open is not reported.
     assert len(pool(history, PoolMeasure.PLACEMENTS, 9.9)) == 1
 
 

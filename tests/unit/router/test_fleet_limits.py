@@ -224,7 +224,7 @@ def test_without_a_router_the_shares_of_all_gateways_are_the_limit() -> None:
         gateway.limiter.accounted = False
     assert [use_up(gateway, accounts, RateLimits(requests_per_minute=40), 2.0) for gateway in gateways] == [10] * 4
     assert [use_up(gateway, accounts, RateLimits(requests_per_minute=40), 32.0) for gateway in gateways] == [5] * 4
-    # What they used is told to the router that comes.
+    # What they used is sent to the router that comes.
     accounts = KeyLimitAccounts()
     for gateway in gateways:
         gateway.connect(accounts, 33.0)
@@ -285,7 +285,7 @@ def test_a_burst_long_ago_keeps_no_slots_from_other_gateways() -> None:
     assert len(open_there) == 8
 
 
-def test_requests_in_flight_are_told_to_the_router_that_takes_over() -> None:
+def test_requests_in_flight_are_sent_to_the_router_that_takes_over() -> None:
     accounts, gateways = fleet(2)
     limits = RateLimits(in_flight=4)
     held = [gateways[0].admit(accounts, limits, 2.0) for _ in range(4)]

@@ -137,7 +137,7 @@ def test_what_was_evicted_and_computed_again_within_an_interval_is_no_evidence()
 
 
 @pytest.mark.parametrize("delay_s", [0.02, 0.4])
-def test_an_eviction_that_is_told_after_the_first_token_counts_too(delay_s: float) -> None:
+def test_an_eviction_that_is_reported_after_the_first_token_counts_too(delay_s: float) -> None:
     """Each prompt's prefix is evicted right after the placement; the prompt is computed in 0.2 s and answered in 1 s."""
     router = state()
     join(router, "a", 1, KEYS)

@@ -1,4 +1,4 @@
-"""Plans of two steps in RouterState: reservations, owners, and answers on their way; and what is told of them."""
+"""Plans of two steps in RouterState: reservations, owners, and answers on their way; and what is reported of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators have told, changed at several replicas apart from each other and merged."""
+"""What operators have ordered, changed at several replicas apart from each other and merged."""
 
 from __future__ import annotations
 

@@ -71,6 +71,6 @@ def test_the_first_token_moves_by_what_is_ahead_and_by_its_own_prefill() -> None
     assert (group.timed, group.ttft_change_s) == pytest.approx((2, 1.1 - 2.8))
 
 
-def test_without_a_learned_curve_no_seconds_are_told() -> None:
+def test_without_a_learned_curve_no_seconds_are_shown() -> None:
     made = decided(DEFAULT_CURVE)
     assert ttft_change_s(plan(made, (SERVE, "a")), plan(made, (SERVE, "b"))) is None

@@ -235,7 +235,7 @@ def slice_on(name: str, request_id: str, prefix: int, computed: int = 0) -> Rese
         max_size=30,
     )
 )
-def test_some_of_the_open_prefills_are_listed_and_all_are_told(events: list[tuple[str, int, int, int]]) -> None:
+def test_some_of_the_open_prefills_are_listed_and_all_are_counted(events: list[tuple[str, int, int, int]]) -> None:
     open_ = Reservations()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reservations, "LISTED_PREFILLS", 3)

@@ -38,7 +38,7 @@ def full(*names: str, **queue: Any) -> RouterState:
     return made
 
 
-def test_an_idle_pool_has_none_and_an_unknown_one_is_not_told() -> None:
+def test_an_idle_pool_has_none_and_an_unknown_one_is_not_reported() -> None:
     made = state()
     assert backlog(made) == {}
     join(made, "a", 1)
@@ -99,7 +99,7 @@ def test_what_is_cached_costs_as_little_as_where_it_is_cached() -> None:
     assert backlog(made)["m"] == all_classes(COST(100, 0) + COST(8_000, 24_000))
 
 
-def test_without_an_instance_it_is_told_as_if_there_were_one() -> None:
+def test_without_an_instance_it_is_reported_as_if_there_were_one() -> None:
     made = full("a")
     place(made, request("r1", 1_000))
     made.handle(ev.PlaceRequested(request("r2", 4_000), "g"), 0.0)

@@ -435,7 +435,7 @@ def taken_over(step_index: int, role: KvRole = KvRole.BOTH) -> RouterState:
 
 
 @pytest.mark.parametrize("step_index", [0, 1, 3])
-def test_a_later_step_of_an_earlier_owner_is_told_again_as_that_step(step_index: int) -> None:
+def test_a_later_step_of_an_earlier_owner_is_answered_again_as_that_step(step_index: int) -> None:
     router = taken_over(step_index)
     for _ in range(2):
         again = place(router, request("r", tokens=100))

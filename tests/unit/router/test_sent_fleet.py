@@ -143,7 +143,7 @@ def sent_of(known: InstanceRegistry) -> SentFleet:
     return sent
 
 
-def test_only_what_changed_is_told() -> None:
+def test_only_what_changed_is_sent() -> None:
     known = registry(info("a"), info("b"), info("x", model="n"))
     sent = sent_of(known)
     known.add(replace(info("a"), incarnation="2", kv_transfer=KvTransfer("NIXL")), 2, 0.0)

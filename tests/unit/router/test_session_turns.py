@@ -33,7 +33,7 @@ def counted(*decisions: tuple[Decision, Finished | None]) -> Turns:
     return turns.of("m", "t/s")
 
 
-def test_turns_are_counted_with_the_engine_s_figure_where_it_told_one() -> None:
+def test_turns_are_counted_with_the_engine_s_figure_where_it_reported_one() -> None:
     newest = decision(500, 400), None
     assert counted(newest) == Turns(1, 500, 400, 500)
     earlier = [(decision(300, 200), ended(96)), (decision(100, 0), ended(None)), (decision(99, 0, "another"), ended(9))]

@@ -154,7 +154,7 @@ def test_the_fewest_requests_of_all_are_those_of_an_instance_looked_at(policy: s
 
 
 @given(st.integers(0, 1_000_000), st.integers(0, 60))
-def test_what_is_not_looked_at_is_told_in_sums(seed: int, steps: int) -> None:
+def test_what_is_not_looked_at_is_given_in_sums(seed: int, steps: int) -> None:
     router = fleet()
     load(router, random.Random(seed), steps)
     everything = router.views.view(request(), "m", 0, 0.0)

@@ -103,7 +103,7 @@ def test_a_prompt_is_computed_part_by_part_and_then_served() -> None:
     assert len(made.reservations) == 0
 
 
-def test_asked_again_within_a_plan_the_same_step_is_told() -> None:
+def test_asked_again_within_a_plan_the_same_step_is_answered() -> None:
     made = router()
     place(made, prompt())
     answer = placed(done(made, 0, 1.0))

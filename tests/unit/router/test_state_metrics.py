@@ -53,7 +53,7 @@ def finished(**changes: Any) -> ev.Finished:
     return ev.Finished(**{**values, **changes})
 
 
-def test_the_state_is_told_as_it_is_when_asked() -> None:
+def test_the_state_is_reported_as_it_is_when_asked() -> None:
     fleet = state()
     telemetry = with_state(fleet, now=7.0)
     join(fleet, "a", 1, [1, 2, 3], now=2.0)
@@ -93,7 +93,7 @@ def test_the_engines_that_an_instance_refuses_are_counted_while_they_run() -> No
         assert at(samples, "wrong_kv_senders", instance="a") == 0
 
 
-def test_the_backlog_of_every_class_is_told_by_the_pools_owner_alone() -> None:
+def test_the_backlog_of_every_class_is_reported_by_the_pools_owner_alone() -> None:
     fleet = state(owns_all=False)
     telemetry = with_state(fleet)
     join(fleet, "a", 1)
@@ -190,7 +190,7 @@ def test_an_answer_that_never_began_has_no_time_to_its_first_token() -> None:
     assert not [name for name, _ in read(telemetry) if name == "pointsman_router_ttft_seconds_count"]
 
 
-def test_names_that_several_models_answer_to_are_told_and_go_to_the_first() -> None:
+def test_names_that_several_models_answer_to_are_reported_and_go_to_the_first() -> None:
     fleet = state()
     telemetry = with_state(fleet)
     join(fleet, "a", 1, model="n", served_names=("n", "alias", "both"), lora_names=("m",))
@@ -203,7 +203,7 @@ def test_names_that_several_models_answer_to_are_told_and_go_to_the_first() -> N
     assert at(read(telemetry), "shared_names") == 0
 
 
-def test_how_many_prefills_taught_a_curve_is_told_by_its_owner() -> None:
+def test_how_many_prefills_taught_a_curve_is_reported_by_its_owner() -> None:
     fleet, other = state(), state(owns_all=False)
     for router in (fleet, other):
         join(router, "a", 1, hardware="H")
@@ -216,7 +216,7 @@ def test_how_many_prefills_taught_a_curve_is_told_by_its_owner() -> None:
     assert not [name for name, _ in read(with_state(other)) if "curve_samples" in name]
 
 
-def test_the_policy_of_a_pool_is_told_by_its_owner_with_the_reason() -> None:
+def test_the_policy_of_a_pool_is_reported_by_its_owner_with_the_reason() -> None:
     fleet, chosen, other = state("auto"), state("lpwl"), state("auto", owns_all=False)
     for router in (fleet, chosen, other):
         join(router, "a", 1)

@@ -142,7 +142,7 @@ LOST = st.builds(ev.PoolLost, st.sampled_from(sorted(POOLS)))
     turns=st.lists(st.integers(0, 4), min_size=25, max_size=25),
 )
 @settings(max_examples=300, deadline=None)
-def test_nothing_is_placed_in_a_pool_once_its_loss_is_told(events: list[ev.Event], turns: list[int]) -> None:
+def test_nothing_is_placed_in_a_pool_once_its_loss_is_known(events: list[ev.Event], turns: list[int]) -> None:
     """This holds at any point of the work in progress. A loss does not wait for it, so the order differs from that of whole
     events."""
     router = fleet()

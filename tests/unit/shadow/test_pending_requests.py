@@ -31,7 +31,7 @@ def test_a_request_waits_for_its_end_and_for_those_before_it() -> None:
     assert len(pending) == 0
 
 
-def test_nothing_is_told_while_an_earlier_one_may_still_become_known() -> None:
+def test_nothing_is_reported_while_an_earlier_one_may_still_become_known() -> None:
     """A log line is written when its request ends, so an earlier request may be in a later line."""
     pending = PendingRequests(100.0, 200)
     pending.add(asked("late", 50.0), RequestOutcome(200))

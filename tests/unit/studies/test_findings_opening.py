@@ -52,7 +52,7 @@ def test_tables_are_read_as_they_stand() -> None:
     assert tables.closed == {"agentic, light": (75.0, 92.0), "chat, overloaded": (95.0, None)}
 
 
-def test_gains_are_told_in_seconds_and_not_in_bold_where_chance_may_do_it() -> None:
+def test_gains_are_given_in_seconds_and_not_in_bold_where_chance_may_do_it() -> None:
     text = with_opening(SMALL)
     assert "| light | `foresight` | **3.1 s** (± 0.50) | 5.1 -> 2.0 s | 4.0 -> 3.0 s (=) | 10 -> 1,012 ms |" in text
     assert "| coding agents, recorded | full | `foresight` | 2.0 s (=) | 5.0 -> 3.0 s (=) |" in text

@@ -116,11 +116,11 @@ def test_readme_tells_losses_and_marks_what_chance_may_do(tmp_path: Path) -> Non
     board.save_plan([CELL], FACTS)
     # The nearer router differs in one round only; the faster one in all.
     other = [1.0, 1.0, 1.2], [0.5, 0.5, 0.5]
-    for one in rounds(f"{POINTSMAN} auto", 1.0, 1.0, 1.0):
-        board.add(one)
+    for stored in rounds(f"{POINTSMAN} auto", 1.0, 1.0, 1.0):
+        board.add(stored)
     for name, ttfts in zip(("nginx least_conn", "smg cache_aware"), other, strict=True):
-        for one in rounds(name, *ttfts):
-            board.add(one)
+        for stored in rounds(name, *ttfts):
+            board.add(stored)
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- board -->\nold\n<!-- end of board -->\nafter\n")
     write_page(board, tmp_path / "docs" / "scoreboard.md")
@@ -133,9 +133,9 @@ def test_readme_tells_losses_and_marks_what_chance_may_do(tmp_path: Path) -> Non
         "| pointsman auto | 0.50 / 1.00 | 3.00 |",
         "| nginx least_conn | 0.53 / 1.07 = | 1.50 |",
     ]
-    told = "\n".join(table)
-    assert "- **behind**: TTFT p50 (all x0.50 to x0.50), TTFT p90 (all x0.50 to x0.50)" in told
-    assert "- ahead: none.\n- no difference beyond chance: the other 2 of 7." in told
+    text = "\n".join(table)
+    assert "- **behind**: TTFT p50 (all x0.50 to x0.50), TTFT p90 (all x0.50 to x0.50)" in text
+    assert "- ahead: none.\n- no difference beyond chance: the other 2 of 7." in text
 
 
 def test_readme_has_the_figures_of_the_stored_trials() -> None:

@@ -95,15 +95,15 @@ class ReportProtocol:
             message = pb.ReportRequest(load=load)
             message.load.sample_age_ms = max(0, round((now - taken_at) * 1000))
             return message
-        told = self._stream.next_message(now)
-        return None if told is None else to_wire(told)
+        key_message = self._stream.next_message(now)
+        return None if key_message is None else to_wire(key_message)
 
     def last_changes(self, now: float) -> list[pb.ReportRequest]:
         """Return the changes of keys that wait for the router's pace: the router resumes after them. Mutates."""
         changes = []
         self._stream.end_pause()
-        while (told := self._stream.next_message(now)) is not None and isinstance(told, Delta | MergedDelta):
-            changes.append(to_wire(told))
+        while (change := self._stream.next_message(now)) is not None and isinstance(change, Delta | MergedDelta):
+            changes.append(to_wire(change))
         return changes
 
     def wake_at(self) -> float | None:

@@ -63,9 +63,9 @@ class LocalChannel:
         return None
 
     def stream_stream(self, method: str, *_: object, **__: object) -> Callable[..., LocalStream]:
-        """As grpc.aio.Channel.stream_stream."""
+        """As grpc.aio.Channel.stream_stream, without iterators of requests: they are written."""
 
-        def start(metadata: Metadata = ()) -> LocalStream:
+        def start(request_iterator: None = None, *, metadata: Metadata = ()) -> LocalStream:
             handler = self._server.handler(method)
             return LocalStream(None if handler is None else handler.stream_stream, method, metadata)
 

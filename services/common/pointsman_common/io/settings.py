@@ -152,8 +152,8 @@ def add_settings_command(
     """
 
     def command(**given: Any) -> None:
-        told = {key: value for key, value in given.items() if value not in (None, [])}
-        run(load_settings(f"{program} {name}", settings, **told))
+        set_fields = {key: value for key, value in given.items() if value not in (None, [])}
+        run(load_settings(f"{program} {name}", settings, **set_fields))
 
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [_parameter(key, field) for key, field in settings.model_fields.items()]

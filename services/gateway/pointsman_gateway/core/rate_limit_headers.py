@@ -11,22 +11,22 @@ from pointsman_gateway.core.rate_limits import LimitStatus
 def openai_fields(status: LimitStatus) -> dict[str, str]:
     """Return the fields of https://platform.openai.com/docs/guides/rate-limits for the limits that the key has."""
     fields = {}
-    for name, one in (("requests", status.requests), ("tokens", status.tokens)):
-        if one is not None:
-            fields[f"x-ratelimit-limit-{name}"] = str(one.limit)
-            fields[f"x-ratelimit-remaining-{name}"] = str(one.remaining)
-            fields[f"x-ratelimit-reset-{name}"] = duration(one.reset_s)
+    for name, limit in (("requests", status.requests), ("tokens", status.tokens)):
+        if limit is not None:
+            fields[f"x-ratelimit-limit-{name}"] = str(limit.limit)
+            fields[f"x-ratelimit-remaining-{name}"] = str(limit.remaining)
+            fields[f"x-ratelimit-reset-{name}"] = duration(limit.reset_s)
     return fields
 
 
 def anthropic_fields(status: LimitStatus, now: datetime) -> dict[str, str]:
     """Return the fields of https://docs.anthropic.com/en/api/rate-limits, with times in RFC 3339 format; `now` is in UTC."""
     fields = {}
-    for name, one in (("requests", status.requests), ("tokens", status.tokens)):
-        if one is not None:
-            full_at = (now + timedelta(seconds=math.ceil(one.reset_s))).astimezone(UTC)
-            fields[f"anthropic-ratelimit-{name}-limit"] = str(one.limit)
-            fields[f"anthropic-ratelimit-{name}-remaining"] = str(one.remaining)
+    for name, limit in (("requests", status.requests), ("tokens", status.tokens)):
+        if limit is not None:
+            full_at = (now + timedelta(seconds=math.ceil(limit.reset_s))).astimezone(UTC)
+            fields[f"anthropic-ratelimit-{name}-limit"] = str(limit.limit)
+            fields[f"anthropic-ratelimit-{name}-remaining"] = str(limit.remaining)
             fields[f"anthropic-ratelimit-{name}-reset"] = full_at.strftime("%Y-%m-%dT%H:%M:%SZ")
     return fields
 

@@ -308,7 +308,7 @@ class ProxyStream:
         if (subset := self._subset) is None:
             return []
         found = await asyncio.gather(*(self._streams.addresses.of(target) for target in targets))
-        return [one.instance_id for one, at in zip(targets, found, strict=True) if not subset.allows(*at)]
+        return [target.instance_id for target, at in zip(targets, found, strict=True) if not subset.allows(*at)]
 
     async def post(
         self,

@@ -163,10 +163,12 @@ class PoolCheck:
         left = sorted(state.incarnations() - state.verified)
         asked = await asyncio.gather(*(self._tokenizers.compare(state, url) for url, _ in left))
         present = state.incarnations()
-        compared = {one: answer for one, answer in zip(left, asked, strict=True) if one in present}
+        compared = {instance: answer for instance, answer in zip(left, asked, strict=True) if instance in present}
         equal = {instance for instance, difference in compared.items() if difference == ""}
         state.verified |= equal
-        state.differed = (state.differed - equal) | {one for one, difference in compared.items() if difference}
+        state.differed = (state.differed - equal) | {
+            instance for instance, difference in compared.items() if difference
+        }
         return compared
 
     async def _replace(self, source: str) -> TokenizerNotFound | None:

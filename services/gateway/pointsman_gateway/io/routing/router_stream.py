@@ -134,9 +134,9 @@ class RouterSession:
     async def _session(self) -> None:
         """Run one stream from the hello to its end. Returns when the router ends it. Raises AioRpcError or TimeoutError."""
         async with self._dial(self.address) as channel:
-            # grpc-stubs has types for the synchronous call only.
-            open_session: Any = placement_pb2_grpc.PlacementServiceStub(channel).Session  # type: ignore[arg-type]
-            call = open_session(metadata=self._metadata())
+            stub = placement_pb2_grpc.PlacementServiceStub(channel)  # type: ignore[arg-type]
+            # A comparison with END_OF_STREAM does not narrow the type of what read() returns.
+            call: Any = stub.Session(None, metadata=self._metadata())
             # From here on reports are queued behind the hello, so the end of a request between hello and welcome is not lost. A
             # request that is placed locally in this time is not announced. The router does not count it until it ends, which is
             # harmless.
