@@ -8,6 +8,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
+from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.placement_types import InstanceState
 from pointsman_router.core.requests.held_requests import ENDS_PAUSE_S, TRIES_ON_TICK
 from pointsman_router.core.router_state import RouterState
@@ -153,6 +154,19 @@ async def check_owned(world: Any, models: tuple[str, ...]) -> None:
 
 def _places(router: Any, model: str, now: float) -> bool:
     return router.store.may_place(model) and router.state.owned.owns(model) and not router.state.starting(now, model)
+
+
+def check_placed_by_one(world: Any, router: Any, effects: list[ev.Effect]) -> None:
+    """Check that no other router would place in the pool of a placement that this one has just made. Raises
+    InvariantViolation."""
+    now = asyncio.get_running_loop().time()
+    for effect in effects:
+        if isinstance(effect, ev.Placed) and router.store.may_place(effect.decision.pool):
+            for other in world.live_routers():
+                if other is not router and _places(other, effect.decision.pool, now):
+                    raise InvariantViolation(
+                        f"{router.settings.router_id} and {other.settings.router_id} both place in {effect.decision.pool}"
+                    )
 
 
 async def check_at_rest(world: Any, models: tuple[str, ...]) -> None:

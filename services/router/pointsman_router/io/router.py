@@ -306,7 +306,8 @@ class Router:
                 case ev.SessionEndApplied():
                     ends.append(effect)
                 case ev.DecisionMade(decision):
-                    self.decisions.decided(decision, time.time(), elapsed)
+                    owner = self.store.owner(decision.pool)
+                    self.decisions.decided(decision, time.time(), elapsed, owner.epoch if owner is not None else 0)
                     self.telemetry.decided(decision, elapsed)
                     self.history.decided(decision, now)
                 case ev.DecisionNoted(decision_id, note):
