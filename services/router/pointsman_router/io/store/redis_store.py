@@ -41,8 +41,8 @@ from pointsman_router.io.store.redis_servers import RedisServers
 from pointsman_router.io.store.store import Replica, Stored, StoreEffect, StoreEvent
 
 T = TypeVar("T")
-# Owner's id, its address, epoch, number of the last change, as ACQUIRE returns them.
-_Lease: TypeAlias = tuple[str, str, int, int]
+# Owner's id, its address, epoch, number of the last change, Redis' time in ms, as ACQUIRE returns them.
+_Lease: TypeAlias = tuple[str, str, int, int, int]
 
 log = structlog.get_logger()
 
@@ -446,11 +446,11 @@ class RedisStore:
 
     async def _renewed(self, pool: _Pool, lease: _Lease, now: float, *, rewrite: bool) -> None:
         """Apply the result of an ACQUIRE call that was made at `now`."""
-        router_id, address, epoch, written = lease
+        router_id, address, epoch, written, redis_ms = lease
         before = pool.owner
         if router_id == self._router_id:
             pool.held_until, pool.rival = now + self._lease_s, None
-            await self._own(pool, epoch, rewrite=rewrite or written < pool.written)
+            await self._own(pool, epoch, redis_ms, rewrite=rewrite or written < pool.written)
         elif pool.epoch:
             self._stand_by(pool, router_id)
         if router_id:
@@ -464,7 +464,7 @@ class RedisStore:
         if pool.owner != before:
             self._on_owners()
 
-    async def _own(self, pool: _Pool, epoch: int, *, rewrite: bool) -> None:
+    async def _own(self, pool: _Pool, epoch: int, redis_ms: int, *, rewrite: bool) -> None:
         if epoch == pool.epoch:
             if rewrite and pool.taken:
                 waiting = [*(pool.after_rewrite or []), *(item for item in pool.pending if callable(item))]
@@ -474,7 +474,6 @@ class RedisStore:
                 pool.unwritten, pool.after_rewrite = self._snapshot(pool.name), waiting
             return
         kept = await self._servers.client.hgetall(pool.state_keys[-1])
-        seconds, micros = await self._servers.client.time() if "idle" in kept else (0, 0)
         self._drop_pending(pool, kept=False)
         if pool.epoch:
             # Another router owned the pool in between, so this replica's state of it is obsolete. Drop it before reading.
@@ -484,7 +483,7 @@ class RedisStore:
         pool.reading = _Reading(
             _read(kept["work"], MeanWork) if "work" in kept else None,
             _read(kept["idle"], IdleSessions) if "idle" in kept else None,
-            seconds + micros / 1e6 - float(kept.get("idle_at", 0.0)) / 1e3,
+            (redis_ms - float(kept.get("idle_at", redis_ms))) / 1e3,
         )
         if kept.get("incomplete"):
             log.warning("the previous owner of a pool did not finish its rewrite", pool=pool.name)
@@ -645,8 +644,7 @@ class RedisStore:
             if max(self._failures, self._write_failures) < FAILURES:
                 return
             self._degraded = True
-            kind = type(error).__name__
-            log.warning("the shared store does not answer; placements use this router's own view", error=kind)
+            log.warning("the shared store does not answer; placements use this router's own view", error=repr(error))
             self._on_event(ev.StoreState(True))
         self._returning = False
         for pool in list(self._pools.values()):
