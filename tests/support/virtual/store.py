@@ -60,7 +60,8 @@ class VirtualRedis:
         if script not in self._scripts:
             self._scripts[script] = self._lua.execute(
                 "local call, decode, sha1hex = ... ; return function(KEYS, ARGV) "
-                f"local redis = {{call = call, pcall = call, sha1hex = sha1hex}} ; local cjson = {{decode = decode}}\n{script}\nend",
+                "local redis = {call = call, pcall = call, sha1hex = sha1hex} ; local cjson = {decode = decode}"
+                f"\n{script}\nend",
                 self._call,
                 lambda text: self._table(json.loads(text)),
                 lambda text: sha1(text.encode()).hexdigest(),

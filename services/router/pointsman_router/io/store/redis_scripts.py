@@ -1,8 +1,8 @@
 """The Lua scripts that Redis runs. Each is atomic, uses only keys of one pool (or of the fleet), and reads Redis' own clock.
 
-A Redis that is full (maxmemory, noeviction) refuses commands that may take memory, but not after a first write of the same script.
-So each script that must succeed begins with a write that takes none: leases, heartbeats, open reservations and the operator
-config, which are few, are always written. Sessions, which are many, replace older ones while Redis is full.
+A Redis that is full (maxmemory, noeviction) refuses commands that may take memory, but not after a first write of the same
+script. So each script that must succeed begins with a write that takes none: leases, heartbeats, open reservations and the
+operator config, which are few, are always written. Sessions, which are many, replace older ones while Redis is full.
 """
 
 from __future__ import annotations

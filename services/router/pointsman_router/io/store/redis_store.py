@@ -172,6 +172,8 @@ class RedisStore:
         self._poll_at = 0.0
         self._failures = 0
         self._write_failures = 0
+        self._tried_at = 0.0  # when the current attempt to reach Redis began
+        self._failed_from = 0.0  # when the last one that failed began
         self._degraded = False
         self._returning = False  # degraded, and the rewrite after Redis' return has begun
         self._returned_at = -math.inf  # when Redis last answered a degraded replica
@@ -225,10 +227,11 @@ class RedisStore:
         """Return whether another replica may own the pool by now, since this one's lease has ended."""
         if self._leased(pool):
             return False
-        if pool.rival is not None:
+        if pool.rival is not None or asyncio.get_running_loop().time() - self._failed_from > 2 * self._lease_s:
+            # Or this process has slept, and has not tried to reach Redis since.
             return True
         until = pool.held_until + DOUBT_LEASES * self._lease_s
-        return self._may_serve_others and len(self._replicas) > 1 and asyncio.get_running_loop().time() < until
+        return self._may_serve_others and len(self._replicas) > 1 and self._failed_from < until
 
     def _yield_to_rival(self, pool: _Pool) -> None:
         """Stop owning the pool if the lease has ended and another owner is known."""
@@ -316,6 +319,7 @@ class RedisStore:
         try:
             # redis-py writes by asyncio.wait_for(). Before Python 3.12 that loses a cancellation that arrives as the write ends.
             while not task.cancelling():
+                self._tried_at = loop.time()
                 try:
                     if loop.time() >= self._poll_at:
                         await self._poll()
@@ -637,7 +641,7 @@ class RedisStore:
         if isinstance(error, redis.exceptions.ReadOnlyError):
             await self._look_for_owners()
         await self._servers.failed(error)
-        self._poll_at = 0.0
+        self._poll_at, self._failed_from = 0.0, self._tried_at
         self._may_serve_others |= isinstance(error, _MAY_SERVE_OTHERS)
         self._forget_free()
         if not self._degraded:
