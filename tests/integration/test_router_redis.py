@@ -21,6 +21,7 @@ from pointsman.router.v1 import placement_pb2
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances import gone_pools
 from pointsman_router.io.main import RouterServer
+from pointsman_router.io.store.redis_address import RedisAddress
 from pointsman_router.io.store.redis_store import RedisStore
 from tests.support.processes.redis import redis_server
 from tests.support.router import Report, Session, running
@@ -221,7 +222,7 @@ async def test_a_store_that_is_told_to_end_as_a_command_is_written_ends(
     monkeypatch.setattr(AbstractConnection, "_send_packed_command", write_and_cancel)
     with redis_server(tmp_path) as (url, _):
         store = RedisStore(
-            url,
+            RedisAddress((url,)),
             router_id="r",
             fleet="f",
             lease_s=0.4,

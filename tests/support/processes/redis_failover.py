@@ -32,10 +32,13 @@ class RedisPair:
     ports: tuple[int, int]
     processes: tuple[Process, Process]
     master: int = 0
+    password: str | None = None
 
     async def command(self, server: int, *words: object) -> Any:
         """Run a command as the administrator of a server."""
-        async with redis.asyncio.Redis(port=self.ports[server], decode_responses=True) as client:
+        async with redis.asyncio.Redis(
+            port=self.ports[server], password=self.password, decode_responses=True
+        ) as client:
             return await client.execute_command(*words)
 
     async def replicates(self) -> None:
@@ -159,11 +162,13 @@ async def fleet_over(pair: RedisPair, folder: Path, gateways: int = 2, **setting
             stack.push_async_callback(link.stop)
             server, _ = await stack.enter_async_context(
                 running(
-                    redis_url=f"redis://{link.address}/0",
-                    router_id=name,
-                    gateway_lease_s=5.0,
-                    decision_log_file=folder / f"{name}.jsonl",
-                    **settings,
+                    **{
+                        "redis_url": f"redis://{link.address}/0",
+                        "router_id": name,
+                        "gateway_lease_s": 5.0,
+                        "decision_log_file": folder / f"{name}.jsonl",
+                        **settings,
+                    }
                 )
             )
             fleet.routers[name] = server

@@ -120,7 +120,6 @@ class Router:
         """`policies`: those that operators can choose."""
         self.settings = settings
         self.policies = policies
-        url = settings.redis_url.get_secret_value()
         self.telemetry = EventMetrics()
         self.tracer: Tracer | None = None
         self.spans: PlacementSpans | None = None
@@ -155,7 +154,7 @@ class Router:
                 startup_wait_s=settings.startup_wait_s,
             ),
             router_id=settings.router_id,
-            owns_all=not url,
+            owns_all=settings.redis_address is None,
         )
         self.history = FleetHistory(time.monotonic())
         self.agents: dict[int, AgentStream] = {}
@@ -173,9 +172,9 @@ class Router:
         self._fleet_untold = False  # the fleet has changed, and _tell_fleet has not run since
         self._logged_shared_names: dict[str, list[str]] = {}
         self._operator_config = OperatorConfig()  # as last received from the store
-        if url:
+        if settings.redis_address is not None:
             self.store = RedisStore(
-                url,
+                settings.redis_address,
                 router_id=settings.router_id,
                 fleet=settings.fleet,
                 lease_s=settings.owner_lease_s,

@@ -37,6 +37,7 @@ from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.ownership import Owner, SettledReplicas, preferred
 from pointsman_router.core.prefill_curve import MeanWork
 from pointsman_router.io.store import redis_scripts
+from pointsman_router.io.store.redis_address import RedisAddress
 from pointsman_router.io.store.redis_servers import RedisServers
 from pointsman_router.io.store.store import Replica, Stored, StoreEffect, StoreEvent
 
@@ -53,9 +54,9 @@ BATCH = 500
 PAGE = 128
 # Maximum pause between two pages, s. The pause is as long as the page took, so that half of the time is left for other work.
 MAX_REST_S = 0.02
-# Number of leases that are renewed concurrently, each on its own connection. One after the other, the leases of a thousand pools
-# would expire in the meantime.
-RENEWED_AT_ONCE = 16
+# Number of pools whose leases are renewed, or whose changes are written, concurrently, each on its own connection. One after the
+# other, the leases of a thousand pools would expire in the meantime.
+AT_ONCE = 16
 # Time after the end of an owner's lease in which another replica may take the pool unnoticed, in leases: half a lease for the
 # wait for the preferred replica, a quarter for the interval of heartbeats, the rest for reading reservations and telling
 # gateways.
@@ -109,6 +110,7 @@ class _Pool:
     # Callbacks that wait until a rewrite has written the reservations; None if it has.
     after_rewrite: list[Stored] | None = None
     given_up: bool = False  # to be released and removed with the next heartbeat
+    served_at: float = 0.0  # when its changes were last written, or its data read
     paged_at: float = 0.0  # when its last page was read or rewritten
 
     @property
@@ -133,7 +135,7 @@ class RedisStore:
 
     def __init__(
         self,
-        url: str,
+        address: RedisAddress,
         *,
         router_id: str,
         fleet: str,
@@ -145,7 +147,7 @@ class RedisStore:
         snapshot: Callable[[str], Iterator[StoreEffect | None]],
         merge_config: Callable[[str, str, str], str],
     ) -> None:
-        self._servers = RedisServers([url], lease_s / 2)
+        self._servers = RedisServers(address, lease_s / 2)
         self._heartbeat = self._servers.script(redis_scripts.HEARTBEAT)
         self._acquire = self._servers.script(redis_scripts.ACQUIRE)
         self._apply = self._servers.script(redis_scripts.APPLY)
@@ -331,9 +333,7 @@ class RedisStore:
                 began = loop.time()
                 paged = self._next_paged() if began >= self._next_page_at else None
                 try:
-                    for pool in list(self._pools.values()):
-                        await self._read_on(pool, page=pool is paged)
-                        await self._flush(pool, self._poll_at, page=pool is paged)
+                    await self._read_and_write(paged)
                 except (redis.exceptions.RedisError, OSError) as error:
                     self._write_failures += 1
                     await self._failed(error)
@@ -356,6 +356,27 @@ class RedisStore:
                 self._wake.clear()
         finally:
             await self._give_back()
+
+    async def _read_and_write(self, paged: _Pool | None) -> None:
+        """Read and write what is due of all pools, and a page of `paged`. Several pools at once: a Redis that answers late must
+        not make each pool wait for those before it."""
+        due = [pool for pool in self._pools.values() if pool.reading or pool.pending or pool.unwritten is not None]
+        due.sort(key=lambda pool: pool.served_at)
+        for first in range(0, len(due), AT_ONCE):
+            done = await asyncio.gather(
+                *(self._read_and_write_one(pool, page=pool is paged) for pool in due[first : first + AT_ONCE]),
+                return_exceptions=True,
+            )
+            for failed in done:
+                if isinstance(failed, BaseException):
+                    raise failed
+            if asyncio.get_running_loop().time() >= self._poll_at:
+                break
+
+    async def _read_and_write_one(self, pool: _Pool, *, page: bool) -> None:
+        pool.served_at = asyncio.get_running_loop().time()
+        await self._read_on(pool, page=page)
+        await self._flush(pool, self._poll_at, page=page)
 
     async def _poll(self) -> None:
         self._poll_at = asyncio.get_running_loop().time() + self._lease_s / 4
@@ -429,8 +450,8 @@ class RedisStore:
 
     async def _renew_all(self, live: list[str]) -> None:
         pools = list(self._pools.values())
-        for first in range(0, len(pools), RENEWED_AT_ONCE):
-            asked = [(pool, self._ask_for(pool, live)) for pool in pools[first : first + RENEWED_AT_ONCE]]
+        for first in range(0, len(pools), AT_ONCE):
+            asked = [(pool, self._ask_for(pool, live)) for pool in pools[first : first + AT_ONCE]]
             now = asyncio.get_running_loop().time()
             answers = await asyncio.gather(*(answer for _, answer in asked), return_exceptions=True)
             for (pool, _), answer in zip(asked, answers, strict=True):
@@ -648,7 +669,10 @@ class RedisStore:
             if max(self._failures, self._write_failures) < FAILURES:
                 return
             self._degraded = True
-            log.warning("the shared store does not answer; placements use this router's own view", error=repr(error))
+            log.warning(
+                "the shared store does not answer; placements use this router's own view",
+                error=f"{type(error).__name__}: {error}",
+            )
             self._on_event(ev.StoreState(True))
         self._returning = False
         for pool in list(self._pools.values()):
