@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -87,7 +88,7 @@ async def test_sentinels_with_their_own_password_name_the_new_master(tmp_path: P
             await pair.command(server, "CONFIG", "SET", "requirepass", "of-redis")
             pair.password = "of-redis"
         with sentinel(tmp_path, pair.ports[0], own_password="of-sentinel", password="of-redis") as port:
-            settings = {
+            settings: dict[str, Any] = {
                 "redis_url": "redis://:of-redis@ignored/0",
                 "redis_sentinels": f"redis://127.0.0.1:{free_port()},redis://:of-sentinel@127.0.0.1:{port}",
                 "redis_master": "pointsman",

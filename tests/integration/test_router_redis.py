@@ -398,7 +398,7 @@ async def _filled(url: str, *, expired: bool, foreign: bool) -> None:
     score = 1_000 if expired else int((time.time() + 3_600.0) * 1e3)
     async with redis.asyncio.Redis.from_url(url, decode_responses=True) as admin:
         for first in range(0, 30_000, 5_000):
-            sessions = {f"t/filling-{number:06}": "a" for number in range(first, first + 5_000)}
+            sessions: dict[Any, Any] = {f"t/filling-{number:06}": "a" for number in range(first, first + 5_000)}
             await admin.hset(POOL + "affinity", mapping=sessions)
             await admin.zadd(POOL + "affinity_expiry", dict.fromkeys(sessions, score))
         if foreign:

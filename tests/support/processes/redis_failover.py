@@ -39,7 +39,8 @@ class RedisPair:
         async with redis.asyncio.Redis(
             port=self.ports[server], password=self.password, decode_responses=True
         ) as client:
-            return await client.execute_command(*words)
+            execute: Any = client.execute_command
+            return await execute(*words)
 
     async def replicates(self) -> None:
         """Wait until the replica has all that the master has."""
