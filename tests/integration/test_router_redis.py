@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 import redis
 import redis.asyncio
+import redis.exceptions
 from redis.asyncio.connection import AbstractConnection
 
 from pointsman.agent.v1 import agent_pb2
@@ -20,6 +21,7 @@ from pointsman.router.v1 import placement_pb2
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances import gone_pools
 from pointsman_router.io.main import RouterServer
+from pointsman_router.io.store.redis_address import RedisAddress
 from pointsman_router.io.store.redis_store import RedisStore
 from tests.support.processes.redis import redis_server
 from tests.support.router import Report, Session, running
@@ -223,7 +225,7 @@ async def test_a_store_that_is_told_to_end_as_a_command_is_written_ends(
     monkeypatch.setattr(AbstractConnection, "_send_packed_command", write_and_cancel)
     with redis_server(tmp_path) as (url, _):
         store = RedisStore(
-            url,
+            RedisAddress((url,)),
             router_id="r",
             fleet="f",
             lease_s=0.4,
@@ -392,3 +394,70 @@ async def test_a_pool_without_instances_is_left_and_what_redis_has_of_it_ends(
                 assert (await session.place("again")).step.instance.instance_id == "a"
                 kept = {key: await store.pttl(key) for key in await store.keys(POOL + "*")}
                 assert {key for key, ms in kept.items() if ms >= 0} == {POOL.encode() + b"lease"}
+
+
+async def _filled(url: str, *, expired: bool, foreign: bool) -> None:
+    """Fill a Redis until it refuses writes: by the pool's sessions, or by another program's keys."""
+    score = 1_000 if expired else int((time.time() + 3_600.0) * 1e3)
+    async with redis.asyncio.Redis.from_url(url, decode_responses=True) as admin:
+        for first in range(0, 30_000, 5_000):
+            sessions: dict[Any, Any] = {f"t/filling-{number:06}": "a" for number in range(first, first + 5_000)}
+            await admin.hset(POOL + "affinity", mapping=sessions)
+            await admin.zadd(POOL + "affinity_expiry", dict.fromkeys(sessions, score))
+        if foreign:
+            await admin.set("another program's", "x" * 30_000_000)
+        memory: Any = await admin.info("memory")
+        await admin.config_set("maxmemory-policy", "noeviction")
+        await admin.config_set("maxmemory", 20_000_000 if foreign else memory["used_memory"] - 2_000_000)
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            await admin.set("any", "x")
+
+
+async def test_a_redis_full_of_expired_sessions_frees_itself(tmp_path: Path) -> None:
+    """Without traffic, and also if it was full before the router started."""
+    with redis_server(tmp_path) as (url, _):
+        await _filled(url, expired=True, foreign=False)
+        async with running(redis_url=url, owner_lease_s=0.4) as (server, client):
+            await Report(client).join("a")
+            await owns(server)
+            async with redis.asyncio.Redis.from_url(url) as store:
+
+                async def freed() -> bool:
+                    return not await store.zcard(POOL + "affinity_expiry") and not await store.hlen(POOL + "affinity")
+
+                await eventually(freed, "the expired sessions are removed", 30.0)
+                assert await store.set("any", "x")
+            assert not server.router.state.degraded
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+async def test_a_full_redis_keeps_leases_and_requests_and_the_newest_sessions(tmp_path: Path, foreign: bool) -> None:
+    with redis_server(tmp_path) as (url, _):
+        await _filled(url, expired=False, foreign=foreign)
+        async with running(redis_url=url, router_id="one", owner_lease_s=0.5) as (one, first):
+            await Report(first).join("a")
+            await owns(one)
+            session = Session(first)
+            await session.hello()
+            for number in range(3):
+                await session.place(f"first-{number}", session_id=f"s{number}")
+                await session.finish(f"first-{number}")
+            assert not (await session.place("open", session_id="s0")).degraded
+            await session.place("another", session_id="s1")
+            async with redis.asyncio.Redis.from_url(url, decode_responses=True) as store:
+
+                async def kept() -> bool:
+                    return set(await store.hkeys(POOL + "open")) == {"open", "another"} and bool(
+                        await store.hexists(POOL + "affinity", "/s1")
+                    )
+
+                await eventually(kept, "written")
+                assert await store.hlen(POOL + "affinity") == 30_000, "each new session has replaced the oldest"
+                assert await store.zcard(POOL + "affinity_expiry") == 30_000
+                with pytest.raises(redis.exceptions.OutOfMemoryError):
+                    await store.set("any", "x")
+                async with running(redis_url=url, router_id="two", owner_lease_s=0.5) as (two, second):
+                    await Report(second).join("a")
+                    await one.stop()
+                    await owns(two)
+                    assert two.router.store.epoch == 2

@@ -26,6 +26,7 @@ from pointsman_router.core.ownership import preferred
 from pointsman_router.io.operator_config import OperatorConfig
 from pointsman_router.io.router import merged_operator_configs
 from pointsman_router.io.store import redis_store
+from pointsman_router.io.store.redis_address import RedisAddress
 from pointsman_router.io.store.store import StoreEvent
 from tests.support.fleet_updates import fleet_update
 from tests.support.virtual.loop import EPOCH, VirtualLoop, virtual_clocks
@@ -133,7 +134,7 @@ def a_store(
 
     with mock.patch.object(Redis, "from_url", from_url):
         return redis_store.RedisStore(
-            "redis://redis",
+            RedisAddress(("redis://redis",)),
             router_id=router_id,
             fleet="f",
             lease_s=1.0,

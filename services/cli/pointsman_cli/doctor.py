@@ -21,6 +21,7 @@ from pointsman_cli.doctor_kv import answers, transfers
 from pointsman_cli.instance_commands import order_words, orders_of, state_words, suspension
 from pointsman_cli.router_call import ask, dial
 from pointsman_common.core.block_keys import KEY_TOKENS
+from pointsman_common.io.settings import split_urls
 
 # Base URL of the agent of `pointsman up`.
 AGENT = "http://127.0.0.1:9101"
@@ -49,7 +50,7 @@ def examine(
         findings += _agent(agent)
     findings += _gateway(gateway)
     if redis_url:
-        findings.append(redis_finding(redis_url))
+        findings += [redis_finding(url) for url in split_urls(redis_url)]
     return findings
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
+from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.placement_types import InstanceState
 from pointsman_router.core.requests.held_requests import ENDS_PAUSE_S, TRIES_ON_TICK
 from pointsman_router.core.router_state import RouterState
@@ -22,6 +23,8 @@ LATE_S = 0.3
 # Maximum time from the last fault until every pool has an owner that places, s. An agent and a router may only have started at
 # the end of the fault, and a pool may be handed over.
 OWNED_WITHIN_S = 10.0
+# How long a router that was alone without Redis may go on to place beside a new owner, until gateways have told it, s.
+TOLD_S = 0.5
 # Maximum delay of a tick, s.
 TICK_SLACK_S = 0.25
 # How long owners may take to read or rewrite their pools' sessions, s: a million of them, in pages of 128 with pauses for others,
@@ -153,6 +156,22 @@ async def check_owned(world: Any, models: tuple[str, ...]) -> None:
 
 def _places(router: Any, model: str, now: float) -> bool:
     return router.store.may_place(model) and router.state.owned.owns(model) and not router.state.starting(now, model)
+
+
+def check_placed_by_one(world: Any, router: Any, effects: list[ev.Effect]) -> None:
+    """Check that no other router would place in the pool of a placement that this one has just made, for longer than gateways
+    take to tell. Raises InvariantViolation."""
+    now = asyncio.get_running_loop().time()
+    for effect in effects:
+        if not isinstance(effect, ev.Placed) or not router.store.may_place(effect.decision.pool):
+            continue
+        pool = effect.decision.pool
+        others = [other for other in world.live_routers() if other is not router and _places(other, pool, now)]
+        if not others:
+            world.both_since.pop(pool, None)
+        elif now - world.both_since.setdefault(pool, now) > TOLD_S:
+            names = [placing.settings.router_id for placing in (router, *others)]
+            raise InvariantViolation(f"{names} all place in {pool}")
 
 
 async def check_at_rest(world: Any, models: tuple[str, ...]) -> None:

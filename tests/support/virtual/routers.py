@@ -48,6 +48,7 @@ class CheckedRouter(Router):
         effects: list[ev.Effect] = self._world.charges.submit(super().submit, event, held=held)
         if passes:
             invariants.check_held(self.state, self._ticked_at, time.monotonic())
+        invariants.check_placed_by_one(self._world, self, effects)
         self._events += 1
         if self._world.check_each and not self._events % self._world.check_each:
             self.state.check_invariants()

@@ -60,7 +60,8 @@ class VirtualRedis:
         if script not in self._scripts:
             self._scripts[script] = self._lua.execute(
                 "local call, decode, sha1hex = ... ; return function(KEYS, ARGV) "
-                f"local redis = {{call = call, sha1hex = sha1hex}} ; local cjson = {{decode = decode}}\n{script}\nend",
+                "local redis = {call = call, pcall = call, sha1hex = sha1hex} ; local cjson = {decode = decode}"
+                f"\n{script}\nend",
                 self._call,
                 lambda text: self._table(json.loads(text)),
                 lambda text: sha1(text.encode()).hexdigest(),
@@ -121,6 +122,10 @@ class VirtualRedis:
         self._values[key] = value
         return "OK"
 
+    def _setrange(self, key: str, at: str, value: str) -> int:
+        assert (at, value) == ("0", "")
+        return len(self._live(key) or "")
+
     def _del(self, *keys: str) -> int:
         for key in keys:
             self._values.pop(key, None)
@@ -129,6 +134,9 @@ class VirtualRedis:
 
     def _hget(self, key: str, name: str) -> str | None:
         return (self._live(key) or {}).get(name)
+
+    def _hexists(self, key: str, name: str) -> int:
+        return int(name in (self._live(key) or {}))
 
     def _hset(self, key: str, *pairs: str) -> int:
         found = self._values[key] = self._live(key) or {}
@@ -162,6 +170,10 @@ class VirtualRedis:
 
     def _zrem(self, key: str, name: str) -> int:
         return self._hdel(key, name)
+
+    def _zremrangebyscore(self, key: str, least: str, most: str) -> int:
+        found = self._live(key) or {}
+        return self._hdel(key, *[name for name, score in found.items() if float(least) <= score <= float(most)])
 
     def _unlink(self, *keys: str) -> int:
         return self._del(*keys)
@@ -237,11 +249,6 @@ class Client:
         """Return a whole hash."""
         found: dict[str, str] = await self._ask(lambda: self._store.hash(key))
         return found
-
-    async def time(self) -> tuple[int, int]:
-        """Return the clock, in s and us."""
-        micros: int = await self._ask(lambda: int(self._store._now() * 1e6))
-        return micros // 1_000_000, micros % 1_000_000
 
     async def aclose(self) -> None:
         """Do nothing: there is no connection to close."""

@@ -261,6 +261,8 @@ class World:
         self.leases = LeaseWatch(LEASE_S, self.disturbances, self.violations.append)
         self.network = Network(rng)
         self.redis = virtual_store.VirtualRedis()
+        self.both_since: dict[str, float] = {}
+        """Pool -> since when two routers place in it, s."""
         self.policy = policy or rng.choice(POLICIES)
         self.queue_size = 256 if policy else rng.choice((2, 256))
         layerwise = rng.random() < 0.5

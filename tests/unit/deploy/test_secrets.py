@@ -15,6 +15,7 @@ import redis.asyncio
 from redis.exceptions import AuthenticationError, NoPermissionError
 
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.io.store.redis_address import RedisAddress
 from pointsman_router.io.store.redis_store import RedisStore
 from tools.check_deploy import DEPLOY, make_secrets, run
 
@@ -143,7 +144,7 @@ async def test_strangers_may_only_ping(redis_url: tuple[str, str]) -> None:
 async def test_router_may_keep_its_state_and_is_no_administrator(redis_url: tuple[str, str]) -> None:
     events: list[object] = []
     store = RedisStore(
-        redis_url[0], router_id="a", fleet="default", lease_s=2.0, settle_s=5.0, affinity_ttl_s=60.0,
+        RedisAddress((redis_url[0],)), router_id="a", fleet="default", lease_s=2.0, settle_s=5.0, affinity_ttl_s=60.0,
         on_event=events.append, on_owners=lambda: None, snapshot=lambda pool: iter(()),
         merge_config=lambda before, own, stored: stored or own,
     )  # fmt: skip

@@ -22,3 +22,18 @@ def test_the_most_patient_router_says_how_long_a_pool_may_have_no_owner() -> Non
     assert owners.timeout_s == 8
     owners.forget("2")
     assert owners.timeout_s == 3
+
+
+def test_a_router_that_claims_a_pool_of_a_newer_owner_is_named() -> None:
+    def claims(router_id: str, epoch: int) -> placement_pb2.Fleet:
+        return placement_pb2.Fleet(
+            pools=[placement_pb2.Pool(model="m", owner=placement_pb2.Owner(router_id=router_id, epoch=epoch))]
+        )
+
+    owners = PoolOwners()
+    owners.begin("1", "one", claims("one", 1))
+    owners.begin("3", "three", claims("one", 1))
+    assert owners.outdated_claims() == []
+    owners.begin("2", "two", claims("two", 2))
+    ((address, model, owner),) = owners.outdated_claims()
+    assert (address, model, owner.router_id, owner.epoch) == ("1", "m", "two", 2)

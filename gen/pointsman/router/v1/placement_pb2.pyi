@@ -221,6 +221,7 @@ class SessionRequest(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     OPEN_STREAM_FIELD_NUMBER: _builtins.int
     END_SESSION_FIELD_NUMBER: _builtins.int
+    OWNER_CLAIM_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___GatewayHello:
@@ -257,6 +258,10 @@ class SessionRequest(_message.Message):
         """Reports that a client's session is over. The router answers with session_ended."""
 
     @_builtins.property
+    def owner_claim(self) -> Global___OwnerClaim:
+        """Reports that another router claims to own a pool that the receiving router claims too."""
+
+    @_builtins.property
     def batch(self) -> Global___SessionRequestBatch:
         """Several messages in one. None of them is a batch."""
 
@@ -271,13 +276,14 @@ class SessionRequest(_message.Message):
         usage: Global___UsageReport | None = ...,
         open_stream: Global___OpenStream | None = ...,
         end_session: Global___EndSession | None = ...,
+        owner_claim: Global___OwnerClaim | None = ...,
         batch: Global___SessionRequestBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "end_session", b"end_session", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "open_stream", b"open_stream", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "end_session", b"end_session", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "open_stream", b"open_stream", "owner_claim", b"owner_claim", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "end_session", b"end_session", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "open_stream", b"open_stream", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "end_session", b"end_session", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "open_stream", b"open_stream", "owner_claim", b"owner_claim", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "place", "step_done", "first_token", "finished", "usage", "open_stream", "end_session", "batch"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "place", "step_done", "first_token", "finished", "usage", "open_stream", "end_session", "owner_claim", "batch"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -992,6 +998,36 @@ class Owner(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Owner: _TypeAlias = Owner  # noqa: Y015
+
+@_typing.final
+class OwnerClaim(_message.Message):
+    """Another router's claim to own a pool, with a higher epoch than that of the router that receives this. Sent once for each epoch,
+    before the gateway asks the other router. A router that is cut off from Redis, and whose lease has ended, stops placing.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the pool."""
+    @_builtins.property
+    def owner(self) -> Global___Owner:
+        """The owner that the other router's fleet names."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        owner: Global___Owner | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnerClaim: _TypeAlias = OwnerClaim  # noqa: Y015
 
 @_typing.final
 class StepDone(_message.Message):

@@ -218,3 +218,8 @@ def _as_it_is(text: str) -> str:
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_flag_type(field))
+
+
+def split_urls(text: str) -> tuple[str, ...]:
+    """Return the URLs in a list separated by commas. A comma in a password does not separate."""
+    return tuple(url.strip() for url in re.split(r",(?=\s*(?:rediss?|unix)://)", text) if url.strip())

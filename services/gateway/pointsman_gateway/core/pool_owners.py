@@ -49,6 +49,17 @@ class PoolOwners:
         """Return the addresses of all owners."""
         return {pool.owner.address for pool in self._pools.values() if pool.HasField("owner")}
 
+    def outdated_claims(self) -> list[tuple[str, str, placement_pb2.Owner]]:
+        """Return (address, pool, owner) for each router that claims a pool of which another router is the owner, with a higher
+        epoch."""
+        return [
+            (address, model, owner)
+            for address, (router_id, fleet) in self._fleets.items()
+            for model, pool in fleet.pools.items()
+            if pool.HasField("owner") and pool.owner.router_id == router_id
+            if (owner := self.owner(model)) is not None and owner.epoch > pool.owner.epoch
+        ]
+
     def begin(self, address: str, router_id: str, fleet: placement_pb2.Fleet) -> None:
         """Replace the description from the router at `address` by `fleet`. Mutates."""
         self._fleets[address] = (router_id, KnownFleet(fleet))

@@ -123,7 +123,6 @@ class Router:
         """`policies`: those that operators can choose."""
         self.settings = settings
         self.policies = policies
-        url = settings.redis_url.get_secret_value()
         self.telemetry = EventMetrics()
         self.tracer: Tracer | None = None
         self.spans: PlacementSpans | None = None
@@ -158,7 +157,7 @@ class Router:
                 startup_wait_s=settings.startup_wait_s,
             ),
             router_id=settings.router_id,
-            owns_all=not url,
+            owns_all=settings.redis_address is None,
         )
         self.history = FleetHistory(time.monotonic())
         # When another policy began to decide for a pool, unix s; the latest last.
@@ -178,9 +177,9 @@ class Router:
         self._fleet_untold = False  # the fleet has changed, and _tell_fleet has not run since
         self._logged_shared_names: dict[str, list[str]] = {}
         self._operator_config = OperatorConfig()  # as last received from the store
-        if url:
+        if settings.redis_address is not None:
             self.store = RedisStore(
-                url,
+                settings.redis_address,
                 router_id=settings.router_id,
                 fleet=settings.fleet,
                 lease_s=settings.owner_lease_s,
@@ -311,7 +310,8 @@ class Router:
                 case ev.SessionEndApplied():
                     ends.append(effect)
                 case ev.DecisionMade(decision):
-                    self.decisions.decided(decision, time.time(), elapsed)
+                    owner = self.store.owner(decision.pool)
+                    self.decisions.decided(decision, time.time(), elapsed, owner.epoch if owner is not None else 0)
                     self.telemetry.decided(decision, elapsed)
                     self.history.decided(decision, now)
                 case ev.DecisionNoted(decision_id, note):

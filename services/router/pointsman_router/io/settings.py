@@ -6,14 +6,15 @@ import json
 import secrets
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from pointsman_common.io.settings import OtlpEndpoint
+from pointsman_common.io.settings import OtlpEndpoint, split_urls
 from pointsman_router.core.policy.registry import DEFAULT_POLICY
 from pointsman_router.core.router_state import StateSettings
+from pointsman_router.io.store.redis_address import RedisAddress
 
 # The defaults of settings that are passed on to the state: StateSettings defines them.
 _STATE = StateSettings()
@@ -51,8 +52,17 @@ class RouterSettings(BaseSettings):
     )
     insecure: bool = Field(False, description="allow listening off the loopback interface without tokens")
     redis_url: SecretStr = Field(
-        SecretStr(""), description="redis://... that replicas share; empty: state in memory only"
+        SecretStr(""),
+        description="redis://... that replicas share, or several, separated by commas, of which one is the master; "
+        "empty: state in memory only",
     )
+    redis_sentinels: SecretStr = Field(
+        SecretStr(""),
+        description="redis://... of Sentinels, separated by commas, each with its own user and password; they name the "
+        "master's address, and redis_url has its user, password, database and TLS; empty: none",
+    )
+    redis_master: str = Field("mymaster", description="name of the master at the Sentinels")
+    redis_cluster: bool = Field(False, description="redis_url is a node of a Redis Cluster")
     fleet: str = Field("default", description="name of the fleet in Redis, the same for all routers of a fleet")
     owner_lease_s: float = Field(
         1.0, gt=0.1, le=60, description="seconds after which a pool's owner that does not renew its lease is replaced"
@@ -164,11 +174,27 @@ class RouterSettings(BaseSettings):
         # The value from the environment is decoded JSON; the value of a flag is text.
         return json.loads(value) if isinstance(value, str) else value
 
+    @model_validator(mode="after")
+    def _one_kind_of_redis(self) -> Self:
+        if self.redis_sentinels.get_secret_value():
+            if self.redis_cluster:
+                raise ValueError("redis_cluster: a Redis Cluster has no Sentinels (redis_sentinels)")
+            if len(split_urls(self.redis_url.get_secret_value())) != 1:
+                raise ValueError("redis_sentinels: redis_url must be one URL, whose host and port are ignored")
+        return self
+
+    @property
+    def redis_address(self) -> RedisAddress | None:
+        """Where the shared Redis is; None without one."""
+        urls = split_urls(self.redis_url.get_secret_value())
+        sentinels = split_urls(self.redis_sentinels.get_secret_value())
+        return RedisAddress(urls, sentinels, self.redis_master, self.redis_cluster) if urls else None
+
     @property
     def ownerless_timeout_s(self) -> float:
         """The time that a pool may be without an owner that places, s. The sum of a dead owner's lease, another replica's wait
         for the preferred one, one more lease in case Redis has lost its data, this router's start-up wait, and 1 s of slack."""
-        takeover_s = 3 * self.owner_lease_s if self.redis_url.get_secret_value() else 0.0
+        takeover_s = 3 * self.owner_lease_s if self.redis_address is not None else 0.0
         return takeover_s + self.startup_wait_s + 1.0
 
     @property

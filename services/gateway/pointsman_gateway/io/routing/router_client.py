@@ -132,6 +132,7 @@ class RouterClient:
         self._waiting = WaitingForOwner(self._pace)
         self._asked: dict[str, tuple[str, int]] = {}  # pool -> router id and epoch of the owner that is asked
         self._wake: asyncio.TimerHandle | None = None  # when a request that waits for an owner is due
+        self._told_claims: dict[tuple[str, str], int] = {}  # router's address, pool -> the higher epoch it was told
         self._closing = False
         self._ended: set[asyncio.Task[None]] = set()
         self.on_usage: Callable[[RouterSession, placement_pb2.UsageAnswer], None] = lambda session, answer: None
@@ -647,6 +648,13 @@ class RouterClient:
                 ended = asyncio.create_task(self._sessions.pop(address).close(0.0))
                 self._ended.add(ended)
                 ended.add_done_callback(self._ended.discard)
+        claims = self._owners.outdated_claims()
+        told = {(address, model): owner.epoch for address, model, owner in claims}
+        for address, model, owner in claims:
+            if self._told_claims.get((address, model)) != owner.epoch and (outdated := self._sessions.get(address)):
+                claim = placement_pb2.OwnerClaim(model=model, owner=owner)
+                outdated.send(placement_pb2.SessionRequest(owner_claim=claim))
+        self._told_claims = told
         for session in self._sessions.values():
             # The owner of a new epoch starts from stored state, even if it is the previous owner, so all requests are announced.
             taken = {

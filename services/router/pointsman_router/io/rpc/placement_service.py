@@ -17,6 +17,7 @@ from pointsman_common.core.block_keys import KEY_SCHEME
 from pointsman_common.io.auth import credentials
 from pointsman_common.io.channel import END_OF_STREAM
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.ownership import Owner
 from pointsman_router.core.requests.refusals import not_serving
 from pointsman_router.io.convert import gateway_messages
 from pointsman_router.io.convert.times import duration
@@ -145,6 +146,11 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
             case "end_session":
                 ended = message.end_session
                 event = ev.SessionEnded(ended.tenant, ended.session_id, gateway_id)
+            case "owner_claim":
+                claim = message.owner_claim
+                owner = Owner(claim.owner.router_id, claim.owner.address, claim.owner.epoch)
+                self._router.store.claimed(claim.model, owner)
+                return
             case "usage":
                 self._router.account(gateway_id, message.usage)
                 return

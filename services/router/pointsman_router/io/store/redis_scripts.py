@@ -1,4 +1,9 @@
-"""The Lua scripts that Redis runs. Each is atomic, uses only keys of one pool (or of the fleet), and reads Redis' own clock."""
+"""The Lua scripts that Redis runs. Each is atomic, uses only keys of one pool (or of the fleet), and reads Redis' own clock.
+
+A Redis that is full (maxmemory, noeviction) refuses commands that may take memory, but not after a first write of the same
+script. So each script that must succeed begins with a write that takes none: leases, heartbeats, open reservations and the
+operator config, which are few, are always written. Sessions, which are many, replace older ones while Redis is full.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +23,7 @@ HEARTBEAT = """
 local known = redis.call('HGET', KEYS[2], ARGV[1]) and 1 or 0
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+redis.call('ZREMRANGEBYSCORE', KEYS[5], 0, now - 86400000)
 redis.call('ZADD', KEYS[1], now, ARGV[1])
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
 redis.call('HSET', KEYS[3], ARGV[1], ARGV[4])
@@ -49,7 +55,6 @@ for i = 1, #beats, 2 do
 end
 local version, config = tonumber(redis.call('HGET', KEYS[4], 'version') or '0'), redis.call('HGET', KEYS[4], 'config') or ''
 if version == tonumber(ARGV[5]) and redis.sha1hex(config) == ARGV[6] then config = '' end
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], 0, now - 86400000)) do redis.call('ZREM', KEYS[5], id) end
 local lost = {}
 beats = redis.call('ZRANGE', KEYS[5], 0, -1, 'WITHSCORES')
 for i = 1, #beats, 2 do table.insert(lost, {beats[i], math.max(now - tonumber(beats[i + 1]), 0)}) end
@@ -62,6 +67,7 @@ return {live, version, config, known, lost}
 SET_CONFIG = """
 local version = tonumber(redis.call('HGET', KEYS[1], 'version') or '0')
 if version ~= tonumber(ARGV[1]) then return {version, redis.call('HGET', KEYS[1], 'config') or ''} end
+redis.call('HDEL', KEYS[1], '')
 redis.call('HSET', KEYS[1], 'version', version + 1, 'config', ARGV[2])
 return {version + 1, ARGV[2]}
 """
@@ -74,17 +80,25 @@ return {version + 1, ARGV[2]}
 # A free pool is taken if take is 2, or if take is 1 and Redis has not lost its data. A caller whose epoch is the newest keeps it,
 # however long ago its lease ended: nobody owned the pool in between, so the caller's state is the newest. Repeating a call whose
 # reply was lost changes nothing.
-# Returns {owner's id, its address, epoch, number of the last change}. The id is empty if nobody owns the pool.
+# An owner's call also removes sessions that have expired, so that they go without traffic, too.
+# Returns {owner's id, its address, epoch, number of the last change, Redis' time in ms}. The id is empty if nobody owns the pool.
 ACQUIRE = """
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local owner = redis.call('HGET', KEYS[1], 'id')
 local epoch = tonumber(redis.call('GET', KEYS[2]) or '0')
 if owner and owner ~= ARGV[1] then
   -- A lease that is too long was set before the clock was set back: shorten it.
   if redis.call('PTTL', KEYS[1]) > 2 * tonumber(ARGV[3]) then redis.call('PEXPIRE', KEYS[1], ARGV[3]) end
-  return {owner, redis.call('HGET', KEYS[1], 'address'), epoch, 0}
+  return {owner, redis.call('HGET', KEYS[1], 'address'), epoch, 0, now}
 end
 local own, seen, take = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-if not owner and (take == 0 or (take == 1 and epoch < seen)) then return {'', '', epoch, 0} end
+if not owner and (take == 0 or (take == 1 and epoch < seen)) then return {'', '', epoch, 0, now} end
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+for _, session in ipairs(redis.call('ZRANGEBYSCORE', KEYS[6], 0, now, 'LIMIT', 0, 500)) do
+  redis.call('ZREM', KEYS[6], session)
+  redis.call('HDEL', KEYS[5], session)
+end
 if own > 0 and own >= seen and own >= epoch then
   epoch = own
 else
@@ -96,7 +110,7 @@ end
 redis.call('SET', KEYS[2], epoch)
 redis.call('HSET', KEYS[1], 'id', ARGV[1], 'address', ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
-return {ARGV[1], ARGV[2], epoch, tonumber(redis.call('GET', KEYS[3]) or '0')}
+return {ARGV[1], ARGV[2], epoch, tonumber(redis.call('GET', KEYS[3]) or '0'), now}
 """
 
 # Writes an owner's changes of a pool.
@@ -107,10 +121,24 @@ return {ARGV[1], ARGV[2], epoch, tonumber(redis.call('GET', KEYS[3]) or '0')}
 # An owner numbers its changes without gaps, and changes that were applied before are skipped. So a write that timed out may be
 # sent again, and a late copy of it undoes no newer change. A rewrite begins with "clear", or with "clear_open" if the stored
 # sessions have not all been read yet. It ends with "complete".
+# SETRANGE changes nothing here; it fails if Redis is full.
 APPLY = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+local full = type(redis.pcall('SETRANGE', KEYS[1], 0, '')) == 'table'
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+redis.call('HDEL', KEYS[3], '')
+local function forget(sessions)
+  for _, session in ipairs(sessions) do
+    redis.call('ZREM', KEYS[5], session)
+    redis.call('HDEL', KEYS[4], session)
+  end
+  return #sessions
+end
+forget(redis.call('ZRANGEBYSCORE', KEYS[5], 0, now, 'LIMIT', 0, 200))
+local function has_room(session)
+  return not full or redis.call('HEXISTS', KEYS[4], session) == 1 or forget(redis.call('ZRANGE', KEYS[5], 0, 0)) == 1
+end
 local applied = tonumber(redis.call('GET', KEYS[2]) or '0')
 local number = tonumber(ARGV[4]) - 1
 for _, change in ipairs(cjson.decode(ARGV[3])) do
@@ -119,8 +147,10 @@ for _, change in ipairs(cjson.decode(ARGV[3])) do
     if change[1] == 'put' then redis.call('HSET', KEYS[3], change[2], change[3])
     elseif change[1] == 'del' then redis.call('HDEL', KEYS[3], change[2])
     elseif change[1] == 'own' then
-      redis.call('HSET', KEYS[4], change[2], change[3])
-      redis.call('ZADD', KEYS[5], now + tonumber(ARGV[2]), change[2])
+      if has_room(change[2]) then
+        redis.call('HSET', KEYS[4], change[2], change[3])
+        redis.call('ZADD', KEYS[5], now + tonumber(ARGV[2]), change[2])
+      end
     elseif change[1] == 'disown' then
       redis.call('HDEL', KEYS[4], change[2])
       redis.call('ZREM', KEYS[5], change[2])
@@ -135,13 +165,6 @@ for _, change in ipairs(cjson.decode(ARGV[3])) do
   end
 end
 if number > applied then redis.call('SET', KEYS[2], number) end
-local function forget(sessions)
-  for _, session in ipairs(sessions) do
-    redis.call('ZREM', KEYS[5], session)
-    redis.call('HDEL', KEYS[4], session)
-  end
-end
-forget(redis.call('ZRANGEBYSCORE', KEYS[5], 0, now, 'LIMIT', 0, 200))
 local over = redis.call('ZCARD', KEYS[5]) - tonumber(ARGV[5])
 if over > 0 then forget(redis.call('ZRANGE', KEYS[5], 0, over - 1)) end
 return 1

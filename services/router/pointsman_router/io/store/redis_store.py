@@ -6,6 +6,10 @@ owner reads it once. Every write carries the owner's epoch, so that Redis reject
 lease. A placement is sent to its gateway once Redis has its reservation, so that a new owner knows every placement that was ever
 sent.
 
+At most one router places in a pool at a time, also while Redis fails over. An owner whose lease has ended without an answer of
+Redis first waits for as long as another replica could need to take the pool and to be announced by gateways. It stops when it
+learns of another owner with a higher epoch, from gateways or from a Redis that only takes no writes.
+
 A pool may have a million sessions. They are read and rewritten in pages, and leases are renewed and changes written between two
 pages. The open reservations are read first and without pauses, since a new owner does not place before it has them.
 """
@@ -22,12 +26,9 @@ from hashlib import sha1
 from typing import TypeAlias, TypeVar
 
 import msgspec
-import redis.asyncio
 import redis.exceptions
 import structlog
 from msgspec.structs import replace
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.idle_sessions import IdleSessions
@@ -37,11 +38,13 @@ from pointsman_router.core.ownership import Owner, SettledReplicas, preferred
 from pointsman_router.core.placement_types import PoolFacts
 from pointsman_router.core.prefill_curve import MeanWork
 from pointsman_router.io.store import redis_scripts
+from pointsman_router.io.store.redis_address import RedisAddress
+from pointsman_router.io.store.redis_servers import RedisServers
 from pointsman_router.io.store.store import Replica, Stored, StoreEffect, StoreEvent
 
 T = TypeVar("T")
-# Owner's id, its address, epoch, number of the last change, as ACQUIRE returns them.
-_Lease: TypeAlias = tuple[str, str, int, int]
+# Owner's id, its address, epoch, number of the last change, Redis' time in ms, as ACQUIRE returns them.
+_Lease: TypeAlias = tuple[str, str, int, int, int]
 
 log = structlog.get_logger()
 
@@ -52,9 +55,20 @@ BATCH = 500
 PAGE = 128
 # Maximum pause between two pages, s. The pause is as long as the page took, so that half of the time is left for other work.
 MAX_REST_S = 0.02
-# Number of leases that are renewed concurrently, each on its own connection. One after the other, the leases of a thousand pools
-# would expire in the meantime.
-RENEWED_AT_ONCE = 16
+# Number of pools whose leases are renewed, or whose changes are written, concurrently, each on its own connection. One after the
+# other, the leases of a thousand pools would expire in the meantime.
+AT_ONCE = 16
+# Time after the end of an owner's lease in which another replica may take the pool unnoticed, in leases: half a lease for the
+# wait for the preferred replica, a quarter for the interval of heartbeats, the rest for reading reservations and telling
+# gateways.
+DOUBT_LEASES = 1.75
+# Errors with which Redis may be there for other replicas, at this server or as another one. A refused connection, for instance,
+# is refused to all.
+_MAY_SERVE_OTHERS = (
+    redis.exceptions.TimeoutError,
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.ClusterDownError,  # and MASTERDOWN
+)
 # Number of consecutive failures after which Redis counts as absent. A single one may be a pause of this process or a lost reply.
 FAILURES = 2
 
@@ -85,6 +99,7 @@ class _Pool:
     epoch: int = 0  # of this replica's ownership; 0: not the owner
     seen: int = 0  # the highest epoch of any owner
     owner: Owner | None = None
+    rival: Owner | None = None  # an owner with a higher epoch that a gateway has told of
     held_until: float = 0.0  # end of this replica's lease
     free_since: float | None = None  # since when the pool has no owner
     # Changes to be written, and callbacks that wait for the changes before them.
@@ -97,6 +112,7 @@ class _Pool:
     # Callbacks that wait until a rewrite has written the reservations; None if it has.
     after_rewrite: list[Stored] | None = None
     given_up: bool = False  # to be released and removed with the next heartbeat
+    served_at: float = 0.0  # when its changes were last written, or its data read
     paged_at: float = 0.0  # when its last page was read or rewritten
 
     @property
@@ -121,7 +137,7 @@ class RedisStore:
 
     def __init__(
         self,
-        url: str,
+        address: RedisAddress,
         *,
         router_id: str,
         fleet: str,
@@ -133,20 +149,14 @@ class RedisStore:
         snapshot: Callable[[str], Iterator[StoreEffect | None]],
         merge_config: Callable[[str, str, str], str],
     ) -> None:
-        self._redis = redis.asyncio.Redis.from_url(
-            url,
-            socket_timeout=lease_s / 2,
-            socket_connect_timeout=lease_s / 2,
-            decode_responses=True,
-            retry=Retry(NoBackoff(), 0),
-        )
-        self._heartbeat = self._redis.register_script(redis_scripts.HEARTBEAT)
-        self._acquire = self._redis.register_script(redis_scripts.ACQUIRE)
-        self._apply = self._redis.register_script(redis_scripts.APPLY)
-        self._release = self._redis.register_script(redis_scripts.RELEASE)
-        self._give_up = self._redis.register_script(redis_scripts.GIVE_UP)
-        self._leave = self._redis.register_script(redis_scripts.LEAVE)
-        self._set_config = self._redis.register_script(redis_scripts.SET_CONFIG)
+        self._servers = RedisServers(address, lease_s / 2)
+        self._heartbeat = self._servers.script(redis_scripts.HEARTBEAT)
+        self._acquire = self._servers.script(redis_scripts.ACQUIRE)
+        self._apply = self._servers.script(redis_scripts.APPLY)
+        self._release = self._servers.script(redis_scripts.RELEASE)
+        self._give_up = self._servers.script(redis_scripts.GIVE_UP)
+        self._leave = self._servers.script(redis_scripts.LEAVE)
+        self._set_config = self._servers.script(redis_scripts.SET_CONFIG)
         self._fleet = fleet
         names = ("replicas", "addresses", "replica_info", "config", "lost", "joined")
         self._fleet_keys = {name: f"pointsman:{{{fleet}}}:{name}" for name in names}
@@ -166,8 +176,12 @@ class RedisStore:
         self._poll_at = 0.0
         self._failures = 0
         self._write_failures = 0
+        self._tried_at = 0.0  # when the current attempt to reach Redis began
+        self._failed_from = 0.0  # when the last one that failed began
         self._degraded = False
         self._returning = False  # degraded, and the rewrite after Redis' return has begun
+        self._returned_at = -math.inf  # when Redis last answered a degraded replica
+        self._may_serve_others = False  # whether other replicas may reach Redis, though this one does not
         self._next_page_at = 0.0  # time from which the next page of sessions may be read or written
         self._replicas: list[Replica] = []
         self._lost_replicas: list[Replica] = []
@@ -196,11 +210,40 @@ class RedisStore:
 
     def may_place(self, pool: str) -> bool:
         """Return whether this replica owns the pool, has read its open reservations, and has a valid lease. While Redis is away,
-        the lease need not be valid, since no other replica can take the pool."""
+        the lease need not be valid, unless another replica may have taken the pool."""
         known = self._pools.get(pool)
         if known is None or not known.taken:
             return False
-        return self._degraded or asyncio.get_running_loop().time() < known.held_until
+        return self._leased(known) or (self._degraded and not self._in_doubt(known))
+
+    def claimed(self, pool: str, owner: Owner) -> None:
+        """Note that another replica claims to own the pool, as a gateway tells. It counts if its epoch is higher, and this
+        replica's lease has ended: a valid lease shows that the claim is wrong."""
+        if (known := self._pools.get(pool)) is not None and known.epoch and owner.epoch > known.epoch:
+            known.rival = owner
+            self._yield_to_rival(known)
+
+    @staticmethod
+    def _leased(pool: _Pool) -> bool:
+        return asyncio.get_running_loop().time() < pool.held_until
+
+    def _in_doubt(self, pool: _Pool) -> bool:
+        """Return whether another replica may own the pool by now, since this one's lease has ended."""
+        if self._leased(pool):
+            return False
+        if pool.rival is not None or asyncio.get_running_loop().time() - self._failed_from > 2 * self._lease_s:
+            # Or this process has slept, and has not tried to reach Redis since.
+            return True
+        until = pool.held_until + DOUBT_LEASES * self._lease_s
+        return self._may_serve_others and len(self._replicas) > 1 and self._failed_from < until
+
+    def _yield_to_rival(self, pool: _Pool) -> None:
+        """Stop owning the pool if the lease has ended and another owner is known."""
+        if pool.rival is not None and not self._leased(pool):
+            rival = pool.rival
+            self._stand_by(pool, rival.router_id)
+            pool.owner = rival if rival.router_id else None
+            self._on_owners()
 
     def compete_for(self, pools: Iterable[str]) -> None:
         """Compete for the ownership of these pools, each until it is given up."""
@@ -238,7 +281,7 @@ class RedisStore:
         known = self._pools.get(pool)
         if known is None or not known.taken:
             stored(False)
-        elif self._degraded or not known.pending:
+        elif (self._degraded and not self._in_doubt(known)) or not (self._degraded or known.pending):
             stored(True)
         else:
             known.pending.append(stored)
@@ -280,23 +323,22 @@ class RedisStore:
         try:
             # redis-py writes by asyncio.wait_for(). Before Python 3.12 that loses a cancellation that arrives as the write ends.
             while not task.cancelling():
+                self._tried_at = loop.time()
                 try:
                     if loop.time() >= self._poll_at:
                         await self._poll()
                 except (redis.exceptions.RedisError, OSError) as error:
                     self._failures += 1
-                    self._failed(error)
+                    await self._failed(error)
                     await asyncio.sleep(self._lease_s / 8)
                     continue
                 began = loop.time()
                 paged = self._next_paged() if began >= self._next_page_at else None
                 try:
-                    for pool in list(self._pools.values()):
-                        await self._read_on(pool, page=pool is paged)
-                        await self._flush(pool, self._poll_at, page=pool is paged)
+                    await self._read_and_write(paged)
                 except (redis.exceptions.RedisError, OSError) as error:
                     self._write_failures += 1
-                    self._failed(error)
+                    await self._failed(error)
                     await asyncio.sleep(self._lease_s / 8)
                     continue
                 # Reset only after all pools were written: one pool's success must not hide that another's writes always fail.
@@ -316,6 +358,27 @@ class RedisStore:
                 self._wake.clear()
         finally:
             await self._give_back()
+
+    async def _read_and_write(self, paged: _Pool | None) -> None:
+        """Read and write what is due of all pools, and a page of `paged`. Several pools at once: a Redis that answers late must
+        not make each pool wait for those before it."""
+        due = [pool for pool in self._pools.values() if pool.reading or pool.pending or pool.unwritten is not None]
+        due.sort(key=lambda pool: pool.served_at)
+        for first in range(0, len(due), AT_ONCE):
+            done = await asyncio.gather(
+                *(self._read_and_write_one(pool, page=pool is paged) for pool in due[first : first + AT_ONCE]),
+                return_exceptions=True,
+            )
+            for failed in done:
+                if isinstance(failed, BaseException):
+                    raise failed
+            if asyncio.get_running_loop().time() >= self._poll_at:
+                break
+
+    async def _read_and_write_one(self, pool: _Pool, *, page: bool) -> None:
+        pool.served_at = asyncio.get_running_loop().time()
+        await self._read_on(pool, page=page)
+        await self._flush(pool, self._poll_at, page=page)
 
     async def _poll(self) -> None:
         self._poll_at = asyncio.get_running_loop().time() + self._lease_s / 4
@@ -346,8 +409,10 @@ class RedisStore:
         # Set before the leases are renewed: a pool that is rewritten then queues further changes behind its rewrite, while other
         # pools still wait for theirs.
         self._returning = self._degraded
+        if self._returning:
+            self._returned_at = self.answered_at or 0.0
         await self._renew_all(live)
-        self._failures = 0
+        self._failures, self._may_serve_others = 0, False
         await self._forget_given_up()
         now = asyncio.get_running_loop().time()
         self._settled.seen(live, now)
@@ -373,19 +438,22 @@ class RedisStore:
 
     def _take(self, pool: _Pool, live: list[str], now: float) -> int:
         """Return the `take` argument of ACQUIRE. The preferred replica takes a free pool at once, the others half a lease later.
-        A pool whose data Redis has lost is left to its owner, which still knows the data, for one more lease."""
+        When Redis has been away, its owner, which may have gone on to place, has a lease to return. A pool whose data Redis has
+        lost is left to its owner, which still knows the data, for one more lease."""
         if pool.epoch:
             return 2
         free_s = now - pool.free_since if pool.free_since is not None else 0.0
         delay_s = 0.0 if preferred(pool.name, live) == self._router_id else self._lease_s / 2
+        if now - self._returned_at < 2 * self._lease_s:
+            delay_s = self._lease_s
         if free_s >= delay_s + self._lease_s:
             return 2
         return 1 if free_s >= delay_s else 0
 
     async def _renew_all(self, live: list[str]) -> None:
         pools = list(self._pools.values())
-        for first in range(0, len(pools), RENEWED_AT_ONCE):
-            asked = [(pool, self._ask_for(pool, live)) for pool in pools[first : first + RENEWED_AT_ONCE]]
+        for first in range(0, len(pools), AT_ONCE):
+            asked = [(pool, self._ask_for(pool, live)) for pool in pools[first : first + AT_ONCE]]
             now = asyncio.get_running_loop().time()
             answers = await asyncio.gather(*(answer for _, answer in asked), return_exceptions=True)
             for (pool, _), answer in zip(asked, answers, strict=True):
@@ -405,11 +473,11 @@ class RedisStore:
 
     async def _renewed(self, pool: _Pool, lease: _Lease, now: float, *, rewrite: bool) -> None:
         """Apply the result of an ACQUIRE call that was made at `now`."""
-        router_id, address, epoch, written = lease
+        router_id, address, epoch, written, redis_ms = lease
         before = pool.owner
         if router_id == self._router_id:
-            pool.held_until = now + self._lease_s
-            await self._own(pool, epoch, rewrite=rewrite or written < pool.written)
+            pool.held_until, pool.rival = now + self._lease_s, None
+            await self._own(pool, epoch, redis_ms, rewrite=rewrite or written < pool.written)
         elif pool.epoch:
             self._stand_by(pool, router_id)
         if router_id:
@@ -423,7 +491,7 @@ class RedisStore:
         if pool.owner != before:
             self._on_owners()
 
-    async def _own(self, pool: _Pool, epoch: int, *, rewrite: bool) -> None:
+    async def _own(self, pool: _Pool, epoch: int, redis_ms: int, *, rewrite: bool) -> None:
         if epoch == pool.epoch:
             if rewrite and pool.taken:
                 waiting = [*(pool.after_rewrite or []), *(item for item in pool.pending if callable(item))]
@@ -432,8 +500,7 @@ class RedisStore:
                 pool.pending.append(["clear_open" if pool.reading else "clear"])
                 pool.unwritten, pool.after_rewrite = self._snapshot(pool.name), waiting
             return
-        kept = await self._redis.hgetall(pool.state_keys[-1])
-        seconds, micros = await self._redis.time() if "idle" in kept else (0, 0)
+        kept = await self._servers.client.hgetall(pool.state_keys[-1])
         self._drop_pending(pool, kept=False)
         if pool.epoch:
             # Another router owned the pool in between, so this replica's state of it is obsolete. Drop it before reading.
@@ -443,7 +510,7 @@ class RedisStore:
         pool.reading = _Reading(
             _read(kept["work"], MeanWork) if "work" in kept else None,
             _read(kept["idle"], IdleSessions) if "idle" in kept else None,
-            seconds + micros / 1e6 - float(kept.get("idle_at", 0.0)) / 1e3,
+            (redis_ms - float(kept.get("idle_at", redis_ms))) / 1e3,
             _read(kept["facts"], PoolFacts) if "facts" in kept else None,
         )
         if kept.get("incomplete"):
@@ -451,7 +518,7 @@ class RedisStore:
 
     def _stand_by(self, pool: _Pool, owner: str) -> None:
         log.warning("another router has taken a pool", pool=pool.name, owner=owner)
-        pool.epoch, pool.reading = 0, None
+        pool.epoch, pool.reading, pool.rival = 0, None, None
         self._drop_pending(pool, kept=False)
         self._on_event(ev.PoolLost(pool.name))
 
@@ -489,7 +556,7 @@ class RedisStore:
         if reading is None or not self._writing or (reading.reservations_read and not page):
             return
         key, count = (pool.state_keys[3], PAGE) if reading.reservations_read else (pool.state_keys[2], BATCH)
-        reading.cursor, found = await self._redis.hscan(key, reading.cursor, count=count)
+        reading.cursor, found = await self._servers.client.hscan(key, reading.cursor, count=count)
         assert isinstance(found, dict)
         values = {str(name): str(value) for name, value in found.items()}
         if reading.reservations_read:
@@ -509,9 +576,9 @@ class RedisStore:
         reading.reservations_read = True
         opened, reading.reservations = tuple(reading.reservations.values()), {}
         log.info("took ownership of a pool", pool=pool.name, epoch=pool.epoch, open=len(opened))
+        pool.owner = Owner(self._router_id, self.address, pool.epoch)
         known = reading.mean_work, reading.idle_sessions, reading.idle_age_s, reading.facts
         self._on_event(ev.PoolTaken(pool.name, opened, *known))
-        pool.owner = Owner(self._router_id, self.address, pool.epoch)
         self._on_owners()
 
     def _urgent(self) -> bool:
@@ -595,19 +662,41 @@ class RedisStore:
         for pool in self._pools.values():
             pool.free_since = None
 
-    def _failed(self, error: Exception) -> None:
-        self._poll_at = 0.0
+    async def _failed(self, error: Exception) -> None:
+        if isinstance(error, redis.exceptions.ReadOnlyError):
+            await self._look_for_owners()
+        await self._servers.failed(error)
+        self._poll_at, self._failed_from = 0.0, self._tried_at
+        self._may_serve_others |= isinstance(error, _MAY_SERVE_OTHERS)
         self._forget_free()
         if not self._degraded:
             if max(self._failures, self._write_failures) < FAILURES:
                 return
             self._degraded = True
-            kind = type(error).__name__
-            log.warning("the shared store does not answer; placements use this router's own view", error=kind)
+            log.warning(
+                "the shared store does not answer; placements use this router's own view",
+                error=f"{type(error).__name__}: {error}",
+            )
             self._on_event(ev.StoreState(True))
         self._returning = False
-        for pool in self._pools.values():
-            self._drop_pending(pool, kept=True)
+        for pool in list(self._pools.values()):
+            self._yield_to_rival(pool)
+            waiting = [item for item in self._forget_changes(pool) if not isinstance(item, list)]
+            if self._in_doubt(pool):
+                pool.pending.extend(waiting)
+                continue
+            for stored in waiting:
+                stored(True)
+
+    async def _look_for_owners(self) -> None:
+        """Read at a replica of Redis whether its master has other owners of this router's pools."""
+        client, owned = self._servers.client, [pool for pool in self._pools.values() if pool.epoch]
+        with contextlib.suppress(redis.exceptions.RedisError, OSError):
+            epochs = await client.mget([pool.state_keys[0] for pool in owned]) if owned else []
+            for pool, epoch in zip(owned, epochs, strict=True):
+                if int(epoch or 0) > pool.epoch:
+                    router_id, address = await client.hmget(pool.lease_key, "id", "address")
+                    self.claimed(pool.name, Owner(router_id or "", address or "", int(epoch)))
 
     def _returned(self) -> None:
         """End the degraded state: each pool's reservations are rewritten, and the sessions follow page by page."""
@@ -629,7 +718,7 @@ class RedisStore:
         with contextlib.suppress(redis.exceptions.RedisError, OSError):
             keys = [self._fleet_keys[name] for name in ("replicas", "addresses", "replica_info", "joined")]
             await self._leave(keys=keys, args=[self._router_id])
-        await self._redis.aclose()
+        await self._servers.aclose()
 
 
 def _read(value: str | bytes, kind: type[T]) -> T | None:

@@ -72,6 +72,9 @@ class Store(Protocol):
     def may_place(self, pool: str) -> bool:
         """Return whether this replica may place the pool's requests now."""
 
+    def claimed(self, pool: str, owner: Owner) -> None:
+        """Note that another replica claims to own `pool`, as a gateway tells."""
+
     def compete_for(self, pools: Iterable[str]) -> None:
         """Compete for the ownership of these pools, in addition to those of earlier calls."""
 
@@ -123,6 +126,9 @@ class MemoryStore:
     def may_place(self, pool: str) -> bool:
         """Return True."""
         return True
+
+    def claimed(self, pool: str, owner: Owner) -> None:
+        """Do nothing: there are no other replicas."""
 
     def compete_for(self, pools: Iterable[str]) -> None:
         """Do nothing: all pools are owned."""

@@ -49,6 +49,7 @@ class LoggedDecision(msgspec.Struct, frozen=True, gc=False):
     dry_run: bool = False  # whether nothing was placed by it
     number: int = 0  # the decision's position in the log, from 1
     held_bytes: int = 0  # estimate of the memory that it adds to that of the decision before it
+    epoch: int = 0  # of the router's ownership of the pool; 0: unknown
 
     @property
     def outcome(self) -> str:
@@ -85,12 +86,14 @@ class DecisionFilter:
 
 class DecidedLine(msgspec.Struct, frozen=True, tag_field="event", tag="decided"):
     """A line of the file: a decision with everything that is needed to make it again except its request's block keys.
-    `inputs_digest` is computed by pointsman_router.core.analysis.decision_replay."""
+    `inputs_digest` is computed by pointsman_router.core.analysis.decision_replay. `epoch`: of the router's ownership of the pool,
+    which grows with each change of the owner; 0: unknown."""
 
     unix_s: float
     decide_s: float
     decision: Decision
     inputs_digest: int
+    epoch: int = 0
 
 
 class ClosedLine(msgspec.Struct, frozen=True, tag_field="event", tag="closed"):
@@ -203,11 +206,12 @@ class DecisionLog:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def decided(self, decision: Decision, unix_s: float, decide_s: float) -> LoggedDecision:
-        """Add a new decision, write it to the file, notify the watchers, and return its log entry."""
+    def decided(self, decision: Decision, unix_s: float, decide_s: float, epoch: int = 0) -> LoggedDecision:
+        """Add a new decision, write it to the file, notify the watchers, and return its log entry. `epoch`: that of the router's
+        ownership of the pool."""
         self._decided += 1
         held = _held_bytes(decision, next(reversed(self._by_id.values()), None))
-        logged = LoggedDecision(decision, unix_s, decide_s, number=self._decided, held_bytes=held)
+        logged = LoggedDecision(decision, unix_s, decide_s, number=self._decided, held_bytes=held, epoch=epoch)
         self._by_id[decision.decision_id] = logged
         self._by_request[decision.request.request_id] = decision.decision_id
         self._held_bytes += held
@@ -291,7 +295,8 @@ class DecisionLog:
 def decided_line(logged: LoggedDecision) -> bytes:
     """Return the file's line for a new decision."""
     decision = logged.decision
-    return msgspec.json.encode(DecidedLine(logged.unix_s, logged.decide_s, decision, inputs_digest(decision)))
+    line = DecidedLine(logged.unix_s, logged.decide_s, decision, inputs_digest(decision), logged.epoch)
+    return msgspec.json.encode(line)
 
 
 def line_bytes(decision: Decision) -> int:

@@ -1,0 +1,75 @@
+"""The connections to a shared Redis, which may be several servers of which one is the master."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import redis.asyncio
+import redis.exceptions
+from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.connection import SSLConnection, parse_url
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelManagedConnection, SentinelManagedSSLConnection
+from redis.backoff import NoBackoff
+
+from pointsman_router.io.store.redis_address import RedisAddress
+
+# Errors of a server that is the right one. A new connection, to it or to another server, would not help.
+_STAY = (redis.exceptions.OutOfMemoryError, redis.exceptions.NoPermissionError)
+
+
+def _of_master(address: RedisAddress, sentinel: Any, options: dict[str, Any]) -> Any:
+    """Return the client of the master that Sentinels name."""
+    own: dict[str, Any] = dict(parse_url(address.urls[0]))
+    tls = issubclass(own.pop("connection_class", object), SSLConnection)
+    own = {name: value for name, value in own.items() if name not in ("host", "port")}
+    kind = SentinelManagedSSLConnection if tls else SentinelManagedConnection
+    return sentinel.master_for(address.master, connection_class=kind, **own, **options)
+
+
+class RedisServers:
+    """The clients of a Redis: one for each URL, used one at a time; one for all servers of a cluster, or that Sentinels know.
+
+    A server that stops to be the master may keep its connections open. So an error closes all connections, and the next command
+    opens new ones: to the next URL, or to the address that the name or the Sentinels stand for by then."""
+
+    def __init__(self, address: RedisAddress, timeout_s: float) -> None:
+        """`timeout_s`: maximum time of a connect and of each answer, s."""
+        options: dict[str, Any] = {
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": timeout_s,
+            "decode_responses": True,
+            "retry": Retry(NoBackoff(), 0),
+        }
+        kind = RedisCluster if address.cluster else redis.asyncio.Redis
+        self._sentinel: Any = Sentinel([])  # type: ignore[no-untyped-call]
+        self._sentinel.sentinels = [redis.asyncio.Redis.from_url(url, **options) for url in address.sentinels]
+        if address.sentinels:
+            self._clients = [_of_master(address, self._sentinel, options)]
+        else:
+            self._clients = [kind.from_url(url, **options) for url in address.urls]
+        self._at = 0
+
+    @property
+    def client(self) -> Any:
+        """The client of the server in use."""
+        return self._clients[self._at]
+
+    def script(self, text: str) -> Callable[..., Awaitable[Any]]:
+        """Return a function (keys, args) that runs a Lua script on the server in use."""
+        scripts = [client.register_script(text) for client in self._clients]
+        return lambda keys, args: scripts[self._at](keys=keys, args=args)
+
+    async def failed(self, error: Exception) -> None:
+        """Close all connections after an error that a new connection may end, and go on to the next URL."""
+        if not isinstance(error, _STAY):
+            client, self._at = self.client, (self._at + 1) % len(self._clients)
+            with contextlib.suppress(redis.exceptions.RedisError, OSError):
+                await client.aclose()
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        for client in (*self._clients, self._sentinel):
+            await client.aclose()
