@@ -99,12 +99,12 @@ WHAT_BEFALLS = (owner_dies, redis_forgets, engines_restart, engines_hang, more_t
 def read_all_sessions_before_owning(monkeypatch: pytest.MonkeyPatch) -> None:
     """R1: a new owner reads all data of a pool from Redis in two calls, and handles it in one event."""
 
-    async def own(store: Any, pool: Any, epoch: int, *, rewrite: bool) -> None:
+    async def own(store: Any, pool: Any, epoch: int, redis_ms: int, *, rewrite: bool) -> None:
         if epoch == pool.epoch:
-            await original(store, pool, epoch, rewrite=rewrite)
+            await original(store, pool, epoch, redis_ms, rewrite=rewrite)
             return
-        sessions = await store._redis.hgetall(pool.state_keys[3])
-        await original(store, pool, epoch, rewrite=rewrite)
+        sessions = await store._servers.client.hgetall(pool.state_keys[3])
+        await original(store, pool, epoch, redis_ms, rewrite=rewrite)
         pool.reading.reservations_read, pool.reading.cursor = True, 0
         store._take_over(pool, pool.reading)
         store._on_event(ev.SessionsRead(pool.name, sessions))

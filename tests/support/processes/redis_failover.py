@@ -109,7 +109,7 @@ class Fleet:
 
     def degraded(self) -> list[str]:
         """Return the routers that count Redis as away."""
-        return [name for name, server in self.routers.items() if server.router.state.store_degraded]
+        return [name for name, server in self.routers.items() if server.router.state.degraded]
 
     @asynccontextmanager
     async def traffic(self) -> AsyncIterator[None]:
