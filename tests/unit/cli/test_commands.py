@@ -59,6 +59,18 @@ def test_only_the_asked_commands_module_is_imported() -> None:
     }
 
 
+def test_a_command_after_the_end_of_options_runs() -> None:
+    assert said("--", "policies", "unified") == said("policies", "unified") != ""
+
+
+def test_a_command_that_is_only_a_line_of_the_help_does_not_end_as_if_it_had_run(app: typer.Typer) -> None:
+    main._register_lines()
+    for listed in app.registered_commands:
+        assert listed.callback is not None
+        with pytest.raises(NotImplementedError):
+            listed.callback()
+
+
 @pytest.fixture
 def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
     monkeypatch.setattr(main, "app", typer.Typer())
