@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 from urllib.parse import urlsplit
@@ -139,6 +139,14 @@ def by_name(pairs: list[str]) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in pairs)
 
 
+class InvalidSetting(Exception):
+    """A value of a settings class that only a command finds unusable. Ends the command as a value that the class refuses."""
+
+    def __init__(self, settings: BaseSettings, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.kind, self.field, self.message = type(settings), field, message
+
+
 _METAVARS = {int: "INT", float: "FLOAT", Path: "PATH"}
 
 
@@ -148,12 +156,18 @@ def add_settings_command(
     """Register a command whose flags are the fields of `settings`. A field without its flag is read from the environment.
 
     The flag of a list may be repeated. A field with `json_schema_extra=ARGUMENT` is a positional argument. An invalid value ends
-    the command with status 2 and a message with the field's name. `program`: what stands before `name` in messages.
+    the command with status 2 and a message with the flag or variable that holds it. `program`: what stands before `name` in
+    messages.
     """
 
     def command(**given: Any) -> None:
         set_fields = {key: value for key, value in given.items() if value not in (None, [])}
-        run(load_settings(f"{program} {name}", settings, **set_fields))
+        try:
+            run(load_settings(f"{program} {name}", settings, **set_fields))
+        except InvalidSetting as invalid:
+            flags = set_fields if invalid.kind is settings else {}
+            typer.echo(f"{program} {name}: {_holder(invalid.kind, invalid.field, flags)}: {invalid.message}", err=True)
+            raise typer.Exit(2) from None
 
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [_parameter(key, field) for key, field in settings.model_fields.items()]
@@ -163,27 +177,45 @@ def add_settings_command(
 
 
 def load_settings(command: str, settings: type[S], **given: Any) -> S:
-    """Return `settings` from `given` and the environment. An invalid value ends `command` with status 2 and a message with the
-    field's name."""
+    """Return `settings` from `given`, the flags, and the environment. An invalid value ends `command` with status 2 and a message
+    with the flag or variable that holds it."""
     try:
         return settings(**given)
     except ValidationError as invalid:
         for error in invalid.errors(include_url=False, include_input=False):
-            typer.echo(f"{command}: {_invalid(settings, error)}", err=True)
+            typer.echo(f"{command}: {_invalid(settings, error, given)}", err=True)
         raise typer.Exit(2) from None
     except SettingsError as unreadable:
-        typer.echo(f"{command}: {unreadable}", err=True)
+        # Its message names the field alone.
+        field = re.findall(r'field "(\w+)"', str(unreadable))
+        message = f"{_holder(settings, field[0], {})}: no JSON text" if field else unreadable
+        typer.echo(f"{command}: {message}", err=True)
         raise typer.Exit(2) from None
 
 
-def _invalid(settings: type[BaseSettings], error: ErrorDetails) -> str:
+def _invalid(settings: type[BaseSettings], error: ErrorDetails, flags: Mapping[str, Any]) -> str:
     """Return the message for an invalid value, or, for a missing value, how to give it."""
-    name = ".".join(map(str, error["loc"]))
-    if error["type"] != "missing":
-        return f"{name}: {error['msg']}"
-    field = settings.model_fields[name]
-    flag = name.upper() if field.json_schema_extra == ARGUMENT else f"--{name.replace('_', '-')}"
-    return f"{flag} (or {settings.model_config['env_prefix']}{name.upper()}) must be given: {field.description}"
+    if not error["loc"]:
+        return error["msg"]
+    name, *below = map(str, error["loc"])
+    if error["type"] == "missing" and not below:
+        flag, variable = _flag(settings, name), _variable(settings, name)
+        return f"{flag} (or {variable}) must be given: {settings.model_fields[name].description}"
+    return f"{'.'.join([_holder(settings, name, flags), *below])}: {error['msg']}"
+
+
+def _holder(settings: type[BaseSettings], name: str, flags: Mapping[str, Any]) -> str:
+    """Return what holds the value of a field: its flag, if that is among `flags`, else its variable."""
+    return _flag(settings, name) if name in flags else _variable(settings, name)
+
+
+def _flag(settings: type[BaseSettings], name: str) -> str:
+    argument = settings.model_fields[name].json_schema_extra == ARGUMENT
+    return name.upper() if argument else f"--{name.replace('_', '-')}"
+
+
+def _variable(settings: type[BaseSettings], name: str) -> str:
+    return f"{settings.model_config['env_prefix']}{name.upper()}"
 
 
 def _flag_type(field: FieldInfo) -> Any:

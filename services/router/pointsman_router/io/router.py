@@ -117,7 +117,7 @@ class Router:
     loop."""
 
     def __init__(self, settings: RouterSettings, policies: Policies = POLICIES) -> None:
-        """`policies`: those that operators can choose."""
+        """`policies`: those that operators can choose. Raises InvalidSetting if the policy at start is none of them."""
         self.settings = settings
         self.policies = policies
         url = settings.redis_url.get_secret_value()
@@ -133,7 +133,7 @@ class Router:
             settings.decision_log_size, settings.decision_log_file, settings.decision_log_max_mb << 20
         )
         self.state = RouterState(
-            make_policy(settings.policy, settings.policy_settings, policies),
+            settings.initial_policy(policies),
             StateSettings(
                 affinity_ttl_s=settings.affinity_ttl_s,
                 gateway_lease_s=settings.gateway_lease_s,

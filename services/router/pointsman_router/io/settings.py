@@ -11,8 +11,9 @@ from typing import Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from pointsman_common.io.settings import OtlpEndpoint
-from pointsman_router.core.policy.registry import DEFAULT_POLICY
+from pointsman_common.io.settings import InvalidSetting, OtlpEndpoint
+from pointsman_router.core.policy.base import Policy, SettingError
+from pointsman_router.core.policy.registry import DEFAULT_POLICY, Policies, make_policy
 from pointsman_router.core.router_state import StateSettings
 
 # The defaults of settings that are passed on to the state: StateSettings defines them.
@@ -160,6 +161,16 @@ class RouterSettings(BaseSettings):
     def _from_flag(cls, value: object) -> object:
         # The value from the environment is decoded JSON; the value of a flag is text.
         return json.loads(value) if isinstance(value, str) else value
+
+    def initial_policy(self, policies: Policies) -> Policy:
+        """Return the policy at start, one of `policies`. Raises InvalidSetting."""
+        try:
+            return make_policy(self.policy, self.policy_settings, policies)
+        except SettingError as error:
+            if error.field == "name":
+                raise InvalidSetting(self, "policy", error.message) from None
+            name = error.field.removeprefix("settings.")
+            raise InvalidSetting(self, "policy_settings", f"{name}: {error.message}") from None
 
     @property
     def ownerless_timeout_s(self) -> float:
