@@ -74,6 +74,7 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True):
     open_requests: _Count | None = None
     held_requests: _Count | None = None
     gateways: _Count | None = None
+    policy_problem: str = ""  # why it does not place by the fleet's policy
 
     @classmethod
     def read(cls, text: str) -> ReplicaInfo:
@@ -173,6 +174,7 @@ class Router:
         self._fleet_untold = False  # the fleet has changed, and _tell_fleet has not run since
         self._logged_shared_names: dict[str, list[str]] = {}
         self._operator_config = OperatorConfig()  # as last received from the store
+        self._policy_problem = ""  # why the policy in the operator config is not in force here
         if url:
             self.store = RedisStore(
                 url,
@@ -576,6 +578,7 @@ class Router:
             len(self.state.reservations),
             len(self.state.held_requests.queue),
             len(self.gateways),
+            self._policy_problem,
         )
         return msgspec.json.encode(info).decode()
 
@@ -588,8 +591,10 @@ class Router:
             policy = make_policy(*config.policy, self.policies) if config.policy else self.state.policy
         except (msgspec.MsgspecError, SettingError) as error:
             # Written by a replica of another version. Replicas with different policies are better than none that places.
-            log.error("the operator config cannot be applied in full", config=text, error=str(error))
+            self._policy_problem = error.sentence if isinstance(error, SettingError) else f"it cannot be read: {error}"
+            log.error("the operator config cannot be applied in full", config=text, error=self._policy_problem)
             return
+        self._policy_problem = ""
         if policy.ref() != self.state.policy.ref():
             log.info("applied the fleet's policy", policy=policy.ref().name)
             self.submit(ev.PolicySet(policy))

@@ -167,10 +167,8 @@ class RouterSettings(BaseSettings):
         try:
             return make_policy(self.policy, self.policy_settings, policies)
         except SettingError as error:
-            if error.field == "name":
-                raise InvalidSetting(self, "policy", error.message) from None
-            name = error.field.removeprefix("settings.")
-            raise InvalidSetting(self, "policy_settings", f"{name}: {error.message}") from None
+            field = "policy" if error.field == "name" else "policy_settings"
+            raise InvalidSetting(self, field, error.sentence) from None
 
     @property
     def ownerless_timeout_s(self) -> float:

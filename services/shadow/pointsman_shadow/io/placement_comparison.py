@@ -47,9 +47,9 @@ class PlacementComparison:
             try:
                 make_policy(getattr(settings, field), values)
             except SettingError as error:
-                if error.field == "name":
-                    raise InvalidSetting(settings, field, error.message) from None
-                raise InvalidSetting(settings, "policy_settings", str(error)) from None
+                raise InvalidSetting(
+                    settings, field if error.field == "name" else "policy_settings", error.sentence
+                ) from None
         self._settings = settings
         self._profile = load_profile(settings.profile) if settings.profile else Profile()
         self._on_compared = on_compared

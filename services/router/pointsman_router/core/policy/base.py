@@ -38,6 +38,11 @@ class SettingError(ValueError):
         super().__init__(f"{field_name}: {message}")
         self.field, self.message = field_name, message
 
+    @property
+    def sentence(self) -> str:
+        """What is wrong, with the name of the policy's setting, for who did not write the request that has `field`."""
+        return self.message if self.field == "name" else f"{self.field.removeprefix('settings.')}: {self.message}"
+
 
 def setting(default: float, low: float, high: float, doc: str) -> Any:
     """Declare a numeric setting of a policy with inclusive bounds, checked by `make_policy`. `doc` is its help text."""
