@@ -79,14 +79,14 @@ class Command:
     line: str
 
 
-def _with_settings(panel: str, extras: str, name: str, settings: str, run: str, line: str) -> Command:
-    """Return a command whose flags are the fields of a settings class, and `line` all of its help. `settings` and `run`: that
+def _with_settings(panel: str, extras: str, name: str, settings: str, run: str, line: str, more: str = "") -> Command:
+    """Return a command whose flags are the fields of a settings class, and `line` and `more` its help. `settings` and `run`: that
     class and what runs the command, as MODULE:NAME."""
 
     def register() -> None:
         from pointsman_common.io.settings import add_settings_command
 
-        add_settings_command(app, name, resolve_name(settings), resolve_name(run), help_=line)
+        add_settings_command(app, name, resolve_name(settings), resolve_name(run), help_=f"{line}\n\n{more}".strip())
 
     return Command(name, panel, extras, register, line)
 
@@ -157,6 +157,8 @@ _LISTED = (
     _with_settings(
         RUN, "gateway,router", "serve", "pointsman_cli.one_process_settings:OneProcessSettings",
         "pointsman_cli.one_process:run_serve", "Run a router and a gateway in one process, for one gateway.",
+        "Both are configured by their own variables, POINTSMAN_ROUTER_... and POINTSMAN_GATEWAY_..., which `pointsman settings` "
+        "lists; only POINTSMAN_GATEWAY_ROUTERS has no effect.",
     ),
     _on_fleet(ASK, "doctor", "Check a fleet and print what to change."),
     _on_fleet(ASK, "instances", "List the instances of a fleet with their state, load, cached keys and sessions."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import typer
@@ -11,12 +12,14 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from typer.testing import CliRunner, Result
 
 from pointsman_common.io.settings import Entries, InvalidSetting, Tokens, add_settings_command
+from pointsman_common.io.tls import TlsSettings
 
 
 class TrackSettings(BaseSettings):
     """One field of each kind that services have."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_TRACK_")
+    REMOVED: ClassVar = {"gauge": "1,435 mm"}
 
     listen: str = Field("127.0.0.1:1", description="where")
     routers: Entries = Field(default_factory=list, description="who")
@@ -114,11 +117,46 @@ def test_an_unparsable_value_in_the_environment_ends_with_status_2(line: Line, m
     assert (done.exit_code, done.output) == (2, "pointsman track: POINTSMAN_TRACK_SIZES: no JSON text\n")
 
 
+def test_variables_that_no_setting_reads_are_told_with_the_nearest(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ROUTER", "LENGTH_M", "GAUGE", "PORT", "SERVICE_HOST", "PORT_80_TCP_ADDR"):
+        monkeypatch.setenv(f"POINTSMAN_TRACK_{name}", "1")
+    monkeypatch.setenv("POINTSMAN_POINTS_WAIT", "1")
+    monkeypatch.setenv("POINTSMAN_TRACK_WAIT_S", "2")
+    done = line()
+    assert done.exit_code == 0
+    assert done.stderr.splitlines() == [
+        "pointsman track: POINTSMAN_TRACK_GAUGE has no effect: it is no setting any more; its value is 1,435 mm",
+        "pointsman track: POINTSMAN_TRACK_LENGTH_M has no effect: it is no setting",
+        "pointsman track: POINTSMAN_TRACK_ROUTER has no effect: it is no setting; is POINTSMAN_TRACK_ROUTERS meant?",
+    ]
+
+
+def test_a_variable_that_all_services_read_may_be_misspelt(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TlsSettings.model_config["env_prefix"] == "POINTSMAN_TLS_"
+    monkeypatch.setenv("POINTSMAN_TLS_CRT", "/tls.crt")
+    assert (
+        line().stderr
+        == "pointsman track: POINTSMAN_TLS_CRT has no effect: it is no setting; is POINTSMAN_TLS_CERT meant?\n"
+    )
+
+
+def test_a_flag_of_a_former_setting_is_told_with_its_value(line: Line) -> None:
+    done = line("--gauge", "1000")
+    assert (done.exit_code, done.stderr) == (
+        2,
+        "pointsman track: --gauge has no effect: it is no setting any more; its value is 1,435 mm\n",
+    )
+    assert line.ran == []
+
+
 @pytest.mark.parametrize(("words", "named"), [([], "POINTSMAN_TRACK_LISTEN"), (["--listen", "a:1"], "--listen")])
-def test_a_value_that_only_the_command_refuses_is_told_in_the_same_way(words: list[str], named: str) -> None:
+def test_a_value_that_only_the_command_refuses_is_told_in_the_same_way(
+    words: list[str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(settings: TrackSettings) -> None:
         raise InvalidSetting(settings, "listen", "is taken")
 
+    monkeypatch.setenv("POINTSMAN_TRACK_LISTEN", "b:2")
     app = typer.Typer()
     add_settings_command(app, "track", TrackSettings, run, help_="Lay a track.")
     done = CliRunner().invoke(app, words)
@@ -132,6 +170,8 @@ def test_help_names_every_field_and_its_default(line: Line) -> None:
     for field in TrackSettings.model_fields:
         assert f"--{field.replace('_', '-')}" in text
     assert "1.5" in text
+    assert "--listen may be given as POINTSMAN_TRACK_LISTEN" in text
+    assert "--gauge" not in text
 
 
 def test_secrets_are_not_shown(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:

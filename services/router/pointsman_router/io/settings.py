@@ -6,7 +6,7 @@ import json
 import secrets
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -28,6 +28,15 @@ class RouterSettings(BaseSettings):
     """The router's settings, from the environment (POINTSMAN_ROUTER_*) or flags of `pointsman router`. Times are in s."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_ROUTER_")
+    REMOVED: ClassVar = {
+        "queue_ageing_tokens_per_s": "5,000",
+        "queue_lower_class_share": "0.1",
+        "admission_interactive_s": "30",
+        "admission_batch_s": "600",
+        "circuit_first_open_s": "1",
+        "circuit_max_open_s": "30",
+        "console_max_viewers": "16",
+    }
 
     listen: str = Field("127.0.0.1:50051", description="HOST:PORT of the gRPC services")
     advertise: str = Field("", description="HOST:PORT at which gateways reach this replica; empty: from `listen`")
