@@ -25,6 +25,11 @@ class _Commands(typer.core.TyperGroup):
         """Find the command whose name is the first of `args`."""
         if args[0] in COMMANDS:
             _register(args[0])
+        elif args[0] in MOVED:
+            typer.echo(
+                f"pointsman: {args[0]} is no command any more; from a checkout: python -m {MOVED[args[0]]}", err=True
+            )
+            raise typer.Exit(2)
         else:
             _register_lines()
         self.commands = _registered()
@@ -215,6 +220,10 @@ _LISTED = (
     ),
 )  # fmt: skip
 COMMANDS: Mapping[str, Command] = {command.name: command for command in _LISTED}
+
+
+# Former commands, and the modules of a checkout that do what they did.
+MOVED = {"findings": "studies.findings", "study": "studies.admission, or studies.default"}
 
 
 def main() -> None:
