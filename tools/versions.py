@@ -83,6 +83,7 @@ def check(root: Path) -> Iterator[str]:
                 if found != version:
                     yield f"{file.relative_to(root)}: {name} is {version}, not {found}"
     yield from _extras(_project(root))
+    yield from _released(root)
 
 
 def _extras(project: dict[str, Any]) -> Iterator[str]:
@@ -97,6 +98,15 @@ def _extras(project: dict[str, Any]) -> Iterator[str]:
         for requirements in bounds.values()
         if len(requirements) > 1
     )
+
+
+def _released(root: Path) -> Iterator[str]:
+    """Yield a line if the version is that of a release from which this code differs."""
+    unreleased, version, _ = re.split(
+        r"^## \[(\d\S*)\].*$", (root / "CHANGELOG.md").read_text(), maxsplit=1, flags=re.MULTILINE
+    )
+    if _project(root)["version"] == version and re.search(r"^- ", unreleased, re.MULTILINE):
+        yield f"pyproject.toml: {version} is released, and CHANGELOG.md names changes since"
 
 
 def _project(root: Path) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # vLLM with the Mooncake transfer engine, for instances that transfer KV to each other.
-# Build from the root of the repository: docker build -f deploy/docker/engine.Dockerfile -t pointsman-engine:0.2.0 .
+# Build from the root of the repository: docker build -f deploy/docker/engine.Dockerfile -t pointsman-engine:0.3.0.dev0 .
 FROM vllm/vllm-openai:v0.32.0
 # The image is built for CUDA 13, and the wheel without a suffix looks for libcudart.so.12.
 RUN python3 -m pip install --no-cache-dir mooncake-transfer-engine-cuda13==0.3.13.post1

@@ -298,6 +298,7 @@ async def test_a_page_says_what_only_another_router_knows() -> None:
                     "routerId": "two",
                     "heartbeatAge": "0.1s",
                     "policy": {"name": "lmetric"},
+                    "policyProblem": "no policy 'preble'",
                     "consoleUrl": "http://127.0.0.1:1",
                 },
             ],
@@ -325,6 +326,7 @@ async def test_a_page_says_what_only_another_router_knows() -> None:
         await expect(elsewhere).to_contain_text("m by two (two:1)")
         await expect(elsewhere.get_by_role("link", name="two (two:1)")).to_have_attribute("href", "http://127.0.0.1:1")
         await expect(elsewhere).to_contain_text("do not place by the same policy")
+        await expect(elsewhere).to_contain_text("two does not place by the fleet's policy: no policy 'preble'.")
         assert await shown.page.evaluate(CONTRAST) == []
         await elsewhere.get_by_role("link", name="See Replicas").click()
         await expect(shown.page.get_by_role("table", name="Routers")).to_contain_text("lmetric")

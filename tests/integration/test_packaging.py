@@ -8,14 +8,18 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
+import tomllib
 import urllib.request
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import grimp
 import pytest
 
 from tests.support.processes.process import Process, free_port
@@ -39,12 +43,13 @@ NOT_ITS_OWN = {
     "shadow": {"matplotlib", "nvidia-ml-py", "pyzmq", "redis", "scipy"},
     "cli": {"aiohttp", "matplotlib", "numpy", "nvidia-ml-py", "pyzmq", "tokenizers"},
 }  # fmt: skip
-# Imports everything that the files of a part import, also inside functions, without the files of cli that are made of other
-# parts.
+# Modules of pointsman_cli that are made of other parts.
+OF_OTHER_PARTS = ("main", "one_process")
+# Imports everything that the files of a part import, also inside functions, without those modules.
 IMPORT_ALL = """
 import ast, importlib, pathlib, sys
 part = pathlib.Path(importlib.import_module("pointsman_" + sys.argv[1]).__path__[0])
-for file in {*part.rglob("*.py")} - {part / "main.py", part / "one_process.py"}:
+for file in {*part.rglob("*.py")} - {part / f"{name}.py" for name in sys.argv[2:]}:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -103,7 +108,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(wheel, folder)
 
 
-def test_the_wheel_has_one_package_and_the_license(installed: Installed) -> None:
+def test_the_wheel_has_the_packages_of_all_parts_and_the_license(installed: Installed) -> None:
     names = zipfile.ZipFile(installed.wheel).namelist()
     info = f"{'-'.join(installed.wheel.name.split('-')[:2])}.dist-info"
     packages = {path.name for folder in ("services/*", "lab") for path in ROOT.glob(f"{folder}/pointsman_*")}
@@ -112,6 +117,15 @@ def test_the_wheel_has_one_package_and_the_license(installed: Installed) -> None
     assert {name.split("/")[1] for name in names if name.startswith("pointsman/")} == {"agent", "gateway", "router"}
     assert f"{info}/licenses/LICENSE" in names
     assert (ROOT / "connector/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+def test_the_sdist_has_what_its_readme_links_to(installed: Installed) -> None:
+    (sdist,) = installed.wheel.parent.glob("pointsman-*.tar.gz")
+    with tarfile.open(sdist) as files:
+        names = {name.partition("/")[2] for name in files.getnames()}
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text())
+    assert {"docs/console.png", "SECURITY.md", "services/gateway/README.md"} <= set(links)
+    assert set(links) - names == set()
 
 
 def test_what_is_built_can_be_uploaded(installed: Installed) -> None:
@@ -129,13 +143,28 @@ def test_all_extras_together_have_every_command(installed: Installed) -> None:
 
 
 @pytest.mark.parametrize("extra", sorted(NOT_ITS_OWN))
-def test_an_extra_brings_what_its_part_imports_and_no_more(installed: Installed, extra: str) -> None:
+def test_an_extra_brings_what_its_part_imports_in_the_versions_of_the_lock(installed: Installed, extra: str) -> None:
     found = installed.packages(extra)
     assert not found.keys() & NOT_ITS_OWN[extra]
     lock = (ROOT / "requirements/dev.lock").read_text()
     locked = dict(line.split(" ")[0].split("==") for line in lock.splitlines() if "==" in line)
     assert found.items() <= (locked | {"pointsman": found["pointsman"]}).items()
-    run(installed.bin(extra) / "python", "-c", IMPORT_ALL, extra)
+    run(installed.bin(extra) / "python", "-c", IMPORT_ALL, extra, *OF_OTHER_PARTS)
+
+
+def test_an_extra_names_no_package_that_its_part_does_not_import() -> None:
+    parts = [path.name for folder in ("services/*", "lab") for path in ROOT.glob(f"{folder}/pointsman_*")]
+    graph = grimp.build_graph(*parts, include_external_packages=True)
+    for module in OF_OTHER_PARTS:
+        graph.remove_module(f"pointsman_cli.{module}")
+    of_module = metadata.packages_distributions()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in NOT_ITS_OWN:
+        named = {re.split(r"[\[<>=]", requirement)[0] for requirement in extras[extra]} - {"pointsman"}
+        upstream = graph.find_upstream_modules(f"pointsman_{extra}", as_package=True)
+        roots = {module.partition(".")[0] for module in upstream}
+        imported = {name.lower().replace("_", "-") for root in roots for name in of_module.get(root, ())}
+        assert named - imported == set(), extra
 
 
 def test_the_command_line_names_the_extra_that_is_missing(installed: Installed) -> None:
@@ -151,9 +180,12 @@ def test_the_command_line_names_the_extra_that_is_missing(installed: Installed) 
 
 
 def test_rivals_policies_come_with_the_lab_alone(installed: Installed) -> None:
-    said = run(installed.bin("router") / "pointsman", "policies", "dynamo_kv", status=1)
-    assert said.endswith("policy 'dynamo_kv' belongs to the lab, which is not installed: pointsman[lab]\n")
-    assert said.count("\n") == 1
+    pointsman, refused = (
+        installed.bin("router") / "pointsman",
+        "policy 'dynamo_kv' belongs to the lab, which is not installed: pointsman[lab]\n",
+    )
+    assert run(pointsman, "policies", "dynamo_kv", status=1) == f"pointsman: {refused}"
+    assert run(pointsman, "router", "--policy", "dynamo_kv", status=2) == f"pointsman router: --policy: {refused}"
     program = "from pointsman_cli.installed_policies import installed_policies; print(*installed_policies())"
     assert {
         extra: "dynamo_kv" in run(installed.bin(extra) / "python", "-c", program) for extra in ("router", "lab")

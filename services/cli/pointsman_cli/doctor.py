@@ -71,6 +71,7 @@ def _router(router: str, access: EngineAccess) -> Iterator[Finding]:
     else:
         yield Finding(Finding.WARN, "router", f"{fleet.router_id} is starting", "wait for its agents, then check again")
     yield from redundancy(replicas)
+    yield from refused_policies(replicas)
     for problem in silent:
         yield Finding(Finding.WARN, "routers", problem, "run `pointsman doctor` on a node of a gateway")
     yield from _fleet(list(fleet.instances), access)
@@ -108,6 +109,18 @@ def redundancy(replicas: fleet_pb2.ListReplicasResponse) -> Iterator[Finding]:
         f"{found}; {lost}, and none has taken its place",
         "start it again, or another one; a router that stays away is no longer reported after a day",
     )
+
+
+def refused_policies(replicas: fleet_pb2.ListReplicasResponse) -> Iterator[Finding]:
+    """Yield the routers that do not place by the fleet's policy, with the reason of each."""
+    for replica in replicas.replicas:
+        if replica.policy_problem:
+            yield Finding(
+                Finding.FAIL,
+                f"router {replica.router_id}",
+                f"places with {replica.policy.name}, not with the fleet's policy: {replica.policy_problem}",
+                "install there what the policy needs, or choose another one: pointsman set-policy NAME",
+            )
 
 
 def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> Iterator[Finding]:

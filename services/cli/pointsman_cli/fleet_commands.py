@@ -245,7 +245,7 @@ def policies(
     try:
         kinds = [type(make_policy(name, policies=installed)) for name in names or installed]
     except SettingError as error:
-        fail(str(error))
+        fail(error.sentence)
     for kind in kinds:
         console.print(f"[bold]{kind.name}[/bold]")
         console.print(textwrap.indent(inspect.cleandoc(kind.__doc__ or ""), "  "), highlight=False, markup=False)

@@ -6,16 +6,45 @@ and time. The list of commands is a table here, so that `pointsman --help` impor
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pkgutil import resolve_name
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
+import typer.main
 
-app = typer.Typer(name="pointsman", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+class _Commands(typer.core.TyperGroup):
+    """The group of all commands, which registers a command when it has been found on the command line, wherever it stands there.
+    Otherwise only the commands' lines are needed."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command whose name is the first of `args`."""
+        if args[0] in COMMANDS:
+            _register(args[0])
+        elif args[0] in MOVED:
+            typer.echo(
+                f"pointsman: {args[0]} is no command any more; from a checkout: python -m {MOVED[args[0]]}", err=True
+            )
+            raise typer.Exit(2)
+        else:
+            _register_lines()
+        self.commands = _registered()
+        return super().resolve_command(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of commands."""
+        _register_lines()
+        self.commands = _registered()
+        super().format_help(ctx, formatter)
+
+
+app = typer.Typer(
+    name="pointsman", cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 
 
 def _print_version(asked: bool) -> None:
@@ -55,14 +84,14 @@ class Command:
     line: str
 
 
-def _with_settings(panel: str, extras: str, name: str, settings: str, run: str, line: str) -> Command:
-    """Return a command whose flags are the fields of a settings class, and `line` all of its help. `settings` and `run`: that
+def _with_settings(panel: str, extras: str, name: str, settings: str, run: str, line: str, more: str = "") -> Command:
+    """Return a command whose flags are the fields of a settings class, and `line` and `more` its help. `settings` and `run`: that
     class and what runs the command, as MODULE:NAME."""
 
     def register() -> None:
         from pointsman_common.io.settings import add_settings_command
 
-        add_settings_command(app, name, resolve_name(settings), resolve_name(run), help_=line)
+        add_settings_command(app, name, resolve_name(settings), resolve_name(run), help_=f"{line}\n\n{more}".strip())
 
     return Command(name, panel, extras, register, line)
 
@@ -133,6 +162,8 @@ _LISTED = (
     _with_settings(
         RUN, "gateway,router", "serve", "pointsman_cli.one_process_settings:OneProcessSettings",
         "pointsman_cli.one_process:run_serve", "Run a router and a gateway in one process, for one gateway.",
+        "Both are configured by their own variables, POINTSMAN_ROUTER_... and POINTSMAN_GATEWAY_..., which `pointsman settings` "
+        "lists; only POINTSMAN_GATEWAY_ROUTERS has no effect.",
     ),
     _on_fleet(ASK, "doctor", "Check a fleet and print what to change."),
     _on_fleet(ASK, "instances", "List the instances of a fleet with their state, load, cached keys and sessions."),
@@ -191,14 +222,17 @@ _LISTED = (
 COMMANDS: Mapping[str, Command] = {command.name: command for command in _LISTED}
 
 
+# Former commands, and the modules of a checkout that do what they did.
+MOVED = {"findings": "studies.findings", "study": "studies.admission, or studies.default"}
+
+
 def main() -> None:
     """Entry point of the `pointsman` command."""
-    asked = sys.argv[1] if len(sys.argv) > 1 else ""
-    if asked in COMMANDS:
-        _register(asked)
-    else:
-        _register_lines()
     app()
+
+
+def _registered() -> Any:
+    return typer.main.get_group(app).commands
 
 
 def _register(name: str) -> None:
@@ -216,9 +250,12 @@ def _register_lines() -> None:
     """Register all commands with nothing but their line of the help."""
     from pointsman_cli.extras import is_installed
 
-    for name, command in COMMANDS.items():
-        line = command.line if all(map(is_installed, command.extras.split(","))) else _not_installed(command.extras)
-        app.command(name, help=line, rich_help_panel=command.panel, hidden=not command.panel)(lambda: None)
+    def command() -> None:
+        raise NotImplementedError("this command is only a line of the help")
+
+    for name, listed in COMMANDS.items():
+        line = listed.line if all(map(is_installed, listed.extras.split(","))) else _not_installed(listed.extras)
+        app.command(name, help=line, rich_help_panel=listed.panel, hidden=not listed.panel)(command)
 
 
 def _not_installed(extras: str) -> str:

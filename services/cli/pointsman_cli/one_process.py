@@ -17,28 +17,24 @@ from pointsman_common.io import event_loop
 from pointsman_common.io.channel import open_channel
 from pointsman_common.io.local_calls import LocalChannel
 from pointsman_common.io.logs import configure_logs
-from pointsman_common.io.settings import Tokens, load_settings
+from pointsman_common.io.settings import InvalidSetting, Tokens, load_settings
 from pointsman_gateway.io.main import serve
 from pointsman_gateway.io.settings import GatewaySettings
-from pointsman_router.core.policy.base import SettingError
 from pointsman_router.io.main import RouterServer
 from pointsman_router.io.settings import RouterSettings
 
 
 def run_serve(settings: OneProcessSettings) -> None:
-    """Run router and gateway until SIGTERM or SIGINT. Blocks. Exits with status 1 and the reason if they cannot start."""
+    """Run router and gateway until SIGTERM or SIGINT. Blocks. Exits with status 1 and the reason if they cannot start.
+    Raises InvalidSetting."""
     configure_logs("serve", settings.log_level)
+    router = load_settings("pointsman serve", RouterSettings)
+    gateway = load_settings("pointsman serve", GatewaySettings)
+    if gateway.processes != 1:
+        raise InvalidSetting(gateway, "processes", "must be 1: several processes cannot share a router's process")
     try:
-        router, gateway = (
-            load_settings("pointsman serve", RouterSettings),
-            load_settings("pointsman serve", GatewaySettings),
-        )
-        if gateway.processes != 1:
-            raise ValueError(
-                "the gateway's setting `processes` must be 1: several processes cannot share a router's process"
-            )
         event_loop.run(_run(router, gateway))
-    except (ValueError, OSError, RuntimeError, SettingError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"pointsman serve: {error}")
 
 

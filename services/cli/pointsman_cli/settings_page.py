@@ -33,9 +33,10 @@ INTRODUCTION = """\
 
 Generated from the code by `pointsman settings`; a test compares this page with the code. A flag overrides its environment
 variable, which overrides the default. A list has entries with blanks between them; the flag of a list may be given several times.
-An invalid value ends the program with status 2 and the setting's name. Times are in seconds. Tokens, passwords and keys have no
-flag, or should be given without one, because all users of a machine can see flags. The commands of the lab (`simulate`,
-`compare`, `emulate`, ...) describe their settings with `--help`; their variables are `POINTSMAN_COMMAND_NAME`.
+An invalid value ends the program with status 2, and the message names the flag or variable. Times are in seconds. Tokens,
+passwords and keys have no flag, or should be given without one, because all users of a machine can see flags. The commands of
+the lab (`simulate`, `compare`, `emulate`, ...) describe their settings with `--help`; their variables are
+`POINTSMAN_COMMAND_NAME`.
 """
 
 ENGINES = """\

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -57,6 +58,27 @@ def test_only_the_asked_commands_module_is_imported() -> None:
     assert not {
         module for module in found if module.startswith(("pointsman_lab.live", "pointsman_router", "pointsman_agent"))
     }
+
+
+def test_a_command_after_the_end_of_options_runs() -> None:
+    assert said("--", "policies", "unified") == said("policies", "unified") != ""
+
+
+@pytest.mark.parametrize("name", main.MOVED)
+def test_a_former_command_is_told_with_the_module_that_does_it(name: str) -> None:
+    ended = subprocess.run(pointsman_command(name), check=False, capture_output=True, text=True)
+    said = f"pointsman: {name} is no command any more; from a checkout: python -m {main.MOVED[name]}\n"
+    assert (ended.returncode, ended.stderr) == (2, said)
+    for module in re.findall(r"studies\.\w+", main.MOVED[name]):
+        assert importlib.util.find_spec(f"{module}.__main__") is not None
+
+
+def test_a_command_that_is_only_a_line_of_the_help_does_not_end_as_if_it_had_run(app: typer.Typer) -> None:
+    main._register_lines()
+    for listed in app.registered_commands:
+        assert listed.callback is not None
+        with pytest.raises(NotImplementedError):
+            listed.callback()
 
 
 @pytest.fixture

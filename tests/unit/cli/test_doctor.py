@@ -12,7 +12,14 @@ import pytest
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2
 from pointsman_cli import doctor_kv
-from pointsman_cli.doctor import forgotten_orders, inexact_finding, instance_finding, placeability, redundancy
+from pointsman_cli.doctor import (
+    forgotten_orders,
+    inexact_finding,
+    instance_finding,
+    placeability,
+    redundancy,
+    refused_policies,
+)
 from pointsman_cli.doctor_findings import EngineAccess, Finding
 from pointsman_cli.doctor_kv import Answer, answers, difference, pairs_of, transfers
 from pointsman_cli.fleet_commands import _state_of
@@ -193,6 +200,20 @@ def test_a_router_that_was_lost_is_reported() -> None:
     assert finding.found == "2 alive: r1, r3; r2 ended without notice 125 s ago, and none has taken its place"
     replicas.this_replica.store = "memory"
     assert list(redundancy(replicas)) == []
+
+
+def test_a_router_that_does_not_place_by_the_fleets_policy_is_reported() -> None:
+    replicas = fleet_pb2.ListReplicasResponse(
+        replicas=[
+            fleet_pb2.Replica(router_id="r1", policy=fleet_pb2.Policy(name="preble")),
+            fleet_pb2.Replica(
+                router_id="r2", policy=fleet_pb2.Policy(name="auto"), policy_problem="no policy 'preble'"
+            ),
+        ]
+    )
+    [finding] = refused_policies(replicas)
+    assert (finding.level, finding.check) == (Finding.FAIL, "router r2")
+    assert finding.found == "places with auto, not with the fleet's policy: no policy 'preble'"
 
 
 def status(state: str, besides: str = "READY", **values: Any) -> fleet_pb2.InstanceStatus:

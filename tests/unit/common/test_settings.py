@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import typer
@@ -10,13 +11,15 @@ from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from typer.testing import CliRunner, Result
 
-from pointsman_common.io.settings import Entries, Tokens, add_settings_command
+from pointsman_common.io.settings import Entries, InvalidSetting, Tokens, add_settings_command
+from pointsman_common.io.tls import TlsSettings
 
 
 class TrackSettings(BaseSettings):
     """One field of each kind that services have."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_TRACK_")
+    REMOVED: ClassVar = {"gauge": "1,435 mm"}
 
     listen: str = Field("127.0.0.1:1", description="where")
     routers: Entries = Field(default_factory=list, description="who")
@@ -87,27 +90,77 @@ def test_no_flag_leaves_the_environment(line: Line, monkeypatch: pytest.MonkeyPa
     assert line.ran[0].insecure
 
 
-@pytest.mark.parametrize(("words", "field"), [(["--wait-s", "0"], "wait_s"), (["--wait-s", "soon"], "wait_s")])
-def test_bad_flag_ends_with_the_fields_name(line: Line, words: list[str], field: str) -> None:
-    done = line(*words)
+@pytest.mark.parametrize("value", ["0", "soon"])
+def test_a_bad_value_is_told_with_the_flag_that_holds_it(
+    line: Line, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POINTSMAN_TRACK_WAIT_S", "1")
+    done = line("--wait-s", value)
     assert done.exit_code == 2
-    assert f"pointsman track: {field}: " in done.output
+    assert done.output.startswith("pointsman track: --wait-s: Input should be ")
     assert line.ran == []
 
 
-def test_bad_environment_ends_with_the_fields_name_and_no_value(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_value_in_the_environment_is_told_with_the_variable_and_not_shown(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("POINTSMAN_TRACK_WAIT_S", "s3cret")
     done = line()
     assert done.exit_code == 2
-    assert "wait_s" in done.output
+    assert done.output.startswith("pointsman track: POINTSMAN_TRACK_WAIT_S: Input should be ")
     assert "s3cret" not in done.output
 
 
 def test_an_unparsable_value_in_the_environment_ends_with_status_2(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POINTSMAN_TRACK_SIZES", "a:1")
     done = line()
-    assert done.exit_code == 2
-    assert "sizes" in done.output
+    assert (done.exit_code, done.output) == (2, "pointsman track: POINTSMAN_TRACK_SIZES: no JSON text\n")
+
+
+def test_variables_that_no_setting_reads_are_told_with_the_nearest(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ROUTER", "LENGTH_M", "GAUGE", "PORT", "SERVICE_HOST", "PORT_80_TCP_ADDR"):
+        monkeypatch.setenv(f"POINTSMAN_TRACK_{name}", "1")
+    monkeypatch.setenv("POINTSMAN_POINTS_WAIT", "1")
+    monkeypatch.setenv("POINTSMAN_TRACK_WAIT_S", "2")
+    done = line()
+    assert done.exit_code == 0
+    assert done.stderr.splitlines() == [
+        "pointsman track: POINTSMAN_TRACK_GAUGE has no effect: it is no setting any more; its value is 1,435 mm",
+        "pointsman track: POINTSMAN_TRACK_LENGTH_M has no effect: it is no setting",
+        "pointsman track: POINTSMAN_TRACK_ROUTER has no effect: it is no setting; is POINTSMAN_TRACK_ROUTERS meant?",
+    ]
+
+
+def test_a_variable_that_all_services_read_may_be_misspelt(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TlsSettings.model_config["env_prefix"] == "POINTSMAN_TLS_"
+    monkeypatch.setenv("POINTSMAN_TLS_CRT", "/tls.crt")
+    assert (
+        line().stderr
+        == "pointsman track: POINTSMAN_TLS_CRT has no effect: it is no setting; is POINTSMAN_TLS_CERT meant?\n"
+    )
+
+
+def test_a_flag_of_a_former_setting_is_told_with_its_value(line: Line) -> None:
+    done = line("--gauge", "1000")
+    assert (done.exit_code, done.stderr) == (
+        2,
+        "pointsman track: --gauge has no effect: it is no setting any more; its value is 1,435 mm\n",
+    )
+    assert line.ran == []
+
+
+@pytest.mark.parametrize(("words", "named"), [([], "POINTSMAN_TRACK_LISTEN"), (["--listen", "a:1"], "--listen")])
+def test_a_value_that_only_the_command_refuses_is_told_in_the_same_way(
+    words: list[str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(settings: TrackSettings) -> None:
+        raise InvalidSetting(settings, "listen", "is taken")
+
+    monkeypatch.setenv("POINTSMAN_TRACK_LISTEN", "b:2")
+    app = typer.Typer()
+    add_settings_command(app, "track", TrackSettings, run, help_="Lay a track.")
+    done = CliRunner().invoke(app, words)
+    assert (done.exit_code, done.output) == (2, f"pointsman track: {named}: is taken\n")
 
 
 def test_help_names_every_field_and_its_default(line: Line) -> None:
@@ -117,6 +170,8 @@ def test_help_names_every_field_and_its_default(line: Line) -> None:
     for field in TrackSettings.model_fields:
         assert f"--{field.replace('_', '-')}" in text
     assert "1.5" in text
+    assert "--listen may be given as POINTSMAN_TRACK_LISTEN" in text
+    assert "--gauge" not in text
 
 
 def test_secrets_are_not_shown(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,12 @@ from tools import versions
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
     """A copy of the files that name versions."""
-    patterns = ["Makefile", "pyproject.toml", *(file for places in versions.PLACES.values() for file, _ in places)]
+    patterns = [
+        "CHANGELOG.md",
+        "Makefile",
+        "pyproject.toml",
+        *(file for places in versions.PLACES.values() for file, _ in places),
+    ]
     for file in {file for pattern in patterns for file in versions.ROOT.glob(pattern)}:
         copy = tmp_path / file.relative_to(versions.ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -54,3 +59,13 @@ def test_extras_that_ask_for_different_versions_are_found(copied: Path) -> None:
     file = copied / "pyproject.toml"
     file.write_text(file.read_text().replace('"pyzmq>=27"', '"pyzmq>=26"', 1))
     assert list(versions.check(copied)) == ["pyproject.toml: pyzmq>=26 and pyzmq>=27 differ"]
+
+
+def test_changed_code_under_a_released_version_is_found(copied: Path) -> None:
+    version = versions.versions(copied)["project"]
+    file = copied / "CHANGELOG.md"
+    said = [f"pyproject.toml: {version} is released, and CHANGELOG.md names changes since"]
+    file.write_text(f"# Changelog\n\n## [Unreleased]\n\n- A change.\n\n## [{version}] - 2027-01-01\n\n- Another.\n")
+    assert list(versions.check(copied)) == said
+    file.write_text(file.read_text().replace("- A change.\n\n", ""))
+    assert list(versions.check(copied)) == []

@@ -126,21 +126,26 @@ def test_a_changed_decision_is_reported_with_file_line_and_field(tmp_path: Path)
     assert f"{len(made)} of {len(made) + 4} decisions are the same" in answer.output
 
 
-def test_a_decision_by_the_labs_policy_is_reported_where_the_lab_is_not_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("changed", [False, True])
+def test_decisions_by_the_labs_policies_are_counted_apart_where_the_lab_is_not_installed(
+    changed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "decisions.jsonl"
     log = DecisionLog(10, file)
-    mixed_run(log, requests=1)
+    made = mixed_run(log, requests=1)
+    if changed:
+        log.decided(replace(made[0], cached_tokens=1), 0.0, 0.0)
     log.close()
     monkeypatch.setattr(policy_commands, "installed_policies", lambda: registry.POLICIES)
     answer = CliRunner().invoke(app, ["decisions", "verify", str(file)])
-    assert answer.exit_code == 1
-    for name in registry.LAB_POLICIES:
-        assert (
-            f"policy.name: policy {name!r} belongs to the lab, which is not installed: pointsman[lab]\n"
-            in answer.output
-        )
+    assert answer.exit_code == changed
+    left_out = sum(decision.policy.name in registry.LAB_POLICIES for decision in made)
+    own = len(made) - left_out
+    assert left_out
+    assert answer.output.splitlines()[changed:] == [
+        f"{own} of {own + changed} decisions are the same when made again",
+        f"{left_out} more are of policies that are not installed: pointsman[lab]",
+    ]
 
 
 def test_a_malformed_line_is_reported_with_file_line_and_reason(tmp_path: Path) -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
+from pointsman_common.io.settings import InvalidSetting, load_settings
+from pointsman_router.core.router_state import StateSettings
+from pointsman_router.io.console.console import MAX_VIEWERS
+from pointsman_router.io.router import Router
 from pointsman_router.io.settings import RouterSettings
 
 
@@ -22,7 +29,36 @@ def test_policy_settings_that_are_no_object_name_their_field(text: str) -> None:
         RouterSettings(policy_settings=text)
 
 
-def test_a_variable_of_a_setting_that_is_gone_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("POINTSMAN_ROUTER_CIRCUIT_MAX_OPEN_S", "60")
+@pytest.mark.parametrize(
+    ("given", "field", "message"),
+    [
+        ({"policy": "dynamo_kv"}, "policy", "policy 'dynamo_kv' belongs to the lab, which is not installed: pointsman[lab]"),
+        ({"policy": "sticky", "policy_settings": {"x": 1}}, "policy_settings", "x: policy sticky has no such setting"),
+    ],
+)  # fmt: skip
+def test_a_policy_that_cannot_be_made_is_told_by_the_setting(given: dict[str, Any], field: str, message: str) -> None:
+    with pytest.raises(InvalidSetting) as refused:
+        Router(RouterSettings(**given))
+    assert (refused.value.field, refused.value.message) == (field, message)
+
+
+def test_a_variable_of_a_former_setting_is_told_with_its_value(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in RouterSettings.REMOVED:
+        monkeypatch.setenv(f"POINTSMAN_ROUTER_{name.upper()}", "60")
     monkeypatch.setenv("POINTSMAN_ROUTER_ROUTER_ID", "r")
-    assert RouterSettings().router_id == "r"
+    assert load_settings("pointsman router", RouterSettings).router_id == "r"
+    told = re.findall(
+        r"^pointsman router: POINTSMAN_ROUTER_(\w+) .* its value is (\S+)$", capsys.readouterr().err, re.M
+    )
+    state = StateSettings()
+    assert {name.lower(): float(value.replace(",", "")) for name, value in told} == {
+        "queue_ageing_tokens_per_s": state.queue.ageing_tokens_per_s,
+        "queue_lower_class_share": state.queue.lower_class_share,
+        "admission_interactive_s": state.admission.interactive_s,
+        "admission_batch_s": state.admission.batch_s,
+        "circuit_first_open_s": state.circuit.first_open_s,
+        "circuit_max_open_s": state.circuit.max_open_s,
+        "console_max_viewers": MAX_VIEWERS,
+    }

@@ -2391,6 +2391,7 @@ class Replica(_message.Message):
     OPEN_REQUESTS_FIELD_NUMBER: _builtins.int
     HELD_REQUESTS_FIELD_NUMBER: _builtins.int
     GATEWAYS_FIELD_NUMBER: _builtins.int
+    POLICY_PROBLEM_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """Id of the replica."""
     address: _builtins.str
@@ -2405,6 +2406,10 @@ class Replica(_message.Message):
     """Number of requests that the replica holds. Absent if not reported."""
     gateways: _builtins.int
     """Number of gateways with an open stream to the replica. Absent if not reported."""
+    policy_problem: _builtins.str
+    """Why the replica does not place by the policy that operators have set for the fleet, as a sentence. Empty if it does, if none
+    is set, or if not reported.
+    """
     @_builtins.property
     def heartbeat_age(self) -> _duration_pb2.Duration:
         """Time since the replica's last heartbeat in the shared store. Absent if there is no shared store."""
@@ -2430,10 +2435,11 @@ class Replica(_message.Message):
         open_requests: _builtins.int | None = ...,
         held_requests: _builtins.int | None = ...,
         gateways: _builtins.int | None = ...,
+        policy_problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_gateways", b"_gateways", "_held_requests", b"_held_requests", "_open_requests", b"_open_requests", "gateways", b"gateways", "heartbeat_age", b"heartbeat_age", "held_requests", b"held_requests", "open_requests", b"open_requests", "policy", b"policy", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gateways", b"_gateways", "_held_requests", b"_held_requests", "_open_requests", b"_open_requests", "address", b"address", "console_url", b"console_url", "gateways", b"gateways", "heartbeat_age", b"heartbeat_age", "held_requests", b"held_requests", "open_requests", b"open_requests", "policy", b"policy", "router_id", b"router_id", "start_time", b"start_time", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gateways", b"_gateways", "_held_requests", b"_held_requests", "_open_requests", b"_open_requests", "address", b"address", "console_url", b"console_url", "gateways", b"gateways", "heartbeat_age", b"heartbeat_age", "held_requests", b"held_requests", "open_requests", b"open_requests", "policy", b"policy", "policy_problem", b"policy_problem", "router_id", b"router_id", "start_time", b"start_time", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gateways: _TypeAlias = _typing.Literal["gateways"]  # noqa: Y015
     _WhichOneofArgType__gateways: _TypeAlias = _typing.Literal["_gateways", b"_gateways"]  # noqa: Y015

@@ -3,9 +3,11 @@ and variables."""
 
 from __future__ import annotations
 
+import difflib
 import inspect
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 from urllib.parse import urlsplit
@@ -139,6 +141,22 @@ def by_name(pairs: list[str]) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in pairs)
 
 
+# How similar a name must be to one that is meant, of 1.
+_NEAR = 0.75
+# Set for engines, beside which a service may run.
+_OF_ENGINES = {"POINTSMAN_AGENT_LOADS"}
+# What Kubernetes sets for a Service that is called, for example, pointsman-router.
+_SERVICE_LINK = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_(TCP|UDP|SCTP)\w*)")
+
+
+class InvalidSetting(Exception):
+    """A value of a settings class that only a command finds unusable. Ends the command as a value that the class refuses."""
+
+    def __init__(self, settings: BaseSettings, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.kind, self.field, self.message = type(settings), field, message
+
+
 _METAVARS = {int: "INT", float: "FLOAT", Path: "PATH"}
 
 
@@ -148,42 +166,108 @@ def add_settings_command(
     """Register a command whose flags are the fields of `settings`. A field without its flag is read from the environment.
 
     The flag of a list may be repeated. A field with `json_schema_extra=ARGUMENT` is a positional argument. An invalid value ends
-    the command with status 2 and a message with the field's name. `program`: what stands before `name` in messages.
+    the command with status 2 and a message with the flag or variable that holds it. `program`: what stands before `name` in
+    messages. `settings.REMOVED`, if there is one: former fields, each with the value that counts now.
     """
+    removed: Mapping[str, str] = getattr(settings, "REMOVED", {})
 
     def command(**given: Any) -> None:
         set_fields = {key: value for key, value in given.items() if value not in (None, [])}
-        run(load_settings(f"{program} {name}", settings, **set_fields))
+        if gone := set_fields.keys() & removed:
+            for key in sorted(gone):
+                typer.echo(f"{program} {name}: --{key.replace('_', '-')} {_now(removed[key])}", err=True)
+            raise typer.Exit(2)
+        try:
+            run(load_settings(f"{program} {name}", settings, **set_fields))
+        except InvalidSetting as invalid:
+            flags = set_fields if invalid.kind is settings else {}
+            typer.echo(f"{program} {name}: {_holder(invalid.kind, invalid.field, flags)}: {invalid.message}", err=True)
+            raise typer.Exit(2) from None
 
+    flags = {key: _flag_type(field) for key, field in settings.model_fields.items()}
+    flags |= {key: Annotated[str | None, typer.Option(hidden=True)] for key in removed}
+    example = next((key for key, field in settings.model_fields.items() if field.json_schema_extra != ARGUMENT), "")
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [_parameter(key, field) for key, field in settings.model_fields.items()]
+        [_parameter(key, flag) for key, flag in flags.items()]
     )
-    command.__annotations__ = {key: _flag_type(field) for key, field in settings.model_fields.items()}
-    app.command(name, help=_as_it_is(help_))(command)
+    command.__annotations__ = flags
+    variable = f"{_flag(settings, example)} may be given as {_variable(settings, example)}" if example else ""
+    epilog = f"Each flag has a variable: {variable}." if variable else None
+    app.command(name, help=_as_it_is(help_), epilog=epilog)(command)
 
 
 def load_settings(command: str, settings: type[S], **given: Any) -> S:
-    """Return `settings` from `given` and the environment. An invalid value ends `command` with status 2 and a message with the
-    field's name."""
+    """Return `settings` from `given`, the flags, and the environment. An invalid value ends `command` with status 2 and a message
+    with the flag or variable that holds it. A variable that no setting reads is told on stderr."""
+    for line in _unread_variables(settings):
+        typer.echo(f"{command}: {line}", err=True)
     try:
         return settings(**given)
     except ValidationError as invalid:
         for error in invalid.errors(include_url=False, include_input=False):
-            typer.echo(f"{command}: {_invalid(settings, error)}", err=True)
+            typer.echo(f"{command}: {_invalid(settings, error, given)}", err=True)
         raise typer.Exit(2) from None
     except SettingsError as unreadable:
-        typer.echo(f"{command}: {unreadable}", err=True)
+        # Its message names the field alone.
+        field = re.findall(r'field "(\w+)"', str(unreadable))
+        message = f"{_holder(settings, field[0], {})}: no JSON text" if field else unreadable
+        typer.echo(f"{command}: {message}", err=True)
         raise typer.Exit(2) from None
 
 
-def _invalid(settings: type[BaseSettings], error: ErrorDetails) -> str:
+def _invalid(settings: type[BaseSettings], error: ErrorDetails, flags: Mapping[str, Any]) -> str:
     """Return the message for an invalid value, or, for a missing value, how to give it."""
-    name = ".".join(map(str, error["loc"]))
-    if error["type"] != "missing":
-        return f"{name}: {error['msg']}"
-    field = settings.model_fields[name]
-    flag = name.upper() if field.json_schema_extra == ARGUMENT else f"--{name.replace('_', '-')}"
-    return f"{flag} (or {settings.model_config['env_prefix']}{name.upper()}) must be given: {field.description}"
+    if not error["loc"]:
+        return error["msg"]
+    name, *below = map(str, error["loc"])
+    if error["type"] == "missing" and not below:
+        flag, variable = _flag(settings, name), _variable(settings, name)
+        return f"{flag} (or {variable}) must be given: {settings.model_fields[name].description}"
+    return f"{'.'.join([_holder(settings, name, flags), *below])}: {error['msg']}"
+
+
+def _holder(settings: type[BaseSettings], name: str, flags: Mapping[str, Any]) -> str:
+    """Return what holds the value of a field: its variable, if that is set and the flag is not among `flags`, else its flag."""
+    variable = _variable(settings, name)
+    return variable if name not in flags and variable in map(str.upper, os.environ) else _flag(settings, name)
+
+
+def _flag(settings: type[BaseSettings], name: str) -> str:
+    argument = settings.model_fields[name].json_schema_extra == ARGUMENT
+    return name.upper() if argument else f"--{name.replace('_', '-')}"
+
+
+def _variable(settings: type[BaseSettings], name: str) -> str:
+    return f"{settings.model_config['env_prefix']}{name.upper()}"
+
+
+def _unread_variables(settings: type[BaseSettings]) -> Iterator[str]:
+    """Yield a line for each variable that looks like one of `settings`, or of those of all services, and is none."""
+    kinds = list(_loaded_kinds(BaseSettings))
+    known = {_variable(kind, name) for kind in kinds for name in kind.model_fields} | _OF_ENGINES
+    shared = {kind for kind in kinds if kind.__module__.startswith("pointsman_common.") and kind is not Tokens}
+    prefixes = {kind.model_config["env_prefix"] for kind in (settings, *shared)}
+    removed = {_variable(settings, name): value for name, value in getattr(settings, "REMOVED", {}).items()}
+    for name in sorted(map(str.upper, os.environ)):
+        prefix = next(filter(name.startswith, filter(None, prefixes)), "")
+        if not prefix or name in known or _SERVICE_LINK.fullmatch(name):
+            continue
+        if name in removed:
+            yield f"{name} {_now(removed[name])}"
+            continue
+        fields = [of.removeprefix(prefix) for of in known if of.startswith(prefix)]
+        nearest = difflib.get_close_matches(name.removeprefix(prefix), fields, n=1, cutoff=_NEAR)
+        yield f"{name} has no effect: it is no setting" + (f"; is {prefix}{nearest[0]} meant?" if nearest else "")
+
+
+def _loaded_kinds(of: type[BaseSettings]) -> Iterator[type[BaseSettings]]:
+    for kind in of.__subclasses__():
+        yield kind
+        yield from _loaded_kinds(kind)
+
+
+def _now(value: str) -> str:
+    return f"has no effect: it is no setting any more; its value is {value}"
 
 
 def _flag_type(field: FieldInfo) -> Any:
@@ -216,8 +300,8 @@ def _as_it_is(text: str) -> str:
     return _MARKUP.sub(r"\1\1\\\2", text)
 
 
-def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_flag_type(field))
+def _parameter(name: str, flag: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag)
 
 
 def split_urls(text: str) -> tuple[str, ...]:

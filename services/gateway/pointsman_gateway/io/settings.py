@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -29,6 +29,7 @@ class GatewaySettings(BaseSettings):
     """Settings of one gateway process. Times are seconds."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_GATEWAY_")
+    REMOVED: ClassVar = {"continued_per_minute": "600"}
 
     listen: HostPort = Field("127.0.0.1:8080", description="HOST:PORT to serve HTTP on; port 0 picks a free one")
     tls_cert: Path | None = Field(None, description="certificate chain (PEM): HTTPS instead of HTTP; with tls_key")

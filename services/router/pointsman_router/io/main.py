@@ -26,7 +26,6 @@ from pointsman_common.io.logs import configure_logs
 from pointsman_common.io.metrics_page import metrics_page
 from pointsman_common.io.settings import Tokens
 from pointsman_common.io.tls import TlsSettings
-from pointsman_router.core.policy.base import SettingError
 from pointsman_router.core.policy.registry import POLICIES, Policies
 from pointsman_router.io.console.console import Console
 from pointsman_router.io.console.decision_stream import DecisionStream
@@ -157,11 +156,11 @@ def _reachable(host: str) -> str:
 
 def run(settings: RouterSettings, policies: Policies = POLICIES) -> None:
     """Run a router until SIGTERM or SIGINT. Exits with status 1 and the reason if it cannot start. `policies`: those that
-    operators can choose."""
+    operators can choose. Raises InvalidSetting."""
     configure_logs("router", settings.log_level)
     try:
         event_loop.run(_run(settings, policies))
-    except (ValueError, OSError, RuntimeError, SettingError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"pointsman router: {error}")
 
 

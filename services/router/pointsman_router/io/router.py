@@ -77,6 +77,7 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True):
     open_requests: _Count | None = None
     held_requests: _Count | None = None
     gateways: _Count | None = None
+    policy_problem: str = ""  # why it does not place by the fleet's policy
 
     @classmethod
     def read(cls, text: str) -> ReplicaInfo:
@@ -120,7 +121,7 @@ class Router:
     loop."""
 
     def __init__(self, settings: RouterSettings, policies: Policies = POLICIES) -> None:
-        """`policies`: those that operators can choose."""
+        """`policies`: those that operators can choose. Raises InvalidSetting if the policy at start is none of them."""
         self.settings = settings
         self.policies = policies
         self.telemetry = EventMetrics()
@@ -135,7 +136,7 @@ class Router:
             settings.decision_log_size, settings.decision_log_file, settings.decision_log_max_mb << 20
         )
         self.state = RouterState(
-            make_policy(settings.policy, settings.policy_settings, policies),
+            settings.initial_policy(policies),
             StateSettings(
                 affinity_ttl_s=settings.affinity_ttl_s,
                 gateway_lease_s=settings.gateway_lease_s,
@@ -177,6 +178,7 @@ class Router:
         self._fleet_untold = False  # the fleet has changed, and _tell_fleet has not run since
         self._logged_shared_names: dict[str, list[str]] = {}
         self._operator_config = OperatorConfig()  # as last received from the store
+        self._policy_problem = ""  # why the policy in the operator config is not in force here
         if settings.redis_address is not None:
             self.store = RedisStore(
                 settings.redis_address,
@@ -600,6 +602,7 @@ class Router:
             len(self.state.reservations),
             len(self.state.held_requests.queue),
             len(self.gateways),
+            self._policy_problem,
         )
         return msgspec.json.encode(info).decode()
 
@@ -612,8 +615,10 @@ class Router:
             policy = make_policy(*config.policy, self.policies) if config.policy else self.state.policy
         except (msgspec.MsgspecError, SettingError) as error:
             # Written by a replica of another version. Replicas with different policies are better than none that places.
-            log.error("the operator config cannot be applied in full", config=text, error=str(error))
+            self._policy_problem = error.sentence if isinstance(error, SettingError) else f"it cannot be read: {error}"
+            log.error("the operator config cannot be applied in full", config=text, error=self._policy_problem)
             return
+        self._policy_problem = ""
         if policy.ref() != self.state.policy.ref():
             log.info("applied the fleet's policy", policy=policy.ref().name)
             self.submit(ev.PolicySet(policy))

@@ -6,13 +6,14 @@ import json
 import secrets
 import socket
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from pointsman_common.io.settings import OtlpEndpoint, split_urls
-from pointsman_router.core.policy.registry import DEFAULT_POLICY
+from pointsman_common.io.settings import InvalidSetting, OtlpEndpoint, split_urls
+from pointsman_router.core.policy.base import Policy, SettingError
+from pointsman_router.core.policy.registry import DEFAULT_POLICY, Policies, make_policy
 from pointsman_router.core.router_state import StateSettings
 from pointsman_router.io.store.redis_address import RedisAddress
 
@@ -28,6 +29,15 @@ class RouterSettings(BaseSettings):
     """The router's settings, from the environment (POINTSMAN_ROUTER_*) or flags of `pointsman router`. Times are in s."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_ROUTER_")
+    REMOVED: ClassVar = {
+        "queue_ageing_tokens_per_s": "5,000",
+        "queue_lower_class_share": "0.1",
+        "admission_interactive_s": "30",
+        "admission_batch_s": "600",
+        "circuit_first_open_s": "1",
+        "circuit_max_open_s": "30",
+        "console_max_viewers": "16",
+    }
 
     listen: str = Field("127.0.0.1:50051", description="HOST:PORT of the gRPC services")
     advertise: str = Field("", description="HOST:PORT at which gateways reach this replica; empty: from `listen`")
@@ -189,6 +199,14 @@ class RouterSettings(BaseSettings):
         urls = split_urls(self.redis_url.get_secret_value())
         sentinels = split_urls(self.redis_sentinels.get_secret_value())
         return RedisAddress(urls, sentinels, self.redis_master, self.redis_cluster) if urls else None
+
+    def initial_policy(self, policies: Policies) -> Policy:
+        """Return the policy at start, one of `policies`. Raises InvalidSetting."""
+        try:
+            return make_policy(self.policy, self.policy_settings, policies)
+        except SettingError as error:
+            field = "policy" if error.field == "name" else "policy_settings"
+            raise InvalidSetting(self, field, error.sentence) from None
 
     @property
     def ownerless_timeout_s(self) -> float:

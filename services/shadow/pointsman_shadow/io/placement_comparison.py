@@ -12,12 +12,14 @@ from typing import IO, Any
 import msgspec
 
 from pointsman_common.core.block_keys import KEY_TOKENS
+from pointsman_common.io.settings import InvalidSetting
 from pointsman_lab.engine.cost_profile import Profile, load_profile
 from pointsman_lab.engine.interface import EngineConfig
 from pointsman_lab.rival_policies.registry import make_policy
 from pointsman_lab.simulation.config import SimulationConfig
 from pointsman_lab.simulation.counterfactual import ObservedRequest, PairedFleets, PlacementTotals, RequestPair
 from pointsman_router.core import events_and_effects as ev
+from pointsman_router.core.policy.base import SettingError
 from pointsman_router.io.telemetry.decision_log import DecisionLog
 from pointsman_shadow.io.settings import ModelSettings
 
@@ -39,9 +41,15 @@ class PlacementComparison:
     different thread than the other methods."""
 
     def __init__(self, settings: ModelSettings, on_compared: Callable[[RequestPair], None] | None = None) -> None:
-        """Raises ValueError if the profile cannot be read or a policy does not exist, OSError if a file cannot be written."""
-        make_policy(settings.policy, settings.policy_map())
-        make_policy(settings.assumed, {})
+        """Raises ValueError if the profile cannot be read, InvalidSetting if a policy does not exist, OSError if a file cannot be
+        written."""
+        for field, values in (("policy", settings.policy_map()), ("assumed", {})):
+            try:
+                make_policy(getattr(settings, field), values)
+            except SettingError as error:
+                raise InvalidSetting(
+                    settings, field if error.field == "name" else "policy_settings", error.sentence
+                ) from None
         self._settings = settings
         self._profile = load_profile(settings.profile) if settings.profile else Profile()
         self._on_compared = on_compared

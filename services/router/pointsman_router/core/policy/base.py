@@ -32,11 +32,16 @@ NO_KV_TRANSFER = "no_kv_transfer"
 
 
 class SettingError(ValueError):
-    """Raised for an unknown policy or setting, or a value out of range; `field` names it."""
+    """Raised for an unknown policy or setting, or a value out of range; `field` names it, `message` says what is wrong."""
 
     def __init__(self, field_name: str, message: str) -> None:
         super().__init__(f"{field_name}: {message}")
-        self.field = field_name
+        self.field, self.message = field_name, message
+
+    @property
+    def sentence(self) -> str:
+        """What is wrong, with the name of the policy's setting, for who did not write the request that has `field`."""
+        return self.message if self.field == "name" else f"{self.field.removeprefix('settings.')}: {self.message}"
 
 
 def setting(default: float, low: float, high: float, doc: str) -> Any:

@@ -30,6 +30,7 @@ def replicas_to_wire(router: Router) -> fleet_pb2.ListReplicasResponse:
             open_requests=replica_info.open_requests,
             held_requests=replica_info.held_requests,
             gateways=replica_info.gateways,
+            policy_problem=replica_info.policy_problem,
         )
     for replica in store.lost_replicas():
         age = None if replica.seen_at is None else duration(now - replica.seen_at)

@@ -125,6 +125,7 @@ function tellElsewhere() {
     said.push(". ");
   }
   if (policies.size > 1) said.push("The routers do not place by the same policy. ", link("#/replicas", "See Replicas"), ".");
+  for (const { routerId, policyProblem } of replicas.filter((replica) => replica.policyProblem)) said.push(` ${routerId} does not place by the fleet's policy: ${policyProblem}.`);
   const whole = said.map((part) => part.outerHTML ?? part).join("");
   if (at("elsewhere").dataset.shown !== whole) {
     at("elsewhere").dataset.shown = whole;
