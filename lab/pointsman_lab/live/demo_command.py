@@ -47,7 +47,8 @@ class DemoSettings(BaseSettings):
     router_port: int = Field(50051, ge=1, le=65535, description="port of the router; if taken, the next free port")
     console_port: int = Field(9102, ge=1, le=65535, description="port of the console; if taken, the next free port")
     policy: str = Field(
-        DEFAULT_POLICY, description="placement policy; if not given, that of POINTSMAN_ROUTER_POLICY counts, too"
+        DEFAULT_POLICY,
+        description="placement policy, NAME or NAME:SETTING=VALUE,...; if not given, that of POINTSMAN_ROUTER_POLICY counts",
     )
     trace: Path = Field(TINY_TRACE, description="trace to replay")
     time_scale: float = Field(0.2, gt=0, description="factor on the trace's times")

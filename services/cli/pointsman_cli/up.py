@@ -57,7 +57,7 @@ class UpSettings(BaseSettings):
     router_metrics: str = Field("127.0.0.1:9100", description="HOST:PORT of the router's /metrics; empty: none")
     console: str = Field("127.0.0.1:9102", description="HOST:PORT of the router's console; empty: none")
     agent_metrics: str = Field("127.0.0.1:9101", description="HOST:PORT of the agent's /metrics; empty: none")
-    policy: str = Field(DEFAULT_POLICY, description="policy at start")
+    policy: str = Field(DEFAULT_POLICY, description="policy at start: NAME or NAME:SETTING=VALUE,...")
     tokenizer: Entries = Field(
         default_factory=list, description="MODEL=FOLDER of a tokenizer; default: the engine's own, if readable here"
     )

@@ -148,12 +148,23 @@ def test_baselines() -> None:
         ("elastic", {"decider": "luck"}, "settings.decider"),
         ("elastic", {"decider": 1}, "settings.decider"),
         ("migrate", {"rotate_affinity": 1}, "settings.rotate_affinity"),
+        ("unified:decode_weight", {}, "name"),
+        ("unified:weight=1", {}, "settings.weight"),
+        ("unified:decode_weight=NaN", {}, "settings.decode_weight"),
+        ("elastic:decider=luck", {}, "settings.decider"),
     ],
 )
 def test_wrong_settings_name_the_field(name: str, settings: dict[str, object], field: str) -> None:
     with pytest.raises(SettingError) as error:
         make_policy(name, settings)
     assert error.value.field == field
+
+
+def test_a_policys_name_may_have_its_settings() -> None:
+    named = make_policy("elastic:decider=heuristic, heavy_new_tokens=500", {"heavy_new_tokens": 7.0})
+    assert named == make_policy("elastic", {"decider": "heuristic", "heavy_new_tokens": 500})
+    assert named.ref().name == "elastic"
+    assert make_policy("migrate:rotate_affinity=true") == make_policy("migrate", {"rotate_affinity": True})
 
 
 @pytest.mark.parametrize(
