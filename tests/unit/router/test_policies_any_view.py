@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from pointsman_router.core.placement_types import (
     StepKind,
 )
 from pointsman_router.core.policy.auto import Auto
-from pointsman_router.core.policy.base import NO_KV_TRANSFER, Policy, decide
+from pointsman_router.core.policy.base import NO_KV_TRANSFER, Policy, decide, settings_of
 from pointsman_router.core.policy.reasons import REASONS
 from pointsman_router.core.policy.unified import Unified
 from pointsman_router.core.prefill_curve import PrefillCurve, PrefillSums, PrefillWork
@@ -130,7 +129,7 @@ def cases(draw: st.DrawFn) -> tuple[PlacementRequest, FleetView]:
 def configured(draw: st.DrawFn, name: str) -> Policy:
     """The policy with some of its settings anywhere within their bounds."""
     chosen: dict[str, Any] = {}
-    for field in fields(POLICIES[name]):
+    for field in settings_of(POLICIES[name]):
         if draw(st.booleans()):
             if "options" in field.metadata:
                 chosen[field.name] = draw(st.sampled_from(field.metadata["options"]))
@@ -153,8 +152,10 @@ def test_every_policy_decides_soundly(
     eligible = {candidate.instance_id for candidate in seen.eligible()}
     result = decision.result
 
-    assert result.reason in documented_reasons(POLICIES[name])
-    assert {result.reason, *(step.reason for step in result.steps)} <= REASONS.keys()
+    documented = documented_reasons(POLICIES[name])
+    assert result.reason in documented, f"{result.reason} is missing in the line Reasons: of {name}'s docstring"
+    unexplained = {result.reason, *(step.reason for step in result.steps)} - REASONS.keys()
+    assert not unexplained, f"{name}: core/policy/reasons.py has no clause for {unexplained}"
     available = {candidate.instance_id for candidate in seen.available()}
     assert {step.instance_id for step in result.steps} <= available
     assert {step.instance_id for step in result.steps if step.kind is StepKind.SERVE} <= eligible
