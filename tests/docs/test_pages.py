@@ -19,6 +19,7 @@ from pointsman.router.v1 import fleet_pb2
 from pointsman_cli import main as command_line
 from pointsman_lab.rival_policies.registry import POLICIES
 from pointsman_router.core.placement_types import FleetView
+from pointsman_router.core.policy.base import settings_of
 from tests.support.docs import command_parsers
 from tests.support.docs.shell_blocks import BLOCKS, MARKS, PAGES, Block
 from tests.support.repository import MAKE_PAGES, REPOSITORY
@@ -138,6 +139,19 @@ def test_the_policy_that_contributors_copy_chooses_what_it_says() -> None:
     result = module.FewestTokens().choose(request(), view, random.Random(0))
     assert [step.instance_id for step in result.steps] == ["b"]
     assert f"`{result.reason}`" in module.FewestTokens.__doc__
+    assert settings_of(module.FewestTokens)
+    assert f'`"{result.reason}": "' in page
+
+
+def test_the_commands_for_contributors_are_understood() -> None:
+    page = re.sub(r"^ +", "", (REPOSITORY / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
+    blocks = re.findall(r"^```sh[^\n]*\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    commands = [re.sub(r"(^|\s)#.*", "", line).strip() for block in blocks for line in block.splitlines()]
+    commands += re.findall(r"`((?:make|\.venv/bin/python -m pytest) [^`]+)`", page)
+    # The parser knows the program, not how a module of the environment is run.
+    commands = [command.replace(".venv/bin/python -m pytest", "pytest") for command in commands]
+    assert len(commands) > 10
+    assert [said for command in commands if (said := command_parsers.problem(command))] == []
 
 
 def test_every_policy_has_its_row() -> None:
