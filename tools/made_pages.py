@@ -2,16 +2,15 @@
 
     .venv/bin/python -m tools.made_pages
 
-A test compares the files with the code.
+It prints the pages that it has changed. A test compares the files with the code.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -24,7 +23,7 @@ from pointsman_gateway.core.tokens.token_cache import TokenCache
 from pointsman_gateway.io.processes.sibling_processes import merged
 from pointsman_gateway.io.telemetry.metrics import GatewayMetrics
 from pointsman_lab.rival_policies.registry import POLICIES
-from pointsman_router.core.policy.base import bounds, summary
+from pointsman_router.core.policy.base import bounds, settings_of, summary
 from pointsman_router.core.policy.reasons import REASONS
 from pointsman_router.core.policy.registry import DEFAULT_POLICY, make_policy
 from pointsman_router.core.router_state import RouterState, StateSettings
@@ -53,6 +52,14 @@ def written() -> dict[Path, str]:
     }
 
 
+def write(pages: Mapping[Path, str]) -> list[Path]:
+    """Write the pages whose content differs from their file's, and return these."""
+    changed = [file for file, content in pages.items() if file.read_text() != content]
+    for file in changed:
+        file.write_text(pages[file])
+    return changed
+
+
 def with_sections(page: str) -> str:
     """Return the page on policies with its marked sections made anew. Raises KeyError for an unknown section."""
     sections = {
@@ -72,7 +79,7 @@ def with_sections(page: str) -> str:
 def _formulas() -> Iterator[str]:
     for name, kind in POLICIES.items():
         yield f"### {name}\n\n```text\n{inspect.cleandoc(kind.__doc__ or '')}\n```\n"
-        if settings := dataclasses.fields(kind):
+        if settings := settings_of(kind):
             yield table(
                 ["setting", "default", "allowed", "what it is"],
                 (
@@ -120,5 +127,5 @@ def table(head: list[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 if __name__ == "__main__":
-    for file, content in written().items():
-        file.write_text(content)
+    for file in write(written()):
+        print(f"changed: {file.relative_to(DOCS.parent)}")

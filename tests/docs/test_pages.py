@@ -19,9 +19,10 @@ from pointsman.router.v1 import fleet_pb2
 from pointsman_cli import main as command_line
 from pointsman_lab.rival_policies.registry import POLICIES
 from pointsman_router.core.placement_types import FleetView
+from pointsman_router.core.policy.base import settings_of
 from tests.support.docs import command_parsers
 from tests.support.docs.shell_blocks import BLOCKS, MARKS, PAGES, Block
-from tests.support.repository import REPOSITORY
+from tests.support.repository import MAKE_PAGES, REPOSITORY
 from tests.support.router_values import candidate, request
 from tools import made_pages
 
@@ -138,17 +139,30 @@ def test_the_policy_that_contributors_copy_chooses_what_it_says() -> None:
     result = module.FewestTokens().choose(request(), view, random.Random(0))
     assert [step.instance_id for step in result.steps] == ["b"]
     assert f"`{result.reason}`" in module.FewestTokens.__doc__
+    assert settings_of(module.FewestTokens)
+    assert f'`"{result.reason}": "' in page
+
+
+def test_the_commands_for_contributors_are_understood() -> None:
+    page = re.sub(r"^ +", "", (REPOSITORY / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
+    blocks = re.findall(r"^```sh[^\n]*\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    commands = [re.sub(r"(^|\s)#.*", "", line).strip() for block in blocks for line in block.splitlines()]
+    commands += re.findall(r"`((?:make|\.venv/bin/python -m pytest) [^`]+)`", page)
+    # The parser knows the program, not how a module of the environment is run.
+    commands = [command.replace(".venv/bin/python -m pytest", "pytest") for command in commands]
+    assert len(commands) > 10
+    assert [said for command in commands if (said := command_parsers.problem(command))] == []
 
 
 def test_every_policy_has_its_row() -> None:
     rules = (DOCS / "policies.md").read_text().partition("\n## Rules\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \|", rules, re.MULTILINE)
-    assert sorted(rows) == sorted(POLICIES)
+    assert sorted(rows) == sorted(POLICIES), MAKE_PAGES
 
 
 def test_what_is_made_from_the_code_is_that_of_the_code() -> None:
     for page, content in made_pages.written().items():
-        assert page.read_text() == content, f"{page.name}: python -m tools.made_pages"
+        assert page.read_text() == content, f"{page.name}: {MAKE_PAGES}"
 
 
 def test_a_page_loses_nothing_but_what_stands_between_its_marks() -> None:
@@ -160,6 +174,14 @@ def test_a_page_loses_nothing_but_what_stands_between_its_marks() -> None:
     assert made_pages.with_sections(made) == made
     with pytest.raises(KeyError, match="unknown"):
         made_pages.with_sections("<!-- made: unknown -->\n<!-- end -->\n")
+
+
+def test_the_pages_that_change_are_told(tmp_path: Path) -> None:
+    old, same = tmp_path / "old.md", tmp_path / "same.md"
+    old.write_text("before")
+    same.write_text("as ever")
+    assert made_pages.write({old: "after", same: "as ever"}) == [old]
+    assert (old.read_text(), same.read_text()) == ("after", "as ever")
 
 
 def test_every_metric_of_dashboards_and_alerts_has_its_row() -> None:

@@ -172,7 +172,7 @@ async def demo(*arguments: str) -> asyncio.subprocess.Process:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         process_group=0,
-        env=os.environ | {"PATH": "/usr/bin:/bin"},
+        env=os.environ | {"PATH": "/usr/bin:/bin", "POINTSMAN_ROUTER_POLICY": "unified:affinity_ratio=0.4"},
     )
 
 
@@ -246,6 +246,7 @@ async def test_the_demo_runs_and_leaves_nothing_behind(tmp_path: Path, trace: Pa
     assert f"{len(records)} requests of 4 sessions" in text
     assert f"pointsman explain {records[-1].decision}" in text
     assert "watch it in the console: http://127.0.0.1:188" in text
+    assert "policy unified affinity_ratio=0.4" in text
     assert f'export PATH="{Path(sys.executable).parent}:$PATH"' in text
     assert len(children) >= 6
     assert not {pid for pid in children if alive(pid)}

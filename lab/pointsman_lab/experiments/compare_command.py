@@ -31,7 +31,7 @@ from pointsman_lab.report.terminal import make_console, make_progress
 from pointsman_lab.rival_policies.registry import make_policy
 from pointsman_lab.workload.session_starts import Starts
 from pointsman_router.core.policy.base import SettingError
-from pointsman_router.core.policy.registry import DEFAULT_POLICY
+from pointsman_router.core.policy.registry import DEFAULT_POLICY, parsed
 
 DEFAULT_BASELINE = "unified"
 # SWEEP_STEP: number of rates that a sweep adds at a time. SWEEP_RATES: number of rates from which a sweep adds no more; the 20th
@@ -185,29 +185,16 @@ def _baseline(settings: CompareSettings, cells: Sequence[Cell]) -> str:
 
 def _policy(text: str) -> tuple[str, dict[str, Any]]:
     """Parse NAME:SETTING=VALUE,... into name and settings. Raises ValueError for a policy or setting that does not exist."""
-    name, _, rest = text.partition(":")
-    wanted: dict[str, Any] = {}
-    for item in filter(None, rest.split(",")):
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise ValueError(f"policies: {item!r} in {text!r} is not SETTING=VALUE")
-        wanted[key.strip()] = _scalar(value.strip())
-    if name in BOUNDS:
-        if wanted:
-            raise ValueError(f"policies: {name} has no settings")
-        return name, wanted
     try:
+        name, wanted = parsed(text)
+        if name in BOUNDS:
+            if wanted:
+                raise ValueError(f"policies: {name} has no settings")
+            return name, wanted
         make_policy(name, wanted)
     except SettingError as error:
         raise ValueError(f"policies: {text}: {error}") from None
     return name, wanted
-
-
-def _scalar(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def _variations(settings: CompareSettings) -> list[tuple[str, RunSettings]]:

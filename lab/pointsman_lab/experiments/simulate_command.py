@@ -146,7 +146,8 @@ class SimulateSettings(RunSettings):
 
     policy: str = Field(
         DEFAULT_POLICY,
-        description="placement policy, or floor, the lower bound: no queues, and every block cached on every instance",
+        description="placement policy, NAME or NAME:SETTING=VALUE,..., or floor, the lower bound: no queues, and every block "
+        "cached on every instance",
     )
     policy_settings: str = Field(
         "{}", description="JSON object of the policy's settings that differ from their defaults"

@@ -46,7 +46,10 @@ class DemoSettings(BaseSettings):
     listen_port: int = Field(8080, ge=1, le=65535, description="port of the gateway; if taken, the next free port")
     router_port: int = Field(50051, ge=1, le=65535, description="port of the router; if taken, the next free port")
     console_port: int = Field(9102, ge=1, le=65535, description="port of the console; if taken, the next free port")
-    policy: str = Field(DEFAULT_POLICY, description="placement policy")
+    policy: str = Field(
+        DEFAULT_POLICY,
+        description="placement policy, NAME or NAME:SETTING=VALUE,...; if not given, that of POINTSMAN_ROUTER_POLICY counts",
+    )
     trace: Path = Field(TINY_TRACE, description="trace to replay")
     time_scale: float = Field(0.2, gt=0, description="factor on the trace's times")
     token_scale: float = Field(0.25, gt=0, description="factor on the trace's prompt and answer lengths")
@@ -85,9 +88,9 @@ def run_demo(settings: DemoSettings) -> int:
 def _run(settings: DemoSettings, console: Console, processes: ChildProcesses, folder: Path) -> int:
     began = time.monotonic()
     console.print(f"starting {settings.engines} emulated engines, a router, an agent and a gateway ...")
-    urls = start_engines(processes, settings.engines, ["--speedup", str(settings.speedup)])
+    urls = start_engines(processes, settings.engines, given_flags(settings, "speedup"))
     wanted = (settings.listen_port, settings.router_port, settings.console_port)
-    plane = start_plane(processes, folder, urls, ["--policy", settings.policy], wanted=wanted)
+    plane = start_plane(processes, folder, urls, given_flags(settings, "policy"), wanted=wanted)
     console.print(
         f"ready after {time.monotonic() - began:.1f} s: OpenAI API on {plane.url}/v1, router on {plane.router}"
     )
@@ -114,6 +117,12 @@ def _run(settings: DemoSettings, console: Console, processes: ChildProcesses, fo
         console.print("the fleet keeps running; Ctrl-C ends it")
         processes.wait()
     return 1 if summary["failed"] else 0
+
+
+def given_flags(settings: DemoSettings, name: str) -> list[str]:
+    """Return the flag that passes a setting on, if it was given; else none, so that the variables of the part that gets it
+    count."""
+    return [f"--{name}", str(getattr(settings, name))] if name in settings.model_fields_set else []
 
 
 def idle_words(records: Sequence[RequestRecord], instances: Iterable[str]) -> str:

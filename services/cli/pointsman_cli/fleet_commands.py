@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import os
@@ -47,7 +46,7 @@ from pointsman_common.core.enum_words import values, word
 from pointsman_common.io.tls import client_context
 from pointsman_router.core.placement_types import LIGHT_NEW_TOKENS
 from pointsman_router.core.policy.auto import Auto
-from pointsman_router.core.policy.base import SettingError, bounds
+from pointsman_router.core.policy.base import SettingError, bounds, settings_of
 from pointsman_router.core.policy.reasons import ROUTE_CLASSES, explained
 from pointsman_router.core.policy.registry import LAB_POLICIES, make_policy
 
@@ -249,7 +248,7 @@ def policies(
     for kind in kinds:
         console.print(f"[bold]{kind.name}[/bold]")
         console.print(textwrap.indent(inspect.cleandoc(kind.__doc__ or ""), "  "), highlight=False, markup=False)
-        if settings := dataclasses.fields(kind):
+        if settings := settings_of(kind):
             console.print("  Settings:")
         for setting in settings:
             console.print(

@@ -67,7 +67,13 @@ def page() -> str:
         OneProcessSettings,
         flags=True,
     )
-    parts += _section("One node", "`pointsman up`; its services also read their own variables.", UpSettings, flags=True)
+    parts += _section(
+        "One node",
+        "`pointsman up`; its services also read their own variables, but for agents' and gateways' `routers`.\n"
+        "What is given here comes first, then the service's variable (`POINTSMAN_ROUTER_POLICY` for `policy`), then the default.",
+        UpSettings,
+        flags=True,
+    )
     parts += _section("Shadow", "`pointsman shadow serve`.", ServeSettings, flags=True)
     parts += _section("Shadow: a log", "`pointsman shadow read`.", ReadSettings, flags=True)
     parts += _section("Tokens", "Router, agent, gateway and operators' commands.", Tokens, flags=False)

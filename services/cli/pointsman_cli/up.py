@@ -16,7 +16,7 @@ from pathlib import Path
 
 import typer
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from pointsman_common.io.settings import Entries
 from pointsman_common.io.tls import TlsSettings
@@ -24,13 +24,29 @@ from pointsman_router.core.policy.registry import DEFAULT_POLICY
 
 # Maximum time until the gateway is ready, s.
 READY_TIMEOUT_S = 120.0
-# Maximum time from a service's SIGTERM to its end before it is killed, s.
-STOP_TIMEOUT_S = 35.0
+# Time that a service has to end after the gateway's drain before it is killed, s.
+STOP_SLACK_S = 5.0
+# The variable of the part that each setting sets. It counts where neither the flag nor POINTSMAN_UP_* is given.
+PARTS_OWN = {
+    "engine": "POINTSMAN_AGENT_ENGINES",
+    "listen": "POINTSMAN_GATEWAY_LISTEN",
+    "picker": "POINTSMAN_GATEWAY_EXT_PROC_LISTEN",
+    "router_listen": "POINTSMAN_ROUTER_LISTEN",
+    "router_metrics": "POINTSMAN_ROUTER_METRICS_LISTEN",
+    "console": "POINTSMAN_ROUTER_CONSOLE_LISTEN",
+    "agent_metrics": "POINTSMAN_AGENT_METRICS_LISTEN",
+    "policy": "POINTSMAN_ROUTER_POLICY",
+    "tokenizer": "POINTSMAN_GATEWAY_TOKENIZERS",
+    "state_dir": "POINTSMAN_AGENT_STATE_DIR",
+    "drain_timeout_s": "POINTSMAN_GATEWAY_DRAIN_TIMEOUT_S",
+}
+# What `log_level` sets. Each part has its own.
+LOG_LEVELS = tuple(f"POINTSMAN_{part}_LOG_LEVEL" for part in ("AGENT", "ROUTER", "GATEWAY", "SERVE"))
 
 
 class UpSettings(BaseSettings):
-    """Settings of `pointsman up`, from flags or POINTSMAN_UP_* variables. All other settings are set with the services' own
-    variables."""
+    """Settings of `pointsman up`, from flags, POINTSMAN_UP_* variables or the parts' own (PARTS_OWN), in this order. All other
+    settings are set with the parts' own variables."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_UP_")
 
@@ -41,14 +57,30 @@ class UpSettings(BaseSettings):
     router_metrics: str = Field("127.0.0.1:9100", description="HOST:PORT of the router's /metrics; empty: none")
     console: str = Field("127.0.0.1:9102", description="HOST:PORT of the router's console; empty: none")
     agent_metrics: str = Field("127.0.0.1:9101", description="HOST:PORT of the agent's /metrics; empty: none")
-    policy: str = Field(DEFAULT_POLICY, description="policy at start")
+    policy: str = Field(DEFAULT_POLICY, description="policy at start: NAME or NAME:SETTING=VALUE,...")
     tokenizer: Entries = Field(
         default_factory=list, description="MODEL=FOLDER of a tokenizer; default: the engine's own, if readable here"
     )
     state_dir: Path = Field(
         Path(".state/agent"), description="folder for the agent's saved state; must persist over restarts"
     )
+    drain_timeout_s: float = Field(
+        30.0, ge=0, description="maximum time that open requests have to end when the gateway stops, in s"
+    )
     log_level: str = Field("warning", description="debug, info, warning or error")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Return the sources by precedence: flags, POINTSMAN_UP_* variables, the parts' own variables."""
+        own = {name: os.environ[variable] for name, variable in PARTS_OWN.items() if variable in os.environ}
+        return init_settings, env_settings, InitSettingsSource(settings_cls, own)
 
 
 def run_up(settings: UpSettings) -> None:
@@ -60,7 +92,8 @@ def run_up(settings: UpSettings) -> None:
     children = ChildProcesses()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        for name, variables in services(settings, os.environ):
+        names, variables = services(settings, os.environ)
+        for name in names:
             children.start(name, variables)
         base = f"http://{settings.listen}"
         missing = wait_ready(f"{base}/health", children)
@@ -81,7 +114,7 @@ def run_up(settings: UpSettings) -> None:
     finally:
         # A second SIGTERM, which `timeout` sends, would end this process before its children.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        children.stop()
+        children.stop(settings.drain_timeout_s + STOP_SLACK_S)
 
 
 def unusable_addresses(settings: UpSettings) -> list[str]:
@@ -103,39 +136,21 @@ def unusable_addresses(settings: UpSettings) -> list[str]:
     return found
 
 
-def services(settings: UpSettings, environment: Mapping[str, str]) -> list[tuple[str, dict[str, str]]]:
-    """Return the commands to run, in their order of start, and the variables that each gets besides `environment`.
+def services(settings: UpSettings, environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Return the commands to run, in their order of start, and the variables that they get besides `environment`.
 
     Several gateway processes cannot share a router's process, so that the gateway is a service of its own then.
     """
-    agent = {
-        "POINTSMAN_AGENT_ENGINES": " ".join(settings.engine),
-        "POINTSMAN_AGENT_ROUTERS": settings.router_listen,
-        "POINTSMAN_AGENT_STATE_DIR": str(settings.state_dir),
-        "POINTSMAN_AGENT_METRICS_LISTEN": settings.agent_metrics,
-        "POINTSMAN_AGENT_LOG_LEVEL": settings.log_level,
-    }
-    router = {
-        "POINTSMAN_ROUTER_LOG_LEVEL": settings.log_level,
-        "POINTSMAN_ROUTER_LISTEN": settings.router_listen,
-        "POINTSMAN_ROUTER_METRICS_LISTEN": settings.router_metrics,
-        "POINTSMAN_ROUTER_CONSOLE_LISTEN": settings.console,
-        "POINTSMAN_ROUTER_POLICY": settings.policy,
-    }
-    gateway = {
-        "POINTSMAN_GATEWAY_LOG_LEVEL": settings.log_level,
-        "POINTSMAN_GATEWAY_ROUTERS": settings.router_listen,
-        "POINTSMAN_GATEWAY_LISTEN": settings.listen,
-        "POINTSMAN_GATEWAY_DRAIN_TIMEOUT_S": str(STOP_TIMEOUT_S - 5),
-    }
-    # Without the options, the gateway's own variables count.
-    if settings.picker:
-        gateway["POINTSMAN_GATEWAY_EXT_PROC_LISTEN"] = settings.picker
-    if settings.tokenizer:
-        gateway["POINTSMAN_GATEWAY_TOKENIZERS"] = " ".join(settings.tokenizer)
-    if environment.get("POINTSMAN_GATEWAY_PROCESSES", "1") != "1":
-        return [("agent", agent), ("router", router), ("gateway", gateway)]
-    return [("agent", agent), ("serve", {"POINTSMAN_SERVE_LOG_LEVEL": settings.log_level} | router | gateway)]
+    variables = {variable: _text(getattr(settings, name)) for name, variable in PARTS_OWN.items()}
+    variables["POINTSMAN_AGENT_ROUTERS"] = variables["POINTSMAN_GATEWAY_ROUTERS"] = settings.router_listen
+    given = "log_level" in settings.model_fields_set
+    variables |= {level: settings.log_level for level in LOG_LEVELS if given or level not in environment}
+    several = environment.get("POINTSMAN_GATEWAY_PROCESSES", "1") != "1"
+    return ["agent", "router", "gateway"] if several else ["agent", "serve"], variables
+
+
+def _text(value: object) -> str:
+    return " ".join(value) if isinstance(value, list) else str(value)
 
 
 class ChildProcesses:
@@ -163,13 +178,14 @@ class ChildProcesses:
             time.sleep(0.2)
         return ended
 
-    def stop(self) -> None:
-        """Stop all children in reverse order: the gateway first, so that streams drain while the agent still runs."""
+    def stop(self, timeout_s: float) -> None:
+        """Stop all children in reverse order: the gateway first, so that streams drain while the agent still runs. A child that
+        has not ended `timeout_s` after its SIGTERM is killed."""
         for name, process in reversed(self._running.items()):
             if process.poll() is None:
                 process.terminate()
             try:
-                process.wait(STOP_TIMEOUT_S)
+                process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 typer.echo(f"pointsman up: {name} did not stop in time; killing it", err=True)
                 process.kill()

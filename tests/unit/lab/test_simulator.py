@@ -195,13 +195,14 @@ def test_what_cannot_be_simulated_is_refused() -> None:
 
 def test_the_command_writes_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_trace(tmp_path / "t.jsonl", generate(3, 5.0, seed=1))
-    run(SimulateSettings(trace=tmp_path / "t.jsonl", out=tmp_path / "run"))
+    run(SimulateSettings(trace=tmp_path / "t.jsonl", out=tmp_path / "run", policy="unified:decode_weight=0.02"))
     assert all(record.ok for record in read_records(tmp_path / "run"))
     for wrong in (
         {"trace": tmp_path / "none"},
         {"policy": "nonsense"},
         {"policy_settings": "[]"},
         {"policy_settings": "{"},
+        {"policy": "unified:decode_weight=-1"},
     ):
         with pytest.raises(typer.Exit) as refused:
             run(SimulateSettings(**({"trace": tmp_path / "t.jsonl", "out": tmp_path / "run"} | wrong)))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import pytest
 
 from pointsman_lab.rival_policies.registry import POLICIES, make_policy
 from pointsman_router.core.analysis.decision_replay import inputs_digest
-from pointsman_router.core.placement_types import FleetView, PlacementRequest, route_class
-from pointsman_router.core.policy.base import SettingError, decide
+from pointsman_router.core.placement_types import FleetView, PlacementRequest, PolicyResult, route_class
+from pointsman_router.core.policy.base import Policy, SettingError, build, decide, serve, settings_of
 from tests.support.router_values import candidate, request, view
 
 
@@ -148,12 +149,39 @@ def test_baselines() -> None:
         ("elastic", {"decider": "luck"}, "settings.decider"),
         ("elastic", {"decider": 1}, "settings.decider"),
         ("migrate", {"rotate_affinity": 1}, "settings.rotate_affinity"),
+        ("unified:decode_weight", {}, "name"),
+        ("unified:weight=1", {}, "settings.weight"),
+        ("unified:decode_weight=NaN", {}, "settings.decode_weight"),
+        ("elastic:decider=luck", {}, "settings.decider"),
     ],
 )
 def test_wrong_settings_name_the_field(name: str, settings: dict[str, object], field: str) -> None:
     with pytest.raises(SettingError) as error:
         make_policy(name, settings)
     assert error.value.field == field
+
+
+@dataclass(frozen=True)
+class WithState(Policy):
+    name: ClassVar[str] = "with_state"
+    last: dict[str, float] = field(default_factory=dict)
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        return serve(view.eligible()[0], "random")
+
+
+def test_a_field_that_is_no_setting_is_named() -> None:
+    with pytest.raises(TypeError, match="field 'last' of WithState is no setting"):
+        settings_of(WithState)
+    with pytest.raises(TypeError, match="last"):
+        build(WithState, {})
+
+
+def test_a_policys_name_may_have_its_settings() -> None:
+    named = make_policy("elastic:decider=heuristic, heavy_new_tokens=500", {"heavy_new_tokens": 7.0})
+    assert named == make_policy("elastic", {"decider": "heuristic", "heavy_new_tokens": 500})
+    assert named.ref().name == "elastic"
+    assert make_policy("migrate:rotate_affinity=true") == make_policy("migrate", {"rotate_affinity": True})
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,18 +18,19 @@ from pointsman_router.core.placement_types import (
     FleetView,
     InstanceState,
     PlacementRequest,
+    PolicyResult,
     PoolFacts,
     PrefillBacklog,
     PrefixSource,
     StepKind,
 )
 from pointsman_router.core.policy.auto import Auto
-from pointsman_router.core.policy.base import NO_KV_TRANSFER, Policy, decide
+from pointsman_router.core.policy.base import NO_KV_TRANSFER, Policy, decide, lowest, serve, settings_of
 from pointsman_router.core.policy.reasons import REASONS
 from pointsman_router.core.policy.unified import Unified
 from pointsman_router.core.prefill_curve import PrefillCurve, PrefillSums, PrefillWork
 from tests.support.policy_docstrings import documented_reasons
-from tests.support.router_values import request
+from tests.support.router_values import candidate, request, view
 
 # A slow machine must not fail the test.
 patient = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
@@ -130,7 +131,7 @@ def cases(draw: st.DrawFn) -> tuple[PlacementRequest, FleetView]:
 def configured(draw: st.DrawFn, name: str) -> Policy:
     """The policy with some of its settings anywhere within their bounds."""
     chosen: dict[str, Any] = {}
-    for field in fields(POLICIES[name]):
+    for field in settings_of(POLICIES[name]):
         if draw(st.booleans()):
             if "options" in field.metadata:
                 chosen[field.name] = draw(st.sampled_from(field.metadata["options"]))
@@ -153,8 +154,10 @@ def test_every_policy_decides_soundly(
     eligible = {candidate.instance_id for candidate in seen.eligible()}
     result = decision.result
 
-    assert result.reason in documented_reasons(POLICIES[name])
-    assert {result.reason, *(step.reason for step in result.steps)} <= REASONS.keys()
+    documented = documented_reasons(POLICIES[name])
+    assert result.reason in documented, f"{result.reason} is missing in the line Reasons: of {name}'s docstring"
+    unexplained = {result.reason, *(step.reason for step in result.steps)} - REASONS.keys()
+    assert not unexplained, f"{name}: core/policy/reasons.py has no clause for {unexplained}"
     available = {candidate.instance_id for candidate in seen.available()}
     assert {step.instance_id for step in result.steps} <= available
     assert {step.instance_id for step in result.steps if step.kind is StepKind.SERVE} <= eligible
@@ -205,6 +208,55 @@ def test_excluded_candidates_change_nothing(
     policy = data.draw(configured(name))
     without = replace(seen, candidates=seen.available())
     assert policy.choose(asked, seen, random.Random(seed)) == policy.choose(asked, without, random.Random(seed))
+
+
+def chosen_beside_a_less_loaded_twin(policy: Policy, asked: PlacementRequest, seen: FleetView) -> tuple[str, str]:
+    """Return whom the policy chooses, and whom after one like it has joined with a request and a token to prefill fewer."""
+    busy = tuple(
+        replace(one, num_requests=one.num_requests + 1, pending_prefill_tokens=one.pending_prefill_tokens + 1)
+        for one in seen.candidates
+    )
+    seen = replace(seen, candidates=busy, session_owner="")
+    chosen = policy.choose(asked, seen, random.Random(0)).steps[-1].instance_id
+    before = next(one for one in busy if one.instance_id == chosen)
+    twin = replace(
+        before,
+        instance_id="twin",
+        num_requests=before.num_requests - 1,
+        pending_prefill_tokens=before.pending_prefill_tokens - 1,
+    )
+    after = policy.choose(asked, replace(seen, candidates=(*busy, twin)), random.Random(0))
+    return chosen, after.steps[-1].instance_id
+
+
+# foresight's measure is PrefillBacklog, in seconds; it has tests of its own, and auto takes it.
+@pytest.mark.parametrize(
+    "name", [name for name, kind in POLICIES.items() if kind.uses_shortlist and name not in ("foresight", "auto")]
+)
+@patient
+@given(case=cases())
+def test_a_policy_with_a_shortlist_prefers_the_less_loaded_of_two_that_have_equally_much_cached(
+    name: str, case: tuple[PlacementRequest, FleetView]
+) -> None:
+    before, after = chosen_beside_a_less_loaded_twin(make_policy(name), *case)
+    assert after != before, f"{name}: leave uses_shortlist out, or prefer the less loaded"
+
+
+@dataclass(frozen=True)
+class MostRequests(Policy):
+    """Prefers the busier instance."""
+
+    name: ClassVar[str] = "most_requests"
+    uses_shortlist: ClassVar[bool] = True
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        scores = {one.instance_id: -float(one.num_requests) for one in view.eligible()}
+        return serve(lowest(view.eligible(), scores, view.decision_number), "least_requests", scores)
+
+
+@pytest.mark.parametrize("policy", [MostRequests(), make_policy("linear"), make_policy("round_robin")])
+def test_one_that_does_not_prefer_it_is_found(policy: Policy) -> None:
+    assert chosen_beside_a_less_loaded_twin(policy, request(tokens=100), view(candidate("a"))) == ("a", "a")
 
 
 @patient

@@ -80,7 +80,7 @@ class RouterSettings(BaseSettings):
     router_id: str = Field(
         default_factory=_router_id, description="id of this process, unique among the fleet's routers"
     )
-    policy: str = Field(DEFAULT_POLICY, description="policy at start")
+    policy: str = Field(DEFAULT_POLICY, description="policy at start: NAME or NAME:SETTING=VALUE,...")
     policy_settings: dict[str, float | bool | str] = Field(
         default_factory=dict, description="JSON object of the policy's settings"
     )

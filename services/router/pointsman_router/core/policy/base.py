@@ -68,6 +68,14 @@ def bounds(setting: Field[Any]) -> str:
     return f"{setting.metadata['low']:g} to {setting.metadata['high']:g}"
 
 
+def settings_of(kind: type[Policy]) -> tuple[Field[Any], ...]:
+    """Return the settings of a policy. Raises TypeError for a field that is none, such as one with a state."""
+    for field_ in fields(kind):
+        if "doc" not in field_.metadata:
+            raise TypeError(f"field {field_.name!r} of {kind.__name__} is no setting: setting(), choice() or switch()")
+    return fields(kind)
+
+
 def summary(kind: type[Policy]) -> str:
     """Return the first sentence of a policy's docstring."""
     first, _, _ = inspect.cleandoc(kind.__doc__ or "").replace("\n", " ").partition(". ")
@@ -125,7 +133,7 @@ class Policy(ABC):
 def build(kind: type[Policy], settings: Mapping[str, object]) -> Policy:
     """Return a policy of class `kind` with `settings` over its defaults. Raises SettingError for an unknown setting or a value
     out of range."""
-    known: dict[str, Field[Any]] = {field_.name: field_ for field_ in fields(kind)}
+    known: dict[str, Field[Any]] = {field_.name: field_ for field_ in settings_of(kind)}
     values: dict[str, Any] = {}
     for name, value in settings.items():
         if name not in known:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from typing import Any
 
 from pointsman_router.core.policy.adaptive import Adaptive, AdaptiveOffload
 from pointsman_router.core.policy.auto import Auto
@@ -42,11 +44,33 @@ DEFAULT_POLICY = Auto.name
 
 
 def make_policy(name: str, settings: Mapping[str, object] | None = None, policies: Policies = POLICIES) -> Policy:
-    """Return the policy `name` of `policies` with `settings` over its defaults. Raises SettingError for an unknown policy or
-    setting, or a value out of range."""
+    """Return the policy `name` of `policies` with `settings` over its defaults. `name` may have the form NAME:SETTING=VALUE,...;
+    such a setting comes before the same one of `settings`. Raises SettingError for an unknown policy or setting, or a value out
+    of range."""
+    name, named = parsed(name)
     kind = policies.get(name)
     if kind is None:
         if name in LAB_POLICIES:
             raise SettingError("name", f"policy {name!r} belongs to the lab, which is not installed: pointsman[lab]")
         raise SettingError("name", f"no policy {name!r}; there are {', '.join(sorted(policies))}")
-    return build(kind, settings or {})
+    return build(kind, {**(settings or {}), **named})
+
+
+def parsed(text: str) -> tuple[str, dict[str, Any]]:
+    """Return name and settings of NAME or NAME:SETTING=VALUE,...; a value is JSON, or else text. Raises SettingError for
+    another form."""
+    name, _, rest = text.partition(":")
+    settings: dict[str, Any] = {}
+    for item in filter(None, rest.split(",")):
+        setting, equals, value = item.partition("=")
+        if not equals:
+            raise SettingError("name", f"{item!r} in {text!r} is not SETTING=VALUE")
+        settings[setting.strip()] = _scalar(value.strip())
+    return name, settings
+
+
+def _scalar(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

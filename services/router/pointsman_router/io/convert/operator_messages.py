@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -21,7 +20,7 @@ from pointsman_router.core.instances.instance_registry import InstanceRecord
 from pointsman_router.core.kv_load import KvLoad
 from pointsman_router.core.learning.pool_facts import PoolChoice
 from pointsman_router.core.placement_types import Candidate, Decision, InstanceState, PolicyRef, PrefixSource
-from pointsman_router.core.policy.base import Policy, bounds, summary
+from pointsman_router.core.policy.base import Policy, bounds, settings_of, summary
 from pointsman_router.core.router_state import RouterState
 from pointsman_router.io.convert import agent_messages, gateway_messages
 from pointsman_router.io.convert.times import change, duration, timestamp
@@ -119,7 +118,7 @@ def group_to_wire(group: OutcomeGroup) -> fleet_pb2.SummarizeDecisionsResponse.G
 def policy_description(kind: type[Policy]) -> fleet_pb2.PolicyDescription:
     """Describe a policy that can be set: the first sentence of its docstring, and its settings."""
     wire = fleet_pb2.PolicyDescription(name=kind.name, summary=summary(kind))
-    for field in fields(kind):
+    for field in settings_of(kind):
         setting = wire.settings.add(name=field.name, bounds=bounds(field), meaning=field.metadata["doc"])
         default: Any = field.default
         match default:
