@@ -265,7 +265,7 @@ def test_the_answers_that_the_pages_show_have_todays_columns(fleet: Fleet, fille
 
 def test_up_ends_with_the_reason_when_a_part_cannot_start(fleet: Fleet, tmp_path: Path) -> None:
     ended = _up_elsewhere(fleet, tmp_path, "--policy", "nonsense")
-    assert "serve ended with status 1" in ended.stderr
+    assert "serve ended with status 2" in ended.stderr
 
 
 def test_up_beside_another_fleet_starts_nothing_and_names_the_addresses_that_are_taken(

@@ -144,7 +144,7 @@ def test_a_flag_of_a_former_setting_is_told_with_its_value(line: Line) -> None:
     done = line("--gauge", "1000")
     assert (done.exit_code, done.stderr) == (
         2,
-        "pointsman track: --gauge has no effect: it is no setting any more; its value is 1,435 mm\n",
+        "pointsman track: --gauge is no setting any more; its value is 1,435 mm\n",
     )
     assert line.ran == []
 

@@ -142,7 +142,7 @@ def by_name(pairs: list[str]) -> dict[str, str]:
 
 
 # How similar a name must be to one that is meant, of 1.
-_NEAR = 0.75
+_NEAR = 0.7
 # Set for engines, beside which a service may run.
 _OF_ENGINES = {"POINTSMAN_AGENT_LOADS"}
 # What Kubernetes sets for a Service that is called, for example, pointsman-router.
@@ -253,7 +253,7 @@ def _unread_variables(settings: type[BaseSettings]) -> Iterator[str]:
         if not prefix or name in known or _SERVICE_LINK.fullmatch(name):
             continue
         if name in removed:
-            yield f"{name} {_now(removed[name])}"
+            yield f"{name} has no effect: it {_now(removed[name])}"
             continue
         fields = [of.removeprefix(prefix) for of in known if of.startswith(prefix)]
         nearest = difflib.get_close_matches(name.removeprefix(prefix), fields, n=1, cutoff=_NEAR)
@@ -267,7 +267,7 @@ def _loaded_kinds(of: type[BaseSettings]) -> Iterator[type[BaseSettings]]:
 
 
 def _now(value: str) -> str:
-    return f"has no effect: it is no setting any more; its value is {value}"
+    return f"is no setting any more; its value is {value}"
 
 
 def _flag_type(field: FieldInfo) -> Any:
