@@ -131,14 +131,14 @@ def _cut(ones: str, others: str) -> Fault:
     return cut
 
 
-def _redis_down(world: World, for_s: float) -> str:
+def redis_down(world: World, for_s: float) -> str:
     world.disturbances.note(REDIS, for_s)
     world.redis.down = True
     asyncio.get_running_loop().call_later(for_s, setattr, world.redis, "down", False)
     return "redis is down"
 
 
-def _redis_flaky(world: World, for_s: float) -> str:
+def redis_flaky(world: World, for_s: float) -> str:
     world.disturbances.note(REDIS, for_s + LATEST_S)
     world.redis.flaky = True
     asyncio.get_running_loop().call_later(for_s, setattr, world.redis, "flaky", False)
@@ -147,7 +147,7 @@ def _redis_flaky(world: World, for_s: float) -> str:
 
 def _redis_forgets(world: World, for_s: float) -> str:
     world.redis.wipe()
-    _redis_down(world, min(for_s, 1.0))
+    redis_down(world, min(for_s, 1.0))
     return "redis restarts empty"
 
 
@@ -174,8 +174,8 @@ FAULTS: tuple[Fault, ...] = (
     _cut("agents", "routers"),
     _cut("gateways", "engines"),
     _cut("routers", "redis_itself"),
-    _redis_down,
-    _redis_flaky,
+    redis_down,
+    redis_flaky,
     _redis_forgets,
     _redis_stops,
     _redis_clock_jumps,
