@@ -49,12 +49,12 @@ def waiting() -> list[Figure]:
             refusals.append(spent / refused)
     figures.append(_median("refusal", refusals))
     turns = list(_turns(router, ev.GatewayLost("g"), BOUND_S + 2.0))
-    assert not len(router.parking.queue)
+    assert not len(router.parked_requests.queue)
     figures.append(Figure("waiting_lost_gateway_turn_ms", max(turns) * 1e3, "ms", GOAL_TURN_MS, _note("longest turn")))
     figures.append(Figure("waiting_lost_gateway_ms", sum(turns) * 1e3, "ms", note=_note("all turns together")))
     router = _full()
     turns = list(_turns(router, ev.PoolLost("m"), now))
-    assert not len(router.parking.queue)
+    assert not len(router.parked_requests.queue)
     figures.append(Figure("waiting_lost_pool_turn_ms", max(turns) * 1e3, "ms", GOAL_TURN_MS, _note("longest turn")))
     return figures
 
@@ -97,7 +97,7 @@ def _timed(router: RouterState, event: ev.Event, now: float) -> float:
 def _turns(router: RouterState, event: ev.Event, now: float) -> Iterator[float]:
     """Yield the CPU time of `event`, and of each further turn until nothing is left to do."""
     yield _timed(router, event, now)
-    while router.unfinished or len(router.parking.queue):
+    while router.unfinished or len(router.parked_requests.queue):
         now += 0.001
         yield _timed(router, ev.GoOn() if router.unfinished else ev.RetryDue(), now)
 

@@ -16,7 +16,11 @@ Signal = Callable[[RouterState, str, Sequence[Load], float], float | None]
 def backlog_seconds(router: RouterState, pool: str, loads: Sequence[Load], now: float) -> float | None:
     """`max by (model) (pointsman_router_backlog_seconds)`: seconds of prefill for each placeable instance."""
     backlogs = PoolBacklogs(
-        router.instances, router.reservations, router.prefill_observer, router.held_requests.queue, router.parking.queue
+        router.instances,
+        router.reservations,
+        router.prefill_observer,
+        router.held_requests.queue,
+        router.parked_requests.queue,
     ).at(now)
     return max(backlogs[pool].values()) if pool in backlogs else None
 

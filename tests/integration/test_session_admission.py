@@ -86,7 +86,7 @@ async def test_a_parked_client_outwaits_its_gateways_timeout_and_is_let_in_when_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with full_caches(tmp_path, monkeypatch) as (server, client, engine, url, http):
-        parked = server.router.state.parking.queue
+        parked = server.router.state.parked_requests.queue
         second = asyncio.ensure_future(http.post(f"{url}/v1/completions", json=asked("second")))
         await eventually(lambda: parked.count(MODEL) == 1, "it is parked")
         # Longer than the gateway waits for a placement of a request that is not parked.
@@ -118,7 +118,7 @@ async def test_a_parked_client_whose_router_is_gone_waits_within_its_bound_for_o
             url,
             http,
         ):
-            parked = server.router.state.parking.queue
+            parked = server.router.state.parked_requests.queue
             loop = asyncio.get_running_loop()
             began = loop.time()
             second = asyncio.ensure_future(http.post(f"{url}/v1/completions", json=asked("second")))

@@ -15,7 +15,7 @@ from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.admission import session_admission
 from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.core.priority import Priority
-from pointsman_router.core.requests.parking import Parking
+from pointsman_router.core.requests.parked_requests import ParkedRequests
 from pointsman_router.core.requests.request_table import RequestTable
 from pointsman_router.core.router_state import RouterState
 from tests.support.virtual.costs import AS_BUILT
@@ -42,13 +42,13 @@ def test_a_storm_of_sessions_outlives_its_owner_a_gateway_and_redis(monkeypatch:
     monkeypatch.setattr(session_admission, "ARM_SIZE", 0.1)
     monkeypatch.setattr(session_admission.AdmissionSettings, "bound_s", lambda settings, priority: BOUND_S)
     waited: list[float] = []
-    refused = Parking._refused
+    refused = ParkedRequests._refused
 
-    def noted(self: Parking, held: Any, now: float) -> Any:
+    def noted(self: ParkedRequests, held: Any, now: float) -> Any:
         waited.append(now - held.asked_at)
         return refused(self, held, now)
 
-    monkeypatch.setattr(Parking, "_refused", noted)
+    monkeypatch.setattr(ParkedRequests, "_refused", noted)
     let_in, classes = RequestTable.let_in, Counter[Priority]()
 
     def counted(self: RequestTable, request_id: str) -> None:
@@ -90,10 +90,10 @@ async def _storm(rng: random.Random, answers: Counter[int], parked: list[int], a
         await asyncio.sleep(6.0)
         owner = next(node for node in world.routers.values() if node.router and node.router.state.owned.owns(MODELS[0]))
         assert owner.router is not None
-        parked.append(owner.router.state.parking.queue.count(MODELS[0]))
+        parked.append(owner.router.state.parked_requests.queue.count(MODELS[0]))
         owner.kill()
         await asyncio.sleep(4.0)
-        parked.append(sum(router.state.parking.queue.count(MODELS[0]) for router in world.live_routers()))
+        parked.append(sum(router.state.parked_requests.queue.count(MODELS[0]) for router in world.live_routers()))
         owner.start()
         # Redis fails over: it does not answer, and then another one does, to whose clients a part of the replies is lost.
         redis_down(world, 2.0)
@@ -109,7 +109,7 @@ async def _storm(rng: random.Random, answers: Counter[int], parked: list[int], a
         await asyncio.sleep(REST_S)
         for router in world.live_routers():
             router.state.check_invariants()
-            assert not len(router.state.parking.queue)
+            assert not len(router.state.parked_requests.queue)
         await check_at_rest(world, MODELS)
 
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 
 from pointsman_agent.core.key_stream import KeyStream
-from pointsman_common.core.block_key_messages import Delta, MergedDelta, Tier
 from pointsman_common.core.block_keys import digest_of
+from pointsman_common.core.key_report_messages import Delta, MergedDelta, Tier
 from pointsman_lab.engine.block_cache import BlocksRemoved, BlocksStored
 from pointsman_lab.engine.host_tier import HOST, STORAGE, OffloadedRemoved, OffloadedStored
 from pointsman_lab.engine.interface import Event, Preempted

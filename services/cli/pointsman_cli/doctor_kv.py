@@ -18,7 +18,7 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman_cli.doctor_findings import TIMEOUT_S, EngineAccess, Finding, complete
 from pointsman_common.core.kv_transfer_params import mooncake_fetch, mooncake_send, nixl_send
 from pointsman_router.core.instances.kv_refusals import refused_senders
-from pointsman_router.io.convert import agent_messages
+from pointsman_router.io.convert import instance_messages
 
 # Tokens of an answer that is compared.
 ANSWER_TOKENS = 8
@@ -39,7 +39,7 @@ MAX_PAIRS = 32
 def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
     """Yield whether the instances of a pool that have a KV connector can transfer KV."""
     able = [instance for instance in pool if instance.kv_transfer.protocol]
-    refused = refused_senders(agent_messages.instance_info(instance) for instance in able)
+    refused = refused_senders(instance_messages.instance_info(instance) for instance in able)
     for instance in able:
         name, kv = f"{instance.instance_id} KV transfer", instance.kv_transfer
         for sender in refused.get(instance.instance_id, ()):
@@ -105,7 +105,7 @@ def answers(pool: Sequence[agent_pb2.Instance], access: EngineAccess) -> Iterato
 def pairs_of(pool: Sequence[agent_pb2.Instance]) -> Iterator[tuple[agent_pb2.Instance, agent_pb2.Instance]]:
     """Yield each instance that can send KV, with the next one in the order of `pool` that can receive it and does not refuse
     it."""
-    refused = refused_senders(map(agent_messages.instance_info, pool))
+    refused = refused_senders(map(instance_messages.instance_info, pool))
     pool = [instance for instance in pool if instance.kv_transfer.protocol]
     for number, source in enumerate(pool):
         for target in itertools.chain(pool[number + 1 :], pool[:number]):

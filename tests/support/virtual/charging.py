@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from pointsman_agent.core import key_stream, report_protocol
-from pointsman_common.core.block_key_messages import Delta, SnapshotChunk
+from pointsman_common.core.key_report_messages import Delta, SnapshotChunk
 from pointsman_lab.rival_policies.registry import POLICIES
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core import router_state

@@ -11,8 +11,8 @@ from msgspec import structs
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
-from pointsman_common.core import block_key_wire
-from pointsman_common.core.block_key_messages import SnapshotChunk, Tier
+from pointsman_common.core import key_report_wire
+from pointsman_common.core.key_report_messages import SnapshotChunk, Tier
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.placement_types import (
     Gpu,
@@ -25,7 +25,7 @@ from pointsman_router.core.placement_types import (
     WrongKv,
 )
 from pointsman_router.core.priority import Priority
-from pointsman_router.io.convert import agent_messages, gateway_messages
+from pointsman_router.io.convert import gateway_messages, instance_messages
 from pointsman_router.io.convert.times import duration, seconds
 
 words = st.text(max_size=20)
@@ -119,12 +119,12 @@ TIERS = st.dictionaries(
 
 @given(instances)
 def test_an_instance_comes_back(info: InstanceInfo) -> None:
-    assert agent_messages.instance_info(agent_messages.instance_to_wire(info)) == info
+    assert instance_messages.instance_info(instance_messages.instance_to_wire(info)) == info
 
 
 @given(loads)
 def test_a_load_comes_back(load: Load) -> None:
-    assert agent_messages.load(agent_messages.load_to_wire(load, 7.0), 7.0) == load
+    assert instance_messages.load(instance_messages.load_to_wire(load, 7.0), 7.0) == load
 
 
 @given(ends)
@@ -206,8 +206,8 @@ def test_a_request_has_an_id() -> None:
 def test_a_snapshots_chunk_in_pieces_has_all_its_keys_in_their_order(count: int) -> None:
     chunk = agent_pb2.SnapshotChunk(tier=agent_pb2.TIER_DEVICE, keys=range(count))
     wire = agent_pb2.ReportRequest(snapshot_chunk=chunk)
-    pieces = [block_key_wire.key_message(wire, piece) for piece in range(block_key_wire.pieces(wire))]
+    pieces = [key_report_wire.key_message(wire, piece) for piece in range(key_report_wire.pieces(wire))]
     assert all(isinstance(piece, SnapshotChunk) and piece.tier == Tier.DEVICE for piece in pieces)
     assert [key for piece in pieces if isinstance(piece, SnapshotChunk) for key in piece.keys] == list(range(count))
-    assert all(isinstance(piece, SnapshotChunk) and len(piece.keys) <= block_key_wire.PIECE_KEYS for piece in pieces)
-    assert block_key_wire.pieces(agent_pb2.ReportRequest(load=agent_pb2.Load(healthy=True))) == 1
+    assert all(isinstance(piece, SnapshotChunk) and len(piece.keys) <= key_report_wire.PIECE_KEYS for piece in pieces)
+    assert key_report_wire.pieces(agent_pb2.ReportRequest(load=agent_pb2.Load(healthy=True))) == 1

@@ -21,7 +21,11 @@ COST = DEFAULT_CURVE.cost_s
 
 def backlog(state_: RouterState, now: float = 0.0) -> dict[str, dict[str, float]]:
     backlogs = PoolBacklogs(
-        state_.instances, state_.reservations, state_.prefill_observer, state_.held_requests.queue, state_.parking.queue
+        state_.instances,
+        state_.reservations,
+        state_.prefill_observer,
+        state_.held_requests.queue,
+        state_.parked_requests.queue,
     ).at(now)
     return {pool: dict(classes) for pool, classes in backlogs.items()}
 

@@ -43,7 +43,7 @@ class AdmittedStateMachine(StateMachine):
         for pool in "mn":
             # As when an earlier owner had parked a request: the pool is armed if its capacity is known.
             self.router.admission.was_parked(pool, self.now)
-        parked = {held.request.request_id: held for held in self.router.parking.queue}
+        parked = {held.request.request_id: held for held in self.router.parked_requests.queue}
         effects = super().handle(event)
         for effect in effects:
             if isinstance(effect, ev.Placed):
@@ -57,7 +57,7 @@ class AdmittedStateMachine(StateMachine):
         if record is None or record.verdict.reason not in ("fits", "not_armed", "capacity_unknown"):
             return
         size, since = (before.new_tokens, before.since) if before else (record.view.size, self.now - placed.parked_s)
-        for held in self.router.parking.queue:
+        for held in self.router.parked_requests.queue:
             request = held.request
             alike = (request.model, request.tenant, request.priority) == (placed.model, placed.tenant, placed.priority)
             if alike and held.since < since and held.request.request_id in parked:
@@ -124,7 +124,7 @@ class AdmittedStateMachine(StateMachine):
 
     @invariant()
     def nobody_is_parked_beyond_the_bound(self) -> None:
-        for held in self.router.parking.queue:
+        for held in self.router.parked_requests.queue:
             assert held.answer_by - held.asked_at <= self.admission.bound_s(held.request.priority) + 1e-9
 
     @invariant()
@@ -137,7 +137,7 @@ class AdmittedStateMachine(StateMachine):
 
     def teardown(self) -> None:
         super().teardown()
-        assert not len(self.router.parking.queue)
+        assert not len(self.router.parked_requests.queue)
         for pool in self.router.admission.pools.values():
             assert not any(session.open for session in pool.ledger.sessions.values())
 

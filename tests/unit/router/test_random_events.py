@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from msgspec.structs import replace
 
-from pointsman_common.core.block_key_messages import (
+from pointsman_common.core.block_keys import KEY_SCHEME, digest_of
+from pointsman_common.core.key_report_messages import (
     ConsistencyCheck,
     Delta,
     KeyMessage,
@@ -22,7 +23,6 @@ from pointsman_common.core.block_key_messages import (
     SnapshotChunk,
     SnapshotEnd,
 )
-from pointsman_common.core.block_keys import KEY_SCHEME, digest_of
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.admission.session_admission import AdmissionSettings
 from pointsman_router.core.instances.circuit_breaker import CircuitSettings
@@ -320,7 +320,7 @@ class StateMachine(RuleBasedStateMachine):
 
     def waiters(self) -> list[HeldRequest]:
         """The held and the parked requests."""
-        return [*self.router.held_requests.queue, *self.router.parking.queue]
+        return [*self.router.held_requests.queue, *self.router.parked_requests.queue]
 
     def is_anothers(self, request_id: str, gateway: str) -> bool:
         """Whether another gateway with a stream has a request open, or waits for it."""
@@ -477,7 +477,7 @@ class StateMachine(RuleBasedStateMachine):
         needed: float | None = None,
         again: bool = False,
     ) -> None:
-        known = self.router.held_requests.queue.get(request_id) or self.router.parking.queue.get(request_id)
+        known = self.router.held_requests.queue.get(request_id) or self.router.parked_requests.queue.get(request_id)
         asked = request(
             request_id,
             tokens=tokens,

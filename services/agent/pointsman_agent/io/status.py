@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from pointsman_agent.io.engine_monitor import EngineMonitor
 from pointsman_agent.io.instance_reporting import InstanceMonitor
-from pointsman_common.core.block_key_messages import Tier
+from pointsman_common.core.key_report_messages import Tier
 
 
 class AgentCollector(Collector):

@@ -54,7 +54,7 @@ from pointsman_gateway.io.engines.engine_client import Upstream
 from pointsman_gateway.io.engines.remote_prefill import EngineIdCache, KvReleases
 from pointsman_gateway.io.processes.shared_key_limits import SharedKeyLimitsFile
 from pointsman_gateway.io.processes.sibling_processes import SiblingProcesses
-from pointsman_gateway.io.request.proxied_request import ProxiedRequest, Proxy
+from pointsman_gateway.io.request.ext_proc_request import ExtProcRequest, Proxy
 from pointsman_gateway.io.request.request_runner import RequestRunner
 from pointsman_gateway.io.request.shared_context import SharedContext
 from pointsman_gateway.io.request.threaded_preparer import ThreadedPreparer
@@ -300,7 +300,7 @@ class Gateway:
 
     def _refusal(self, request: Request) -> Response | None:
         route, error_format = self._route(request.path), error_format_of(request.path)
-        if route is not None and route.open and isinstance(request, ProxiedRequest):
+        if route is not None and route.open and isinstance(request, ExtProcRequest):
             route = None  # what needs no key is for those who reach the gateway itself
         if route is None and request.method == "OPTIONS" and request.path == "*":
             return Response(204)
@@ -494,7 +494,7 @@ class Gateway:
         )
         await self._preparer.prepare(context, dry=dry)
         key_charge.charge(context.placement.input_tokens, received_at)
-        if isinstance(request, ProxiedRequest):
+        if isinstance(request, ExtProcRequest):
             await _keep_within(request.proxy, context)
         if dry:
             return await self._explain(context)

@@ -42,7 +42,7 @@ from pointsman_router.core.requests.gateway_events import GatewayEvents
 from pointsman_router.core.requests.held_requests import HeldRequests
 from pointsman_router.core.requests.hold_queue import QueueSettings
 from pointsman_router.core.requests.moves import RequestMoves
-from pointsman_router.core.requests.parking import PARKED, Parking
+from pointsman_router.core.requests.parked_requests import PARKED, ParkedRequests
 from pointsman_router.core.requests.placement_plans import PlacementPlans
 from pointsman_router.core.requests.refusals import Refusals
 from pointsman_router.core.requests.request_table import RequestTable
@@ -173,7 +173,9 @@ class RouterState:
             self._refusals,
             settings.retry_after_s,
         )
-        self.parking = Parking(self.requests, self.admission, self.held_requests, self.instances, self._refusals)
+        self.parked_requests = ParkedRequests(
+            self.requests, self.admission, self.held_requests, self.instances, self._refusals
+        )
         self._reports = AgentReports(
             self.instances,
             self.index,
@@ -193,7 +195,7 @@ class RouterState:
         self._gateways = GatewayEvents(
             self.requests,
             self.held_requests,
-            self.parking,
+            self.parked_requests,
             self._plans,
             self.instances,
             self.prefix_knowledge,
@@ -222,7 +224,7 @@ class RouterState:
         ms later; parked requests are refused at their bounds. May change with each event."""
         if self.requests.room.leaving:
             return self._now + LEAVE_PAUSE_S
-        at = self.parking.retry_at
+        at = self.parked_requests.retry_at
         held_at = self.held_requests.retry_at
         if held_at is not None and held_at < at:
             return held_at
@@ -287,10 +289,13 @@ class RouterState:
 
     def _let_in(self, event: ev.Event, now: float) -> list[ev.Effect]:
         if isinstance(event, ev.Tick):
-            return [*self.parking.let_in(self.parking.queue.pools(), now), *self.parking.refuse_expired(now)]
+            return [
+                *self.parked_requests.let_in(self.parked_requests.queue.pools(), now),
+                *self.parked_requests.refuse_expired(now),
+            ]
         if self._turn.anything or self._turn.session_ended:
-            return self.parking.let_in(self.parking.queue.pools(), now)
-        return self.parking.let_in(self._turn.freed, now)
+            return self.parked_requests.let_in(self.parked_requests.queue.pools(), now)
+        return self.parked_requests.let_in(self._turn.freed, now)
 
     def _apply(self, event: ev.Event, now: float) -> list[ev.Effect]:
         match event:
@@ -350,7 +355,7 @@ class RouterState:
                 return []
             case ev.RetryDue():
                 self.prefix_knowledge.expire(now)
-                return [*self.held_requests.retry_due(now), *self.parking.retry_due(now)]
+                return [*self.held_requests.retry_due(now), *self.parked_requests.retry_due(now)]
             case ev.Tick():
                 return self._tick(now)
 
@@ -371,7 +376,7 @@ class RouterState:
         """
         if (refused := self._gateways.not_owned(request)) is not None:
             return refused
-        record = self.parking.explain(request, now)
+        record = self.parked_requests.explain(request, now)
         if record is not None:
             request = replace(request, admitted=record)
             if record.verdict.outcome is not AdmissionOutcome.ADMIT:
@@ -535,9 +540,9 @@ class RouterState:
             self.instances.forget_snapshot(instance_id)
         self.prefix_knowledge.expire(now)
         self.held_requests.expire(now)
-        self.parking.expire(now)
+        self.parked_requests.expire(now)
         self._refusals.expire(now)
-        self.admission.tick(self.parking.queue.pools(), now)
+        self.admission.tick(self.parked_requests.queue.pools(), now)
         effects += self._idle_sessions(now)
         effects += self.pool_choices.tick(self.owned.owns, now)
         return effects + self._forget_gone_pools(now)
@@ -558,7 +563,7 @@ class RouterState:
             lambda pool: bool(
                 self.reservations.of_pool(pool)
                 or self.held_requests.queue.count(pool)
-                or self.parking.queue.count(pool)
+                or self.parked_requests.queue.count(pool)
             ),
             now,
         )

@@ -34,7 +34,7 @@ from pointsman_gateway.io.http.server_types import (
     shutting_down,
     too_slow,
 )
-from pointsman_gateway.io.request.proxied_request import InnocentFailure, OtherInstanceAnswered, ProxiedRequest
+from pointsman_gateway.io.request.ext_proc_request import ExtProcRequest, InnocentFailure, OtherInstanceAnswered
 
 log = structlog.get_logger()
 
@@ -124,7 +124,7 @@ class ProxyStream:
         self._fields: list[str] = []  # names of the request's fields
         self._request_trailers = False
         self._subset: Subset | None = None
-        self._request: ProxiedRequest | None = None
+        self._request: ExtProcRequest | None = None
         self._work: asyncio.Future[Response | None] | None = None
         self._reader: asyncio.Task[None] | None = None  # reads the request
         self._must_end = False
@@ -176,7 +176,7 @@ class ProxyStream:
         if reads and now - self._silent_since > limit_s:
             self.give_up("silent")
 
-    async def _carry(self, request: ProxiedRequest) -> None:
+    async def _carry(self, request: ExtProcRequest) -> None:
         self._work = asyncio.ensure_future(self._streams.handler.answer(request))
         reading = asyncio.create_task(self._read_answer())
         sending = asyncio.create_task(self._outgoing.run())
@@ -212,7 +212,7 @@ class ProxyStream:
 
     # The request.
 
-    async def _read_request(self) -> ProxiedRequest | None:
+    async def _read_request(self) -> ExtProcRequest | None:
         """Read the request; None if the client has left, or the proxy ignores what it is told. Raises _Refused. Mutates."""
         limits = self._streams.limits
         try:
@@ -232,7 +232,7 @@ class ProxyStream:
         pseudo, headers = messages.head_of(received)
         self._target = pseudo.get(":path", "")
         path, query = self._path(), self._target.partition("?")[2]
-        request = ProxiedRequest(
+        request = ExtProcRequest(
             pseudo.get(":method", ""), path, query, headers, self._writer, self._held_answer, proxy=self
         )
         self._request = request

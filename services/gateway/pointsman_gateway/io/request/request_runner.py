@@ -24,7 +24,7 @@ from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_state_machine import Phase, RequestStateMachine
 from pointsman_gateway.core.request.transfer_params import supports_inline_kv_transfer
 from pointsman_gateway.core.tokens.token_cache import TokenIds
-from pointsman_gateway.io.request.proxied_request import ProxiedRequest
+from pointsman_gateway.io.request.ext_proc_request import ExtProcRequest
 from pointsman_gateway.io.request.shared_context import SharedContext
 from pointsman_gateway.io.request.step_execution import EngineSteps
 from pointsman_gateway.io.routing.router_client import NoRouter, PlacementReply, WithoutRouter
@@ -40,7 +40,7 @@ class RequestRunner:
     def __init__(self, shared: SharedContext, context: RequestContext, request: Request) -> None:
         timeouts = shared.timeouts if context.call.stream else shared.whole_timeouts
         # A proxy sends the client's request in place of the gateway, once. So KV is transferred before.
-        proxy = request.proxy if isinstance(request, ProxiedRequest) else None
+        proxy = request.proxy if isinstance(request, ExtProcRequest) else None
         inline = supports_inline_kv_transfer(context.call) and proxy is None
         if proxy is not None:
             timeouts = replace(timeouts, max_retries=0)

@@ -49,7 +49,7 @@ from pointsman_gateway.io.engines.engine_client import (
 )
 from pointsman_gateway.io.engines.engine_connection import UpstreamResponse
 from pointsman_gateway.io.engines.remote_prefill import RemotePrefill
-from pointsman_gateway.io.request.proxied_request import InnocentFailure, OtherInstanceAnswered, Proxy
+from pointsman_gateway.io.request.ext_proc_request import InnocentFailure, OtherInstanceAnswered, Proxy
 from pointsman_gateway.io.request.shared_context import SharedContext
 
 # Maximum number of an answer's tokens for whose ids memory is reserved.

@@ -23,7 +23,7 @@ from pointsman_gateway.core.request.placement_messages import target_of
 from pointsman_gateway.core.streaming.sse import SseFilter
 from pointsman_gateway.io.engines.engine_client import Upstream, UpstreamError, relay_stream
 from pointsman_gateway.io.engines.engine_connection import UpstreamResponse
-from pointsman_gateway.io.request.proxied_request import ProxiedRequest
+from pointsman_gateway.io.request.ext_proc_request import ExtProcRequest
 from pointsman_gateway.io.routing.model_pools import ModelPools
 from pointsman_gateway.io.routing.router_client import RouterClient
 
@@ -86,7 +86,7 @@ class UnplacedProxy:
             raise not_stored(id_)
         asked = [(name, value) for name, value in parse_qsl(request.query) if name in _QUERY]
         # An answer to HEAD has no body to stream, so it is the head of the whole response. A proxy gets whole answers only.
-        asked = [] if request.method == "HEAD" or isinstance(request, ProxiedRequest) else asked
+        asked = [] if request.method == "HEAD" or isinstance(request, ExtProcRequest) else asked
         path = f"/v1/responses/{id_}{found[2] or ''}" + (f"?{urlencode(asked)}" if asked else "")
         try:
             async with (

@@ -34,7 +34,11 @@ def take_sample(state: RouterState, history: FleetHistory, now: float) -> Iterat
     """Record a sample of all pools and instances in `history`, at `now` (s on the state's clock). Yields after each instance, so
     that the caller can handle events in between. The parts are then as far apart in time as the caller's pauses."""
     backlogs = yield from PoolBacklogs(
-        state.instances, state.reservations, state.prefill_observer, state.held_requests.queue, state.parking.queue
+        state.instances,
+        state.reservations,
+        state.prefill_observer,
+        state.held_requests.queue,
+        state.parked_requests.queue,
     ).in_parts(now)
     sums: dict[str, _Sums] = {pool: _Sums() for pool in backlogs}
     total = _Sums()

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import StrEnum
 
-from pointsman_common.core.block_key_messages import (
+from pointsman_common.core.block_keys import digest_of
+from pointsman_common.core.key_report_messages import (
     ConsistencyCheck,
     Delta,
     KeyMessage,
@@ -21,7 +22,6 @@ from pointsman_common.core.block_key_messages import (
     SnapshotEnd,
     Tier,
 )
-from pointsman_common.core.block_keys import digest_of
 from pointsman_router.core.prefix.exact_index import IndexFull, PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerTiers
 

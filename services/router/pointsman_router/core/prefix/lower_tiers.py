@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from pointsman_common.core.block_key_messages import Tier
+from pointsman_common.core.key_report_messages import Tier
 from pointsman_router.core.prefix.exact_index import UNBOUNDED, IndexFull, PrefixIndex
 
 # Number of instances, those with the longest prefixes, whose runs in a lower tier are searched. Instances with equal ends count

@@ -18,7 +18,7 @@ from pointsman_router.core.ownership import OwnedPools
 from pointsman_router.core.placement_types import Decision, PlacementRequest, StepKind
 from pointsman_router.core.policy_views import FleetViewBuilder
 from pointsman_router.core.requests.held_requests import HeldRequests
-from pointsman_router.core.requests.parking import Parking
+from pointsman_router.core.requests.parked_requests import ParkedRequests
 from pointsman_router.core.requests.placement_plans import MAX_STEPS, PlacementPlans, placed_effect
 from pointsman_router.core.requests.refusals import not_serving
 from pointsman_router.core.requests.request_state import RequestState, Stage
@@ -34,7 +34,7 @@ class GatewayEvents:
 
     requests: RequestTable
     held_requests: HeldRequests
-    parking: Parking
+    parked_requests: ParkedRequests
     plans: PlacementPlans
     instances: InstanceRegistry
     prefix_knowledge: PrefixKnowledge
@@ -160,7 +160,7 @@ class GatewayEvents:
             # A caller of the unary form reports no steps, so it gets a plan of one SERVE.
             request = replace(request, single_instance=True, sliceable_tokens=0)
         self.prefix_knowledge.expire(now)
-        return [*ended, *self.parking.place(request, event.gateway_id, now)]
+        return [*ended, *self.parked_requests.place(request, event.gateway_id, now)]
 
     def _not_serving(self, request: PlacementRequest, now: float) -> ev.Refused | None:
         if (refused := self.not_owned(request)) is not None:

@@ -14,11 +14,11 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman_common.core import block_key_wire
+from pointsman_common.core import key_report_wire
 from pointsman_common.io.auth import credentials
 from pointsman_common.io.channel import END_OF_STREAM
 from pointsman_router.core import events_and_effects as ev
-from pointsman_router.io.convert import agent_messages
+from pointsman_router.io.convert import instance_messages
 from pointsman_router.io.router import AgentStream, Router
 from pointsman_router.io.rpc.duplex_stream import run_duplex
 from pointsman_router.io.rpc.turn_budget import TurnBudget
@@ -80,7 +80,7 @@ class AgentService:
         instance_id = ""
         while (message := await context.read()) is not END_OF_STREAM:
             parsed = await self._turns.run(partial(_parsed, message))
-            for piece in range(block_key_wire.pieces(parsed)):
+            for piece in range(key_report_wire.pieces(parsed)):
                 take = partial(self._take, stream_id, instance_id, parsed, piece, context)
                 instance_id = await self._turns.run(take)
 
@@ -97,7 +97,7 @@ class AgentService:
             instance_id = self._router.agents[stream_id].instance_id = message.hello.instance.instance_id
             event: ev.Event = ev.AgentHello(
                 stream_id,
-                agent_messages.instance_info(message.hello.instance),
+                instance_messages.instance_info(message.hello.instance),
                 message.hello.key_scheme,
                 message.hello.oldest_seq,
                 message.hello.latest_seq,
@@ -107,10 +107,10 @@ class AgentService:
         elif not instance_id:
             raise _ProtocolError("the first message must be a hello")
         elif kind == "load":
-            event = ev.LoadReported(stream_id, instance_id, agent_messages.load(message.load, time.monotonic()))
+            event = ev.LoadReported(stream_id, instance_id, instance_messages.load(message.load, time.monotonic()))
         elif kind == "goodbye":
             event = ev.AgentGoodbye(stream_id, instance_id)
-        elif (about_keys := block_key_wire.key_message(message, piece)) is not None:
+        elif (about_keys := key_report_wire.key_message(message, piece)) is not None:
             event = ev.KeysReported(stream_id, instance_id, about_keys)
         else:
             return instance_id
@@ -159,7 +159,7 @@ def _parsed(raw: bytes) -> agent_pb2.ReportRequest:
         message = agent_pb2.ReportRequest.FromString(raw)
     except DecodeError as error:
         raise _ProtocolError(f"not a ReportRequest: {error}") from None
-    if fault := block_key_wire.delta_fault(message.delta):
+    if fault := key_report_wire.delta_fault(message.delta):
         raise _ProtocolError(fault)
     return message
 

@@ -45,7 +45,7 @@ def replicas_to_wire(router: Router) -> fleet_pb2.ListReplicasResponse:
             instances=len(state.instances.members(pool.model, pool.model)),
             held_requests=state.held_requests.queue.count(pool.model),
             policy=operator_messages.pool_policy_to_wire(state.pool_policy(pool.model, now), now) if owned else None,
-            parked_requests=state.parking.queue.count(pool.model),
+            parked_requests=state.parked_requests.queue.count(pool.model),
             admission=operator_messages.admission_status(state, pool.model, now),
         )
     return answer
@@ -69,5 +69,5 @@ def _router_status(router: Router) -> fleet_pb2.RouterStatus:
         sessions=len(state.affinity),
         keys=len(state.index),
         decisions=len(router.decisions),
-        parked_requests=len(state.parking.queue),
+        parked_requests=len(state.parked_requests.queue),
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pointsman_common.core.block_key_messages import Tier
+from pointsman_common.core.key_report_messages import Tier
 from pointsman_router.core.analysis.pool_backlog import PoolBacklogs
 from pointsman_router.core.instances.instance_registry import InstanceRecord
 from pointsman_router.core.instances.kv_refusals import refused_senders
@@ -31,7 +31,11 @@ class StateCollector(Collector):
         self._ready = ready
         self._clock = clock
         self._backlogs = PoolBacklogs(
-            state.instances, state.reservations, state.prefill_observer, state.held_requests.queue, state.parking.queue
+            state.instances,
+            state.reservations,
+            state.prefill_observer,
+            state.held_requests.queue,
+            state.parked_requests.queue,
         )
 
     def describe(self) -> list[Metric]:
@@ -114,7 +118,7 @@ class StateCollector(Collector):
         ]
         for model in models:
             for priority in Priority:
-                parked.add_metric([model, priority], state.parking.queue.count(model, priority))
+                parked.add_metric([model, priority], state.parked_requests.queue.count(model, priority))
             status = state.admission.status(model, now)
             figures = (float(status.armed), status.weighted, status.capacity, status.recomputed_share)
             for family, figure in zip(families, figures, strict=True):

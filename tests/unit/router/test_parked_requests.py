@@ -16,7 +16,7 @@ from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.placement_types import Phase, PlacementRequest
 from pointsman_router.core.priority import Priority
 from pointsman_router.core.requests.hold_queue import QueueSettings
-from pointsman_router.core.requests.parking import KEEP_AGE_S, LET_IN_AT_ONCE, LET_IN_PAUSE_S
+from pointsman_router.core.requests.parked_requests import KEEP_AGE_S, LET_IN_AT_ONCE, LET_IN_PAUSE_S
 from pointsman_router.core.requests.request_table import LEAVE_AT_ONCE
 from pointsman_router.core.router_state import RouterState
 from tests.support.router_values import join, request, state
@@ -142,7 +142,11 @@ def test_a_higher_class_goes_first_and_of_one_class_the_smaller_session() -> Non
     ask(router, session("large", 20_000), 1.0)
     ask(router, session("smaller", 10_000), 1.5)
     ask(router, session("urgent", 20_000, priority=Priority.INTERACTIVE), 2.0)
-    assert [held.request.session_id for held in router.parking.queue.order("m")] == ["urgent", "smaller", "large"]
+    assert [held.request.session_id for held in router.parked_requests.queue.order("m")] == [
+        "urgent",
+        "smaller",
+        "large",
+    ]
 
 
 def test_the_tenant_with_the_least_weighted_size_for_its_weight_goes_first() -> None:
@@ -150,7 +154,7 @@ def test_the_tenant_with_the_least_weighted_size_for_its_weight_goes_first() -> 
     ask(router, session("fills", 81_900, tenant="heavy"), 0.0)
     ask(router, session("h", 10_000, tenant="heavy"), 1.0)
     ask(router, session("l", 20_000, tenant="light"), 2.0)
-    assert [held.request.session_id for held in router.parking.queue.order("m")] == ["l", "h"]
+    assert [held.request.session_id for held in router.parked_requests.queue.order("m")] == ["l", "h"]
 
 
 def test_the_age_survives_a_refusal_and_a_lost_stream_for_ten_minutes() -> None:
@@ -158,20 +162,20 @@ def test_the_age_survives_a_refusal_and_a_lost_stream_for_ten_minutes() -> None:
         router = fleet()
         ask(router, session("new", 3_000), 1.0)
         router.handle(ev.RetryDue(), 121.0)
-        assert not len(router.parking.queue)
+        assert not len(router.parked_requests.queue)
         again = 121.0 + pause_s
         router.admission.pools["m"].armed = True
-        router.parking.expire(again)
+        router.parked_requests.expire(again)
         [parked] = ask(router, session("new", 3_000, request_id="second"), again)
         assert isinstance(parked, ev.Parked)
         assert parked.bound_s == 120.0
-        assert next(iter(router.parking.queue)).since == since
+        assert next(iter(router.parked_requests.queue)).since == since
     router = fleet()
     ask(router, session("new", 3_000), 1.0)
     router.handle(ev.GatewayLost("g"), 5.0)
-    assert not len(router.parking.queue)
+    assert not len(router.parked_requests.queue)
     ask(router, session("new", 3_000), 6.0, "h")
-    assert next(iter(router.parking.queue)).since == 1.0
+    assert next(iter(router.parked_requests.queue)).since == 1.0
 
 
 def queued(count: int, *, capacity: int = 10_000_000, **changes: Any) -> tuple[RouterState, list[str]]:
@@ -205,7 +209,7 @@ def test_when_admission_ends_all_that_is_parked_is_let_in_at_a_pace_and_newcomer
     [parked] = ask(router, session("late", 200_000), 2.0)
     assert isinstance(parked, ev.Parked), "those that came first are not passed"
     assert placed(ask(router, session("child", 3_000, parent="t/busy"), 2.0)) == ["child"], "it is under way"
-    while len(router.parking.queue):
+    while len(router.parked_requests.queue):
         assert router.retry_at == pytest.approx(now + LET_IN_PAUSE_S)
         now = router.retry_at or 0.0
         entered += let_in(router, ev.RetryDue(), now)
@@ -237,10 +241,10 @@ def test_parked_requests_are_let_in_only_as_far_as_instances_and_held_requests_h
         ask(router, session(f"p{number}", 3_000), 1.0)
     router.admission.applies = lambda pool, now: False
     assert let_in(router, ev.Tick(), 2.0) == ["p0"]
-    assert (router.held_requests.queue.count("m"), router.parking.queue.count("m")) == (1, 3)
+    assert (router.held_requests.queue.count("m"), router.parked_requests.queue.count("m")) == (1, 3)
     for now, name in ((3.0, "busy"), (4.0, "p0"), (5.0, "p1")):
         let_in(router, ev.Finished(f"r-{name}", "OK", output_tokens=0), now)
-    assert not len(router.parking.queue)
+    assert not len(router.parked_requests.queue)
     router.check_invariants()
 
 
@@ -263,15 +267,15 @@ def test_one_tenants_prompts_do_not_take_all_memory_nor_a_lower_class_all_places
 def test_a_lost_gateways_parked_requests_leave_in_parts_and_those_it_asks_for_again_stay() -> None:
     router, names = queued(3 * LEAVE_AT_ONCE)
     router.handle(ev.GatewayLost("g"), 2.0)
-    assert len(router.parking.queue) == 2 * LEAVE_AT_ONCE
+    assert len(router.parked_requests.queue) == 2 * LEAVE_AT_ONCE
     assert router.retry_at == pytest.approx(2.001)
     end(router, "fills", 2.0)
-    assert len(router.parking.queue) == LEAVE_AT_ONCE, "nobody is let in meanwhile"
+    assert len(router.parked_requests.queue) == LEAVE_AT_ONCE, "nobody is let in meanwhile"
     [parked] = ask(router, session(names[-1], 200_000), 2.0)
     assert isinstance(parked, ev.Parked)
     effects = router.handle(ev.RetryDue(), 2.001)
     assert not any(isinstance(effect, ev.Placed | ev.Refused) for effect in effects)
-    assert [held.request.session_id for held in router.parking.queue] == [names[-1]]
+    assert [held.request.session_id for held in router.parked_requests.queue] == [names[-1]]
     assert let_in(router, ev.Tick(), 3.0) == [names[-1]]
     router.check_invariants()
 
@@ -343,7 +347,7 @@ def test_explain_tells_the_admission_and_changes_nothing() -> None:
     answer = router.explain(session("new", 3_000), 1.0)
     assert isinstance(answer, ev.Refused)
     assert "would be parked" in answer.message
-    assert not len(router.parking.queue)
+    assert not len(router.parked_requests.queue)
     answer = router.explain(session("small", 900), 1.0)
     assert not isinstance(answer, ev.Refused)
     assert answer.request.admitted is not None

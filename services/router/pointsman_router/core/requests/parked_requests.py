@@ -57,7 +57,7 @@ class _Review(NamedTuple):
     until: float  # when it is computed again, s
 
 
-class Parking:
+class ParkedRequests:
     """The parked requests of a RouterState. `admission` describes admissions, `held_requests` places what is let in."""
 
     def __init__(

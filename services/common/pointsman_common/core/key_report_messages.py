@@ -1,6 +1,6 @@
 """Messages about the keys of one instance's cached blocks: what an agent sends and a router applies. Pure.
 
-An agent sends all keys as a snapshot, then contiguous deltas, with consistency checks in between. `block_key_wire.py` converts
+An agent sends all keys as a snapshot, then contiguous deltas, with consistency checks in between. `key_report_wire.py` converts
 to and from protobuf.
 """
 

@@ -53,7 +53,7 @@ class Proxy(Protocol):
 
 
 @dataclass(slots=True)
-class ProxiedRequest(Request):
+class ExtProcRequest(Request):
     """A request, and the proxy that carries it. Its writer writes to the proxy."""
 
     proxy: Proxy = field(kw_only=True)
