@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from bisect import bisect_left
@@ -131,7 +132,8 @@ class RouterClient:
         self._pace = LocalPace()
         self._waiting = WaitingForOwner(self._pace)
         self._asked: dict[str, tuple[str, int]] = {}  # pool -> router id and epoch of the owner that is asked
-        self._wake: asyncio.TimerHandle | None = None  # when a request that waits for an owner is due
+        self._wake: asyncio.Handle | None = None  # the timer for requests that wait for an owner
+        self._wake_at = math.inf  # when it fires, in the loop's time, s
         self._told_claims: dict[tuple[str, str], int] = {}  # router's address, pool -> the higher epoch it was told
         self._closing = False
         self._ended: set[asyncio.Task[None]] = set()
@@ -453,10 +455,10 @@ class RouterClient:
         loop = asyncio.get_running_loop()
         when = loop.time() + max(at - now, 0.0)
         if self._wake is not None:
-            if self._wake.when() <= when:
+            if self._wake_at <= when:
                 return
             self._wake.cancel()
-        self._wake = loop.call_at(when, self._serve_waiting)
+        self._wake, self._wake_at = loop.call_at(when, self._serve_waiting), when
 
     def _serve_waiting(self) -> None:
         """Ask, place or refuse the requests that are due."""
