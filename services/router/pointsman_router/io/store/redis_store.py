@@ -625,7 +625,8 @@ class RedisStore:
             self._next_page(pool)
         left = len(pool.pending)
         while left and pool.epoch and self._writing:
-            batch = [pool.pending[index] for index in range(min(left, BATCH))]
+            pending = pool.pending
+            batch = [pending[index] for index in range(min(left, BATCH))]
             changes = [item for item in batch if isinstance(item, list)]
             if changes and not await self._apply(
                 keys=pool.state_keys,
@@ -634,11 +635,14 @@ class RedisStore:
                 await self._renew(pool)
                 left = len(pool.pending)
                 continue
+            if pool.pending is not pending:
+                return  # The changes were dropped meanwhile, with their numbers and callbacks.
             left -= len(batch)
             pool.number += len(changes)
             pool.written = pool.number - 1 if changes else pool.written
             for item in batch:
-                pool.pending.popleft()
+                pending.popleft()
+            for item in batch:
                 if not isinstance(item, list):
                     item(True)
             if loop.time() >= until:
