@@ -132,7 +132,7 @@ async def test_interactive_requests_are_answered_before_batch_ones_and_take_thei
         done, _ = await asyncio.wait(tasks[1:3], return_when=asyncio.FIRST_COMPLETED)
         [displaced] = [task.result() for task in done]
         assert displaced[:2] == (429, "1")
-        assert "the queue is full, and a request of another priority class takes this request's place" in displaced[2]
+        assert "the queue is full, and a request of another class or tenant takes this request's place" in displaced[2]
         late = await post("k-fast", **{TIMEOUT: "0.2"})
         assert (late[0], late[1]) == (504, "")
         # The late request had displaced the other request of the lowest class.

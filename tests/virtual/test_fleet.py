@@ -477,6 +477,7 @@ def test_while_no_owner_is_known_the_router_that_was_asked_is_waited_for() -> No
         asking = asyncio.create_task(client.first_step(pb.PlacementRequest(request_id="x", model="m"), 9.0))
         await asyncio.sleep(0.5)
         await first.owner("", 0)
+        await asyncio.sleep(0.5)
         await second.owner("", 0)
         await asyncio.sleep(0.5)
         await second.place("x")

@@ -640,7 +640,7 @@ class RedisStore:
             left -= len(batch)
             pool.number += len(changes)
             pool.written = pool.number - 1 if changes else pool.written
-            for item in batch:
+            for _ in batch:
                 pending.popleft()
             for item in batch:
                 if not isinstance(item, list):
