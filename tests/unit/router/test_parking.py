@@ -13,11 +13,14 @@ from pointsman_router.core.admission.session_admission import AdmissionSettings
 from pointsman_router.core.admission_rule import AdmissionOutcome, decide_admission
 from pointsman_router.core.analysis.decision_replay import admission_differences, differences, redecide
 from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.placement_types import Phase, PlacementRequest
 from pointsman_router.core.priority import Priority
 from pointsman_router.core.requests.hold_queue import QueueSettings
 from pointsman_router.core.requests.parking import KEEP_AGE_S, LET_IN_AT_ONCE, LET_IN_PAUSE_S
 from pointsman_router.core.requests.request_table import LEAVE_AT_ONCE
+from pointsman_router.core.requests.unfinished_work import PART
+from pointsman_router.core.requests.waiting_room import MAX_KEYS
 from pointsman_router.core.router_state import RouterState
 from tests.support.router_values import join, request, state
 
@@ -287,6 +290,50 @@ def test_a_lost_pools_parked_requests_are_answered_in_parts() -> None:
     refused = [effect.request_id.removeprefix("r-") for effect in effects if isinstance(effect, ev.Refused)]
     assert sorted(refused) == sorted(names)
     assert not any(isinstance(effect, ev.Placed) for effect in effects)
+    router.check_invariants()
+
+
+def owner_of_two_pools(count: int, max_keys: int = MAX_KEYS) -> RouterState:
+    """A router that owns m and n, both full, while `count` sessions of 187 block keys are parked in m."""
+    router = state(admission=ON, owns_all=False)
+    router.requests.room.limit_keys(max_keys)
+    for stream_id, pool in enumerate("mn", 1):
+        router.handle(ev.PoolTaken(pool), 0.0)
+        join(router, f"i{pool}", stream_id, kv_capacity_tokens=10_000, model=pool, served_names=())
+        ask(router, session(f"busy-{pool}", 8_000, model=pool), 0.0)
+        router.admission.was_parked(pool, 0.0)
+    for number in range(count):
+        ask(router, session(f"p{number}", 3_000), 1.0)
+    assert len(router.parking.queue) == count
+    return router
+
+
+def test_a_hello_that_came_before_the_loss_of_a_pool_keeps_none_of_its_requests() -> None:
+    router = owner_of_two_pools(8 * LEAVE_AT_ONCE)
+    waiting = frozenset(held.request.request_id for held in router.parking.queue)
+    taken = tuple(Reservation(f"o{number}", "h", "in", "", 10, 10, pool="n") for number in range(2 * PART))
+    effects = router.handle(ev.PoolTaken("n", taken), 2.0)
+    effects += router.handle(ev.GatewayHello("g", waiting=waiting), 2.0)
+    effects += router.handle(ev.PoolLost("m"), 2.0)
+    while router.unfinished or router.requests.room.leaving:
+        effects += router.handle(ev.GoOn() if router.unfinished else ev.RetryDue(), 2.0)
+    answers = [effect for effect in effects if isinstance(effect, ev.Placed | ev.Refused)]
+    assert {answer.request_id for answer in answers} == waiting
+    assert all(isinstance(answer, ev.Refused) and answer.not_serving for answer in answers)
+    assert not len(router.requests.room)
+    router.check_invariants()
+
+
+def test_a_request_of_a_lost_pool_that_gives_up_its_memory_is_sent_to_the_new_owner() -> None:
+    router = owner_of_two_pools(8 * LEAVE_AT_ONCE, 192_000)
+    router.handle(ev.PoolLost("m"), 2.0)
+    for tenant in "uv":
+        asked = session(tenant, 47_000 * 16, model="n", tenant=tenant)
+        effects = router.handle(ev.PlaceRequested(asked, "g"), 2.0)
+        assert router.parking.queue.get(asked.request_id) is not None
+        refused = [effect for effect in effects if isinstance(effect, ev.Refused)]
+        assert all(effect.not_serving for effect in refused)
+    assert len(refused) > LEAVE_AT_ONCE
     router.check_invariants()
 
 
