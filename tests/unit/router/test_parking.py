@@ -17,7 +17,7 @@ from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.placement_types import Phase, PlacementRequest
 from pointsman_router.core.priority import Priority
 from pointsman_router.core.requests.hold_queue import QueueSettings
-from pointsman_router.core.requests.parking import KEEP_AGE_S, LET_IN_AT_ONCE, LET_IN_PAUSE_S
+from pointsman_router.core.requests.parking import KEEP_AGE_S, KEYS_OF_ONE, LET_IN_AT_ONCE, LET_IN_PAUSE_S
 from pointsman_router.core.requests.request_table import LEAVE_AT_ONCE
 from pointsman_router.core.requests.unfinished_work import PART
 from pointsman_router.core.requests.waiting_room import MAX_KEYS
@@ -196,7 +196,7 @@ def let_in(router: RouterState, event: ev.Event, now: float) -> list[str]:
 
 @pytest.mark.parametrize("how", ["policy", "tick", "release"])
 def test_when_admission_ends_all_that_is_parked_is_let_in_at_a_pace_and_newcomers_stay_behind(how: str) -> None:
-    router, names = queued(3 * LET_IN_AT_ONCE)
+    router, names = queued(3 * LET_IN_AT_ONCE, keys=())
     router.admission.applies = lambda pool, now: False
     event: ev.Event = ev.PolicySet(router.policy)
     if how == "tick":
@@ -245,6 +245,43 @@ def test_parked_requests_are_let_in_only_as_far_as_instances_and_held_requests_h
         let_in(router, ev.Finished(f"r-{name}", "OK", output_tokens=0), now)
     assert not len(router.parking.queue)
     router.check_invariants()
+
+
+def test_an_adapter_without_room_keeps_no_session_of_another_model_waiting() -> None:
+    router = state(admission=ON, limits=SaturationLimits(max_requests=1), queue=QueueSettings(size=1))
+    join(router, "a", 1, kv_capacity_tokens=10_000, served_names=("lora",))
+    for stream_id, name in enumerate("bc", 2):
+        join(router, name, stream_id, kv_capacity_tokens=10_000, served_names=())
+    for name in ("serves", "held"):
+        ask(router, session(name, 100, model="lora"), 0.0)
+    ask(router, session("busy", 29_800), 0.0)
+    router.admission.was_parked("m", 0.0)
+    ask(router, session("adapter", 3_000, model="lora"), 1.0)
+    ask(router, session("base", 3_000), 2.0)
+    assert [held.request.session_id for held in router.parking.queue.order("m")] == ["adapter", "base"]
+    assert placed(end(router, "busy", 3.0)) == ["base"]
+    assert let_in(router, ev.Finished("r-serves", "OK", output_tokens=0), 4.0) == ["held"]
+    assert [held.request.session_id for held in router.held_requests.queue] == ["adapter"]
+    assert not len(router.parking.queue)
+    router.check_invariants()
+
+
+def test_one_pools_crowd_does_not_keep_other_pools_waiting_when_admission_ends() -> None:
+    router, _ = queued(3 * LET_IN_AT_ONCE, keys=())
+    join(router, "b", 2, kv_capacity_tokens=10_000, model="n", served_names=())
+    ask(router, session("fills-n", 9_000, model="n"), 1.0)
+    router.admission.was_parked("n", 1.0)
+    ask(router, session("urgent", 3_000, model="n", priority=Priority.INTERACTIVE), 1.0)
+    router.admission.applies = lambda pool, now: False
+    assert len(let_in(router, ev.Tick(), 2.0)) == LET_IN_AT_ONCE
+    assert "urgent" in let_in(router, ev.RetryDue(), 2.0 + LET_IN_PAUSE_S)
+
+
+def test_a_turn_lets_in_fewer_long_prompts() -> None:
+    router, names = queued(12)
+    router.admission.applies = lambda pool, now: False
+    costs = 1 + 200_000 // 16 // KEYS_OF_ONE
+    assert let_in(router, ev.Tick(), 2.0) == names[: -(-LET_IN_AT_ONCE // costs)]
 
 
 def test_one_tenants_prompts_do_not_take_all_memory_nor_a_lower_class_all_places() -> None:
