@@ -168,6 +168,22 @@ async def test_the_pools_of_a_fleet_are_spread_over_a_redis_cluster(tmp_path: Pa
             node.close()
 
 
+async def test_a_router_goes_on_without_a_redis_cluster_that_is_away(tmp_path: Path) -> None:
+    with redis_cluster(tmp_path, 2) as ports:
+        async with running(redis_url=f"redis://127.0.0.1:{ports[0]}/0", redis_cluster=True) as (server, client):
+            await Report(client).join("a")
+            await eventually(lambda: server.router.store.may_place("m"), "the pool is owned")
+            session = Session(client)
+            await session.hello()
+            for port in ports:
+                with redis.Redis(port=port) as node:
+                    node.shutdown(nosave=True)
+            await eventually(lambda: server.router.state.degraded, "the router is degraded")
+            for number in range(3):
+                await asyncio.sleep(0.5)
+                assert (await session.place(f"r{number}")).degraded
+
+
 async def test_a_redis_that_answers_after_200_ms_costs_time_and_no_lease(tmp_path: Path) -> None:
     """Placements in many pools wait for their own write only."""
     models = [f"model-{number}" for number in range(12)]

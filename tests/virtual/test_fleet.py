@@ -381,7 +381,12 @@ class ScriptedRouter:
         """Send the pool's owner. Empty id: the pool does not exist."""
         owner = pb.Owner(router_id=router_id, address=f"{router_id}:1", epoch=epoch)
         instances = [pb.InstanceRef(instance_id="e", url="http://e")]
-        pools = [pb.Pool(model="m", served_names=["m"], owner=owner, instances=instances)] if router_id else []
+        await self.pools(
+            [pb.Pool(model="m", served_names=["m"], owner=owner, instances=instances)] if router_id else []
+        )
+
+    async def pools(self, pools: Sequence[pb.Pool]) -> None:
+        """Send the pools that there are now."""
         before, self.sent_fleet = self.sent_fleet, pb.Fleet(pools=pools)
         await self.context.write(pb.SessionResponse(fleet_update=fleet_update(before, self.sent_fleet)))
 
@@ -568,6 +573,41 @@ def test_whoever_waits_at_an_owner_that_dies_is_placed_as_a_new_request_is(alone
         for number in range(3):
             assert await placed_after(ask(client, f"after {number}")) < 0.1
         assert routers[1].asked() == []
+
+    virtually(work())
+
+
+def test_a_request_without_an_owner_follows_its_models_name_to_another_pool() -> None:
+    async def work() -> None:
+        client, first, _ = await two_routers()
+        lost = pb.Owner(router_id="lost", address="lost:1", epoch=2)
+
+        async def names(of_m: Sequence[str], of_n: Sequence[str]) -> None:
+            pools = (("m", of_m, ("e", "f")), ("n", of_n, ("d",)))
+            await first.pools(
+                [
+                    pb.Pool(
+                        model=model,
+                        lora_names=served,
+                        owner=lost,
+                        instances=[pb.InstanceRef(instance_id=name) for name in ids],
+                    )
+                    for model, served, ids in pools
+                ]
+            )
+            await asyncio.sleep(0.5)
+
+        await names(["adapter"], [])
+        asking = [
+            asyncio.create_task(client.first_step(pb.PlacementRequest(request_id=model, model=model), 60.0))
+            for model in ("adapter", "m")
+        ]
+        await asyncio.sleep(0.5)
+        await names([], ["adapter"])
+        async with asyncio.timeout(20.0):
+            answers = [await one for one in asking]
+        placed = [answer.instance for answer in answers if isinstance(answer, WithoutRouter)]
+        assert [instance.instance_id for instance in placed if instance is not None] in (["d", "e"], ["d", "f"])
 
     virtually(work())
 

@@ -13,11 +13,14 @@ from pointsman_router.core.admission.session_admission import AdmissionSettings
 from pointsman_router.core.admission_rule import AdmissionOutcome, decide_admission
 from pointsman_router.core.analysis.decision_replay import admission_differences, differences, redecide
 from pointsman_router.core.instances.saturation import SaturationLimits
+from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.placement_types import Phase, PlacementRequest
 from pointsman_router.core.priority import Priority
 from pointsman_router.core.requests.hold_queue import QueueSettings
-from pointsman_router.core.requests.parked_requests import KEEP_AGE_S, LET_IN_AT_ONCE, LET_IN_PAUSE_S
+from pointsman_router.core.requests.parked_requests import KEEP_AGE_S, KEYS_OF_ONE, LET_IN_AT_ONCE, LET_IN_PAUSE_S
 from pointsman_router.core.requests.request_table import LEAVE_AT_ONCE
+from pointsman_router.core.requests.unfinished_work import PART
+from pointsman_router.core.requests.waiting_room import MAX_KEYS
 from pointsman_router.core.router_state import RouterState
 from tests.support.router_values import join, request, state
 
@@ -197,7 +200,7 @@ def let_in(router: RouterState, event: ev.Event, now: float) -> list[str]:
 
 @pytest.mark.parametrize("how", ["policy", "tick", "release"])
 def test_when_admission_ends_all_that_is_parked_is_let_in_at_a_pace_and_newcomers_stay_behind(how: str) -> None:
-    router, names = queued(3 * LET_IN_AT_ONCE)
+    router, names = queued(3 * LET_IN_AT_ONCE, keys=())
     router.admission.applies = lambda pool, now: False
     event: ev.Event = ev.PolicySet(router.policy)
     if how == "tick":
@@ -248,6 +251,43 @@ def test_parked_requests_are_let_in_only_as_far_as_instances_and_held_requests_h
     router.check_invariants()
 
 
+def test_an_adapter_without_room_keeps_no_session_of_another_model_waiting() -> None:
+    router = state(admission=ON, limits=SaturationLimits(max_requests=1), queue=QueueSettings(size=1))
+    join(router, "a", 1, kv_capacity_tokens=10_000, served_names=("lora",))
+    for stream_id, name in enumerate("bc", 2):
+        join(router, name, stream_id, kv_capacity_tokens=10_000, served_names=())
+    for name in ("serves", "held"):
+        ask(router, session(name, 100, model="lora"), 0.0)
+    ask(router, session("busy", 29_800), 0.0)
+    router.admission.was_parked("m", 0.0)
+    ask(router, session("adapter", 3_000, model="lora"), 1.0)
+    ask(router, session("base", 3_000), 2.0)
+    assert [held.request.session_id for held in router.parked_requests.queue.order("m")] == ["adapter", "base"]
+    assert placed(end(router, "busy", 3.0)) == ["base"]
+    assert let_in(router, ev.Finished("r-serves", "OK", output_tokens=0), 4.0) == ["held"]
+    assert [held.request.session_id for held in router.held_requests.queue] == ["adapter"]
+    assert not len(router.parked_requests.queue)
+    router.check_invariants()
+
+
+def test_one_pools_crowd_does_not_keep_other_pools_waiting_when_admission_ends() -> None:
+    router, _ = queued(3 * LET_IN_AT_ONCE, keys=())
+    join(router, "b", 2, kv_capacity_tokens=10_000, model="n", served_names=())
+    ask(router, session("fills-n", 9_000, model="n"), 1.0)
+    router.admission.was_parked("n", 1.0)
+    ask(router, session("urgent", 3_000, model="n", priority=Priority.INTERACTIVE), 1.0)
+    router.admission.applies = lambda pool, now: False
+    assert len(let_in(router, ev.Tick(), 2.0)) == LET_IN_AT_ONCE
+    assert "urgent" in let_in(router, ev.RetryDue(), 2.0 + LET_IN_PAUSE_S)
+
+
+def test_a_turn_lets_in_fewer_long_prompts() -> None:
+    router, names = queued(12)
+    router.admission.applies = lambda pool, now: False
+    costs = 1 + 200_000 // 16 // KEYS_OF_ONE
+    assert let_in(router, ev.Tick(), 2.0) == names[: -(-LET_IN_AT_ONCE // costs)]
+
+
 def test_one_tenants_prompts_do_not_take_all_memory_nor_a_lower_class_all_places() -> None:
     router = fleet(capacity=90_000)
     room = router.requests.room
@@ -291,6 +331,50 @@ def test_a_lost_pools_parked_requests_are_answered_in_parts() -> None:
     refused = [effect.request_id.removeprefix("r-") for effect in effects if isinstance(effect, ev.Refused)]
     assert sorted(refused) == sorted(names)
     assert not any(isinstance(effect, ev.Placed) for effect in effects)
+    router.check_invariants()
+
+
+def owner_of_two_pools(count: int, max_keys: int = MAX_KEYS) -> RouterState:
+    """A router that owns m and n, both full, while `count` sessions of 187 block keys are parked in m."""
+    router = state(admission=ON, owns_all=False)
+    router.requests.room.limit_keys(max_keys)
+    for stream_id, pool in enumerate("mn", 1):
+        router.handle(ev.PoolTaken(pool), 0.0)
+        join(router, f"i{pool}", stream_id, kv_capacity_tokens=10_000, model=pool, served_names=())
+        ask(router, session(f"busy-{pool}", 8_000, model=pool), 0.0)
+        router.admission.was_parked(pool, 0.0)
+    for number in range(count):
+        ask(router, session(f"p{number}", 3_000), 1.0)
+    assert len(router.parked_requests.queue) == count
+    return router
+
+
+def test_a_hello_that_came_before_the_loss_of_a_pool_keeps_none_of_its_requests() -> None:
+    router = owner_of_two_pools(8 * LEAVE_AT_ONCE)
+    waiting = frozenset(held.request.request_id for held in router.parked_requests.queue)
+    taken = tuple(Reservation(f"o{number}", "h", "in", "", 10, 10, pool="n") for number in range(2 * PART))
+    effects = router.handle(ev.PoolTaken("n", taken), 2.0)
+    effects += router.handle(ev.GatewayHello("g", waiting=waiting), 2.0)
+    effects += router.handle(ev.PoolLost("m"), 2.0)
+    while router.unfinished or router.requests.room.leaving:
+        effects += router.handle(ev.GoOn() if router.unfinished else ev.RetryDue(), 2.0)
+    answers = [effect for effect in effects if isinstance(effect, ev.Placed | ev.Refused)]
+    assert {answer.request_id for answer in answers} == waiting
+    assert all(isinstance(answer, ev.Refused) and answer.not_serving for answer in answers)
+    assert not len(router.requests.room)
+    router.check_invariants()
+
+
+def test_a_request_of_a_lost_pool_that_gives_up_its_memory_is_sent_to_the_new_owner() -> None:
+    router = owner_of_two_pools(8 * LEAVE_AT_ONCE, 192_000)
+    router.handle(ev.PoolLost("m"), 2.0)
+    for tenant in "uv":
+        asked = session(tenant, 47_000 * 16, model="n", tenant=tenant)
+        effects = router.handle(ev.PlaceRequested(asked, "g"), 2.0)
+        assert router.parked_requests.queue.get(asked.request_id) is not None
+        refused = [effect for effect in effects if isinstance(effect, ev.Refused)]
+        assert all(effect.not_serving for effect in refused)
+    assert len(refused) > LEAVE_AT_ONCE
     router.check_invariants()
 
 

@@ -152,6 +152,10 @@ class WaitingForOwner:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._pool_of
 
+    def pool_of(self, request_id: str) -> str | None:
+        """Return the pool for whose owner a request waits; None if it does not wait."""
+        return self._pool_of.get(request_id)
+
     def pools(self) -> list[str]:
         """Return the pools that have, or lately had, no owner that answers."""
         return list(self._pools)

@@ -687,10 +687,17 @@ class RouterClient:
         }
 
     def _reroute(self) -> None:
-        """Submit each waiting request whose session is not the right one to the right router."""
+        """Submit each waiting request whose session is not the right one to the right router. One that waits for the owner of a
+        pool that does not serve its model any more, or was not known to do so, waits for the right one."""
         misplaced = []
         for request in self._requests.values():
-            if request.session is None or request.answer is None or request.answer.done():
+            if request.answer is None or request.answer.done():
+                continue
+            if request.session is None:
+                waits_for = self._waiting.pool_of(request.request.request_id)
+                if waits_for not in (None, self._owners.pool_of(request.request.model)):
+                    self._waiting.remove(request.request.request_id)
+                    misplaced.append(request)
                 continue
             target = self._route(request.request.model, request.session)
             if target is not None and target is not request.session:

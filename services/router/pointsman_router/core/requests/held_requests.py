@@ -153,6 +153,9 @@ class HeldRequests:
         """Answer requests that give up their place to another one, held or parked. Mutates."""
         effects: list[ev.Effect] = []
         for waits in displaced:
+            if (gone := self._waiting_room.why_leaving(waits.request.request_id)) is not None:
+                effects += self._requests.leave(waits, gone)
+                continue
             if not waits.parked:
                 why = "the queue is full, and a request of another class or tenant takes this request's place"
                 effects += self._end(waits, now, "queue_full", why)

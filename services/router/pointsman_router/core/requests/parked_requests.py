@@ -29,6 +29,7 @@ from pointsman_router.core.admission_rule import (
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
 from pointsman_router.core.placement_types import PlacementRequest
 from pointsman_router.core.priority import PRIORITIES
+from pointsman_router.core.requests.fair_order import QueueKey
 from pointsman_router.core.requests.held_requests import HeldRequests
 from pointsman_router.core.requests.hold_queue import HeldRequest, QueueSettings, with_compact_keys
 from pointsman_router.core.requests.refusals import Refusals
@@ -44,9 +45,10 @@ SIZE_WEIGHT = 20.0
 KEEP_AGE_S, MAX_AGES = 600.0, 50_000
 # How long what the first parked request would add is not computed again, s.
 REVIEW_S = 1.0
-# LET_IN_AT_ONCE: maximum number of sessions that one turn lets in; a placement takes up to 150 us. LET_IN_PAUSE_S: pause before
-# the others, s. REFUSED_AT_ONCE: maximum number of requests that one turn refuses.
-LET_IN_AT_ONCE, LET_IN_PAUSE_S, REFUSED_AT_ONCE = 32, 0.02, 500
+# LET_IN_AT_ONCE: maximum number of sessions that one turn lets in; a placement takes up to 150 us. A prompt counts once more for
+# each KEYS_OF_ONE block keys, since an admission takes up to 100 ns for each key. LET_IN_PAUSE_S: pause before the others, s.
+# REFUSED_AT_ONCE: maximum number of requests that one turn refuses.
+LET_IN_AT_ONCE, KEYS_OF_ONE, LET_IN_PAUSE_S, REFUSED_AT_ONCE = 32, 2_048, 0.02, 500
 
 
 class _Review(NamedTuple):
@@ -80,6 +82,7 @@ class ParkedRequests:
         # (pool, session) -> when it first came, and when this is forgotten; the oldest entry first.
         self._ages: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
         self._due = inf
+        self._let_in_at: dict[str, float] = {}  # pool -> when a session was let in last
 
     @property
     def retry_at(self) -> float:
@@ -130,12 +133,15 @@ class ParkedRequests:
         if self._due <= now:
             self._due = inf
         left = LET_IN_AT_ONCE if self._due == inf else 0
-        for pool in pools:
-            while (head := next(self.queue.order(pool), None)) is not None:
-                if not left or self._room.leaves(pool):
+        # The pool that was served longest ago goes first, so that a crowd in one pool does not keep the others waiting.
+        for pool in sorted(pools, key=lambda pool: self._let_in_at.get(pool, -inf)):
+            full: set[QueueKey] = set()
+            no_room: set[int] = set()
+            while self.queue.count(pool):
+                if left <= 0 or self._room.leaves(pool):
                     self._due = min(self._due, now + LET_IN_PAUSE_S)
                     break
-                if not self._held_requests.has_place(pool, head.request.model, now):
+                if (head := self._first_with_place(pool, full, no_room, now)) is None:
                     break
                 request = _asked(head, now)
                 view = self._admission.view(
@@ -144,13 +150,26 @@ class ParkedRequests:
                 verdict = decide_admission(view)
                 if verdict.outcome is not AdmissionOutcome.ADMIT:
                     break
-                left -= 1
+                left -= 1 + len(request.keys) // KEYS_OF_ONE
+                self._let_in_at[pool] = now
                 self._requests.let_in(request.request_id)
                 self._ages.pop((pool, request.session), None)
                 self._refusals.parked.waited(pool, request.priority, request.parked_s, now)
                 admitted = replace(request, admitted=AdmissionRecord(view, verdict))
                 effects += self._held_requests.place(admitted, head.gateway_id, now)
         return effects
+
+    def _first_with_place(self, pool: str, full: set[QueueKey], no_room: set[int], now: float) -> HeldRequest | None:
+        """Return the first parked request of a pool that can be placed, or held. It need not be the first of all: an adapter is
+        loaded on some instances only. Adds the queues without a place to `full`, and the ids of their lists of instances to
+        `no_room`."""
+        for head in self.queue.order(pool, full):
+            members = id(self._instances.members(pool, head.request.model))
+            if members not in no_room and self._held_requests.has_place(pool, head.request.model, now):
+                return head
+            no_room.add(members)
+            full.add(head.queue_key)
+        return None
 
     def _newness(self, head: HeldRequest, now: float) -> Newness:
         """Return what the first parked request of a pool would add. It is computed once in REVIEW_S, since it costs O(keys), and
@@ -176,6 +195,7 @@ class ParkedRequests:
         while self._ages and next(iter(self._ages.values()))[1] <= now:
             self._ages.popitem(last=False)
         self._reviewed = {pool: review for pool, review in self._reviewed.items() if now < review.until}
+        self._let_in_at = {pool: at for pool, at in self._let_in_at.items() if self.queue.count(pool)}
 
     # ---- one request ----
 

@@ -144,12 +144,12 @@ class RequestTable:
 
     def leave_next(self, most: int = LEAVE_AT_ONCE) -> list[ev.Effect]:
         """Let the next requests leave that are to leave; return the answers to those whose gateways wait for one. Mutates."""
-        effects: list[ev.Effect] = []
-        for held, why in self.room.next_to_leave(most):
-            self.leave_queue(held.request.request_id)
-            if why:
-                effects.append(not_serving(held.request.request_id, held.pool, why, held.gateway_id))
-        return effects
+        return [effect for held, why in self.room.next_to_leave(most) for effect in self.leave(held, why)]
+
+    def leave(self, held: HeldRequest, why: str) -> list[ev.Effect]:
+        """Let a waiting request leave; return the answer if its gateway waits for one, which `why` then is for. Mutates."""
+        self.leave_queue(held.request.request_id)
+        return [not_serving(held.request.request_id, held.pool, why, held.gateway_id)] if why else []
 
     # ---- sessions ----
 

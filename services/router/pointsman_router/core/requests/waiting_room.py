@@ -80,13 +80,15 @@ class WaitingRoom:
                 return [], f"{size} requests wait already" if size else "no queue"
             leaving[first.request.request_id] = first
         missing = self._keys.missing(keys) - sum(len(gone.request.keys) for gone in leaving.values())
-        for of, (pool, party) in by_keys:
-            for last in chain(self.parked.last(pool, of, party), self.held.last(pool, of, party)):
-                if missing <= 0:
-                    break
-                if last.request.request_id not in leaving:
-                    leaving[last.request.request_id] = last
-                    missing -= len(last.request.keys)
+        last_ones = (
+            last
+            for of, (pool, party) in by_keys
+            for last in chain(self.parked.last(pool, of, party), self.held.last(pool, of, party))
+        )
+        while missing > 0 and (last := next(last_ones, None)) is not None:
+            if last.request.request_id not in leaving:
+                leaving[last.request.request_id] = last
+                missing -= len(last.request.keys)
         if missing > 0:
             return [], "the prompts that wait take all memory that they may"
         return list(leaving.values()), ""
@@ -148,8 +150,10 @@ class WaitingRoom:
             self._leaving[request_id] = why
 
     def stays(self, request_id: str) -> None:
-        """Let a request wait on that was to leave, because its gateway asks again. Mutates."""
-        if self._leaving.pop(request_id, None) is not None:
+        """Let a request wait on that was to leave without an answer, because its gateway asks again. One that is to be answered
+        leaves: its pool is lost, whatever its gateway knew of that. Mutates."""
+        if self._leaving.get(request_id) == "":
+            del self._leaving[request_id]
             held = self.get(request_id)
             assert held is not None
             self._left(held)
@@ -162,6 +166,10 @@ class WaitingRoom:
     def is_leaving(self, request_id: str) -> bool:
         """Return whether a request is still to leave."""
         return request_id in self._leaving
+
+    def why_leaving(self, request_id: str) -> str | None:
+        """Return why a request is still to leave, as in `leave_soon`; None if it is not."""
+        return self._leaving.get(request_id)
 
     def leaves(self, pool: str) -> bool:
         """Return whether requests of a pool are still to leave, so that nothing may be placed from its queues."""

@@ -16,6 +16,9 @@ from redis.backoff import NoBackoff
 
 from pointsman_router.io.store.redis_address import RedisAddress
 
+# What commands raise if Redis does not answer, or answers with an error. The cluster's client has one that is no RedisError, also
+# while none of its servers can be reached.
+REDIS_ERRORS = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError)
 # Errors of a server that is the right one. A new connection, to it or to another server, would not help.
 _STAY = (redis.exceptions.OutOfMemoryError, redis.exceptions.NoPermissionError)
 
@@ -66,7 +69,7 @@ class RedisServers:
         """Close all connections after an error that a new connection may end, and go on to the next URL."""
         if not isinstance(error, _STAY):
             client, self._at = self.client, (self._at + 1) % len(self._clients)
-            with contextlib.suppress(redis.exceptions.RedisError, OSError):
+            with contextlib.suppress(*REDIS_ERRORS):
                 await client.aclose()
 
     async def aclose(self) -> None:

@@ -39,7 +39,7 @@ from pointsman_router.core.placement_types import PoolFacts
 from pointsman_router.core.prefill_curve import MeanWork
 from pointsman_router.io.store import redis_scripts
 from pointsman_router.io.store.redis_address import RedisAddress
-from pointsman_router.io.store.redis_servers import RedisServers
+from pointsman_router.io.store.redis_servers import REDIS_ERRORS, RedisServers
 from pointsman_router.io.store.store import Replica, Stored, StoreEffect, StoreEvent
 
 T = TypeVar("T")
@@ -296,7 +296,7 @@ class RedisStore:
                 version, kept = await self._set_config(
                     keys=[self._fleet_keys["config"]], args=[self._kept_config[0], changed]
                 )
-            except (redis.exceptions.RedisError, OSError):
+            except REDIS_ERRORS:
                 self._have_config(change(self._config))
                 return False
             self._keeps_config(int(version), kept)
@@ -327,7 +327,7 @@ class RedisStore:
                 try:
                     if loop.time() >= self._poll_at:
                         await self._poll()
-                except (redis.exceptions.RedisError, OSError) as error:
+                except REDIS_ERRORS as error:
                     self._failures += 1
                     await self._failed(error)
                     await asyncio.sleep(self._lease_s / 8)
@@ -336,7 +336,7 @@ class RedisStore:
                 paged = self._next_paged() if began >= self._next_page_at else None
                 try:
                     await self._read_and_write(paged)
-                except (redis.exceptions.RedisError, OSError) as error:
+                except REDIS_ERRORS as error:
                     self._write_failures += 1
                     await self._failed(error)
                     await asyncio.sleep(self._lease_s / 8)
@@ -695,7 +695,7 @@ class RedisStore:
     async def _look_for_owners(self) -> None:
         """Read at a replica of Redis whether its master has other owners of this router's pools."""
         client, owned = self._servers.client, [pool for pool in self._pools.values() if pool.epoch]
-        with contextlib.suppress(redis.exceptions.RedisError, OSError):
+        with contextlib.suppress(*REDIS_ERRORS):
             epochs = await client.mget([pool.state_keys[0] for pool in owned]) if owned else []
             for pool, epoch in zip(owned, epochs, strict=True):
                 if int(epoch or 0) > pool.epoch:
@@ -711,15 +711,15 @@ class RedisStore:
     async def _give_back(self) -> None:
         for pool in list(self._pools.values()):
             if pool.epoch:
-                with contextlib.suppress(redis.exceptions.RedisError, OSError, TimeoutError):
+                with contextlib.suppress(*REDIS_ERRORS):
                     async with asyncio.timeout(self._lease_s):
                         while pool.unwritten is not None and self._writing:
                             await self._flush(pool)
                             await asyncio.sleep(0)
                 pool.unwritten = None
-                with contextlib.suppress(redis.exceptions.RedisError, OSError):
+                with contextlib.suppress(*REDIS_ERRORS):
                     await self._leave_pool(pool)
-        with contextlib.suppress(redis.exceptions.RedisError, OSError):
+        with contextlib.suppress(*REDIS_ERRORS):
             keys = [self._fleet_keys[name] for name in ("replicas", "addresses", "replica_info", "joined")]
             await self._leave(keys=keys, args=[self._router_id])
         await self._servers.aclose()
