@@ -14,6 +14,7 @@ import pytest
 import redis
 import redis.asyncio
 import redis.exceptions
+import structlog.testing
 from redis.asyncio.connection import AbstractConnection
 
 from pointsman.agent.v1 import agent_pb2
@@ -309,6 +310,23 @@ async def test_an_emptied_redis_is_filled_again_under_one_lease(tmp_path: Path) 
                     assert await store.hget(POOL + "lease", "id") == b"one"
                 assert one.router.store.epoch == 1
                 assert one.router.store.may_place("m")
+
+
+async def test_a_new_kind_of_error_of_redis_is_logged_while_the_router_is_degraded(tmp_path: Path) -> None:
+    """After a failover the new master may refuse writes, which the first error, of the old one, does not tell."""
+    with redis_server(tmp_path) as (url, _):
+        async with running(redis_url=url) as (server, client):
+            await Report(client).join("a")
+            await owns(server)
+            store: Any = server.router.store
+            store._failures = 100
+            with structlog.testing.capture_logs() as logs:
+                for error in ("refused", "refused"):
+                    await store._failed(redis.exceptions.ConnectionError(error))
+                for error in ("NOREPLICAS", "NOREPLICAS"):
+                    await store._failed(redis.exceptions.ResponseError(error))
+            told = [log["error"] for log in logs if "takes no writes" in log["event"]]
+            assert told == ["ConnectionError: refused", "ResponseError: NOREPLICAS"]
 
 
 async def test_a_redis_that_takes_no_writes_is_done_without_until_it_does(tmp_path: Path) -> None:

@@ -93,7 +93,20 @@ def unanswered(router: str, error: grpc.RpcError) -> Finding:
 
 def redundancy(replicas: fleet_pb2.ListReplicasResponse) -> Iterator[Finding]:
     """Yield whether all routers that share a store are alive; nothing if the router has no shared store."""
-    if replicas.this_replica.store != "redis":
+    asked = replicas.this_replica
+    if asked.store != "redis":
+        return
+    if asked.degraded:
+        # What it knows of other routers is as old as Redis' last answer.
+        answered = (
+            f", which answered {asked.store_answer_age.seconds} s ago" if asked.HasField("store_answer_age") else ""
+        )
+        yield Finding(
+            Finding.FAIL,
+            "routers",
+            f"{asked.router_id} places without Redis{answered}",
+            "find the reason in its log: Redis is away, or takes no writes",
+        )
         return
     found = f"{len(replicas.replicas)} alive: {', '.join(replica.router_id for replica in replicas.replicas)}"
     if not replicas.lost_replicas:
@@ -362,8 +375,12 @@ def redis_finding(url: str) -> Finding:
             version = client.info("server")["redis_version"]
             # Not read with CONFIG, because the user of make-secrets.sh is not an administrator.
             policy = client.info("memory")["maxmemory_policy"]
+    except redis.exceptions.NoPermissionError:
+        return Finding(
+            Finding.WARN, "Redis", "answers, but its user may not run INFO", "add +info to check maxmemory-policy"
+        )
     except redis.RedisError as error:
-        return Finding(Finding.FAIL, "Redis", f"{type(error).__name__}: {error}", "routers place degraded without it")
+        return Finding(Finding.FAIL, "Redis", f"{type(error).__name__}: {error}", "routers that use it place degraded")
     if policy != "noeviction":
         return Finding(
             Finding.WARN, "Redis", f"{version}, maxmemory-policy {policy}", "set maxmemory-policy noeviction"

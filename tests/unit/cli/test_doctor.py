@@ -198,6 +198,12 @@ def test_a_router_that_was_lost_is_reported() -> None:
     [finding] = redundancy(replicas)
     assert (finding.level, finding.check) == (Finding.WARN, "routers")
     assert finding.found == "2 alive: r1, r3; r2 ended without notice 125 s ago, and none has taken its place"
+    replicas.this_replica.degraded = True
+    [finding] = redundancy(replicas)
+    assert (finding.level, finding.found) == (Finding.FAIL, "r1 places without Redis"), "nobody is known to be alive"
+    replicas.this_replica.store_answer_age.CopyFrom(duration(28.0))
+    [finding] = redundancy(replicas)
+    assert finding.found == "r1 places without Redis, which answered 28 s ago"
     replicas.this_replica.store = "memory"
     assert list(redundancy(replicas)) == []
 

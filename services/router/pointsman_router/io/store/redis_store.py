@@ -179,6 +179,7 @@ class RedisStore:
         self._tried_at = 0.0  # when the current attempt to reach Redis began
         self._failed_from = 0.0  # when the last one that failed began
         self._degraded = False
+        self._logged: type[Exception] | None = None  # the kind of error that was logged last while degraded
         self._returning = False  # degraded, and the rewrite after Redis' return has begun
         self._returned_at = -math.inf  # when Redis last answered a degraded replica
         self._may_serve_others = False  # whether other replicas may reach Redis, though this one does not
@@ -676,12 +677,15 @@ class RedisStore:
         if not self._degraded:
             if max(self._failures, self._write_failures) < FAILURES:
                 return
-            self._degraded = True
+            self._degraded, self._logged = True, None
+            self._on_event(ev.StoreState(True))
+        if self._logged is not type(error):
+            # Another kind of error has another cause, for example the new master's.
+            self._logged = type(error)
             log.warning(
-                "the shared store does not answer; placements use this router's own view",
+                "the shared store does not answer or takes no writes; placements use this router's own view",
                 error=f"{type(error).__name__}: {error}",
             )
-            self._on_event(ev.StoreState(True))
         self._returning = False
         for pool in list(self._pools.values()):
             self._yield_to_rival(pool)
