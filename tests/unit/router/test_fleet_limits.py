@@ -346,3 +346,18 @@ def test_memory_is_bounded_and_idle_keys_are_forgotten(monkeypatch: pytest.Monke
     assert len(accounts) == 50
     report(1_000, 20, key_limit_accounts.IDLE_S + 10)
     assert len(accounts) == 20
+
+
+def test_a_grant_that_another_process_reports_as_held_takes_nothing_from_the_level() -> None:
+    accounts = KeyLimitAccounts()
+
+    def report(process: str, gateway: str, answered: int, **values: Any) -> float:
+        asked = KeyReport(b"k", requests_per_minute=40, level_requests=40.0, **values)
+        [grant] = accounts.report(process, gateway, [asked], 0.0, last_answer=answered).grants
+        return grant.requests
+
+    report("p3", "h", 0)
+    assert report("p1", "g", 0, wanted=True) == 13
+    # The other process has the same lease. The first one has not reported yet that the grant has arrived.
+    report("p2", "g", 0, held_requests=13.0)
+    assert report("p3", "h", 0, wanted=True) == 9, "a third of the 27 that nobody holds"

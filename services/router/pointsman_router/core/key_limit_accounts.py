@@ -109,10 +109,15 @@ class _Level:
     level: float
     at: float
 
-    def fill(self, held: float, now: float) -> None:
-        """Fill the level up to `now`, when gateways hold `held`. Mutates."""
+    def fill(self, held: float, now: float, *, learned: bool = True) -> None:
+        """Fill the level up to `now`, when gateways hold `held`. `learned`: whether `held` has a lease that the level has not
+        paid for. If not, what is there already stays: a grant to one process of a gateway may count twice for a moment, since
+        another one reports it as held, too. Mutates."""
         filled = self.level + max(0.0, now - self.at) * self.per_minute / MINUTE_S
-        self.level, self.at = min(filled, max(0.0, self.per_minute - held)), now
+        most = max(0.0, self.per_minute - held)
+        if not learned:
+            most = max(most, min(self.level, self.per_minute))
+        self.level, self.at = min(filled, most), now
 
     def grant(self, parts: int) -> int:
         """Take one of `parts` equal parts from the level and return it: at least 1 if the level allows, else 0. Mutates."""
@@ -225,6 +230,7 @@ class KeyLimitAccounts:
         for gateway in [gateway for gateway, lease in account.leases.items() if now - lease.heard_at > LEASE_S]:
             del account.leases[gateway]
         lease = account.leases.get(record.gateway)
+        learned = lease is None
         # What is left of an expired lease counts as used, so the level does not get it back.
         returnable = lease is not None
         if lease is None:
@@ -235,7 +241,7 @@ class KeyLimitAccounts:
                 returnable = True
         lease.heard_at = now
         self._forget_arrived(lease, now)
-        self._hold(account, lease, report, now, returnable=returnable)
+        self._hold(account, lease, report, now, returnable=returnable, learned=learned)
         self._count_in_flight(process, record, account, lease, report)
         requests = tokens = slots = 0
         if report.wanted:
@@ -265,7 +271,9 @@ class KeyLimitAccounts:
                 del lease.underway[process]
 
     @staticmethod
-    def _hold(account: _Account, lease: _Lease, report: KeyReport, now: float, *, returnable: bool) -> None:
+    def _hold(
+        account: _Account, lease: _Lease, report: KeyReport, now: float, *, returnable: bool, learned: bool
+    ) -> None:
         """Set the lease to what the report says, and count what was used and returned. Mutates."""
         underway = [grant for grants in lease.underway.values() for grant in grants]
         for level, name, held, used, returned in (
@@ -281,7 +289,7 @@ class KeyLimitAccounts:
             back = min(returned, left)
             left -= back
             setattr(lease, name, (held if returnable else left) + granted)
-            level.fill(sum(getattr(other, name) for other in account.leases.values()), now)
+            level.fill(sum(getattr(other, name) for other in account.leases.values()), now, learned=learned)
             level.level += (back if returnable else 0.0) - debt
             setattr(lease, name, left + granted)
 
