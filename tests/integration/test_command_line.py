@@ -135,7 +135,7 @@ def test_the_doctor_finds_a_sound_fleet_sound_and_says_what_is_wrong(fleet: Flee
         "doctor", "--router", nowhere, "--gateway", f"http://{nowhere}", "--redis-url", f"redis://{nowhere}", status=1
     )
     assert sick.count("FAIL") == 3
-    assert "routers place degraded without it" in sick
+    assert "routers that use it place degraded" in sick
 
 
 def test_the_doctor_asks_redis_as_the_user_that_the_secrets_are_made_for(tmp_path: Path) -> None:
