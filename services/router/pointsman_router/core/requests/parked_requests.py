@@ -100,28 +100,29 @@ class ParkedRequests:
             return self._held_requests.place(request, gateway_id, now)
         if request.parked_s > 0 and self._admission.applies(pool, now):
             self._admission.was_parked(pool, now)
-        before = self.queue.count(pool)
-        if not before and not self._admission.armed(pool, now):
+        record = self._admitted(request, pool, now)
+        if record is None:
             return self._held_requests.place(request, gateway_id, now)
-        newness = self._admission.newness(request, pool, now)
-        bound_s = self._bound_s(request)
-        view = self._admission.view(pool, newness, now, before=before, waited_s=request.parked_s, bound_s=bound_s)
-        verdict = decide_admission(view)
-        record = AdmissionRecord(view, verdict)
-        if verdict.outcome is AdmissionOutcome.ADMIT:
+        if record.verdict.outcome is AdmissionOutcome.ADMIT:
             return self._held_requests.place(replace(request, admitted=record), gateway_id, now)
-        if verdict.outcome is AdmissionOutcome.REFUSE:
+        if record.verdict.outcome is AdmissionOutcome.REFUSE:
             return [self._refusals.not_admitted(request, pool, gateway_id, 0, record)]
-        return self._park(request, gateway_id, pool, view, now)
+        return self._park(request, gateway_id, pool, record.view, now)
 
     def explain(self, request: PlacementRequest, now: float) -> AdmissionRecord | None:
         """Return the admission of a new request as it would be decided now; None if its pool admits everything. Changes
         nothing."""
         pool = self._instances.pool_of(request.model)
+        return self._admitted(request, pool, now, dry=True) if pool else None
+
+    def _admitted(
+        self, request: PlacementRequest, pool: str, now: float, *, dry: bool = False
+    ) -> AdmissionRecord | None:
+        """Return the admission of a new request; None if its pool admits everything. `dry`: as in SessionAdmission.newness."""
         before = self.queue.count(pool)
-        if not pool or not (before or self._admission.armed(pool, now)):
+        if not before and not self._admission.armed(pool, now):
             return None
-        newness = self._admission.newness(request, pool, now, dry=True)
+        newness = self._admission.newness(request, pool, now, dry=dry)
         bound_s = self._bound_s(request)
         view = self._admission.view(pool, newness, now, before=before, waited_s=request.parked_s, bound_s=bound_s)
         return AdmissionRecord(view, decide_admission(view))

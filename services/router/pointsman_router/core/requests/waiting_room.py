@@ -20,6 +20,7 @@ from pointsman_router.core.requests.shares import Shares
 MAX_KEYS = 32_000_000
 # Parts of the keys that one tenant of one pool may have while others want to wait, and that each class keeps.
 TENANT_SHARE, CLASS_SHARE = 0.25, 0.1
+NO_MEMORY = "the prompts that wait take all memory that they may"
 
 
 class WaitingRoom:
@@ -70,7 +71,7 @@ class WaitingRoom:
             else ()
         )
         if by_keys is None:
-            return [], "the prompts that wait take all memory that they may"
+            return [], NO_MEMORY
         places = queue.shares(held.pool)
         if places.missing(1):
             by_place = places.givers(level, queue.party(held), 1, request.weight)
@@ -90,7 +91,7 @@ class WaitingRoom:
                 leaving[last.request.request_id] = last
                 missing -= len(last.request.keys)
         if missing > 0:
-            return [], "the prompts that wait take all memory that they may"
+            return [], NO_MEMORY
         return list(leaving.values()), ""
 
     def enter(self, held: HeldRequest) -> None:
@@ -100,8 +101,7 @@ class WaitingRoom:
         self._of_gateway.setdefault(held.gateway_id, {})[held.request.request_id] = None
 
     def change(self, held: HeldRequest) -> None:
-        """Replace the waiting request with the same id, stage, pool and tenant. If its gateway asked again, it does not leave any
-        more. Mutates."""
+        """Replace the waiting request with the same id, stage, pool and tenant. Mutates."""
         request_id = held.request.request_id
         before = self.get(request_id)
         assert before is not None
