@@ -158,12 +158,6 @@ def _places(router: Any, model: str, now: float) -> bool:
     return router.store.may_place(model) and router.state.owned.owns(model) and not router.state.starting(now, model)
 
 
-def _epochs_were_lost(world: Any, router: Any, other: Any) -> bool:
-    """Return whether Redis has lost its data while one of two owners could not reach it: the new owner began with the first epoch
-    again, and no claim shows which is newer (docs/operating.md, "Redis")."""
-    return bool(world.redis.emptied and (router.state.degraded or other.state.degraded))
-
-
 def check_placed_by_one(world: Any, router: Any, effects: list[ev.Effect]) -> None:
     """Check that no other router would place in the pool of a placement that this one has just made, for longer than gateways
     take to tell. Raises InvariantViolation."""
@@ -172,11 +166,7 @@ def check_placed_by_one(world: Any, router: Any, effects: list[ev.Effect]) -> No
         if not isinstance(effect, ev.Placed) or not router.store.may_place(effect.decision.pool):
             continue
         pool = effect.decision.pool
-        others = [
-            other
-            for other in world.live_routers()
-            if other is not router and _places(other, pool, now) and not _epochs_were_lost(world, router, other)
-        ]
+        others = [other for other in world.live_routers() if other is not router and _places(other, pool, now)]
         if not others:
             world.both_since.pop(pool, None)
         elif now - world.both_since.setdefault(pool, now) > TOLD_S:

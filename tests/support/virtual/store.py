@@ -37,8 +37,6 @@ class VirtualRedis:
 
     def __init__(self) -> None:
         self.down = False
-        self.emptied = False
-        """Whether all data was lost once."""
         self.flaky = False
         self.stopped_until = 0.0
         self.busy_until = 0.0
@@ -54,7 +52,6 @@ class VirtualRedis:
 
     def wipe(self) -> None:
         """Delete all data, as a restart without persistence does."""
-        self.emptied = True
         self._values.clear()
         self._expiry.clear()
 

@@ -79,7 +79,8 @@ return {version + 1, ARGV[2]}
 # has seen, take.
 # A free pool is taken if take is 2, or if take is 1 and Redis has not lost its data. A caller whose epoch is the newest keeps it,
 # however long ago its lease ended: nobody owned the pool in between, so the caller's state is the newest. Repeating a call whose
-# reply was lost changes nothing.
+# reply was lost changes nothing. A new epoch is the time in ms, if it grows by that: so it is also higher than the epochs that
+# Redis has lost with its data.
 # An owner's call also removes sessions that have expired, so that they go without traffic, too.
 # Returns {owner's id, its address, epoch, number of the last change, Redis' time in ms}. The id is empty if nobody owns the pool.
 ACQUIRE = """
@@ -102,12 +103,12 @@ end
 if own > 0 and own >= seen and own >= epoch then
   epoch = own
 else
-  epoch = math.max(epoch, seen) + 1
+  epoch = math.max(epoch, seen, now) + 1
   redis.call('DEL', KEYS[3])
   -- The previous owner may have given the pool up, so that its keys expire.
   for i = 2, #KEYS do redis.call('PERSIST', KEYS[i]) end
 end
-redis.call('SET', KEYS[2], epoch)
+redis.call('SET', KEYS[2], string.format('%.0f', epoch))
 redis.call('HSET', KEYS[1], 'id', ARGV[1], 'address', ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return {ARGV[1], ARGV[2], epoch, tonumber(redis.call('GET', KEYS[3]) or '0'), now}
