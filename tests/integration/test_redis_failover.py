@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import redis
 import structlog.testing
+from redis.asyncio.cluster import RedisCluster
 
 from pointsman_cli.doctor_findings import Finding
 from pointsman_cli.doctor_redis import RedisUrls, redis_findings
+from pointsman_router.core.events_and_effects import PoolLost
+from pointsman_router.core.ownership import Owner
 from pointsman_router.core.policy.registry import make_policy
 from pointsman_router.io.store.redis_address import RedisAddress
 from pointsman_router.io.store.redis_servers import RedisServers
+from pointsman_router.io.store.redis_store import RedisStore
 from tests.support.certificates import Authority
 from tests.support.processes.process import free_port
 from tests.support.processes.redis import RedisTls, redis_cluster, redis_server, sentinel
@@ -267,6 +271,29 @@ async def test_the_pools_of_a_fleet_are_spread_over_a_redis_cluster(tmp_path: Pa
         assert set.union(*kept) == {f"pointsman:{{default:{model}}}:open" for model in models}
         for node in nodes:
             node.close()
+
+
+async def test_the_owners_of_pools_are_asked_for_at_all_nodes_of_a_redis_cluster(tmp_path: Path) -> None:
+    """After READONLY a router asks who owns its pools, by now."""
+    with redis_cluster(tmp_path, 2) as ports:
+        owners: list[str] = []
+        url = f"redis://127.0.0.1:{ports[0]}/0"
+        store: Any = RedisStore(
+            RedisAddress((url,), cluster=True), router_id="one", fleet="f", lease_s=1.0, settle_s=5.0, affinity_ttl_s=60.0,
+            on_event=lambda event: owners.append(event.pool) if isinstance(event, PoolLost) else None,
+            on_owners=lambda: None, snapshot=lambda pool: iter(()), merge_config=lambda before, own, stored: stored or own,
+        )  # fmt: skip
+        models = [f"model-{number}" for number in range(6)]
+        store.compete_for(models)
+        async with RedisCluster.from_url(url) as admin:
+            for pool in store._pools.values():
+                pool.epoch = 1
+                await admin.set(pool.state_keys[0], 2)
+                await admin.hset(pool.lease_key, mapping={"id": "two", "address": "127.0.0.1:2"})
+        await store._failed(redis.exceptions.ReadOnlyError("READONLY"))
+        assert owners == models
+        assert [store.owner(model) for model in models] == [Owner("two", "127.0.0.1:2", 2)] * 6
+        await store._servers.aclose()
 
 
 async def test_a_router_goes_on_without_a_redis_cluster_that_is_away(tmp_path: Path) -> None:

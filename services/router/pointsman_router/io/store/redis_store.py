@@ -734,11 +734,13 @@ class RedisStore:
         """Read at a replica of Redis whether its master has other owners of this router's pools."""
         client, owned = self._servers.client, [pool for pool in self._pools.values() if pool.epoch]
         with contextlib.suppress(*REDIS_ERRORS):
-            epochs = await client.mget([pool.state_keys[0] for pool in owned]) if owned else []
-            for pool, epoch in zip(owned, epochs, strict=True):
-                if int(epoch or 0) > pool.epoch:
-                    router_id, address = await client.hmget(pool.lease_key, "id", "address")
-                    self.claimed(pool.name, Owner(router_id or "", address or "", int(epoch)))
+            asked = client.pipeline(transaction=False)  # to each node of a cluster that has keys of these pools
+            for pool in owned:
+                asked.get(pool.state_keys[0])
+                asked.hmget(pool.lease_key, "id", "address")
+            answers = await asked.execute()
+            for pool, epoch, (router_id, address) in zip(owned, answers[::2], answers[1::2], strict=True):
+                self.claimed(pool.name, Owner(router_id or "", address or "", int(epoch or 0)))
 
     def _returned(self) -> None:
         """End the degraded state: each pool's reservations are rewritten, and the sessions follow page by page."""
