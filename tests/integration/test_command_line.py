@@ -18,8 +18,8 @@ import openai
 import pytest
 
 from pointsman_cli import doctor
-from pointsman_cli.doctor import redis_finding
 from pointsman_cli.doctor_findings import Finding
+from pointsman_cli.doctor_redis import redis_finding
 from pointsman_router.core.policy.registry import DEFAULT_POLICY
 from tests.support.docs.command_parsers import command_line
 from tests.support.docs.shell_blocks import BLOCKS, PAGES, Block
@@ -325,7 +325,7 @@ def test_the_doctor_names_an_engine_that_the_agent_beside_it_cannot_reach(
         def named() -> bool:
             findings[:] = [
                 finding
-                for finding in doctor.examine(router, f"http://{dead}", "")
+                for finding in doctor.examine(router, f"http://{dead}")
                 if finding.check.startswith("agent http")
             ]
             return bool(findings)

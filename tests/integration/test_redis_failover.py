@@ -4,23 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+import structlog.testing
+from redis.asyncio.cluster import RedisCluster
 
+from pointsman_cli.doctor_findings import Finding
+from pointsman_cli.doctor_redis import RedisUrls, redis_findings
+from pointsman_router.core.events_and_effects import PoolLost
+from pointsman_router.core.ownership import Owner
 from pointsman_router.core.policy.registry import make_policy
+from pointsman_router.io.store.redis_address import RedisAddress
+from pointsman_router.io.store.redis_servers import RedisServers
+from pointsman_router.io.store.redis_store import RedisStore
+from tests.support.certificates import Authority
 from tests.support.processes.process import free_port
-from tests.support.processes.redis import redis_cluster, redis_server, sentinel
-from tests.support.processes.redis_failover import fleet_over, redis_pair
+from tests.support.processes.redis import RedisTls, redis_cluster, redis_server, sentinel
+from tests.support.processes.redis_failover import RETURN_S, fleet_over, redis_pair
 from tests.support.repository import REPOSITORY
 from tests.support.router import Report, Session, running
 from tests.support.tcp_proxies import Link
 from tests.support.waiting import eventually
 
-# Time within which routers use Redis again once it serves, s.
-RETURN_S = 5.0
+# The user by which a Sentinel watches servers, as Redis' documentation has it.
+WATCHER = (
+    "watcher on >of-watching allchannels -@all +multi +slaveof +ping +exec +subscribe +config|rewrite +role +publish +info "
+    "+client|setname +client|kill +script|kill"
+)
+
+
+def documented(command: str) -> str:
+    """Return the rule after `command` in the documentation of the routers' users, with the password `secret`."""
+    page = (REPOSITORY / "docs/operating.md").read_text()
+    (rule,) = re.findall(rf"^{command} (pointsman on >PASSWORD .*)$", page, re.MULTILINE)
+    return str(rule).replace("PASSWORD", "secret")
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -29,13 +50,16 @@ async def test_a_failover_is_followed_and_only_one_router_places(tmp_path: Path,
     async with redis_pair(tmp_path) as pair, fleet_over(pair, tmp_path) as fleet:
         async with fleet.traffic():
             await asyncio.sleep(0.5)
-            await pair.switch()
-            for link in fleet.links.values():
-                link.lead_to(pair.ports[pair.master])
-            if closed:
-                await pair.command(1 - pair.master, "CLIENT", "KILL", "TYPE", "normal")
-            await asyncio.sleep(1.5)  # longer than a lease
-            await eventually(lambda: not fleet.degraded(), "no router is degraded", RETURN_S - 1.5)
+            with structlog.testing.capture_logs() as logs:
+                await pair.switch()
+                for link in fleet.links.values():
+                    link.lead_to(pair.ports[pair.master])
+                if closed:
+                    await pair.command(1 - pair.master, "CLIENT", "KILL", "TYPE", "normal")
+                await asyncio.sleep(1.5)  # longer than a lease
+                await eventually(lambda: not fleet.degraded(), "no router is degraded", RETURN_S - 1.5)
+                told = {line["server"] for line in logs if "server" in line}
+            assert told == {link.address for link in fleet.links.values()}, "each router tells of its new server"
             owner = await fleet.owner()
             assert await pair.command(pair.master, "HGET", "pointsman:{default:m}:lease", "id") == owner
         fleet.check_epochs()
@@ -83,12 +107,9 @@ async def test_an_owner_without_gateways_reads_at_the_replica_that_another_route
 
 async def test_sentinels_with_their_own_password_name_the_new_master(tmp_path: Path) -> None:
     async with redis_pair(tmp_path) as pair:
-        for server in (0, 1):
-            await pair.command(server, "CONFIG", "SET", "masterauth", "of-redis")
-        for server in (0, 1):
-            await pair.command(server, "CONFIG", "SET", "requirepass", "of-redis")
-            pair.password = "of-redis"
-        with sentinel(tmp_path, pair.ports[0], own_password="of-sentinel", password="of-redis") as port:
+        await pair.protect()
+        auth = "sentinel auth-pass pointsman of-redis"
+        with sentinel(tmp_path, pair.ports[0], "of-sentinel", auth) as (port, _):
             settings: dict[str, Any] = {
                 "redis_url": "redis://:of-redis@ignored/0",
                 "redis_sentinels": f"redis://127.0.0.1:{free_port()},redis://:of-sentinel@127.0.0.1:{port}",
@@ -97,17 +118,97 @@ async def test_sentinels_with_their_own_password_name_the_new_master(tmp_path: P
             async with fleet_over(pair, tmp_path, **settings) as fleet:
                 async with fleet.traffic():
                     await asyncio.sleep(0.5)
-                    pair.processes[0].kill()
-                    await eventually(fleet.degraded, "the routers go on without Redis")
-                    pair.master = 1
-
-                    async def promoted() -> bool:
-                        return bool((await pair.command(1, "ROLE"))[0] == "master")
-
-                    await eventually(promoted, "the Sentinel has named a new master")
-                    await eventually(lambda: not fleet.degraded(), "no router is degraded", RETURN_S)
+                    await fleet.lose_master()
                 fleet.check_epochs()
                 assert await pair.command(1, "HGET", "pointsman:{default:m}:lease", "id") == await fleet.owner()
+
+
+@pytest.mark.parametrize(("host", "planned"), [("localhost", False), ("localhost", True), ("127.0.0.1", False)])
+async def test_a_failover_by_sentinel_is_followed_over_tls_by_users_with_few_permissions(
+    tmp_path: Path, host: str, planned: bool
+) -> None:
+    """Servers and Sentinel announce a host name, for which alone their certificate is valid, or their address. After a planned
+    failover the old master takes writes for a while; here for ever, since the Sentinel may not make it a replica."""
+    authority = Authority(tmp_path / "authority")
+    tls = RedisTls(authority.ca, authority.sign("redis", ["localhost"] if host == "localhost" else []), host)
+    async with redis_pair(tmp_path, tls) as pair:
+        await pair.protect(documented("ACL SETUSER"), WATCHER)
+        await pair.command(0, "ACL", "SETUSER", "watcher", "-slaveof")
+        lines = [
+            "sentinel auth-user pointsman watcher",
+            "sentinel auth-pass pointsman of-watching",
+            "user " + documented("user").replace("secret", "of-sentinel"),
+        ]
+        with sentinel(tmp_path, pair.ports[0], "of-admin", *lines, tls=tls) as (port, sentinel_admin):
+            options = "&".join(f"{name}={value}" for name, value in tls.of_client().items())
+            settings: dict[str, Any] = {
+                "redis_url": f"rediss://pointsman:secret@ignored/0?{options}",
+                "redis_sentinels": f"rediss://pointsman:of-sentinel@{host}:{port}?{options}",
+                "redis_master": "pointsman",
+            }
+            with structlog.testing.capture_logs() as logs:
+                async with fleet_over(pair, tmp_path, **settings) as fleet:
+                    async with fleet.traffic():
+                        await asyncio.sleep(0.5)
+                        if planned:
+                            sentinel_admin.sentinel_failover("pointsman")
+                            pair.master = 1
+                        else:
+                            await fleet.lose_master()
+
+                        def told() -> bool:
+                            lines = [
+                                line for line in logs if line.get("server", "").startswith(f"{host}:{pair.ports[1]}")
+                            ]
+                            return len(lines) == len(fleet.routers)
+
+                        await eventually(told, "each router tells of its new server")
+                    fleet.check_epochs()
+                    owner = await fleet.owner()
+                    assert await pair.command(1, "HGET", "pointsman:{default:m}:lease", "id") == owner
+            if planned:
+                assert await pair.is_master(0)
+                assert not [line for line in logs if "does not answer" in line["event"]], "no router was degraded"
+
+
+async def test_the_doctor_checks_the_master_that_sentinels_name(tmp_path: Path) -> None:
+    async with redis_pair(tmp_path) as pair:
+        await pair.protect()
+        for server in (0, 1):
+            await pair.command(server, "CONFIG", "SET", "maxmemory-policy", "noeviction")
+        with sentinel(tmp_path, pair.ports[0], "of-sentinel", "sentinel auth-pass pointsman of-redis") as (port, _):
+            nobody = f"127.0.0.1:{free_port()}"
+            servers = "redis://:of-redis@ignored/0"
+            sentinels = f"redis://{nobody},redis://127.0.0.1:{port},redis://:of-sentinel@127.0.0.1:{port}"
+            urls = RedisUrls.of(servers, sentinels, "pointsman")
+            assert urls is not None
+            away, refused, names, master = redis_findings(urls)
+            assert (away.level, away.check) == (Finding.WARN, f"Sentinel {nobody}")
+            assert (refused.level, refused.found.partition(":")[0]) == (Finding.WARN, "AuthenticationError")
+            assert names.found == f"names the master 127.0.0.1:{pair.ports[0]}"
+            assert (master.level, master.check) == (Finding.OK, f"Redis 127.0.0.1:{pair.ports[0]}")
+            unknown = list(redis_findings(replace(urls, master="mymaster")))[-1]
+            assert (unknown.level, unknown.found) == (Finding.FAIL, "no Sentinel names the master mymaster")
+
+
+async def test_sentinels_that_fail_one_after_the_other_are_all_asked(tmp_path: Path) -> None:
+    """Many connections that are made at the same time must not lose the Sentinels that do not answer then."""
+    async with redis_pair(tmp_path) as pair:
+        with sentinel(tmp_path, pair.ports[0], "of-sentinel") as (port, _):
+            links = [Link(port), Link(port)]
+            for link in links:
+                await link.start()
+            urls = tuple(f"redis://:of-sentinel@{link.address}" for link in links)
+            servers = RedisServers(RedisAddress(("redis://ignored/0",), urls, "pointsman"), 2.0)
+            links[0].break_()
+            assert all(await asyncio.gather(*(servers.client.ping() for _ in range(8))))
+            links[0].repair()
+            links[1].break_()
+            await servers.connect_anew()
+            assert await servers.client.ping()
+            await servers.aclose()
+            for link in links:
+                await link.stop()
 
 
 async def test_a_list_of_urls_is_searched_for_the_master(tmp_path: Path) -> None:
@@ -124,10 +225,8 @@ async def test_a_list_of_urls_is_searched_for_the_master(tmp_path: Path) -> None
 
 
 async def test_the_user_that_the_docs_name_may_do_all_that_a_router_does_and_no_more(tmp_path: Path) -> None:
-    page = (REPOSITORY / "docs/operating.md").read_text()
-    (rule,) = re.findall(r"^ACL SETUSER (pointsman .*)$", page, re.MULTILINE)
     with redis_server(tmp_path) as (url, _), redis.Redis.from_url(url, decode_responses=True) as admin:
-        admin.execute_command("ACL", "SETUSER", *rule.replace("PASSWORD", "secret").split())
+        admin.execute_command("ACL", "SETUSER", *documented("ACL SETUSER").split())
         own_url = url.replace("redis://", "redis://pointsman:secret@")
         async with running(redis_url=own_url, router_id="one", owner_lease_s=0.5) as (one, first):
             await Report(first).join("a")
@@ -152,7 +251,14 @@ async def test_the_user_that_the_docs_name_may_do_all_that_a_router_does_and_no_
 
 async def test_the_pools_of_a_fleet_are_spread_over_a_redis_cluster(tmp_path: Path) -> None:
     with redis_cluster(tmp_path, 2) as (one, two):
-        async with running(redis_url=f"redis://127.0.0.1:{one}/0", redis_cluster=True) as (server, client):
+        nodes = [redis.Redis(port=port, decode_responses=True) for port in (one, two)]
+        for node in nodes:
+            execute: Any = node.execute_command
+            execute("ACL", "SETUSER", *documented("ACL SETUSER").split())
+        async with running(redis_url=f"redis://pointsman:secret@127.0.0.1:{one}/0", redis_cluster=True) as (
+            server,
+            client,
+        ):
             models = [f"model-{number}" for number in range(6)]
             for model in models:
                 await Report(client).join(f"of-{model}", model=model, served_names=[model])
@@ -161,12 +267,34 @@ async def test_the_pools_of_a_fleet_are_spread_over_a_redis_cluster(tmp_path: Pa
             await session.hello()
             for model in models:
                 assert not (await session.place(f"for-{model}", model=model)).degraded
-        nodes = [redis.Redis(port=port, decode_responses=True) for port in (one, two)]
         kept = [set(node.keys("pointsman:*:open")) for node in nodes]
         assert all(kept)
         assert set.union(*kept) == {f"pointsman:{{default:{model}}}:open" for model in models}
         for node in nodes:
             node.close()
+
+
+async def test_the_owners_of_pools_are_asked_for_at_all_nodes_of_a_redis_cluster(tmp_path: Path) -> None:
+    """After READONLY a router asks who owns its pools, by now."""
+    with redis_cluster(tmp_path, 2) as ports:
+        owners: list[str] = []
+        url = f"redis://127.0.0.1:{ports[0]}/0"
+        store: Any = RedisStore(
+            RedisAddress((url,), cluster=True), router_id="one", fleet="f", lease_s=1.0, settle_s=5.0, affinity_ttl_s=60.0,
+            on_event=lambda event: owners.append(event.pool) if isinstance(event, PoolLost) else None,
+            on_owners=lambda: None, snapshot=lambda pool: iter(()), merge_config=lambda before, own, stored: stored or own,
+        )  # fmt: skip
+        models = [f"model-{number}" for number in range(6)]
+        store.compete_for(models)
+        async with RedisCluster.from_url(url) as admin:
+            for pool in store._pools.values():
+                pool.epoch = 1
+                await admin.set(pool.state_keys[0], 2)
+                await admin.hset(pool.lease_key, mapping={"id": "two", "address": "127.0.0.1:2"})
+        await store._failed(redis.exceptions.ReadOnlyError("READONLY"))
+        assert owners == models
+        assert [store.owner(model) for model in models] == [Owner("two", "127.0.0.1:2", 2)] * 6
+        await store._servers.aclose()
 
 
 async def test_a_router_goes_on_without_a_redis_cluster_that_is_away(tmp_path: Path) -> None:
@@ -203,6 +331,37 @@ async def test_the_epoch_after_redis_has_lost_its_data_is_higher_than_that_of_an
                 assert two.router.store.epoch > one.router.store.epoch > 0
             link.repair()
         await link.stop()
+
+
+async def test_a_redis_whose_background_save_failed_is_done_without_until_one_succeeds(tmp_path: Path) -> None:
+    """Redis answers writes with MISCONF after a save that failed: here because a folder has the name of its file."""
+    async with redis_pair(tmp_path, flags=("--save", "3600 1")) as pair, fleet_over(pair, tmp_path) as fleet:
+
+        async def saved(status: str) -> None:
+            async def ended() -> bool:
+                info: Any = await pair.command(0, "INFO", "persistence")
+                return bool(not info["rdb_bgsave_in_progress"] and info["rdb_last_bgsave_status"] == status)
+
+            await pair.command(0, "BGSAVE")
+            await eventually(ended, "the save has ended")
+
+        file = tmp_path / "redis-0/dump.rdb"
+        async with fleet.traffic():
+            await asyncio.sleep(0.5)
+            file.unlink(missing_ok=True)
+            file.mkdir()
+            await saved("err")
+            await eventually(lambda: len(fleet.degraded()) == 2, "both routers do without Redis")
+            owner = await fleet.owner()
+            count = len(fleet.placed)
+            await eventually(lambda: len(fleet.placed) > count + 100, "requests are placed meanwhile")
+            assert fleet.owners() == [owner]
+            file.rmdir()
+            await saved("ok")
+            await eventually(lambda: not fleet.degraded(), "no router is degraded", RETURN_S)
+            assert await fleet.owner() == owner
+        fleet.check_epochs()
+        assert await pair.command(0, "HGET", "pointsman:{default:m}:lease", "id") == owner
 
 
 async def test_a_redis_that_answers_after_200_ms_costs_time_and_no_lease(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from pointsman.router.v1 import fleet_pb2
 from pointsman_cli.all_routers import instances_of
 from pointsman_cli.doctor_findings import TIMEOUT_S, EngineAccess, Finding, complete, skew
 from pointsman_cli.doctor_kv import answers, transfers
+from pointsman_cli.doctor_redis import RedisUrls, redis_findings
 from pointsman_cli.instance_commands import order_words, orders_of, state_words, suspension
 from pointsman_cli.router_call import ask, dial
 from pointsman_common.core.block_keys import KEY_TOKENS
-from pointsman_common.io.settings import split_urls
 
 # Base URL of the agent of `pointsman up`.
 AGENT = "http://127.0.0.1:9101"
@@ -38,7 +38,7 @@ PLACEABLE = (fleet_pb2.INSTANCE_STATE_SYNCING, fleet_pb2.INSTANCE_STATE_READY, f
 def examine(
     router: str,
     gateway: str,
-    redis_url: str,
+    redis: RedisUrls | None = None,
     agents: Sequence[str] = (),
     access: EngineAccess | None = None,
 ) -> list[Finding]:
@@ -49,8 +49,8 @@ def examine(
     for agent in agents:
         findings += _agent(agent)
     findings += _gateway(gateway)
-    if redis_url:
-        findings += [redis_finding(url) for url in split_urls(redis_url)]
+    if redis is not None:
+        findings += redis_findings(redis)
     return findings
 
 
@@ -363,29 +363,6 @@ def _gateway(gateway: str) -> Iterator[Finding]:
                 "give the gateway --tokenizers MODEL=FOLDER with the engine's tokenizer.json and chat template",
             )
     yield from _clock("gateway", ahead_s)
-
-
-def redis_finding(url: str) -> Finding:
-    """Return whether the routers' Redis answers, and rejects writes instead of evicting keys when its memory is full."""
-    # The import takes two fifths of the start time of these commands, so only the command that is given a URL imports it.
-    import redis
-
-    try:
-        with redis.Redis.from_url(url, socket_timeout=TIMEOUT_S) as client:
-            version = client.info("server")["redis_version"]
-            # Not read with CONFIG, because the user of make-secrets.sh is not an administrator.
-            policy = client.info("memory")["maxmemory_policy"]
-    except redis.exceptions.NoPermissionError:
-        return Finding(
-            Finding.WARN, "Redis", "answers, but its user may not run INFO", "add +info to check maxmemory-policy"
-        )
-    except redis.RedisError as error:
-        return Finding(Finding.FAIL, "Redis", f"{type(error).__name__}: {error}", "routers that use it place degraded")
-    if policy != "noeviction":
-        return Finding(
-            Finding.WARN, "Redis", f"{version}, maxmemory-policy {policy}", "set maxmemory-policy noeviction"
-        )
-    return Finding(Finding.OK, "Redis", f"{version}, {policy}")
 
 
 def _clock(name: str, ahead_s: float | None) -> Iterator[Finding]:

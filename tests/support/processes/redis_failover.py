@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,31 +16,46 @@ from pointsman.router.v1 import placement_pb2
 from pointsman_router.io.main import RouterServer
 from pointsman_router.io.telemetry.decision_log import DecidedLine, read_log
 from tests.support.processes.process import Process
-from tests.support.processes.redis import redis_server
+from tests.support.processes.redis import RedisTls, redis_server
 from tests.support.processes.replicas import Gateway, keep_reporting
 from tests.support.router import running
 from tests.support.tcp_proxies import Link
 from tests.support.waiting import eventually
 
 INSTANCES = 4
+# Time within which routers use Redis again once it serves, s.
+RETURN_S = 5.0
 
 
 @dataclass
 class RedisPair:
-    """Two Redis servers. `master` is 0 or 1: the one that accepts writes."""
+    """Two Redis servers. `master` is 0 or 1: the one that accepts writes. `options`: those of its administrator's client."""
 
     ports: tuple[int, int]
     processes: tuple[Process, Process]
+    options: dict[str, Any]
+    host: str
     master: int = 0
-    password: str | None = None
 
     async def command(self, server: int, *words: object) -> Any:
         """Run a command as the administrator of a server."""
-        async with redis.asyncio.Redis(
-            port=self.ports[server], password=self.password, decode_responses=True
-        ) as client:
+        async with redis.asyncio.Redis(port=self.ports[server], decode_responses=True, **self.options) as client:
             execute: Any = client.execute_command
             return await execute(*words)
+
+    async def is_master(self, server: int) -> bool:
+        """Return whether a server is a master."""
+        return bool((await self.command(server, "ROLE"))[0] == "master")
+
+    async def protect(self, *rules: str) -> None:
+        """Set users, by their ACL rules, and then the administrator's password, which replicas use, too, at both servers."""
+        for server in (0, 1):
+            for rule in rules:
+                await self.command(server, "ACL", "SETUSER", *rule.split())
+            await self.command(server, "CONFIG", "SET", "masterauth", "of-redis")
+        for server in (0, 1):
+            await self.command(server, "CONFIG", "SET", "requirepass", "of-redis")
+            self.options["password"] = "of-redis"
 
     async def replicates(self) -> None:
         """Wait until the replica has all that the master has."""
@@ -55,20 +70,27 @@ class RedisPair:
         """Make the replica the master, and the master its replica. Their connections stay open."""
         old, self.master = self.master, 1 - self.master
         await self.command(self.master, "REPLICAOF", "NO", "ONE")
-        await self.command(old, "REPLICAOF", "127.0.0.1", self.ports[self.master])
+        await self.command(old, "REPLICAOF", self.host, self.ports[self.master])
 
 
 @asynccontextmanager
-async def redis_pair(folder: Path) -> AsyncIterator[RedisPair]:
-    """Run a master and its replica."""
+async def redis_pair(
+    folder: Path, tls: RedisTls | None = None, flags: tuple[str, ...] = ("--save", "")
+) -> AsyncIterator[RedisPair]:
+    """Run a master and its replica, each of which tells others its host: that of `tls`, or 127.0.0.1."""
     for name in ("redis-0", "redis-1"):
         (folder / name).mkdir()
-    with redis_server(folder / "redis-0") as (one, first), redis_server(folder / "redis-1") as (two, second):
+    host = tls.host if tls else "127.0.0.1"
+    flags = (*flags, "--replica-announce-ip", host)
+    with ExitStack() as stack:
+        run = [redis_server(folder / name, None, *flags, tls=tls) for name in ("redis-0", "redis-1")]
+        (one, first), (two, second) = map(stack.enter_context, run)
         ports = [int(url.rsplit(":", 1)[1].partition("/")[0]) for url in (one, two)]
-        pair = RedisPair((ports[0], ports[1]), (first, second))
+        options: dict[str, Any] = {"host": host, "ssl": True, **tls.of_client()} if tls else {}
+        pair = RedisPair((ports[0], ports[1]), (first, second), options, host)
         # A replica that attaches waits for no others.
         await pair.command(0, "CONFIG", "SET", "repl-diskless-sync-delay", 0)
-        await pair.command(1, "REPLICAOF", "127.0.0.1", ports[0])
+        await pair.command(1, "REPLICAOF", host, ports[0])
         await pair.replicates()
         yield pair
 
@@ -106,6 +128,14 @@ class Fleet:
             return owners[0] if len(owners) == 1 and told <= set(owners) else ""
 
         return str(await eventually(known, "one router places"))
+
+    async def lose_master(self) -> None:
+        """Kill the master, and wait until a Sentinel has named the other server and the routers use it."""
+        self.pair.processes[self.pair.master].kill()
+        await eventually(self.degraded, "the routers go on without Redis")
+        self.pair.master = 1 - self.pair.master
+        await eventually(lambda: self.pair.is_master(self.pair.master), "the Sentinel has named a new master")
+        await eventually(lambda: not self.degraded(), "no router is degraded", RETURN_S)
 
     def degraded(self) -> list[str]:
         """Return the routers that count Redis as away."""

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import typer
 from pydantic import ValidationError
 
 from pointsman_common.io.settings import InvalidSetting, load_settings
@@ -27,6 +28,28 @@ def test_policy_settings_are_json_in_a_flag_and_in_the_environment(monkeypatch: 
 def test_policy_settings_that_are_no_object_name_their_field(text: str) -> None:
     with pytest.raises(ValidationError, match="policy_settings"):
         RouterSettings(policy_settings=text)
+
+
+@pytest.mark.parametrize("name", ["redis_url", "redis_sentinels"])
+@pytest.mark.parametrize("text", ["s1:26379", "redis://:s3cret@s1:26379,s2:26379", "http://s1:26379"])
+def test_a_redis_without_a_scheme_is_told_with_the_form_and_without_its_password(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, text: str
+) -> None:
+    monkeypatch.setenv(f"POINTSMAN_ROUTER_{name.upper()}", text)
+    with pytest.raises(typer.Exit):
+        load_settings("pointsman router", RouterSettings)
+    told = capsys.readouterr().err
+    assert f"POINTSMAN_ROUTER_{name.upper()}" in told
+    assert "write each server as redis://HOST:PORT, or rediss://HOST:PORT for TLS" in told
+    assert "s3cret" not in told
+
+
+def test_a_password_of_redis_may_have_a_comma() -> None:
+    address = RouterSettings(
+        redis_url="redis://:a,b@s1:1/0, rediss://s2/1?ssl_ca_certs=x,unix:///run/redis"
+    ).redis_address
+    assert address is not None
+    assert address.urls == ("redis://:a,b@s1:1/0", "rediss://s2/1?ssl_ca_certs=x", "unix:///run/redis")
 
 
 @pytest.mark.parametrize(

@@ -305,5 +305,14 @@ def _parameter(name: str, flag: Any) -> inspect.Parameter:
 
 
 def split_urls(text: str) -> tuple[str, ...]:
-    """Return the URLs in a list separated by commas. A comma in a password does not separate."""
-    return tuple(url.strip() for url in re.split(r",(?=\s*(?:rediss?|unix)://)", text) if url.strip())
+    """Return the URLs of Redis servers in a list separated by commas. A comma in a password does not separate. Raises ValueError,
+    without the text, which may have a password, if one is no such URL."""
+    urls = tuple(url.strip() for url in re.split(r",(?=\s*(?:rediss?|unix)://)", text) if url.strip())
+    for url in urls:
+        try:
+            known = re.match(r"(rediss?|unix)://", url) and (urlsplit(url).port or True)
+        except ValueError:  # the port is no number, such as that of "redis://a:1,b:2"
+            known = False
+        if not known:
+            raise ValueError("write each server as redis://HOST:PORT, or rediss://HOST:PORT for TLS")
+    return urls

@@ -184,6 +184,12 @@ class RouterSettings(BaseSettings):
         # The value from the environment is decoded JSON; the value of a flag is text.
         return json.loads(value) if isinstance(value, str) else value
 
+    @field_validator("redis_url", "redis_sentinels")
+    @classmethod
+    def _list_of_urls(cls, value: SecretStr) -> SecretStr:
+        split_urls(value.get_secret_value())
+        return value
+
     @model_validator(mode="after")
     def _one_kind_of_redis(self) -> Self:
         if self.redis_sentinels.get_secret_value():

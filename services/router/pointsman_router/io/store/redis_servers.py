@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -23,20 +24,36 @@ REDIS_ERRORS = (redis.exceptions.RedisError, redis.exceptions.RedisClusterExcept
 _STAY = (redis.exceptions.OutOfMemoryError, redis.exceptions.NoPermissionError)
 
 
-def _of_master(address: RedisAddress, sentinel: Any, options: dict[str, Any]) -> Any:
+class _Sentinels(Sentinel):
+    """Sentinels that are asked one call at a time. A call moves the Sentinel that answers to the front of the list, and of two at
+    the same time the second would move it to the place of another one, which is lost."""
+
+    def __init__(self, urls: tuple[str, ...], options: dict[str, Any]) -> None:
+        super().__init__([])  # type: ignore[no-untyped-call]
+        self.sentinels = [redis.asyncio.Redis.from_url(url, **options) for url in urls]
+        self._asking = asyncio.Lock()
+
+    async def discover_master(self, service_name: str) -> Any:
+        """Return (host, port) of a master. Raises MasterNotFoundError."""
+        async with self._asking:
+            return await super().discover_master(service_name)
+
+
+def _of_master(address: RedisAddress, sentinels: _Sentinels, options: dict[str, Any]) -> Any:
     """Return the client of the master that Sentinels name."""
     own: dict[str, Any] = dict(parse_url(address.urls[0]))
     tls = issubclass(own.pop("connection_class", object), SSLConnection)
     own = {name: value for name, value in own.items() if name not in ("host", "port")}
     kind = SentinelManagedSSLConnection if tls else SentinelManagedConnection
-    return sentinel.master_for(address.master, connection_class=kind, **own, **options)
+    return sentinels.master_for(address.master, connection_class=kind, **own, **options)
 
 
 class RedisServers:
     """The clients of a Redis: one for each URL, used one at a time; one for all servers of a cluster, or that Sentinels know.
 
     A server that stops to be the master may keep its connections open. So an error closes all connections, and the next command
-    opens new ones: to the next URL, or to the address that the name or the Sentinels stand for by then."""
+    opens new ones: to the next URL, or to the address that the name or the Sentinels stand for by then. `server` is the server of
+    the newest connection, HOST:PORT and its IP address if HOST is a name; empty before the first, and of a cluster."""
 
     def __init__(self, address: RedisAddress, timeout_s: float) -> None:
         """`timeout_s`: maximum time of a connect and of each answer, s."""
@@ -46,14 +63,28 @@ class RedisServers:
             "decode_responses": True,
             "retry": Retry(NoBackoff(), 0),
         }
-        kind = RedisCluster if address.cluster else redis.asyncio.Redis
-        self._sentinel: Any = Sentinel([])  # type: ignore[no-untyped-call]
-        self._sentinel.sentinels = [redis.asyncio.Redis.from_url(url, **options) for url in address.sentinels]
-        if address.sentinels:
-            self._clients = [_of_master(address, self._sentinel, options)]
+        self.server = ""
+        self.has_sentinels = bool(address.sentinels)
+        self._master = address.master
+        self._sentinels = _Sentinels(address.sentinels, options)
+        if address.cluster:
+            self._clients: list[Any] = [RedisCluster.from_url(url, **options) for url in address.urls]
         else:
-            self._clients = [kind.from_url(url, **options) for url in address.urls]
+            options["redis_connect_func"] = self._connected
+            if self.has_sentinels:
+                self._clients = [_of_master(address, self._sentinels, options)]
+            else:
+                self._clients = [redis.asyncio.Redis.from_url(url, **options) for url in address.urls]
         self._at = 0
+
+    async def _connected(self, connection: Any) -> None:
+        await connection.on_connect()
+        peer = connection._writer.get_extra_info("peername")
+        if isinstance(peer, tuple):
+            host, port = connection.host, connection.port
+            self.server = f"{host}:{port}" + (f" ({peer[0]})" if peer[0] != host else "")
+        else:
+            self.server = str(peer)  # the path of a Unix socket
 
     @property
     def client(self) -> Any:
@@ -69,10 +100,23 @@ class RedisServers:
         """Close all connections after an error that a new connection may end, and go on to the next URL."""
         if not isinstance(error, _STAY):
             client, self._at = self.client, (self._at + 1) % len(self._clients)
-            with contextlib.suppress(*REDIS_ERRORS):
-                await client.aclose()
+            await _close(client)
+
+    async def moved(self) -> bool:
+        """Return whether Sentinels name another master than the server in use. Raises one of REDIS_ERRORS if none names one."""
+        in_use = self.client.connection_pool.master_address
+        return in_use is not None and in_use != await self._sentinels.discover_master(self._master)
+
+    async def connect_anew(self) -> None:
+        """Close all connections; the next command opens new ones."""
+        await _close(self.client)
 
     async def aclose(self) -> None:
         """Close all connections."""
-        for client in (*self._clients, self._sentinel):
+        for client in (*self._clients, self._sentinels):
             await client.aclose()
+
+
+async def _close(client: Any) -> None:
+    with contextlib.suppress(*REDIS_ERRORS):
+        await client.aclose()

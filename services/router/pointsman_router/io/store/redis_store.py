@@ -181,8 +181,10 @@ class RedisStore:
         self._degraded = False
         self._logged: type[Exception] | None = None  # the kind of error that was logged last while degraded
         self._returning = False  # degraded, and the rewrite after Redis' return has begun
-        self._returned_at = -math.inf  # when Redis last answered a degraded replica
+        self._returned_at = -math.inf  # when Redis last answered a degraded replica, or was left for another server
         self._may_serve_others = False  # whether other replicas may reach Redis, though this one does not
+        self._server = ""  # the server that was logged last; empty: log it after the next success
+        self._server_moved = False  # whether Sentinels name another server than the one in use
         self._next_page_at = 0.0  # time from which the next page of sessions may be read or written
         self._replicas: list[Replica] = []
         self._lost_replicas: list[Replica] = []
@@ -319,12 +321,37 @@ class RedisStore:
 
     async def run(self) -> None:
         """Keep ownership and write changes until cancelled, then release the pools."""
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(self._follow_sentinels()) if self._servers.has_sentinels else None
+            try:
+                await self._keep_pools()
+            finally:
+                if following is not None:
+                    following.cancel()
+
+    async def _follow_sentinels(self) -> None:
+        """Leave the server in use as soon as Sentinels name another one. After a planned failover the old master takes writes for
+        ten seconds more, until a Sentinel makes it a replica, and a router that connects meanwhile is at the new one."""
+        while True:
+            await asyncio.sleep(self._lease_s / 4)
+            with contextlib.suppress(*REDIS_ERRORS):
+                if await self._servers.moved():
+                    self._server_moved, self._poll_at = True, 0.0
+                    self._wake.set()
+
+    async def _keep_pools(self) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         try:
             # redis-py writes by asyncio.wait_for(). Before Python 3.12 that loses a cancellation that arrives as the write ends.
             while not task.cancelling():
                 self._tried_at = loop.time()
+                if self._server_moved:
+                    await self._servers.connect_anew()
+                    self._server_moved = False
+                    # An owner has a lease to follow. Until then it holds its lease at the old server, which this one cannot see.
+                    self._returned_at = loop.time()
+                    self._forget_free()
                 try:
                     if loop.time() >= self._poll_at:
                         await self._poll()
@@ -346,6 +373,12 @@ class RedisStore:
                 self._write_failures = 0
                 if self._returning and all(pool.after_rewrite is None for pool in self._pools.values()):
                     self._returned()
+                elif not self._degraded and self._servers.server != self._server:
+                    if self._server:
+                        # Connections that were in use as the first one to this server was made lead to the one before.
+                        await self._servers.connect_anew()
+                    self._server = self._servers.server
+                    log.info("connected to the shared store", server=self._server)
                 now = loop.time()
                 if paged is not None:
                     paged.paged_at = now
@@ -671,6 +704,7 @@ class RedisStore:
         if isinstance(error, redis.exceptions.ReadOnlyError):
             await self._look_for_owners()
         await self._servers.failed(error)
+        self._server = ""  # a new master may be at the same name or address
         self._poll_at, self._failed_from = 0.0, self._tried_at
         self._may_serve_others |= isinstance(error, _MAY_SERVE_OTHERS)
         self._forget_free()
@@ -700,16 +734,19 @@ class RedisStore:
         """Read at a replica of Redis whether its master has other owners of this router's pools."""
         client, owned = self._servers.client, [pool for pool in self._pools.values() if pool.epoch]
         with contextlib.suppress(*REDIS_ERRORS):
-            epochs = await client.mget([pool.state_keys[0] for pool in owned]) if owned else []
-            for pool, epoch in zip(owned, epochs, strict=True):
-                if int(epoch or 0) > pool.epoch:
-                    router_id, address = await client.hmget(pool.lease_key, "id", "address")
-                    self.claimed(pool.name, Owner(router_id or "", address or "", int(epoch)))
+            asked = client.pipeline(transaction=False)  # to each node of a cluster that has keys of these pools
+            for pool in owned:
+                asked.get(pool.state_keys[0])
+                asked.hmget(pool.lease_key, "id", "address")
+            answers = await asked.execute()
+            for pool, epoch, (router_id, address) in zip(owned, answers[::2], answers[1::2], strict=True):
+                self.claimed(pool.name, Owner(router_id or "", address or "", int(epoch or 0)))
 
     def _returned(self) -> None:
         """End the degraded state: each pool's reservations are rewritten, and the sessions follow page by page."""
         self._degraded = self._returning = False
-        log.info("the shared store answers again")
+        self._server = self._servers.server
+        log.info("the shared store answers again", server=self._server)
         self._on_event(ev.StoreState(False))
 
     async def _give_back(self) -> None:
