@@ -6,12 +6,12 @@ them announces the rest.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prometheus_client import Gauge
 
+from pointsman_connector.engine_identity import KEPT
 from pointsman_connector.layerwise.support import (
     LAYOUTS_OF_SHARED_ROWS,
     enabled,
@@ -22,9 +22,6 @@ from pointsman_connector.vllm_version import warn_without
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-# Path of a model in huggingface_hub's cache. In offline mode vLLM replaces the model's name with this path.
-_KEPT = re.compile(r"(?:.*/)?models--([^/]+)/snapshots/([^/]+)/?")
 
 LABELS = ("connector", "protocol", "role", "layerwise", "bootstrap_host", "bootstrap_port")
 
@@ -62,7 +59,7 @@ def tokenizer_place(vllm_config: VllmConfig) -> dict[str, str]:
     configured."""
     config = vllm_config.model_config
     place, revision = str(config.tokenizer), config.tokenizer_revision
-    if (kept := _KEPT.fullmatch(place)) is not None:
+    if (kept := KEPT.fullmatch(place)) is not None:
         return {"tokenizer": kept[1].replace("--", "/"), "revision": kept[2]}
     if Path(place).exists():
         return {"tokenizer": place, "revision": ""}
