@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Gauge
 
+from pointsman_connector.model_places import place_of, revision_of
 from pointsman_connector.vllm_version import warn_without
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Path of a model in huggingface_hub's cache. In offline mode vLLM replaces the model's name with this path.
-KEPT = re.compile(r"(?:.*/)?models--([^/]+)/snapshots/([^/]+)/?")
 NONE = "none"
 
 LABELS = (
@@ -84,11 +82,7 @@ def engine_identity(vllm_config: VllmConfig) -> dict[str, str]:
 def _weights(vllm_config: VllmConfig) -> Mapping[str, str]:
     config = vllm_config.model_config
     # Of a model from an object store, `model` is the folder of its copy.
-    place, revision = str(getattr(config, "model_weights", "") or config.model), _revision(config.revision)
-    if (kept := KEPT.fullmatch(place)) is not None:
-        place, revision = kept[1].replace("--", "/"), kept[2]
-    elif Path(place).exists():
-        revision = ""
+    place, revision = place_of(str(getattr(config, "model_weights", "") or config.model), config.revision)
     folder = _folder(str(config.model), config.revision)
     return {"weights": place, "revision": revision, "weights_digest": weights_digest(folder) if folder else ""}
 
@@ -175,18 +169,15 @@ def _folder(place: str, revision: object) -> Path | None:
     """Return the folder of a model's files; None if it is not on this machine."""
     if (folder := Path(place)).is_dir():
         return folder
+    if place.startswith(("/", ".")) or "://" in place:
+        return None
     from huggingface_hub import try_to_load_from_cache
 
     for name in ("config.json", "tokenizer_config.json"):
-        found = try_to_load_from_cache(place, name, revision=_revision(revision) or None)
+        found = try_to_load_from_cache(place, name, revision=revision_of(revision) or None)
         if isinstance(found, str):
             return Path(found).parent
     return None
-
-
-def _revision(revision: object) -> str:
-    # huggingface_hub's ResolvedRevision is a str of the configured revision, with the commit as an attribute.
-    return str(getattr(revision, "resolved", None) or revision or "")
 
 
 def _digest(parts: Iterable[bytes]) -> str:
