@@ -69,6 +69,9 @@ class PoolCheck:
         if again or seen != self._seen:
             self._seen = seen
             self._changed.set()
+        if state.tokenizer_status is TokenizerStatus.EXACT and state.differed - state.foreign():
+            # The pool's tokenizer is from another place now: that of an instance which had other tokens than this one.
+            self._tokenizers.set_status(state, TokenizerStatus.INEXACT, "another tokenizer is being compared")
         if present <= state.settled():
             self._settle()  # an instance that differed may have left
             return
