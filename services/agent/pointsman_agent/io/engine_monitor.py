@@ -293,9 +293,6 @@ class EngineMonitor:
                 raise ProbeError("no vllm:cache_config_info in /metrics")
             instance = self._instance(rank, ranks, sample, scrape, models, version)
             self._describe_kv_transfer(instance, scrape, rank)
-            holder = self._agent_context.claims.setdefault(instance.instance_id, self.address.url)
-            if holder != self.address.url:
-                raise ProbeError(f"{holder} has its instance id {instance.instance_id}: give each its own (advertise=)")
             instance.incarnation = new_incarnation(process) if same_process else process
             source = sources.by_rank.get(rank)
             if reason := _no_prefix(sample, sources, rank):
@@ -423,9 +420,6 @@ class EngineMonitor:
         """Stop all instances. A cancellation does not interrupt their stops: the next call, at the latest that at the end of
         `run`, waits for them."""
         instances, self.instances = self.instances, {}
-        claims = self._agent_context.claims
-        for instance_id in [name for name, url in claims.items() if url == self.address.url]:
-            del claims[instance_id]
         self._last_loads.clear()
         self._newest_steps.clear()
         self._to_forward.clear()

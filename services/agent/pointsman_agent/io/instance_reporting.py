@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -40,8 +40,6 @@ class AgentContext:
     report_interval_s: float
     consistency_check_interval_s: float
     save_interval_s: float
-    # Instance id -> URL of the engine that has it. Of two engines of one agent with one id only the first is reported.
-    claims: dict[str, str] = field(default_factory=dict)
 
 
 class InstanceMonitor:
