@@ -93,7 +93,7 @@ async def test_a_rolling_change_of_type_and_context_loses_and_mixes_nothing(tmp_
         )
         http = await stack.enter_async_context(aiohttp.ClientSession())
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(router))
-        fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(channel)  # type: ignore[assignment]
+        fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(channel)
         url = f"http://{listen}"
 
         async def listed() -> dict[str, fleet_pb2.InstanceStatus]:
