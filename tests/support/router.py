@@ -68,7 +68,14 @@ class Report:
         return message
 
     async def hello(
-        self, name: str = "a", *, scheme: str = KEY_SCHEME, oldest: int = 1, latest: int = 0, **changes: Any
+        self,
+        name: str = "a",
+        *,
+        scheme: str = KEY_SCHEME,
+        oldest: int = 1,
+        latest: int = 0,
+        agent_id: str = "",
+        **changes: Any,
     ) -> None:
         values: dict[str, Any] = {
             "instance_id": name,
@@ -86,6 +93,7 @@ class Report:
                 oldest_seq=oldest,
                 latest_seq=latest,
                 report_interval_ms=60_000,  # only the test sends reports
+                agent_id=agent_id,
             )
         )
 

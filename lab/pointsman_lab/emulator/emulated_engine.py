@@ -46,6 +46,10 @@ class EmulateSettings(BaseSettings):
     ssl_keyfile: Path | None = Field(None, description="private key of ssl_certfile (PEM)")
     api_key: SecretStr = Field(SecretStr(""), description="API key that clients must send; empty: none")
     model: str = Field("pointsman-emulated", min_length=1, description="served model name")
+    root: str = Field("", description="path or hub id of its weights; empty: the tokenizer's folder")
+    dtype: str = Field(
+        "", description="type of its weights that it announces, such as bfloat16; empty: none, as a plain vLLM"
+    )
     tokenizer: Path = Field(TOKENIZER_DIR, description="folder with tokenizer.json and tokenizer_config.json")
     block_size: int = Field(16, description="tokens per KV block, a multiple of 16")
     kv_blocks: int = Field(20_000, ge=1, description="number of usable KV blocks; vLLM's num_gpu_blocks is one more")
@@ -128,7 +132,7 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
     tokenizer = ChatTokenizer(settings.tokenizer)
     model = EngineModel(settings.engine_config(tokenizer), profile)
     started_at = time.time()
-    metrics = EngineMetrics(model, settings.model, started_at)
+    metrics = EngineMetrics(model, settings.model, started_at, {"dtype": settings.dtype, "kv_dtype": settings.dtype})
     publisher = KVEventPublisher(settings.host, settings.kv_events_port, settings.replay_port)
 
     def publish(events: Sequence[object]) -> None:
@@ -151,6 +155,7 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
         suspension,
         settings.api_key.get_secret_value(),
         script,
+        settings.root,
     )
     tls = None
     if settings.ssl_certfile is not None:

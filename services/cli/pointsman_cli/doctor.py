@@ -29,6 +29,8 @@ AGENT = "http://127.0.0.1:9101"
 STALE_REPORT_S = 5.0
 # Difference of clocks above which it is a finding, s.
 CLOCK_SKEW_S = 2.0
+# Maximum number of instances that one finding names.
+SHOWN = 5
 # Age of a cordon above which it is a finding, s.
 LONG_CORDONED_S = 86_400.0
 # States in which an instance can get requests.
@@ -162,14 +164,7 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
                 "give all its engines the same --block-size",
             )
         )
-        # Different revisions may have the same tokenizer. Gateways compare them.
-        if len({instance.model_root.partition("@")[0] for instance in pool}) > 1:
-            yield Finding(
-                Finding.WARN,
-                f"model {model}",
-                "instances loaded it from different sources",
-                "serve different models under different names",
-            )
+        yield from uniformity(model, statuses)
         yield from transfers(pool)
         yield from answers(
             [status.instance for status in statuses if status.state == fleet_pb2.INSTANCE_STATE_READY], access
@@ -198,6 +193,38 @@ def placeability(model: str, pool: Sequence[fleet_pb2.InstanceStatus]) -> Iterat
         else "see the findings of each instance below"
     )
     yield Finding(Finding.FAIL, f"model {model}", f"none placeable: {states}", advice)
+
+
+def uniformity(model: str, pool: Sequence[fleet_pb2.InstanceStatus]) -> Iterator[Finding]:
+    """Yield what instances of a model differ in from the most of them, and those that a second agent announces."""
+    # Different revisions may have the same tokenizer. Gateways compare them.
+    if len({status.instance.model_root.partition("@")[0] for status in pool}) > 1:
+        yield Finding(
+            Finding.WARN,
+            f"model {model}",
+            "instances loaded it from different sources",
+            "serve different models under different names",
+        )
+    differing: dict[str, list[str]] = {}
+    for status in pool:
+        for difference in status.differences:
+            differing.setdefault(difference, []).append(status.instance.instance_id)
+        if status.rival:
+            yield Finding(
+                Finding.FAIL,
+                status.instance.instance_id,
+                f"announced by a second agent, which is refused: {status.rival}",
+                "give each engine its own address (advertise=), and only one agent",
+            )
+    for difference, names in sorted(differing.items()):
+        others = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        yield Finding(
+            Finding.WARN,
+            f"model {model}",
+            f"{', '.join(names[:SHOWN])}{others}: {difference} (of the others)",
+            "no answer, session or KV passes between engines of different weights or types, and long prompts go to the larger "
+            "context only: a rolling change; else serve them under different names",
+        )
 
 
 def _orders(router: str) -> Iterator[Finding]:
@@ -330,6 +357,11 @@ def _agent(agent: str) -> Iterator[Finding]:
         return
     for engine in engines:
         what = f"{name}: {engine['engine']}"
+        for instance in engine.get("instances", ()):
+            for router, said in instance["routers"].items():
+                if said not in ("connected", "connecting"):
+                    found = f"{router} refuses {instance['instance_id']}: {said}"
+                    yield Finding(Finding.FAIL, what, found, "see the agent's log")
         if engine["healthy"]:
             yield Finding(Finding.OK, what, "is monitored")
         else:

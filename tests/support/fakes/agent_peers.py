@@ -44,6 +44,8 @@ class FakeEngine:
         """Labels of pointsman_tokenizer_info; empty without the package."""
         self.engine: dict[str, str] = {}
         """Labels of pointsman_engine_info; empty without the package."""
+        self.identity: dict[str, str] = {}
+        """Labels of pointsman_engine_identity_info; empty without the package."""
         self.engine_ids: list[str] = []
         """What a bootstrap server at this engine's own port answers, by rank; empty: there is none."""
         self.metrics_broken = False
@@ -136,6 +138,7 @@ class FakeEngine:
             ("kv_transfer", self.announced),
             ("tokenizer", self.tokenizer),
             ("engine", self.engine),
+            ("engine_identity", self.identity),
         ):
             if facts:
                 labels = ",".join(f'{name}="{value}"' for name, value in facts.items())

@@ -253,6 +253,8 @@ class Instance(_message.Message):
     EVENTS_UNUSABLE_FIELD_NUMBER: _builtins.int
     SHARED_STORAGE_FIELD_NUMBER: _builtins.int
     KV_TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Id of the instance, unique in the fleet and stable over restarts, for example "10.0.0.7:8000", or "10.0.0.7:8000/1" for rank
     1. Required.
@@ -307,6 +309,8 @@ class Instance(_message.Message):
     """
     kv_token_bytes: _builtins.int
     """Size of the KV of one token on each of the engine's devices, in bytes. 0 if the engine does not announce it."""
+    max_num_seqs: _builtins.int
+    """Maximum number of requests in the engine's batch. 0 if unknown."""
     @_builtins.property
     def served_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """All model names that the engine answers to, without LoRA adapters."""
@@ -318,6 +322,10 @@ class Instance(_message.Message):
     @_builtins.property
     def kv_transfer(self) -> Global___KvTransfer:
         """How the engine's KV connector transfers KV. Absent if the engine has no KV connector."""
+
+    @_builtins.property
+    def identity(self) -> Global___EngineIdentity:
+        """What makes the engine interchangeable with others. Absent: nothing of it is known."""
 
     def __init__(
         self,
@@ -344,16 +352,78 @@ class Instance(_message.Message):
         events_unusable: _builtins.bool = ...,
         shared_storage: _builtins.str = ...,
         kv_token_bytes: _builtins.int = ...,
+        identity: Global___EngineIdentity | None = ...,
+        max_num_seqs: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "kv_transfer", b"kv_transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "identity", b"identity", "kv_transfer", b"kv_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "block_size", b"block_size", "data_parallel_rank", b"data_parallel_rank", "engine_version", b"engine_version", "events_unusable", b"events_unusable", "hardware", b"hardware", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_token_bytes", b"kv_token_bytes", "kv_transfer", b"kv_transfer", "long_prefill_token_threshold", b"long_prefill_token_threshold", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "model", b"model", "model_root", b"model_root", "node", b"node", "prefix_mode", b"prefix_mode", "prefix_reason", b"prefix_reason", "served_names", b"served_names", "shared_storage", b"shared_storage", "sparse_prefixes", b"sparse_prefixes", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "block_size", b"block_size", "data_parallel_rank", b"data_parallel_rank", "engine_version", b"engine_version", "events_unusable", b"events_unusable", "hardware", b"hardware", "identity", b"identity", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_token_bytes", b"kv_token_bytes", "kv_transfer", b"kv_transfer", "long_prefill_token_threshold", b"long_prefill_token_threshold", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "model_root", b"model_root", "node", b"node", "prefix_mode", b"prefix_mode", "prefix_reason", b"prefix_reason", "served_names", b"served_names", "shared_storage", b"shared_storage", "sparse_prefixes", b"sparse_prefixes", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
     _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__data_parallel_rank) -> _WhichOneofReturnType__data_parallel_rank | None: ...
 
 Global___Instance: _TypeAlias = Instance  # noqa: Y015
+
+@_typing.final
+class EngineIdentity(_message.Message):
+    """What makes two engines interchangeable. A field is empty if it is unknown, and then contradicts nothing. Engines of which
+    something known differs do not go on with each other's answers, and do not read each other's KV.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
+    OVERRIDES_FIELD_NUMBER: _builtins.int
+    TOKENIZER_FIELD_NUMBER: _builtins.int
+    TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
+    KV_LAYOUT_FIELD_NUMBER: _builtins.int
+    weights: _builtins.str
+    """Hub id or path of the weights, without revision."""
+    revision: _builtins.str
+    """Revision of the weights at the hub: a commit if it is known."""
+    weights_digest: _builtins.str
+    """Digest of the files of the weights. It decides where both engines have one, wherever the files are."""
+    dtype: _builtins.str
+    """Type of the weights and activations in use, for example "bfloat16"."""
+    quantization: _builtins.str
+    """Method of quantisation in use; "none" without one."""
+    overrides: _builtins.str
+    """Digest of what overrides the model's own configuration; "none" without any."""
+    tokenizer: _builtins.str
+    """Hub id or path of the tokenizer, without revision."""
+    tokenizer_digest: _builtins.str
+    """Digest of the tokenizer's files. It decides where both engines have one."""
+    kv_dtype: _builtins.str
+    """Type of the KV cache's elements in use. "auto": the type of the weights, whichever that is."""
+    kv_layout: _builtins.str
+    """Order of the KV cache's dimensions, for example "NHD"."""
+    def __init__(
+        self,
+        *,
+        weights: _builtins.str = ...,
+        revision: _builtins.str = ...,
+        weights_digest: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        quantization: _builtins.str = ...,
+        overrides: _builtins.str = ...,
+        tokenizer: _builtins.str = ...,
+        tokenizer_digest: _builtins.str = ...,
+        kv_dtype: _builtins.str = ...,
+        kv_layout: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "kv_dtype", b"kv_dtype", "kv_layout", b"kv_layout", "overrides", b"overrides", "quantization", b"quantization", "revision", b"revision", "tokenizer", b"tokenizer", "tokenizer_digest", b"tokenizer_digest", "weights", b"weights", "weights_digest", b"weights_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineIdentity: _TypeAlias = EngineIdentity  # noqa: Y015
 
 @_typing.final
 class KvTransfer(_message.Message):
@@ -375,7 +445,7 @@ class KvTransfer(_message.Message):
     role: Global___KvRole.ValueType
     """Which sides of a transfer the engine can be."""
     cache_dtype: _builtins.str
-    """Element type of the engine's KV cache. KV is transferred only between engines with equal types."""
+    """Element type of the engine's KV cache, as its flag gives it. Instance.identity has the type in use."""
     layerwise: _builtins.bool
     """Whether the engine expects the second request of a transfer before the first one has ended (Mooncake only). The gateway sends
     both requests together if both engines are layerwise.

@@ -356,6 +356,8 @@ class InstanceStatus(_message.Message):
     CORDON_REASON_FIELD_NUMBER: _builtins.int
     WEIGHT_REASON_FIELD_NUMBER: _builtins.int
     UNDERLYING_STATE_FIELD_NUMBER: _builtins.int
+    RIVAL_FIELD_NUMBER: _builtins.int
+    DIFFERENCES_FIELD_NUMBER: _builtins.int
     state: Global___InstanceState.ValueType
     """State of the instance."""
     num_requests: _builtins.int
@@ -396,6 +398,8 @@ class InstanceStatus(_message.Message):
     """Reason of the weight. Empty if the weight is 1, or none was given."""
     underlying_state: Global___InstanceState.ValueType
     """The state that the instance would have without a cordon or a drain: SYNCING, READY, UNHEALTHY, SUSPENDED or LOST."""
+    rival: _builtins.str
+    """Who else has announced this instance within the last minutes and was refused, for people. Empty if nobody has."""
     @_builtins.property
     def instance(self) -> _agent_pb2.Instance:
         """The instance as its agent describes it."""
@@ -407,6 +411,10 @@ class InstanceStatus(_message.Message):
     @_builtins.property
     def report_age(self) -> _duration_pb2.Duration:
         """Time since the agent's last message."""
+
+    @_builtins.property
+    def differences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the instance differs in from the most of its pool, for people: the value of each, and that of the others."""
 
     def __init__(
         self,
@@ -433,10 +441,12 @@ class InstanceStatus(_message.Message):
         cordon_reason: _builtins.str = ...,
         weight_reason: _builtins.str = ...,
         underlying_state: Global___InstanceState.ValueType = ...,
+        rival: _builtins.str = ...,
+        differences: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "instance", b"instance", "load", b"load", "report_age", b"report_age", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "approximate_keys", b"approximate_keys", "circuit_open", b"circuit_open", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "instance", b"instance", "keys", b"keys", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prediction_audit_failures", b"prediction_audit_failures", "prefix_reason", b"prefix_reason", "prefix_source", b"prefix_source", "provisional_keys", b"provisional_keys", "report_age", b"report_age", "sessions", b"sessions", "stale", b"stale", "state", b"state", "underlying_state", b"underlying_state", "weight", b"weight", "weight_reason", b"weight_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "approximate_keys", b"approximate_keys", "circuit_open", b"circuit_open", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "differences", b"differences", "instance", b"instance", "keys", b"keys", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prediction_audit_failures", b"prediction_audit_failures", "prefix_reason", b"prefix_reason", "prefix_source", b"prefix_source", "provisional_keys", b"provisional_keys", "report_age", b"report_age", "rival", b"rival", "sessions", b"sessions", "stale", b"stale", "state", b"state", "underlying_state", b"underlying_state", "weight", b"weight", "weight_reason", b"weight_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
     _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
@@ -973,7 +983,9 @@ class Candidate(_message.Message):
     """The policy's score; lower is better. Absent if the policy did not score the instance."""
     excluded: _builtins.str
     """Why the instance could not be chosen: "cordoned", "canary" (its weight, or because the session belongs to the share of
-    another instance), "draining", "unhealthy", "failed_before", "saturated" or "circuit_open". Empty if it could be chosen.
+    another instance), "draining", "unhealthy", "failed_before", "saturated", "circuit_open", "context" (it does not hold the
+    prompt) or "other_identity" (its weights, types or tokenizer differ from those of the engine that began the answer). Empty if
+    it could be chosen.
     """
     exact: _builtins.bool
     """Whether cached_tokens comes from the engine's own KV events."""

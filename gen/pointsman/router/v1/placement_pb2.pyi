@@ -584,6 +584,8 @@ class PlacementRequest(_message.Message):
     PARKED_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
     MOVABLE_FIELD_NUMBER: _builtins.int
+    BEGUN_BY_FIELD_NUMBER: _builtins.int
+    LONGEST_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request, unique. Required. While the request is open, a placement request with the same id and model is answered
     with the same placement; with another model it is refused with INVALID_ARGUMENT. After the request has ended, other than as
@@ -636,6 +638,8 @@ class PlacementRequest(_message.Message):
     """
     movable: _builtins.bool
     """Whether the gateway can move the request to another instance (SessionResponse.move), also after its answer has begun."""
+    longest_prompt_tokens: _builtins.int
+    """Number of tokens of the request's longest prompt, which the context of an instance has to hold. 0: input_tokens."""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Keys of the prompt's full 16-token blocks, in order, computed as GatewayWelcome.key_scheme describes. Empty if the tokenizer
@@ -667,6 +671,10 @@ class PlacementRequest(_message.Message):
     def parked(self) -> _duration_pb2.Duration:
         """How long the request was parked by earlier owners of the pool. Absent: it was not."""
 
+    @_builtins.property
+    def begun_by(self) -> _agent_pb2.EngineIdentity:
+        """With resumed: what is known of the engines that answered so far. No instance that is known to differ goes on."""
+
     def __init__(
         self,
         *,
@@ -692,10 +700,12 @@ class PlacementRequest(_message.Message):
         parked: _duration_pb2.Duration | None = ...,
         resumed: _builtins.bool = ...,
         movable: _builtins.bool = ...,
+        begun_by: _agent_pb2.EngineIdentity | None = ...,
+        longest_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "deadline", b"deadline", "parked", b"parked", "ttft_deadline", b"ttft_deadline"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "begun_by", b"begun_by", "deadline", b"deadline", "parked", b"parked", "ttft_deadline", b"ttft_deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "continues_session", b"continues_session", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "max_output_tokens", b"max_output_tokens", "model", b"model", "movable", b"movable", "parent_session_id", b"parent_session_id", "parkable", b"parkable", "parked", b"parked", "priority", b"priority", "request_id", b"request_id", "resumed", b"resumed", "session_id", b"session_id", "single_instance", b"single_instance", "sliceable_tokens", b"sliceable_tokens", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_deadline", b"ttft_deadline", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "begun_by", b"begun_by", "continues_session", b"continues_session", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "longest_prompt_tokens", b"longest_prompt_tokens", "max_output_tokens", b"max_output_tokens", "model", b"model", "movable", b"movable", "parent_session_id", b"parent_session_id", "parkable", b"parkable", "parked", b"parked", "priority", b"priority", "request_id", b"request_id", "resumed", b"resumed", "session_id", b"session_id", "single_instance", b"single_instance", "sliceable_tokens", b"sliceable_tokens", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_deadline", b"ttft_deadline", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -764,6 +774,9 @@ class InstanceRef(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     DATA_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
     KV_TRANSFER_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    MODEL_ROOT_FIELD_NUMBER: _builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Id of the instance in the fleet."""
     url: _builtins.str
@@ -772,9 +785,17 @@ class InstanceRef(_message.Message):
     """Incarnation of the instance."""
     data_parallel_rank: _builtins.int
     """Index of the rank among those of the server at `url`, to send as X-data-parallel-rank. Absent: send no such header."""
+    model_root: _builtins.str
+    """Path or hub id from which the instance has its tokenizer, as Instance.model_root."""
+    max_model_len: _builtins.int
+    """Maximum context length of the instance, in tokens. 0 if unknown."""
     @_builtins.property
     def kv_transfer(self) -> _agent_pb2.KvTransfer:
         """How the instance transfers KV. Absent if it cannot."""
+
+    @_builtins.property
+    def identity(self) -> _agent_pb2.EngineIdentity:
+        """What makes the instance interchangeable with others, as far as it is known."""
 
     def __init__(
         self,
@@ -784,10 +805,13 @@ class InstanceRef(_message.Message):
         incarnation: _builtins.str = ...,
         data_parallel_rank: _builtins.int | None = ...,
         kv_transfer: _agent_pb2.KvTransfer | None = ...,
+        identity: _agent_pb2.EngineIdentity | None = ...,
+        model_root: _builtins.str = ...,
+        max_model_len: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "kv_transfer", b"kv_transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "identity", b"identity", "kv_transfer", b"kv_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_transfer", b"kv_transfer", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "identity", b"identity", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_transfer", b"kv_transfer", "max_model_len", b"max_model_len", "model_root", b"model_root", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
     _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015
@@ -1682,9 +1706,9 @@ class Pool(_message.Message):
     model: _builtins.str
     """Name of the pool."""
     model_root: _builtins.str
-    """Path or hub id from which the tokenizer is loaded."""
+    """Path or hub id from which the tokenizer is loaded: that of the most instances."""
     max_model_len: _builtins.int
-    """Maximum context length, in tokens: the smallest of the pool's instances. 0 if unknown."""
+    """Maximum context length, in tokens: the largest of the pool's instances. 0 if unknown."""
     @_builtins.property
     def served_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Further model names that the pool's engines answer to, without model."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from pointsman_agent.core.wire_numbers import finite, share, uint32, uint64
+from pointsman_common.core.engine_identity import EngineIdentity
 
 _GAUGES_AND_COUNTERS: Mapping[str, tuple[str, Callable[[object], float]]] = {
     "vllm:num_requests_running": ("running", uint32),
@@ -35,6 +36,7 @@ _IN_PROGRESS = ("vllm:sleep_mode_operations_in_flight", "vllm:rl_weight_update_o
 _KV_TRANSFER = "pointsman_kv_transfer_info"
 _TOKENIZER = "pointsman_tokenizer_info"
 _ENGINE = "pointsman_engine_info"
+_IDENTITY = "pointsman_engine_identity_info"
 _WRONG_KV = "pointsman_kv_wrong_requests_total"
 _PROCESS_START = "process_start_time_seconds"
 # An engine has this counter only if it decodes speculatively.
@@ -49,6 +51,7 @@ NAMES = (
     _KV_TRANSFER,
     _TOKENIZER,
     _ENGINE,
+    _IDENTITY,
     _WRONG_KV,
     _PROCESS_START,
     _DRAFTS,
@@ -60,6 +63,8 @@ _LINE = re.compile(
 )
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ESCAPE = re.compile(r"\\(.)")
+# Path of a model in huggingface_hub's cache.
+_KEPT = re.compile(r"(?:.*/)?models--([^/]+)/snapshots/([^/]+)/?")
 
 N = TypeVar("N")
 
@@ -118,6 +123,7 @@ class Scrape:
     kv_transfer: Mapping[str, str] = field(default_factory=dict)  # announced labels
     tokenizer: Mapping[str, str] = field(default_factory=dict)  # announced labels
     engine: Mapping[str, str] = field(default_factory=dict)  # announced labels
+    announced_identity: Mapping[str, str] = field(default_factory=dict)  # announced labels
     # Sending engine -> number of requests whose KV differed from its checksums.
     wrong_kv: Mapping[WrongSender, int] = field(default_factory=dict)
     # Name of a sleep or weight operation -> number of completed ones since the engine's start.
@@ -145,6 +151,29 @@ class Scrape:
         """The maximum number of tokens of one prompt in a step, if that leaves a part of the step to other prompts; else 0."""
         threshold = _integer(self.engine.get("long_prefill_token_threshold"))
         return threshold if threshold < _integer(self.engine.get("max_num_batched_tokens")) else 0
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Maximum number of requests in the engine's batch; 0 if the engine does not announce it."""
+        return _integer(self.engine.get("max_num_seqs"))
+
+    def identity(self, root: str, rank: int) -> EngineIdentity:
+        """Return what is known of what makes a rank interchangeable with others. `root`: the model's root in /v1/models."""
+        told = self.announced_identity
+        kept = _KEPT.fullmatch(root)
+        root, revision = (kept[1].replace("--", "/"), kept[2]) if kept is not None else (root, "")
+        cache = self.ranks[rank].cache_config.get("cache_dtype", "") if rank in self.ranks else ""
+        # Labels of a newer connector package are ignored.
+        known = {name: told[name] for name in EngineIdentity.__struct_fields__ if told.get(name)}
+        return EngineIdentity(
+            **{
+                "weights": root,
+                "revision": revision,
+                "kv_dtype": cache,
+                "tokenizer": self.tokenizer.get("tokenizer", ""),
+            }
+            | known
+        )
 
     @property
     def kv_token_bytes(self) -> int:
@@ -177,7 +206,7 @@ def parse_metrics(page: bytes) -> Scrape:
             process_start = _number(name, match[3], finite)
             continue
         labels = _labels(match[2])
-        if name in (_KV_TRANSFER, _TOKENIZER, _ENGINE):
+        if name in (_KV_TRANSFER, _TOKENIZER, _ENGINE, _IDENTITY):
             announced[name] = labels
             continue
         if name == _WRONG_KV:
@@ -209,6 +238,7 @@ def parse_metrics(page: bytes) -> Scrape:
         kv_transfer=announced.get(_KV_TRANSFER, {}),
         tokenizer=announced.get(_TOKENIZER, {}),
         engine=announced.get(_ENGINE, {}),
+        announced_identity=announced.get(_IDENTITY, {}),
         wrong_kv=wrong_kv,
         completed=completed,
         in_progress=frozenset(in_progress),

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 import structlog
+from msgspec.structs import asdict
 
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.core.engine_address import EngineAddress
@@ -91,7 +92,7 @@ class EngineMonitor:
         # The last answer of GET /is_paused; None if the engine has no such route.
         self._paused: bool | None = False
         self._pause_query: asyncio.Task[bool | None] | None = None
-        self._announced: tuple[Mapping[str, str], Mapping[WrongSender, int]] = ({}, {})
+        self._announced: tuple[Mapping[str, str], Mapping[str, str], Mapping[WrongSender, int]] = ({}, {}, {})
         # By data-parallel rank as in the instances' description; without those that are unknown.
         self._engine_ids: Mapping[int, str] = {}
         self._run = ""
@@ -340,6 +341,8 @@ class EngineMonitor:
             ),
             shared_storage=self.address.storage,
             kv_token_bytes=scrape.kv_token_bytes,
+            identity=pb.EngineIdentity(**asdict(scrape.identity(models.root, rank))),
+            max_num_seqs=scrape.max_num_seqs,
         )
 
     async def _describe_again(self, probe: EngineProbe, scrape: Scrape) -> None:
@@ -356,6 +359,8 @@ class EngineMonitor:
             after.served_names[:] = models.served_names
             after.lora_names[:] = models.lora_names
             after.model_root = scrape.tokenizer_place(models.root)
+            after.max_model_len, after.max_num_seqs = models.max_model_len, scrape.max_num_seqs
+            after.identity.CopyFrom(pb.EngineIdentity(**asdict(scrape.identity(models.root, rank))))
             # A restart of a process that does not report its start time may be undetected, so the KV transfer support may differ.
             self._describe_kv_transfer(after, scrape, rank)
             if after == before:
@@ -436,9 +441,9 @@ def _no_prefix(sample: Sample, sources: KvEventSources, rank: int) -> str:
     return "" if rank in sources.by_rank else f"the engine publishes no KV events for rank {rank}"
 
 
-def _announced(scrape: Scrape) -> tuple[Mapping[str, str], Mapping[WrongSender, int]]:
+def _announced(scrape: Scrape) -> tuple[Mapping[str, str], Mapping[str, str], Mapping[WrongSender, int]]:
     """Return what changes an instance's description when it changes."""
-    return scrape.kv_transfer, scrape.wrong_kv
+    return scrape.kv_transfer, scrape.announced_identity, scrape.wrong_kv
 
 
 def _load(sample: Sample, gpus: list[pb.Gpu], suspended: str) -> pb.Load:

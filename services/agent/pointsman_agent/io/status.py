@@ -107,7 +107,7 @@ def health_of(monitors: Sequence[EngineMonitor]) -> dict[str, object]:
             {
                 "engine": monitor.address.url,
                 "healthy": monitor.healthy,
-                "problem": monitor.problem,
+                "problem": monitor.problem or _refusal(monitor),
                 "instances": [
                     {
                         "instance_id": instance.instance.instance_id,
@@ -126,6 +126,19 @@ def health_of(monitors: Sequence[EngineMonitor]) -> dict[str, object]:
             for monitor in monitors
         ],
     }
+
+
+def _refusal(monitor: EngineMonitor) -> str:
+    """Return which router refuses an instance of an engine, and why; "" if none does."""
+    return next(
+        (
+            f"{reporter.router} refuses {instance.instance.instance_id}: {reporter.refusal}"
+            for instance in monitor.instances.values()
+            for reporter in instance.reporters
+            if reporter.refusal and not reporter.connected
+        ),
+        "",
+    )
 
 
 def make_app(monitors: Sequence[EngineMonitor]) -> web.Application:

@@ -25,6 +25,8 @@ MAX_LOAD_INTERVAL_S = 1.6
 MAX_KEY_MESSAGES_PER_S = 2_500
 MIN_KEY_INTERVAL_S = 0.025
 MAX_KEY_INTERVAL_S = 0.8
+# After so many intervals between two messages, and so many s, an agent that has sent none may be replaced by another one.
+SILENT_INTERVALS, MIN_SILENCE_S = 3, 5.0
 
 
 def load_interval_s(instances: int) -> float:
@@ -43,6 +45,19 @@ def _interval_s(instances: int, most_per_s: float, interval: float, longest: flo
     while instances > most_per_s * interval and interval < longest:
         interval *= 2
     return interval
+
+
+def _is_rival(known: InstanceRecord, hello: ev.AgentHello, now: float) -> bool:
+    """Return whether another agent announces an instance whose own agent is alive: not one that takes the place of an agent
+    whose node is gone."""
+    silence_s = max(SILENT_INTERVALS * known.report_interval_s, MIN_SILENCE_S)
+    return (
+        known.lost_at is None
+        and known.stream_id != hello.stream_id
+        and "" not in (known.agent_id, hello.agent_id)
+        and known.agent_id != hello.agent_id
+        and now - known.heard_at < silence_s
+    )
 
 
 class AgentReports:
@@ -87,6 +102,12 @@ class AgentReports:
             return [ev.RefuseReport(hello.stream_id, "instance_id, incarnation, url and model must not be empty")]
         effects: list[ev.Effect] = []
         before = self._instances.get(info.instance_id)
+        if before is not None and _is_rival(before, hello, now):
+            # Two engines with one id would take turns, and each turn drops the keys of the other.
+            before.rival = f"agent {hello.agent_id} ({info.url} on {info.node or 'an unknown node'})", now
+            why = f"{info.instance_id} is reported by agent {before.agent_id} ({before.info.url} on {before.info.node})"
+            advice = "give each engine its own address, and only one agent"
+            return [ev.RefuseReport(hello.stream_id, f"{why}: {advice}", replaced=True)]
         if before is not None and before.lost_at is None and before.stream_id != hello.stream_id:
             effects.append(ev.RefuseReport(before.stream_id, "a newer stream reports this instance", replaced=True))
         if before is not None:
@@ -96,7 +117,7 @@ class AgentReports:
         record = self._instances.add(info, hello.stream_id, now)
         record.report_interval_s = hello.report_interval_s
         record.load_interval_s = record.key_interval_s = 0.0
-        record.accepts_pace = hello.accepts_pace
+        record.accepts_pace, record.agent_id = hello.accepts_pace, hello.agent_id
         resume = record.follows_events and record.sync.can_resume(hello.oldest_seq, hello.latest_seq)
         if not resume:
             record.sync.reset()

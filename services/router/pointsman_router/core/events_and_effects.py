@@ -40,6 +40,7 @@ class AgentHello(msgspec.Struct, frozen=True, gc=False):
     latest_seq: int  # of the deltas that it keeps
     report_interval_s: float = 0.0  # maximum interval between two of its messages, s; 0: unknown
     accepts_pace: bool = False  # whether it understands Pace
+    agent_id: str = ""  # name of its process; empty: unknown
 
 
 class KeysReported(msgspec.Struct, frozen=True, gc=False):
@@ -307,7 +308,8 @@ class PredictionAuditFailed(msgspec.Struct, frozen=True, gc=False):
 
 
 class RefuseReport(msgspec.Struct, frozen=True, gc=False):
-    """End an agent's stream: FAILED_PRECONDITION when the instance cannot be placed, ABORTED when a newer stream took over."""
+    """End an agent's stream: FAILED_PRECONDITION when the instance cannot be placed, ABORTED when another stream reports
+    it."""
 
     stream_id: int
     reason: str

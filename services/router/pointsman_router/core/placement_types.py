@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
+from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity, Use, compatible
 from pointsman_router.core.admission_rule import AdmissionRecord
 from pointsman_router.core.kv_load import NO_LOAD, KvLoad
 from pointsman_router.core.prefill_curve import NO_PREFILLS, PrefillCurve, PrefillSums, PrefillWork
@@ -93,7 +95,7 @@ class KvTransfer(msgspec.Struct, frozen=True, gc=False):
     protocol: str  # of its connector: MOONCAKE, NIXL
     bootstrap_url: str = ""  # base URL of its bootstrap server; empty: none
     role: KvRole = KvRole.BOTH  # the sides of a transfer that it can be
-    cache_dtype: str = ""  # KV goes between engines of equal dtype only
+    cache_dtype: str = ""  # type of the cache's elements as its flag gives it
     layerwise: bool = False  # whether the engine needs both requests of a transfer at once
     # The engines, running or not, whose KV did not have the sender's checksums when it arrived here.
     wrong_from: tuple[WrongKv, ...] = ()
@@ -108,6 +110,23 @@ class KvTransfer(msgspec.Struct, frozen=True, gc=False):
             tuple(sorted({sender.engine_id or sender.bootstrap_url for sender in self.wrong_from} - {""})),
             tuple(sorted({sender.bootstrap_url for sender in self.wrong_from} - {""})),
         )
+
+
+class EngineTraits(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """What decisions see of an engine that stays the same while it runs: its identity, its context in tokens, and the maximum
+    number of requests in its batch (0 if unknown)."""
+
+    identity: EngineIdentity = UNKNOWN_IDENTITY
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+
+    def holds(self, prompt_tokens: int, output_tokens: int) -> bool:
+        """Return whether the engine takes a prompt of so many tokens with a limit of output tokens (0: none). As vLLM does, it
+        shortens the output to what the prompt leaves of the context, and refuses only a limit above the whole context."""
+        return not self.max_model_len or (prompt_tokens < self.max_model_len and output_tokens <= self.max_model_len)
+
+
+NO_TRAITS = EngineTraits()
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
@@ -138,6 +157,22 @@ class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
     # other one can.
     shared_storage: str = ""
     kv_token_bytes: int = 0  # KV of one token over all layers, in bytes; 0 if unknown
+    identity: EngineIdentity = UNKNOWN_IDENTITY  # what makes it interchangeable with others
+    max_num_seqs: int = 0  # maximum number of requests in its batch; 0 if unknown
+
+    @property
+    def known_identity(self) -> EngineIdentity:
+        """Its identity, with the type of its KV cache from the flag where an older agent reports no more."""
+        identity, kv = self.identity, self.kv_transfer
+        if kv is not None and kv.cache_dtype and not identity.kv_dtype:
+            return msgspec.structs.replace(identity, kv_dtype=kv.cache_dtype)
+        return identity
+
+    @property
+    def traits(self) -> EngineTraits | UnsetType:
+        """What decisions see of the engine's identity and limits; unset if nothing is known."""
+        traits = EngineTraits(self.known_identity, self.max_model_len, self.max_num_seqs)
+        return traits if traits != NO_TRAITS else UNSET
 
 
 class Gpu(msgspec.Struct, frozen=True, gc=False):
@@ -211,7 +246,14 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     parked_s: float = 0.0  # how long earlier owners of the pool parked it, s
     resumed: bool = False  # it continues a stream whose instance is gone
     movable: bool = False  # its gateway can move it to another instance, also after its answer has begun
+    begun_by: EngineIdentity = UNKNOWN_IDENTITY  # if `resumed`: what is known of the engines that answered so far
+    longest_prompt_tokens: int = 0  # of its prompts the longest, which a context has to hold; 0: input_tokens
     admitted: AdmissionRecord | None = None  # its admission, if one was decided
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of a prompt that an engine's context has to hold."""
+        return self.longest_prompt_tokens or self.input_tokens
 
     @property
     def session(self) -> str:
@@ -246,7 +288,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One instance as one decision saw it: its load, and how much of this prompt it has cached, in tokens.
 
     Input tokens = cached_tokens + new_tokens, and the engine computes new_tokens - kv_load.price_tokens. KV can go from one
-    candidate to another if the former's `kv_gives` equals the latter's `kv_takes`, and the latter does not refuse the former.
+    candidate to another if the former's `kv_gives` equals the latter's `kv_takes`, nothing known of their identities differs, and
+    the latter does not refuse the former.
     """
 
     instance_id: str
@@ -280,6 +323,13 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     prefill_backlog: PrefillBacklog = NO_BACKLOG  # what a new prompt waits for
     produces_only: bool = False  # whether the engine computes KV for other engines and answers no requests
     kv_load: KvLoad = NO_LOAD  # the tokens that it has below its GPU
+    # Its identity and limits. Unset where nothing is known, so that records of earlier versions have the digests that they had.
+    traits: EngineTraits | UnsetType = UNSET
+
+    @property
+    def identity(self) -> EngineIdentity:
+        """What makes it interchangeable with others, as far as it is known."""
+        return UNKNOWN_IDENTITY if self.traits is UNSET else self.traits.identity
 
     @property
     def present_tokens(self) -> int:
@@ -302,6 +352,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         return (
             self.kv_gives == other.kv_takes != ""
             and self.instance_id != other.instance_id
+            and compatible(self.identity, other.identity, Use.KV)
             and not other.kv_refuses.refuses(self.kv_engine_id, self.kv_url)
         )
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from msgspec import structs
+from msgspec import UNSET, UnsetType, structs
 
 from pointsman_common.core.block_keys import KEY_TOKENS
+from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, Use, compatible
 from pointsman_router.core.instances.circuit_breaker import CIRCUIT_OPEN
 from pointsman_router.core.instances.instance_registry import CandidateSnapshot, InstanceRecord, InstanceRegistry
 from pointsman_router.core.instances.saturation import SATURATED, SaturationLimits
@@ -26,6 +27,7 @@ from pointsman_router.core.placement_types import (
     NONE_REFUSED,
     NOTHING_UNSEEN,
     Candidate,
+    EngineTraits,
     FleetView,
     InstanceInfo,
     InstanceState,
@@ -45,6 +47,9 @@ EXCLUDED_STATES = {
     InstanceState.SUSPENDED: "suspended",
 }
 FAILED_BEFORE = "failed_before"
+# Why a request must not be placed on an instance that would get others: its context does not hold the prompt, or it is known to
+# differ from the engines that began the answer.
+CONTEXT, OTHER_IDENTITY = "context", "other_identity"
 
 
 class FleetViewBuilder:
@@ -85,7 +90,7 @@ class FleetViewBuilder:
         drawn = shares.drawn(pool, request.session or request.request_id) if shares else ()
         if shortlisted and len(members) > MAX_FULL_VIEW:
             loads = self._loads.of(pool, self._instances.lists(pool), members)
-            if chosen := self._shortlist(loads, request, shares, (*drawn, owner), decision_number, now):
+            if chosen := self._shortlist(loads, request, pool, shares, (*drawn, owner), decision_number, now):
                 members, unseen = chosen, loads.unseen(chosen)
         snapshots = self._snapshots(members, now)
         tokens = request.input_tokens
@@ -115,6 +120,13 @@ class FleetViewBuilder:
                 confirmed = (blocks[instance_id] - provisional[instance_id]) * KEY_TOKENS
                 extra = max(candidate.cached_tokens - candidate.kv_load.credit_tokens - confirmed, 0)
                 candidates[number] = structs.replace(candidate, provisional_tokens=extra)
+        if (unfit := self._unfit(request, pool)) is not None:
+            candidates = [
+                structs.replace(candidate, excluded=why)
+                if candidate.excluded in ("", SATURATED, CIRCUIT_OPEN) and (why := unfit(candidate.traits))
+                else candidate
+                for candidate in candidates
+            ]
         if (own := self._reservations.partial_prefill(request.request_id)) is not None:
             candidates = [
                 _with_own_remainder(candidate, own) if candidate.instance_id == own.instance_id else candidate
@@ -217,6 +229,7 @@ class FleetViewBuilder:
         self,
         loads: PoolLoads,
         request: PlacementRequest,
+        pool: str,
         shares: SessionShares | None,
         named: Sequence[str],
         decision_number: int,
@@ -227,8 +240,10 @@ class FleetViewBuilder:
         def chosen(eligible: Callable[[InstanceRecord], bool]) -> list[InstanceRecord]:
             return loads.chosen(request.keys, self._prefix_knowledge.indexes(), named, decision_number, eligible)
 
+        unfit = self._unfit(request, pool)
+
         def eligible(record: InstanceRecord) -> bool:
-            return self._eligible(record, request, now)
+            return self._eligible(record, request, now) and not (unfit is not None and unfit(record.info.traits))
 
         def of_weight(least: float, shares: SessionShares) -> list[InstanceRecord]:
             return chosen(lambda candidate: shares.weight(candidate.info.instance_id) >= least and eligible(candidate))
@@ -236,6 +251,28 @@ class FleetViewBuilder:
         if shares is None:
             return chosen(eligible)
         return next((found for least in LEAST_WEIGHTS if (found := of_weight(least, shares))), [])
+
+    def _unfit(self, request: PlacementRequest, pool: str) -> Callable[[EngineTraits | UnsetType], str] | None:
+        """Return a function that returns why an engine must not get a request, "" if it may; None if every engine may.
+
+        A prompt that no engine of the pool holds goes to any of them: its length may be an estimate, and an engine says best what
+        is wrong with it."""
+        tokens, output, begun = request.context_tokens, request.max_output_tokens, request.begun_by
+        contexts = self._instances.contexts(pool, request.model)
+        held = [EngineTraits(max_model_len=context).holds(tokens, output) for context in contexts]
+        limited = not all(held) and any(held)
+        resumed = request.resumed and begun != UNKNOWN_IDENTITY
+        if not limited and not resumed:
+            return None
+
+        def why(traits: EngineTraits | UnsetType) -> str:
+            if traits is UNSET:
+                return ""
+            if resumed and not compatible(begun, traits.identity, Use.ANSWER):
+                return OTHER_IDENTITY
+            return CONTEXT if limited and not traits.holds(tokens, output) else ""
+
+        return why
 
     def _eligible(self, record: InstanceRecord, request: PlacementRequest, now: float) -> bool:
         candidate = self._seen(record, now).candidate
@@ -317,6 +354,7 @@ class FleetViewBuilder:
                 kv_refuses=kv.refused if kv is not None else NONE_REFUSED,
                 prefill_backlog=self._prefill_backlog(record),
                 produces_only=record.produces_only,
+                traits=info.traits,
             ),
             block_size=info.block_size,
             kv_token_bytes=info.kv_token_bytes,
@@ -326,12 +364,11 @@ class FleetViewBuilder:
 
 
 def _kv_kind(info: InstanceInfo, side: KvRole) -> str:
-    """Return the kind of KV that an instance can send (`side` PRODUCER) or receive (CONSUMER); empty if it cannot. KV can go
-    between instances with equal kinds."""
+    """Return the kind of KV that an instance can send (`side` PRODUCER) or receive (CONSUMER); empty if it cannot."""
     kv = info.kv_transfer
     if kv is None or kv.role not in (KvRole.BOTH, side):
         return ""
-    return f"{kv.protocol}/{info.block_size}/{kv.cache_dtype}"
+    return f"{kv.protocol}/{info.block_size}"
 
 
 def _with_own_remainder(candidate: Candidate, own: Reservation) -> Candidate:

@@ -95,7 +95,9 @@ class RequestPreparer:
             session_id=session,
             input_tokens=tokens.count,
             # A pooling request decodes nothing; 0 would mean that the number of output tokens is open.
-            max_output_tokens=_output_tokens(call, prompt, state.pool.max_model_len) if call.endpoint.generates else 1,
+            max_output_tokens=call.max_output_tokens if call.endpoint.generates else 1,
+            # With media the tokens of the text are not all.
+            longest_prompt_tokens=0 if prompt is None or prompt.media else max(prompt.lengths),
             exclude=_elsewhere(call, state, tenant),
             traceparent=traceparent if len(traceparent) <= MAX_TRACEPARENT else "",
             priority=client.priority,
@@ -204,10 +206,3 @@ def _elsewhere(call: ApiCall, state: PoolState, tenant: str) -> list[str]:
 def _chain(keys: BlockKeys, prompt: Prompt) -> BlockKeys:
     """Return the keys that identify the session: the block keys, and a hash of the prompt's first media part."""
     return array("Q", [*keys, xxh3_64_intdigest(prompt.media)]) if prompt.media else keys
-
-
-def _output_tokens(call: ApiCall, prompt: Prompt | None, context: int) -> int:
-    """Return the maximum number of output tokens, 0 if open; not more than the context has room for, if that is known."""
-    if prompt is None or not context:
-        return call.max_output_tokens
-    return min(call.max_output_tokens, context - max(prompt.lengths))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity
+
 NOT_FOUND, RESOURCE_EXHAUSTED, UNAVAILABLE, INTERNAL, DEADLINE_EXCEEDED = 5, 8, 14, 13, 4
 # The gateway's own code, not one of google.rpc.Code: no router assigned a step in time.
 PLACEMENT_TIMEOUT = 100
@@ -26,7 +28,7 @@ class Target:
 
     `kv_protocol` is its KV transfer protocol (MOONCAKE, NIXL; empty: none), `bootstrap_url` its bootstrap server's URL.
     `layerwise`: the second request of a transfer is sent before the first has ended. `can_consume_kv`: the instance can receive
-    KV of another instance.
+    KV of another instance. `identity`: what makes it interchangeable with others.
     """
 
     instance_id: str
@@ -37,6 +39,7 @@ class Target:
     bootstrap_url: str = ""
     layerwise: bool = False
     can_consume_kv: bool = True
+    identity: EngineIdentity = UNKNOWN_IDENTITY
 
 
 @dataclass(frozen=True)

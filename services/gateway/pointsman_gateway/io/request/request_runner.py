@@ -312,7 +312,8 @@ class RequestRunner:
             shared.telemetry.total.observe(now - context.received_at)
             if context.call.stream and attempt.first_byte_at and output > 1 and not attempt.continues:
                 shared.telemetry.tpot.observe((now - attempt.first_byte_at) / (output - 1))
-            if context.exact_tokens and usage.prompt is not None:
+            # An engine that is known to have another tokenizer says nothing of the gateway's.
+            if context.exact_tokens and usage.prompt is not None and context.answered_exactly is not False:
                 shared.pools.check_token_count(context.state, context.call.endpoint, context.exact_tokens, usage.prompt)
         if effect.continued:
             self._answer_ids = self._steps.answer_ids

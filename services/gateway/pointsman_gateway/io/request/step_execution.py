@@ -12,7 +12,7 @@ from pointsman_gateway.core.http_message import Request, Response
 from pointsman_gateway.core.memory_budget import Holding
 from pointsman_gateway.core.request.attempt_record import Attempt
 from pointsman_gateway.core.request.continuation import ids_of, with_answer_record
-from pointsman_gateway.core.request.local_placement import fallbacks
+from pointsman_gateway.core.request.local_placement import fallbacks, unfit
 from pointsman_gateway.core.request.placement_messages import target_of
 from pointsman_gateway.core.request.request_context import RequestContext
 from pointsman_gateway.core.request.request_events import (
@@ -219,6 +219,8 @@ class EngineSteps:
         if self._text is not None and (step.target.url, step.target.incarnation) not in self._context.state.verified:
             # Its prompt may have other tokens than the gateway's. It has not failed.
             return UpstreamFailed("the instance's tokens are not verified", innocent=True)
+        if (self._text is not None or self.answer_record) and not self._context.may_go_on(step.target):
+            return UpstreamFailed("the instance differs from the one that began the answer", innocent=True)
         try:
             payload = self._context.payload_at(step.target.instance_id) if self._text is None else self._text.payload
             if self._context.ends_session and self._shared.mark_session_ends and step.kv_source is None:
@@ -275,6 +277,7 @@ class EngineSteps:
             innocent = isinstance(error, InnocentFailure)
             return UpstreamFailed(error.text, error.status, error.refused, innocent=innocent, moved=self._moved)
         attempt.first_byte_at = time.monotonic()
+        self._context.answer_begun(step.target)
         return ResponseStarted()
 
     async def _post(self, step: StepAssigned, payload: bytes) -> UpstreamResponse:
@@ -289,7 +292,8 @@ class EngineSteps:
         others: list[Target] = []
         if count and alike:
             load = self._shared.router.inflight()
-            others = fallbacks(step, pool.instances, set(context.placement.exclude), load, count)
+            excluded = {*context.placement.exclude, *unfit(context.placement, pool.instances)}
+            others = fallbacks(step, pool.instances, excluded, load, count)
         fields = self._shared.upstream.fields(step.target, headers)
         targets = [step.target, *others]
         return await self._proxy.post(targets, path, payload, fields, lambda: list(map(target_of, pool.instances)))

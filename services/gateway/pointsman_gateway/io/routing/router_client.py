@@ -18,6 +18,7 @@ from pointsman_common.io.auth import CallMetadata
 from pointsman_common.io.channel import open_channel
 from pointsman_gateway.core.pool_owners import PoolOwners
 from pointsman_gateway.core.request.local_pace import LocalPace
+from pointsman_gateway.core.request.local_placement import unfit
 from pointsman_gateway.core.request.request_events import PLACEMENT_TIMEOUT, UNAVAILABLE
 from pointsman_gateway.core.session_ends import SessionEnds
 from pointsman_gateway.core.waiting_for_owner import Ask, PlaceAt, RefuseWaiting, WaitingForOwner, WaitingRequest
@@ -411,14 +412,14 @@ class RouterClient:
         assert one.asked_at is not None
         # A request whose bound has passed was let in.
         parked_until = one.parked_until if one.parked_until is not None and one.parked_until > now else None
-        request = one.request
+        request, known = one.request, self._owners.pool(pool)
         self._waiting.add(
             pool,
             WaitingRequest(
                 request.request_id,
                 one.asked_at,
                 request.input_tokens,
-                tuple(request.exclude),
+                (*request.exclude, *(unfit(request, known.instances) if known is not None else ())),
                 one.computed_at,
                 parked_until,
             ),

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain
+from math import inf
 
 import msgspec
 
 from pointsman_router.core.instances.circuit_breaker import Circuit
 from pointsman_router.core.instances.instance_orders import NO_ORDER, InstanceOrder
 from pointsman_router.core.instances.key_sync import ReportSync
+from pointsman_router.core.instances.pool_differences import common_traits, differing
 from pointsman_router.core.instances.prediction_audit import PredictionAudit
 from pointsman_router.core.instances.session_shares import SessionShares
 from pointsman_router.core.instances.stale_reservations import IdleReports
-from pointsman_router.core.placement_types import Candidate, InstanceInfo, InstanceState, KvRole, Load
+from pointsman_router.core.placement_types import Candidate, EngineTraits, InstanceInfo, InstanceState, KvRole, Load
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerTiers
+
+# How long the announcement of an instance by another agent is shown, s. Such an agent asks again every 10 s.
+RIVAL_SHOWN_S = 60.0
 
 
 class CandidateSnapshot(msgspec.Struct, frozen=True, gc=False):
@@ -42,9 +48,11 @@ class InstanceRecord:
     load_interval_s: float = 0.0  # minimum interval between two loads that the agent received; 0: none
     key_interval_s: float = 0.0  # the same for changes of keys
     accepts_pace: bool = False  # whether the agent accepts such intervals
+    agent_id: str = ""  # of its agent; empty: unknown
     lost_at: float | None = None  # when its stream ended without a goodbye; None: it has one
     draining: bool = False
     order: InstanceOrder = NO_ORDER  # the operators'
+    rival: tuple[str, float] = ("", -inf)  # who else announced it and was refused, and when
     load: Load | None = None  # None before the first report
     prediction_audit: PredictionAudit = field(default_factory=PredictionAudit)
     # As prediction_audit, of the tokens that the instance should load from lower tiers.
@@ -109,8 +117,8 @@ class PoolInfo:
     model: str
     served_names: tuple[str, ...]
     lora_names: tuple[str, ...]  # of adapters
-    model_root: str  # of the first instance that has one
-    max_model_len: int  # the smallest of all instances, tokens; 0 if unknown
+    model_root: str  # that of the most instances
+    max_model_len: int  # the largest of the instances that answer, tokens; 0 if unknown
     instances: Mapping[str, InstanceInfo]  # by id, in no order
 
 
@@ -152,6 +160,9 @@ class _Pool:
         self.lists: dict[frozenset[_Traits], list[InstanceRecord]] = {}
         # id() of such a list -> the weights of its placeable instances. Cleared when these instances, weights or lists change.
         self._shares: dict[int, SessionShares] = {}
+        # Name -> the contexts of the instances that answer to it, tokens. Cleared when instances are added, removed or described.
+        self._contexts: dict[str, frozenset[int]] = {}
+        self._common: EngineTraits | None = None  # cleared likewise
         # Traits -> id -> instance. Most instances are alike, so there are few different traits.
         self._alike: dict[_Traits, dict[str, InstanceRecord]] = {}
         # Name, other than the pool's -> the traits that have it.
@@ -198,6 +209,22 @@ class _Pool:
             members = self._members[name] = self.lists[alike]
         return members
 
+    def contexts(self, name: str) -> frozenset[int]:
+        """Return the different contexts of the instances that answer to a name, tokens (0: unknown); those of instances that only
+        produce KV count where no other answers."""
+        contexts = self._contexts.get(name)
+        if contexts is None:
+            members = self.members(name)
+            answering = [record for record in members if not record.produces_only] or members
+            contexts = self._contexts[name] = frozenset([record.info.max_model_len for record in answering])
+        return contexts
+
+    def common(self) -> EngineTraits:
+        """Return the identity and the limits of the most instances."""
+        if self._common is None:
+            self._common = common_traits(record.info for record in self.records)
+        return self._common
+
     def shares(self, name: str) -> SessionShares:
         """Return the weights of the instances that answer to a name."""
         members = self.members(name)
@@ -212,7 +239,7 @@ class _Pool:
 
     def described(self, record: InstanceRecord) -> None:
         """Apply a changed `info` of an instance whose traits have not changed. Mutates."""
-        self._shares, self._info = {}, None
+        self._shares, self._contexts, self._common, self._info = {}, {}, None, None
         self.refresh(record)
 
     def refresh(self, record: InstanceRecord) -> None:
@@ -240,8 +267,8 @@ class _Pool:
                     sorted({name for record in self._alike for name in record.served_names} - {self.model})
                 ),
                 lora_names=tuple(sorted({name for record in self._alike for name in record.lora_names})),
-                model_root=next((record.info.model_root for record in self.records if record.info.model_root), ""),
-                max_model_len=min((record.max_model_len for record in self._alike if record.max_model_len), default=0),
+                model_root=_most_common(record.info.model_root for record in self.records),
+                max_model_len=max(self.contexts(self.model), default=0),
                 # If all circuits are open, failing instances are better than none, as in the router's own decisions.
                 instances=dict(self._closed or self._opened),
             )
@@ -273,7 +300,7 @@ class _Pool:
         assert self._shares.keys() <= {id(members) for members in self.lists.values()}
 
     def _list_anew(self) -> None:
-        self._members, self.lists, self._shares, self._info = {}, {}, {}, None
+        self._members, self.lists, self._shares, self._contexts, self._common, self._info = {}, {}, {}, {}, None, None
 
 
 _PLACEABLE = frozenset({InstanceState.READY, InstanceState.SYNCING, InstanceState.LOST})
@@ -287,6 +314,13 @@ def _shares_of(members: Iterable[InstanceRecord]) -> SessionShares:
             if record.state in _PLACEABLE
         ]
     )
+
+
+def _most_common(roots: Iterable[str]) -> str:
+    """Return the root that occurs most often, of equal ones the first by name, whatever the order of the instances; "" without
+    any."""
+    counts = Counter(root for root in roots if root)
+    return min(counts, key=lambda root: (-counts[root], root), default="")
 
 
 def _id_of(record: InstanceRecord) -> str:
@@ -332,6 +366,16 @@ class InstanceRegistry:
         removed."""
         known = self._pools.get(pool)
         return known.members(model) if known is not None else []
+
+    def contexts(self, pool: str, model: str) -> frozenset[int]:
+        """Return the different contexts of the pool's instances that answer to `model`, one of its names, in tokens; 0:
+        unknown."""
+        known = self._pools.get(pool)
+        return known.contexts(model) if known is not None else frozenset()
+
+    def differing(self, record: InstanceRecord) -> dict[str, str]:
+        """Return what an instance differs in from the most of its pool: name -> both values in words."""
+        return differing(record.info, self._pools[record.info.model].common())
 
     def lists(self, pool: str) -> object:
         """Return an identity of the pool's lists: a new object whenever an instance of the pool is added or removed."""
@@ -384,7 +428,7 @@ class InstanceRegistry:
             else:
                 record.become(begun)
         self._index.set_sparse(info.instance_id, info.sparse_prefixes)
-        self._lower_tiers.share(info.instance_id, info.model, info.shared_storage)
+        self._lower_tiers.share(info.instance_id, info.model, info.shared_storage, info.identity)
         if stays:
             self._pools[info.model].described(record)
             return record

@@ -119,6 +119,7 @@ class RequestMoves:
         if (plan := state.plan) is not None and plan.result.steps[reservation.step_index].kind is not StepKind.SERVE:
             return None
         begun = reservation.phase is Phase.DECODE
+        here = self._instances.get(reservation.instance_id)
         return replace(
             asked,
             keys=state.keys,
@@ -127,6 +128,7 @@ class RequestMoves:
             sliceable_tokens=0 if begun else asked.sliceable_tokens,
             continues=asked.continues or begun,
             resumed=asked.resumed or begun,
+            begun_by=here.info.identity if begun and here is not None else asked.begun_by,
         )
 
     def _room(self, pool: str) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from msgspec.structs import asdict
 
 from pointsman.agent.v1 import agent_pb2
+from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity
 from pointsman_router.core.placement_types import Gpu, InstanceInfo, KvRole, KvTransfer, Load, StepTotals, WrongKv
 from pointsman_router.io.convert.times import finite
 
@@ -42,7 +45,26 @@ def instance_info(wire: agent_pb2.Instance) -> InstanceInfo:
         events_unusable=wire.events_unusable,
         shared_storage=wire.shared_storage,
         kv_token_bytes=wire.kv_token_bytes,
+        identity=identity(wire.identity),
+        max_num_seqs=wire.max_num_seqs,
     )
+
+
+def identity(wire: agent_pb2.EngineIdentity) -> EngineIdentity:
+    """Return an engine's identity. Equal ones are the same object, which most comparisons end at."""
+    return _interned(wire.SerializeToString(deterministic=True))
+
+
+@lru_cache(1_000)
+def _interned(wire: bytes) -> EngineIdentity:
+    message = agent_pb2.EngineIdentity.FromString(wire)
+    return EngineIdentity(**{name: getattr(message, name) for name in EngineIdentity.__struct_fields__})
+
+
+@lru_cache(1_000)
+def identity_to_wire(known: EngineIdentity) -> agent_pb2.EngineIdentity | None:
+    """The inverse of `identity`; None if nothing is known."""
+    return None if known == UNKNOWN_IDENTITY else agent_pb2.EngineIdentity(**asdict(known))
 
 
 def instance_to_wire(info: InstanceInfo) -> agent_pb2.Instance:
@@ -70,6 +92,8 @@ def instance_to_wire(info: InstanceInfo) -> agent_pb2.Instance:
         events_unusable=info.events_unusable,
         shared_storage=info.shared_storage,
         kv_token_bytes=info.kv_token_bytes,
+        identity=identity_to_wire(info.identity),
+        max_num_seqs=info.max_num_seqs,
     )
 
 

@@ -16,7 +16,7 @@ from pointsman_router.core.analysis.decision_replay import inputs_digest
 from pointsman_router.core.analysis.outcome_stats import OutcomeGroup, quantile
 from pointsman_router.core.analysis.policy_comparison import PolicyComparison, ttft_change_s
 from pointsman_router.core.instances.instance_orders import InstanceOrder, OrderChange
-from pointsman_router.core.instances.instance_registry import InstanceRecord
+from pointsman_router.core.instances.instance_registry import RIVAL_SHOWN_S, InstanceRecord
 from pointsman_router.core.kv_load import KvLoad
 from pointsman_router.core.learning.pool_facts import PoolChoice
 from pointsman_router.core.placement_types import Candidate, Decision, InstanceState, PolicyRef, PrefixSource
@@ -170,6 +170,8 @@ def instance_status(state: RouterState, record: InstanceRecord, now: float) -> f
         weight_reason=record.order.weight_reason,
         underlying_state=state_to_wire(record.underlying_state),
         stale=load is not None and now > load.sampled_at + state.settings.stale_report_s,
+        rival=record.rival[0] if now - record.rival[1] < RIVAL_SHOWN_S else "",
+        differences=[said for _, said in sorted(state.instances.differing(record).items())],
     )
     if load is not None:
         wire.load.CopyFrom(instance_messages.load_to_wire(load, now))

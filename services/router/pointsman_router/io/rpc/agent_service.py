@@ -103,6 +103,7 @@ class AgentService:
                 message.hello.latest_seq,
                 message.hello.report_interval_ms / 1e3,
                 message.hello.accepts_pace,
+                message.hello.agent_id,
             )
         elif not instance_id:
             raise _ProtocolError("the first message must be a hello")

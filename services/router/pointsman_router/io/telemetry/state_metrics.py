@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from pointsman_common.core.key_report_messages import Tier
 from pointsman_router.core.analysis.pool_backlog import PoolBacklogs
-from pointsman_router.core.instances.instance_registry import InstanceRecord
+from pointsman_router.core.instances.instance_registry import RIVAL_SHOWN_S, InstanceRecord
 from pointsman_router.core.instances.kv_refusals import refused_senders
 from pointsman_router.core.placement_types import InstanceState
 from pointsman_router.core.priority import Priority
@@ -62,6 +62,7 @@ class StateCollector(Collector):
             self._state.affinity.ended_count,
         )
         yield self._orders()
+        yield self._differing()
         yield from self._models()
         yield from self._instances()
 
@@ -74,6 +75,23 @@ class StateCollector(Collector):
         )
         family.add_metric(["cordon"], sum(order.cordoned for order in orders))
         family.add_metric(["weight"], sum(order.weight < 1.0 for order in orders))
+        return family
+
+    def _differing(self) -> Metric:
+        """Return how many instances differ from the most of their pool, by what they differ in."""
+        instances = self._state.instances
+        family = GaugeMetricFamily(
+            f"{NAME}instances_differing",
+            "Instances that differ from the most of their pool in weights, dtype, max_model_len, ...; rival: that a second agent "
+            "announces",
+            labels=["model", "what"],
+        )
+        now, counts = self._clock(), Counter[tuple[str, str]]()
+        for record in instances.records():
+            counts.update((record.info.model, what) for what in instances.differing(record))
+            counts[record.info.model, "rival"] += now - record.rival[1] < RIVAL_SHOWN_S
+        for (model, what), count in sorted(counts.items()):
+            family.add_metric([model, what], count)
         return family
 
     def _models(self) -> Iterator[Metric]:

@@ -93,6 +93,8 @@ function described(status) {
       ["Hardware", instance.hardware],
       ["KV block", `${count(instance.blockSize)} tok`],
       ["Longest context", num(instance.maxModelLen) ? `${count(instance.maxModelLen)} tok` : ""],
+      ["Differs from the most of its pool", (status.differences ?? []).join("; ")],
+      ["Refused second agent", status.rival],
       ["KV transfer", transfer ? `${bare(transfer.protocol, "KV_PROTOCOL_").toLowerCase()}, ${bare(transfer.role, "KV_ROLE_").toLowerCase() || "both sides"}` : "none"],
       ...(transfer?.wrongFrom ?? []).map((sender) => ["Wrong KV", `from ${sender.bootstrapUrl}, in ${count(sender.requests)} requests; not used`]),
     ])),
