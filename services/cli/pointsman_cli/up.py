@@ -18,6 +18,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from pointsman_common.core.addresses import parse_address
+from pointsman_common.io.child_command import pointsman_child
 from pointsman_common.io.listening import bound_socket
 from pointsman_common.io.settings import Entries, HostPort, OptionalHostPort
 from pointsman_common.io.tls import TlsSettings
@@ -166,9 +167,8 @@ class ChildProcesses:
 
     def start(self, name: str, variables: Mapping[str, str]) -> None:
         """Start `pointsman NAME` with `variables` in its environment."""
-        command = [sys.executable, "-m", "pointsman_cli.main", name]
         # A separate process group: a terminal's Ctrl-C must reach only the parent, which stops the children in order.
-        self._running[name] = subprocess.Popen(command, process_group=0, env=os.environ | variables)
+        self._running[name] = subprocess.Popen(pointsman_child(name), process_group=0, env=os.environ | variables)
 
     def ended(self) -> tuple[str, int] | None:
         """Return a child that has ended, with its status; None if all run."""
