@@ -53,9 +53,10 @@ class EngineProbe:
         """`tls` has the trusted authorities for an HTTPS engine; None: the system's."""
         self._address = address
         # A new connection per request: a kept connection would always reach the same process behind a load balancer, and so
-        # hide the load balancer.
+        # hide the load balancer. A new lookup, too: gateways follow a name that moves with their next connection.
+        connector = aiohttp.TCPConnector(force_close=True, use_dns_cache=False, ssl=True if tls is None else tls)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(force_close=True, ssl=True if tls is None else tls),
+            connector=connector,
             timeout=aiohttp.ClientTimeout(total=timeout_s),
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
         )

@@ -26,6 +26,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     # busy machine or across zones a handshake takes seconds. Only the other two options set the time of the next attempt.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Also the interval of lookups while no connection succeeds, since a router's name may have moved; gRPC's own is 30 s.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # A proxy in the environment is meant for outside addresses such as the hub; gRPC would also dial routers through it.
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
