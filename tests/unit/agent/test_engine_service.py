@@ -133,6 +133,6 @@ def test_a_pod_is_an_engine_only_while_both_families_say_so() -> None:
 
 def test_an_endpoint_without_addresses_is_skipped() -> None:
     endpoints = ServiceEndpoints(parse_engine_service("llm/vllm"))
-    empty = [endpoint("10.0.0.1") | {"addresses": addresses} for addresses in ([], None)]
+    empty: list[dict[str, Any]] = [endpoint("10.0.0.1") | {"addresses": []}, endpoint("10.0.0.1") | {"addresses": None}]
     endpoints.replace([endpoint_slice("vllm-a", [*empty, endpoint("10.0.0.2")])])
     assert list(endpoints.engines()) == ["http://10.0.0.2:8000"]
