@@ -76,9 +76,13 @@ class Monitor:
 @pytest.mark.parametrize(
     ("listens", "host"), [("[::1]", "[::1]"), ("*", "[::1]"), ("*", "127.0.0.1"), ("127.0.0.1", "127.0.0.1")]
 )
-async def test_the_connector_pushes_loads_to_an_address_of_either_family(listens: str, host: str) -> None:
+async def test_the_connector_pushes_loads_to_an_address_of_either_family(
+    listens: str, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     port, monitor = free_port(), Monitor()
     context = zmq.asyncio.Context()
+    engines: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    monkeypatch.setattr(zmq.Context, "instance", lambda: engines)
     receiving = asyncio.create_task(
         receive_step_loads(context, f"tcp://{listens}:{port}", [cast(EngineMonitor, monitor)])
     )
@@ -97,3 +101,4 @@ async def test_the_connector_pushes_loads_to_an_address_of_either_family(listens
         receiving.cancel()
         await asyncio.wait([receiving])
         context.destroy(linger=0)
+        engines.destroy(linger=0)
