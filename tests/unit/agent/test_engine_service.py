@@ -131,6 +131,12 @@ def test_a_pod_is_an_engine_only_while_both_families_say_so() -> None:
     assert found(False, True) == found(True, False) == found(False, False) == []
 
 
+def test_endpoints_without_a_pod_are_told_apart_by_their_ports() -> None:
+    ports = [[{"name": "http", "port": port, "protocol": "TCP"}] for port in (8000, 8001)]
+    slices = [endpoint_slice(f"s{at}", [endpoint("10.0.0.1")], ports=port) for at, port in enumerate(ports)]
+    assert urls("llm/vllm", *slices) == ["http://10.0.0.1:8000", "http://10.0.0.1:8001"]
+
+
 def test_an_endpoint_without_addresses_is_skipped() -> None:
     endpoints = ServiceEndpoints(parse_engine_service("llm/vllm"))
     empty: list[dict[str, Any]] = [endpoint("10.0.0.1") | {"addresses": []}, endpoint("10.0.0.1") | {"addresses": None}]

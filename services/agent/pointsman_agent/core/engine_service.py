@@ -92,7 +92,7 @@ class ServiceEndpoints:
                 # All addresses of an endpoint are the same pod's.
                 if not (ip := next(iter(endpoint.get("addresses") or ()), "")):
                     continue
-                pod = (endpoint.get("targetRef") or {}).get("uid") or ip
+                pod = (endpoint.get("targetRef") or {}).get("uid") or str(Address(ip, port))
                 if not _is_ready(endpoint.get("conditions") or {}):
                     not_ready.add(pod)
                 found[pod] = _address(self._service, ip, port)
