@@ -15,6 +15,7 @@ from grpc_status import rpc_status
 from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
 from pointsman_agent.core.key_stream import CHUNK_KEYS
+from pointsman_common.core.addresses import parse_address
 from pointsman_common.core.block_keys import KEY_SCHEME, digest_of
 from pointsman_common.io.auth import bearer
 from pointsman_common.io.channel import open_channel
@@ -201,7 +202,7 @@ async def running(
     server = RouterServer(RouterSettings(**{**values, **changes}), tokens, policies)
     await server.start()
     try:
-        async with open_channel(f"127.0.0.1:{server.port}") as channel:
+        async with open_channel(str(parse_address(server.settings.listen)._replace(port=server.port))) as channel:
             yield server, Client(channel, tokens.of("operator"))
     finally:
         await server.stop()

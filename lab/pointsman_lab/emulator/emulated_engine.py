@@ -17,6 +17,8 @@ from aiohttp import web
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from pointsman_common.core.addresses import Address
+from pointsman_common.io.listening import bound_socket
 from pointsman_common.io.logs import configure_logs
 from pointsman_lab.emulator.engine_loop import EngineLoop
 from pointsman_lab.emulator.http_routes import EngineApp
@@ -166,17 +168,17 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
     runner = web.AppRunner(app.make(), handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
     try:
         await runner.setup()
-        site = web.TCPSite(runner, settings.host, settings.port, reuse_address=True, ssl_context=tls)
+        site = web.SockSite(runner, bound_socket(Address(settings.host, settings.port)), ssl_context=tls)
         await site.start()
     except BaseException:
         await runner.cleanup()
         await publisher.stop()
         raise
     port = runner.addresses[0][1]
-    host = "127.0.0.1" if settings.host == "0.0.0.0" else settings.host
-    transfers.address = f"{host}:{port}"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    transfers.address = str(Address(host, port))
     task = asyncio.get_running_loop().create_task(loop.run())
-    url = f"http{'s' if tls else ''}://{host}:{port}"
+    url = f"http{'s' if tls else ''}://{transfers.address}"
     return EmulatedEngine(url, model, publisher.endpoint, publisher.replay_endpoint, runner, publisher, task)
 
 

@@ -99,3 +99,46 @@ def test_changes_are_applied_one_by_one() -> None:
     assert sorted(endpoints.engines()) == ["http://10.0.0.3:8000"]
     endpoints.apply("MODIFIED", endpoint_slice("a", []) | {"endpoints": None, "ports": None})
     assert endpoints.engines() == {}
+
+
+def of_pod(uid: str, ip: str, **conditions: Any) -> dict[str, Any]:
+    """An endpoint of a pod."""
+    return endpoint(ip, **conditions) | {
+        "targetRef": {"kind": "Pod", "namespace": "llm", "name": f"p-{uid}", "uid": uid}
+    }
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_pod_with_addresses_of_both_families_is_one_engine(first: int) -> None:
+    both = [
+        endpoint_slice("vllm-4", [of_pod("a", "10.0.0.1"), of_pod("b", "10.0.0.2")]),
+        endpoint_slice("vllm-6", [of_pod("a", "fd00::1"), of_pod("c", "fd00::3")], address_type="IPv6"),
+    ]
+    found = urls("llm/vllm", both[first], both[1 - first])
+    assert found == ["http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://[fd00::3]:8000"]
+
+
+def test_a_pod_is_an_engine_only_while_both_families_say_so() -> None:
+    def found(four: bool, six: bool) -> list[str]:
+        return urls(
+            "llm/vllm",
+            endpoint_slice("vllm-4", [of_pod("a", "10.0.0.1", ready=four)]),
+            endpoint_slice("vllm-6", [of_pod("a", "fd00::1", ready=six)], address_type="IPv6"),
+        )
+
+    assert found(True, True) == ["http://10.0.0.1:8000"]
+    # Else its other address would be a new engine for the moment between two writes.
+    assert found(False, True) == found(True, False) == found(False, False) == []
+
+
+def test_endpoints_without_a_pod_are_told_apart_by_their_ports() -> None:
+    ports = [[{"name": "http", "port": port, "protocol": "TCP"}] for port in (8000, 8001)]
+    slices = [endpoint_slice(f"s{at}", [endpoint("10.0.0.1")], ports=port) for at, port in enumerate(ports)]
+    assert urls("llm/vllm", *slices) == ["http://10.0.0.1:8000", "http://10.0.0.1:8001"]
+
+
+def test_an_endpoint_without_addresses_is_skipped() -> None:
+    endpoints = ServiceEndpoints(parse_engine_service("llm/vllm"))
+    empty: list[dict[str, Any]] = [endpoint("10.0.0.1") | {"addresses": []}, endpoint("10.0.0.1") | {"addresses": None}]
+    endpoints.replace([endpoint_slice("vllm-a", [*empty, endpoint("10.0.0.2")])])
+    assert list(endpoints.engines()) == ["http://10.0.0.2:8000"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pointsman_agent.core.engine_address import EngineAddress, parse_engine_address
+from pointsman_common.core.addresses import Address
 
 _SERVICE = re.compile(
     r"(?P<namespace>[a-z0-9]([-a-z0-9]*[a-z0-9])?)/(?P<name>[a-z0-9]([-a-z0-9]*[a-z0-9])?)"
@@ -74,18 +75,32 @@ class ServiceEndpoints:
             self._slices[changed["metadata"]["name"]] = changed
 
     def engines(self) -> dict[str, EngineAddress]:
-        """Return the engines by their URL. An endpoint may be in two slices while it moves from one to the other."""
+        """Return the engines by their URL, one for each pod.
+
+        An endpoint may be in two slices while it moves from one to the other, and a pod with addresses of both families is in a
+        slice of each. Its IPv4 address counts if it has one. The slices of the families change one after the other, so a pod is
+        an engine only while all that have it agree.
+        """
         found: dict[str, EngineAddress] = {}
-        for endpoint_slice in self._slices.values():
-            if endpoint_slice.get("addressType") not in ("IPv4", "IPv6"):
-                continue
+        not_ready: set[str] = set()
+        # Of two slices' addresses the last one stays.
+        for endpoint_slice in sorted(self._slices.values(), key=_address_type, reverse=True):
             port = _port(endpoint_slice.get("ports") or (), self._service.port)
-            for endpoint in (endpoint_slice.get("endpoints") or ()) if port else ():
-                if _is_ready(endpoint.get("conditions") or {}):
-                    # All addresses of an endpoint are the same pod's.
-                    address = _address(self._service, endpoint["addresses"][0], port)
-                    found[address.url] = address
-        return found
+            if not port or _address_type(endpoint_slice) not in ("IPv4", "IPv6"):
+                continue
+            for endpoint in endpoint_slice.get("endpoints") or ():
+                # All addresses of an endpoint are the same pod's.
+                if not (ip := next(iter(endpoint.get("addresses") or ()), "")):
+                    continue
+                pod = (endpoint.get("targetRef") or {}).get("uid") or str(Address(ip, port))
+                if not _is_ready(endpoint.get("conditions") or {}):
+                    not_ready.add(pod)
+                found[pod] = _address(self._service, ip, port)
+        return {address.url: address for pod, address in found.items() if pod not in not_ready}
+
+
+def _address_type(endpoint_slice: Mapping[str, Any]) -> str:
+    return str(endpoint_slice.get("addressType"))
 
 
 def _is_ready(conditions: Mapping[str, Any]) -> bool:
@@ -108,5 +123,4 @@ def _port(ports: Iterable[Mapping[str, Any]], wanted: str) -> int:
 
 
 def _address(service: EngineService, ip: str, port: int) -> EngineAddress:
-    host = f"[{ip}]" if ":" in ip else ip
-    return parse_engine_address(f"http://{host}:{port}" + (f"?{service.options}" if service.options else ""))
+    return parse_engine_address(f"http://{Address(ip, port)}" + (f"?{service.options}" if service.options else ""))

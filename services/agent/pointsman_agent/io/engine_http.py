@@ -10,11 +10,12 @@ from urllib.parse import quote
 
 import aiohttp
 
-from pointsman_agent.core.engine_address import EngineAddress, connect_address, offset_port
+from pointsman_agent.core.engine_address import EngineAddress, offset_port
 from pointsman_agent.core.engine_metrics import NAMES, Scrape, parse_metrics
 from pointsman_agent.core.kv_transfer_support import engine_ids
 from pointsman_agent.core.wire_numbers import uint32
 from pointsman_agent.io.kv_subscriber import KvEventSource
+from pointsman_common.core.addresses import connect_endpoint
 
 # Timeout of a bootstrap server's answer, s. It answers at once, and loads wait meanwhile.
 BOOTSTRAP_ANSWER_S = 0.5
@@ -52,9 +53,10 @@ class EngineProbe:
         """`tls` has the trusted authorities for an HTTPS engine; None: the system's."""
         self._address = address
         # A new connection per request: a kept connection would always reach the same process behind a load balancer, and so
-        # hide the load balancer.
+        # hide the load balancer. A new lookup, too: gateways follow a name that moves with their next connection.
+        connector = aiohttp.TCPConnector(force_close=True, use_dns_cache=False, ssl=True if tls is None else tls)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(force_close=True, ssl=True if tls is None else tls),
+            connector=connector,
             timeout=aiohttp.ClientTimeout(total=timeout_s),
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
         )
@@ -205,5 +207,5 @@ def _source(config: dict[str, Any], host: str) -> KvEventSource:
     # Without a buffer the replay socket returns no batch. The subscriber would take this for a publisher that started over.
     replay = config.get("replay_endpoint") if config.get("buffer_steps", 1) else None
     return KvEventSource(
-        connect_address(config["endpoint"], host), connect_address(replay, host), config.get("topic") or ""
+        connect_endpoint(config["endpoint"], host), connect_endpoint(replay or "", host), config.get("topic") or ""
     )

@@ -32,8 +32,8 @@ UNHEALTHY_AFTER = 2
 # Time without an answer after which an engine's instances are removed from the routers, s. Until then the instances stay listed
 # and their keys stay known.
 GONE_AFTER_S = 60.0
-# Maximum interval between two scrapes of an engine that does not answer, s.
-MAX_SCRAPE_PAUSE_S = 5.0
+# Maximum interval between two scrapes of an engine that does not answer, s. It may be back, or its name may have moved.
+MAX_SCRAPE_PAUSE_S = 2.0
 # Time after a pushed step load during which a failed scrape does not count against the engine, and a scrape does not replace what
 # the step load says, s.
 ALIVE_AFTER_STEP_S = 2.0

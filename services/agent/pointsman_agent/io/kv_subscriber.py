@@ -16,6 +16,7 @@ from xxhash import xxh3_64_intdigest
 from pointsman_agent.core.cached_blocks import CachedBlocks
 from pointsman_agent.core.event_order import BatchAction, EventOrder
 from pointsman_agent.core.kv_events import decode_batch, decode_seq, encode_seq
+from pointsman_agent.io.zmq_sockets import needs_ipv6
 
 log = structlog.get_logger()
 
@@ -101,7 +102,7 @@ class KvSubscriber:
 
         If the publisher cannot confirm restored cached blocks, they are cleared.
         """
-        self._sub = self._socket(zmq.SUB, self._source.events)
+        self._sub = await self._socket(zmq.SUB, self._source.events)
         self._sub.subscribe(self._source.topic.encode())
         if not self._source.replay:
             self._drop("no replay socket to confirm the restored cached blocks")
@@ -215,7 +216,7 @@ class KvSubscriber:
 
     async def _replayed(self, start: int) -> AsyncGenerator[tuple[int, bytes], None]:
         # A new socket per replay: late messages of an earlier replay must not be read as part of this one.
-        socket = self._socket(zmq.DEALER, self._source.replay)
+        socket = await self._socket(zmq.DEALER, self._source.replay)
         try:
             await socket.send_multipart([b"", encode_seq(start)])
             while True:
@@ -262,16 +263,17 @@ class KvSubscriber:
         if self._cached_blocks.clear():
             self._on_change()
 
-    def _socket(self, kind: int, address: str) -> zmq.asyncio.Socket:
+    async def _socket(self, kind: int, address: str) -> zmq.asyncio.Socket:
+        # A name of which nothing is known: ZMQ looks it up for both families.
+        ipv6 = await needs_ipv6(address, unknown=True)
         socket = self._context.socket(kind)
+        socket.setsockopt(zmq.IPV6, ipv6)
         socket.setsockopt(zmq.RCVHWM, 100_000)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
         socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
-        if "[" in address:
-            socket.setsockopt(zmq.IPV6, 1)
         try:
             socket.connect(address)
         except zmq.ZMQError:

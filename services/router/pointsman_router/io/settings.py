@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from pointsman_common.io.settings import InvalidSetting, OtlpEndpoint, split_urls
+from pointsman_common.io.settings import HostPort, InvalidSetting, OptionalHostPort, OtlpEndpoint, split_urls
 from pointsman_router.core.policy.base import Policy, SettingError
 from pointsman_router.core.policy.registry import DEFAULT_POLICY, Policies, make_policy
 from pointsman_router.core.router_state import StateSettings
@@ -39,10 +39,14 @@ class RouterSettings(BaseSettings):
         "console_max_viewers": "16",
     }
 
-    listen: str = Field("127.0.0.1:50051", description="HOST:PORT of the gRPC services")
-    advertise: str = Field("", description="HOST:PORT at which gateways reach this replica; empty: from `listen`")
-    metrics_listen: str = Field("127.0.0.1:9100", description="HOST:PORT of /metrics and /health; empty: none")
-    console_listen: str = Field("", description="HOST:PORT of the console, a web page; empty: none")
+    listen: HostPort = Field("127.0.0.1:50051", description="HOST:PORT of the gRPC services")
+    advertise: OptionalHostPort = Field(
+        "", description="HOST:PORT at which gateways reach this replica; empty: from `listen`"
+    )
+    metrics_listen: OptionalHostPort = Field(
+        "127.0.0.1:9100", description="HOST:PORT of /metrics and /health; empty: none"
+    )
+    console_listen: OptionalHostPort = Field("", description="HOST:PORT of the console, a web page; empty: none")
     console_advertise: str = Field(
         "", description="URL at which browsers reach this replica's console; empty: from `console_listen`"
     )
