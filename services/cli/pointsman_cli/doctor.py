@@ -242,7 +242,8 @@ def instance_finding(status: fleet_pb2.InstanceStatus) -> Finding:
         advice = "no requests are placed on it until its engine is woken up (POST /wake_up) or resumed (POST /resume)"
         return Finding(Finding.WARN, name, state, advice)
     if status.state != fleet_pb2.INSTANCE_STATE_READY:
-        return Finding(Finding.FAIL, name, state, "see the agent's and the engine's logs")
+        found = f"{state}: {status.load.problem}" if status.load.problem else state
+        return Finding(Finding.FAIL, name, found, "see the agent's and the engine's logs")
     if status.circuit_open:
         found = "circuit open: it failed several requests in a row"
         return Finding(Finding.FAIL, name, found, "see the engine's log")
@@ -252,9 +253,25 @@ def instance_finding(status: fleet_pb2.InstanceStatus) -> Finding:
     return Finding(Finding.OK, name, f"{state}, vLLM {status.instance.engine_version}, report {age:.1f} s old")
 
 
+def load_findings(status: fleet_pb2.InstanceStatus) -> Iterator[Finding]:
+    """Yield what is not known of the load of an instance whose engine answers."""
+    name, load = status.instance.instance_id, status.load
+    if load.healthy and load.problem:
+        advice = "requests are placed on it; until its load is known again the router uses its own counts"
+        yield Finding(Finding.WARN, name, load.problem, advice)
+    if not load.unknown:
+        return
+    found = f"its /metrics has no number for: {', '.join(load.unknown)}"
+    advice = "compare its version with docs/existing_vllm.md"
+    if {"kv_usage", "waiting"}.intersection(load.unknown):
+        advice += "; the limit --max-kv-usage does not act on this instance"
+    yield Finding(Finding.WARN, name, found, advice)
+
+
 def _instance(status: fleet_pb2.InstanceStatus, access: EngineAccess) -> Iterator[Finding]:
     name = status.instance.instance_id
     yield instance_finding(status)
+    yield from load_findings(status)
     if status.instance.prefix_mode != agent_pb2.PREFIX_MODE_EXACT:
         yield inexact_finding(status.instance)
     elif status.keys == 0 and status.load.prefix_cache_queries > status.instance.block_size:

@@ -238,6 +238,11 @@ class StateCollector(Collector):
         yield family(
             "kv_usage_ratio", "Share of the engine's KV blocks in use", lambda record, _: _of(record, "kv_usage")
         )
+        yield family(
+            "unknown_load_figures",
+            "Figures of the last load that the engine does not report as numbers; what needs them is switched off for it",
+            lambda record, _: None if record.load is None else len(record.load.unknown),
+        )
 
 
 def _of(record: InstanceRecord, figure: str) -> float | None:
