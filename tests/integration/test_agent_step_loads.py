@@ -188,5 +188,6 @@ async def test_an_engine_that_steps_is_healthy_though_its_metrics_fail(
             await eventually(lambda: len(router.streams[0].loads) > count + 20, "many more loads")
             assert all(load.healthy for load in router.streams[0].loads)
             steps.cancel()
-        await eventually(lambda: not router.streams[0].loads[-1].healthy, "that it is not, without steps")
+        await engine.stop()
+        await eventually(lambda: not router.streams[0].loads[-1].healthy, "that it is not, when nothing answers")
         assert not agent.task.done()

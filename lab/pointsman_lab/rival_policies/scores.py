@@ -26,8 +26,8 @@ def open_requests(candidates: Sequence[Candidate]) -> dict[str, float]:
 def reported(candidates: Sequence[Candidate], figure: Callable[[Candidate], float | None]) -> dict[str, float]:
     """Return a figure of the engines' reports, by instance; 0 for all if no report is fresh.
 
-    A figure that is stale, or that the engine does not report, counts as the greatest of the fresh ones. Otherwise an instance whose agent stopped reporting while it was idle
-    would attract all requests.
+    A figure that is stale, or that the engine does not report, counts as the greatest of the fresh ones. Otherwise an instance
+    whose agent stopped reporting while it was idle would attract all requests.
     """
     figures = {candidate.instance_id: None if candidate.stale else figure(candidate) for candidate in candidates}
     greatest = max((known for known in figures.values() if known is not None), default=0.0)
