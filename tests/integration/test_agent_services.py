@@ -14,6 +14,7 @@ from pointsman_agent.io import engine_services
 from pointsman_agent.io.engine_services import FIRST_PAUSE_S
 from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, RunningAgent
 from tests.support.fakes.kubernetes_api import FakeKubernetes, endpoint, endpoint_slice
+from tests.support.kv_events import store
 from tests.support.waiting import eventually
 
 
@@ -74,6 +75,26 @@ async def test_engines_come_and_go_with_their_endpoints(up: Cluster) -> None:
     assert gone.goodbye == "its endpoint is gone"
     up.api.change("MODIFIED", up.slice(0, name="b"))
     await eventually(lambda: up.known() == {0}, "the slice has another engine")
+
+
+async def test_an_endpoint_that_is_not_ready_is_unhealthy_with_its_keys_and_leaves_when_it_ends(up: Cluster) -> None:
+    engine = up.engines[0]
+    found = up.slice(0, name="a")
+    up.api.change("ADDED", found)
+    await eventually(lambda: up.known() == {0}, "the engine")
+    await engine.publish(store((1, 2)))
+    instance = f"127.0.0.1:{engine.port}"
+    await eventually(lambda: up.router.keys(instance), "its keys")
+    loads = up.router.streams[0].loads
+    for ready in (False, True, False):
+        up.api.change("MODIFIED", found | {"endpoints": [endpoint("127.0.0.1", ready=ready)]})
+        await eventually(lambda ready=ready: loads[-1].healthy is ready, f"ready: {ready}")
+        assert loads[-1].problem == ("" if ready else "its endpoint is not ready")
+    assert up.router.keys(instance)
+    assert len(up.router.streams) == 1
+    assert up.router.streams[0].goodbye is None
+    up.api.change("MODIFIED", found | {"endpoints": [endpoint("127.0.0.1", ready=False, terminating=True)]})
+    await eventually(lambda: up.router.streams[0].goodbye == "its endpoint is gone", "a goodbye")
 
 
 async def test_while_the_api_does_not_answer_the_engines_stay(up: Cluster) -> None:

@@ -257,13 +257,15 @@ def load_findings(status: fleet_pb2.InstanceStatus) -> Iterator[Finding]:
     """Yield what is not known of the load of an instance whose engine answers."""
     name, load = status.instance.instance_id, status.load
     if load.healthy and load.problem:
-        advice = "requests are placed on it; until its load is known again the router uses its own counts"
+        advice = "requests are placed on it all the same; see the agent's and the engine's logs"
         yield Finding(Finding.WARN, name, load.problem, advice)
-    if not load.unknown:
+    # Engines without a KV connector need not have the others.
+    unknown = [figure for figure in load.unknown if not figure.startswith("external_")]
+    if not unknown:
         return
-    found = f"its /metrics has no number for: {', '.join(load.unknown)}"
+    found = f"its /metrics has no number for: {', '.join(unknown)}"
     advice = "compare its version with docs/existing_vllm.md"
-    if {"kv_usage", "waiting"}.intersection(load.unknown):
+    if {"kv_usage", "waiting"}.intersection(unknown):
         advice += "; the limit --max-kv-usage does not act on this instance"
     yield Finding(Finding.WARN, name, found, advice)
 
@@ -347,7 +349,9 @@ def _agent(agent: str) -> Iterator[Finding]:
         return
     for engine in engines:
         what = f"{name}: {engine['engine']}"
-        if engine["healthy"]:
+        if engine["healthy"] and engine["problem"]:
+            yield Finding(Finding.WARN, what, engine["problem"], "see the engine's log")
+        elif engine["healthy"]:
             yield Finding(Finding.OK, what, "is monitored")
         else:
             yield Finding(Finding.FAIL, what, engine["problem"], "see the engine's log, and the agent's settings")

@@ -278,7 +278,9 @@ def test_a_suspended_engine_is_reported_with_its_reason_and_is_not_asked() -> No
 
 def test_what_is_unknown_of_a_load_is_reported() -> None:
     assert list(load_findings(status("READY", load=agent_pb2.Load(healthy=True)))) == []
-    load = agent_pb2.Load(healthy=True, unknown=["kv_usage"], problem="load unknown: /metrics: TimeoutError")
+    load = agent_pb2.Load(
+        healthy=True, unknown=["kv_usage", "external_prefix_cache_hits"], problem="load unknown: /metrics: TimeoutError"
+    )
     [problem, missing] = load_findings(status("READY", load=load))
     assert (problem.level, problem.found) == (Finding.WARN, "load unknown: /metrics: TimeoutError")
     assert (missing.level, missing.found) == (Finding.WARN, "its /metrics has no number for: kv_usage")

@@ -816,7 +816,7 @@ class Load(_message.Message):
     preemptions: _builtins.int
     """Number of preemptions since the engine's start."""
     healthy: _builtins.bool
-    """Whether the engine answers its agent. Gateways' requests are not placed on an unhealthy instance."""
+    """Whether the engine lives and is ready, as its agent sees it. Gateways' requests are not placed on an unhealthy instance."""
     suspended: _builtins.str
     """Why the engine accepts requests and does not compute them, for people: it is asleep, paused, or its weights are being changed.
     Empty if it computes. Requests are not placed on a suspended instance.

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +55,8 @@ def parse_engine_service(text: str) -> EngineService:
 
 
 class ServiceEndpoints:
-    """The EndpointSlices of one Service. Endpoints that are not ready, or terminating, are no engines: a pod that ends still
-    answers, and gets nothing new."""
+    """The EndpointSlices of one Service. Terminating endpoints are no engines: a pod that ends still answers, and gets nothing
+    new. Endpoints that are not ready are engines that get nothing meanwhile: a busy engine can fail its readiness probe."""
 
     def __init__(self, service: EngineService) -> None:
         self._service = service
@@ -75,22 +75,26 @@ class ServiceEndpoints:
 
     def engines(self) -> dict[str, EngineAddress]:
         """Return the engines by their URL. An endpoint may be in two slices while it moves from one to the other."""
-        found: dict[str, EngineAddress] = {}
+        return {address.url: address for address, _ in self._endpoints()}
+
+    def not_ready(self) -> frozenset[str]:
+        """Return the URLs of the engines that no slice has as ready."""
+        endpoints = [(address.url, ready) for address, ready in self._endpoints()]
+        return frozenset(url for url, _ in endpoints) - {url for url, ready in endpoints if ready}
+
+    def _endpoints(self) -> Iterator[tuple[EngineAddress, bool]]:
+        """Yield each endpoint that is an engine, and whether it is ready."""
         for endpoint_slice in self._slices.values():
             if endpoint_slice.get("addressType") not in ("IPv4", "IPv6"):
                 continue
             port = _port(endpoint_slice.get("ports") or (), self._service.port)
             for endpoint in (endpoint_slice.get("endpoints") or ()) if port else ():
-                if _is_ready(endpoint.get("conditions") or {}):
+                conditions = endpoint.get("conditions") or {}
+                if not conditions.get("terminating"):
                     # All addresses of an endpoint are the same pod's.
                     address = _address(self._service, endpoint["addresses"][0], port)
-                    found[address.url] = address
-        return found
-
-
-def _is_ready(conditions: Mapping[str, Any]) -> bool:
-    # An absent condition of readiness counts as true.
-    return conditions.get("ready") is not False and not conditions.get("terminating")
+                    # An absent condition of readiness counts as true.
+                    yield address, conditions.get("ready") is not False
 
 
 def _port(ports: Iterable[Mapping[str, Any]], wanted: str) -> int:

@@ -240,8 +240,10 @@ class StateCollector(Collector):
         )
         yield family(
             "unknown_load_figures",
-            "Figures of the last load that the engine does not report as numbers; what needs them is switched off for it",
-            lambda record, _: None if record.load is None else len(record.load.unknown),
+            "Figures of its load (running, waiting, KV usage) that the engine does not report; what needs them is off for it",
+            lambda record, _: (
+                None if record.load is None else len({"running", "waiting", "kv_usage"} & {*record.load.unknown})
+            ),
         )
 
 
