@@ -32,7 +32,8 @@ class Fault:
     stall_at: int | None = None  # nothing more comes after this many bytes of the body while the fault lasts
 
     @property
-    def _whole(self) -> bool:
+    def whole(self) -> bool:
+        """Whether the answer is read before it is sent."""
         return self.body is not None or self.rewrite is not None or self.truncate_at is not None
 
 
@@ -40,8 +41,8 @@ HEALTHY = Fault()
 
 
 class TamperingProxy:
-    """Listens on 127.0.0.1:`port`, and passes requests on to the engine at `target`. Use it in one event loop; `set` and `heal` can
-    be called from any thread."""
+    """Listens on 127.0.0.1:`port`, and passes requests on to the engine at `target`. Use it in one event loop; `set` and `heal`
+    can be called from any thread."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -137,7 +138,7 @@ class TamperingProxy:
 
     async def _answer(self, request: web.Request, engine: aiohttp.ClientResponse, fault: Fault) -> web.StreamResponse:
         headers = {name: value for name, value in engine.headers.items() if name.lower() not in _HOP_BY_HOP}
-        if fault._whole:
+        if fault.whole:
             body = await engine.read() if fault.body is None else fault.body
             body = fault.rewrite(body) if fault.rewrite is not None else body
             return await self._send_whole(
