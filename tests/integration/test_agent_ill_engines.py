@@ -231,6 +231,7 @@ async def test_a_refused_connection_is_unhealthy_and_the_same_process_comes_back
 
 CHANGES: dict[str, tuple[Any, ...]] = {
     "all but /health": ((Fault(status=503), ""), (Fault(), "/health")),
+    "all but /health and /metrics": ((Fault(status=503), ""), (Fault(), "/health"), (Fault(), "/metrics")),
     "all, as vLLM 0.32 while its ranks change": ((Fault(status=503, body=SCALING), ""),),
 }
 

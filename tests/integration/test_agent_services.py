@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import zmq.asyncio
 
+from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman_agent.io import engine_services
 from pointsman_agent.io.engine_services import FIRST_PAUSE_S
 from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, RunningAgent
@@ -77,6 +79,11 @@ async def test_engines_come_and_go_with_their_endpoints(up: Cluster) -> None:
     await eventually(lambda: up.known() == {0}, "the slice has another engine")
 
 
+def reported(loads: list[pb.Load], healthy: bool, problem: str) -> bool:
+    """Whether the last load says this."""
+    return (loads[-1].healthy, loads[-1].problem) == (healthy, problem)
+
+
 async def test_an_endpoint_that_is_not_ready_is_unhealthy_with_its_keys_and_leaves_when_it_ends(up: Cluster) -> None:
     engine = up.engines[0]
     found = up.slice(0, name="a")
@@ -88,8 +95,8 @@ async def test_an_endpoint_that_is_not_ready_is_unhealthy_with_its_keys_and_leav
     loads = up.router.streams[0].loads
     for ready in (False, True, False):
         up.api.change("MODIFIED", found | {"endpoints": [endpoint("127.0.0.1", ready=ready)]})
-        await eventually(lambda ready=ready: loads[-1].healthy is ready, f"ready: {ready}")
-        assert loads[-1].problem == ("" if ready else "its endpoint is not ready")
+        problem = "" if ready else "its endpoint is not ready"
+        await eventually(partial(reported, loads, ready, problem), f"ready: {ready}")
     assert up.router.keys(instance)
     assert len(up.router.streams) == 1
     assert up.router.streams[0].goodbye is None

@@ -108,6 +108,8 @@ class EngineMonitor:
         # The last answer of GET /is_paused; None if the engine has no such route.
         self._paused: bool | None = False
         self._pause_query: asyncio.Task[bool | None] | None = None
+        # Whether /is_paused, like all other routes but /metrics, was answered 503 last.
+        self._pause_refused = False
         self._announced: tuple[Mapping[str, str], Mapping[WrongSender, int]] = ({}, {})
         # By data-parallel rank as in the instances' description; without those that are unknown.
         self._engine_ids: Mapping[int, str] = {}
@@ -306,10 +308,10 @@ class EngineMonitor:
         taken_at = time.monotonic()
         self.scrapes += 1
         self._life.sign(taken_at)
-        self._unavailable = ""
         self._name_series(scrape)
         await self._update_instances(probe, scrape)
         await self._read_pause(probe)
+        self._unavailable = UNAVAILABLE if self._pause_refused else ""
         if self.ambiguous_address:
             return
         paused = bool(self._paused)
@@ -368,16 +370,21 @@ class EngineMonitor:
 
     async def _query_pause(self, probe: EngineProbe) -> bool | None:
         try:
-            return await probe.paused()
+            paused = await probe.paused()
         except ProbeError as error:
             self._log.debug("the engine does not answer whether it is paused", reason=str(error))
-            return await self._refuses_all(probe) if error.status == 503 else self._paused
+            # That is no pause, after which the cache counts as reset.
+            self._pause_refused = error.status == 503 and await self._refuses_all(probe)
+            return self._paused
+        self._pause_refused = False
+        return paused
 
     def _forget_pause(self) -> None:
         """Forget what is known of another process, or at the end."""
         if self._pause_query is not None:
             self._pause_query.cancel()
         self._pause_query, self._paused, self._cache_resets = None, False, CacheResets()
+        self._pause_refused = False
 
     async def _update_instances(self, probe: EngineProbe, scrape: Scrape) -> None:
         """Update `instances` to those of the process that answered. Raises ProbeError."""
