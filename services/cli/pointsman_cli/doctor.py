@@ -269,7 +269,8 @@ def instance_finding(status: fleet_pb2.InstanceStatus) -> Finding:
         advice = "no requests are placed on it until its engine is woken up (POST /wake_up) or resumed (POST /resume)"
         return Finding(Finding.WARN, name, state, advice)
     if status.state != fleet_pb2.INSTANCE_STATE_READY:
-        return Finding(Finding.FAIL, name, state, "see the agent's and the engine's logs")
+        found = f"{state}: {status.load.problem}" if status.load.problem else state
+        return Finding(Finding.FAIL, name, found, "see the agent's and the engine's logs")
     if status.circuit_open:
         found = "circuit open: it failed several requests in a row"
         return Finding(Finding.FAIL, name, found, "see the engine's log")
@@ -279,9 +280,27 @@ def instance_finding(status: fleet_pb2.InstanceStatus) -> Finding:
     return Finding(Finding.OK, name, f"{state}, vLLM {status.instance.engine_version}, report {age:.1f} s old")
 
 
+def load_findings(status: fleet_pb2.InstanceStatus) -> Iterator[Finding]:
+    """Yield what is not known of the load of an instance whose engine answers."""
+    name, load = status.instance.instance_id, status.load
+    if load.healthy and load.problem:
+        advice = "requests are placed on it all the same; see the agent's and the engine's logs"
+        yield Finding(Finding.WARN, name, load.problem, advice)
+    # Engines without a KV connector need not have the others.
+    unknown = [figure for figure in load.unknown if not figure.startswith("external_")]
+    if not unknown:
+        return
+    found = f"its /metrics has no number for: {', '.join(unknown)}"
+    advice = "compare its version with docs/existing_vllm.md"
+    if {"kv_usage", "waiting"}.intersection(unknown):
+        advice += "; the limit --max-kv-usage does not act on this instance"
+    yield Finding(Finding.WARN, name, found, advice)
+
+
 def _instance(status: fleet_pb2.InstanceStatus, access: EngineAccess) -> Iterator[Finding]:
     name = status.instance.instance_id
     yield instance_finding(status)
+    yield from load_findings(status)
     if status.instance.prefix_mode != agent_pb2.PREFIX_MODE_EXACT:
         yield inexact_finding(status.instance)
     elif status.keys == 0 and status.load.prefix_cache_queries > status.instance.block_size:
@@ -362,7 +381,9 @@ def _agent(agent: str) -> Iterator[Finding]:
                 if said not in ("connected", "connecting"):
                     found = f"{router} refuses {instance['instance_id']}: {said}"
                     yield Finding(Finding.FAIL, what, found, "see the agent's log")
-        if engine["healthy"]:
+        if engine["healthy"] and engine["problem"]:
+            yield Finding(Finding.WARN, what, engine["problem"], "see the engine's log")
+        elif engine["healthy"]:
             yield Finding(Finding.OK, what, "is monitored")
         else:
             yield Finding(Finding.FAIL, what, engine["problem"], "see the engine's log, and the agent's settings")

@@ -44,9 +44,8 @@ def test_what_is_no_service_is_refused(text: str) -> None:
         parse_engine_service(text)
 
 
-def test_ready_endpoints_are_engines() -> None:
-    found = urls(
-        "llm/vllm",
+def test_endpoints_that_do_not_end_are_engines_ready_or_not() -> None:
+    slices = (
         endpoint_slice(
             "vllm-a",
             [
@@ -57,9 +56,12 @@ def test_ready_endpoints_are_engines() -> None:
                 endpoint("10.0.0.5", ready=False, terminating=True),
             ],
         ),
-        endpoint_slice("vllm-b", [endpoint("10.0.0.6"), endpoint("10.0.0.1")]),
+        endpoint_slice("vllm-b", [endpoint("10.0.0.6"), endpoint("10.0.0.1", ready=False)]),
     )
-    assert found == ["http://10.0.0.1:8000", "http://10.0.0.3:8000", "http://10.0.0.6:8000"]
+    assert urls("llm/vllm", *slices) == [f"http://10.0.0.{number}:8000" for number in (1, 2, 3, 6)]
+    endpoints = ServiceEndpoints(parse_engine_service("llm/vllm"))
+    endpoints.replace(slices)
+    assert endpoints.not_ready() == {"http://10.0.0.2:8000"}
 
 
 @pytest.mark.parametrize(

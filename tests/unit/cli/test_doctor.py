@@ -16,6 +16,7 @@ from pointsman_cli.doctor import (
     forgotten_orders,
     inexact_finding,
     instance_finding,
+    load_findings,
     placeability,
     redundancy,
     refused_policies,
@@ -273,6 +274,21 @@ def test_a_suspended_engine_is_reported_with_its_reason_and_is_not_asked() -> No
     [finding] = placeability("m", [asleep])
     assert (finding.level, finding.found) == (Finding.FAIL, "none placeable: 1 SUSPENDED")
     assert _state_of(asleep) == "SUSPENDED (asleep (level 1))"
+
+
+def test_what_is_unknown_of_a_load_is_reported() -> None:
+    assert list(load_findings(status("READY", load=agent_pb2.Load(healthy=True)))) == []
+    load = agent_pb2.Load(
+        healthy=True, unknown=["kv_usage", "external_prefix_cache_hits"], problem="load unknown: /metrics: TimeoutError"
+    )
+    [problem, missing] = load_findings(status("READY", load=load))
+    assert (problem.level, problem.found) == (Finding.WARN, "load unknown: /metrics: TimeoutError")
+    assert (missing.level, missing.found) == (Finding.WARN, "its /metrics has no number for: kv_usage")
+    assert "--max-kv-usage" in missing.advice
+    load = agent_pb2.Load(problem="/health: TimeoutError")
+    unhealthy = status("UNHEALTHY", "UNHEALTHY", load=load)
+    assert instance_finding(unhealthy).found == "UNHEALTHY: /health: TimeoutError"
+    assert list(load_findings(unhealthy)) == []
 
 
 def test_the_weight_of_an_instance_is_reported() -> None:

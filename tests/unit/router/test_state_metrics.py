@@ -76,6 +76,7 @@ def test_the_state_is_reported_as_it_is_when_asked() -> None:
     assert at(samples, "running_requests", instance="a") == 4
     assert at(samples, "waiting_requests", instance="a") == 1
     assert at(samples, "kv_usage_ratio", instance="a") == 0.5
+    assert at(samples, "unknown_load_figures", instance="a") == 0
     assert at(samples, "prediction_audit_failures_total", instance="a") == 0
     assert (at(samples, "ready"), at(samples, "store_degraded")) == (1, 0)
 

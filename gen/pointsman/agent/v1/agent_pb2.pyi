@@ -863,6 +863,8 @@ class Load(_message.Message):
     SUSPENDED_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_LEFT_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    UNKNOWN_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     sample_age_ms: _builtins.int
     """Time from the engine's response to this message, in ms."""
     running: _builtins.int
@@ -884,13 +886,17 @@ class Load(_message.Message):
     preemptions: _builtins.int
     """Number of preemptions since the engine's start."""
     healthy: _builtins.bool
-    """Whether the engine answers its agent. Gateways' requests are not placed on an unhealthy instance."""
+    """Whether the engine lives and is ready, as its agent sees it. Gateways' requests are not placed on an unhealthy instance."""
     suspended: _builtins.str
     """Why the engine accepts requests and does not compute them, for people: it is asleep, paused, or its weights are being changed.
     Empty if it computes. Requests are not placed on a suspended instance.
     """
     prefill_tokens_left: _builtins.int
     """Number of tokens that the prompts in the engine's batch still need. Absent if the engine does not report its steps."""
+    problem: _builtins.str
+    """What is wrong with the engine, or with the reading of its load, for people. Empty if nothing is. A load that cannot be read is
+    not by itself a reason for an unhealthy engine: the last one is sent again, and becomes older.
+    """
     @_builtins.property
     def gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gpu]:
         """GPUs of the instance. Empty if there are none."""
@@ -898,6 +904,12 @@ class Load(_message.Message):
     @_builtins.property
     def steps(self) -> Global___StepTotals:
         """Sums over the engine's steps. Absent if the engine does not report them."""
+
+    @_builtins.property
+    def unknown(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of those of the fields 2 to 10 of this message whose values are unknown, because the engine reports none, or one that is no
+        number of the field. They are 0 then, which is not their value.
+        """
 
     def __init__(
         self,
@@ -917,10 +929,12 @@ class Load(_message.Message):
         suspended: _builtins.str = ...,
         prefill_tokens_left: _builtins.int | None = ...,
         steps: Global___StepTotals | None = ...,
+        unknown: _abc.Iterable[_builtins.str] | None = ...,
+        problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_left", b"_prefill_tokens_left", "prefill_tokens_left", b"prefill_tokens_left", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_left", b"_prefill_tokens_left", "external_prefix_cache_hits", b"external_prefix_cache_hits", "external_prefix_cache_queries", b"external_prefix_cache_queries", "generation_tokens", b"generation_tokens", "gpus", b"gpus", "healthy", b"healthy", "kv_usage", b"kv_usage", "preemptions", b"preemptions", "prefill_tokens_left", b"prefill_tokens_left", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "running", b"running", "sample_age_ms", b"sample_age_ms", "steps", b"steps", "suspended", b"suspended", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_left", b"_prefill_tokens_left", "external_prefix_cache_hits", b"external_prefix_cache_hits", "external_prefix_cache_queries", b"external_prefix_cache_queries", "generation_tokens", b"generation_tokens", "gpus", b"gpus", "healthy", b"healthy", "kv_usage", b"kv_usage", "preemptions", b"preemptions", "prefill_tokens_left", b"prefill_tokens_left", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "problem", b"problem", "running", b"running", "sample_age_ms", b"sample_age_ms", "steps", b"steps", "suspended", b"suspended", "unknown", b"unknown", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill_tokens_left: _TypeAlias = _typing.Literal["prefill_tokens_left"]  # noqa: Y015
     _WhichOneofArgType__prefill_tokens_left: _TypeAlias = _typing.Literal["_prefill_tokens_left", b"_prefill_tokens_left"]  # noqa: Y015

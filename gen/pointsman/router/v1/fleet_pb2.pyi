@@ -955,6 +955,7 @@ class Candidate(_message.Message):
     PROVISIONAL_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
     KV_LOAD_FIELD_NUMBER: _builtins.int
+    UNKNOWN_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Id of the instance."""
     incarnation: _builtins.str
@@ -1007,6 +1008,10 @@ class Candidate(_message.Message):
     def kv_load(self) -> Global___KvLoad:
         """What the instance would load from lower tiers. Absent if it has nothing there."""
 
+    @_builtins.property
+    def unknown(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of those of the fields running, waiting and kv_usage that the engine does not report. They are 0 then."""
+
     def __init__(
         self,
         *,
@@ -1032,10 +1037,11 @@ class Candidate(_message.Message):
         provisional_tokens: _builtins.int = ...,
         prefix_source: Global___PrefixSource.ValueType = ...,
         kv_load: Global___KvLoad | None = ...,
+        unknown: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "kv_load", b"kv_load", "report_age", b"report_age", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "cached_tokens", b"cached_tokens", "exact", b"exact", "excluded", b"excluded", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_load", b"kv_load", "kv_usage", b"kv_usage", "new_tokens", b"new_tokens", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prefix_source", b"prefix_source", "provisional_tokens", b"provisional_tokens", "recent_migrations", b"recent_migrations", "report_age", b"report_age", "running", b"running", "score", b"score", "stale", b"stale", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "cached_tokens", b"cached_tokens", "exact", b"exact", "excluded", b"excluded", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_load", b"kv_load", "kv_usage", b"kv_usage", "new_tokens", b"new_tokens", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prefix_source", b"prefix_source", "provisional_tokens", b"provisional_tokens", "recent_migrations", b"recent_migrations", "report_age", b"report_age", "running", b"running", "score", b"score", "stale", b"stale", "state", b"state", "unknown", b"unknown", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015

@@ -56,8 +56,8 @@ def parse_engine_service(text: str) -> EngineService:
 
 
 class ServiceEndpoints:
-    """The EndpointSlices of one Service. Endpoints that are not ready, or terminating, are no engines: a pod that ends still
-    answers, and gets nothing new."""
+    """The EndpointSlices of one Service. Terminating endpoints are no engines: a pod that ends still answers, and gets nothing
+    new. Endpoints that are not ready are engines that get nothing meanwhile: a busy engine can fail its readiness probe."""
 
     def __init__(self, service: EngineService) -> None:
         self._service = service
@@ -78,11 +78,19 @@ class ServiceEndpoints:
         """Return the engines by their URL, one for each pod.
 
         An endpoint may be in two slices while it moves from one to the other, and a pod with addresses of both families is in a
-        slice of each. Its IPv4 address counts if it has one. The slices of the families change one after the other, so a pod is
-        an engine only while all that have it agree.
+        slice of each. Its IPv4 address counts if it has one.
         """
-        found: dict[str, EngineAddress] = {}
-        not_ready: set[str] = set()
+        return {address.url: address for address, _ in self._pods().values()}
+
+    def not_ready(self) -> frozenset[str]:
+        """Return the URLs of the engines that a slice has as not ready."""
+        return frozenset(address.url for address, ready in self._pods().values() if not ready)
+
+    def _pods(self) -> dict[str, tuple[EngineAddress, bool]]:
+        """Return each pod's address, and whether all slices that have the pod call it ready. The slices of the families change
+        one after the other: a pod is an engine only while none of them has it as terminating."""
+        found: dict[str, tuple[EngineAddress, bool]] = {}
+        ended: set[str] = set()
         # Of two slices' addresses the last one stays.
         for endpoint_slice in sorted(self._slices.values(), key=_address_type, reverse=True):
             port = _port(endpoint_slice.get("ports") or (), self._service.port)
@@ -93,19 +101,17 @@ class ServiceEndpoints:
                 if not (ip := next(iter(endpoint.get("addresses") or ()), "")):
                     continue
                 pod = (endpoint.get("targetRef") or {}).get("uid") or str(Address(ip, port))
-                if not _is_ready(endpoint.get("conditions") or {}):
-                    not_ready.add(pod)
-                found[pod] = _address(self._service, ip, port)
-        return {address.url: address for pod, address in found.items() if pod not in not_ready}
+                conditions = endpoint.get("conditions") or {}
+                if conditions.get("terminating"):
+                    ended.add(pod)
+                # An absent condition of readiness counts as true.
+                ready = conditions.get("ready") is not False and (pod not in found or found[pod][1])
+                found[pod] = _address(self._service, ip, port), ready
+        return {pod: engine for pod, engine in found.items() if pod not in ended}
 
 
 def _address_type(endpoint_slice: Mapping[str, Any]) -> str:
     return str(endpoint_slice.get("addressType"))
-
-
-def _is_ready(conditions: Mapping[str, Any]) -> bool:
-    # An absent condition of readiness counts as true.
-    return conditions.get("ready") is not False and not conditions.get("terminating")
 
 
 def _port(ports: Iterable[Mapping[str, Any]], wanted: str) -> int:

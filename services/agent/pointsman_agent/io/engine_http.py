@@ -1,14 +1,16 @@
-"""HTTP client of an engine: metrics at every scrape; models, version and event sources when the engine is new."""
+"""HTTP client of an engine: its health; metrics at every scrape; models, version and event sources when the engine is new."""
 
 from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass
+from errno import ECONNREFUSED
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
 import aiohttp
+import msgspec
 
 from pointsman_agent.core.engine_address import EngineAddress, offset_port
 from pointsman_agent.core.engine_metrics import NAMES, Scrape, parse_metrics
@@ -17,13 +19,25 @@ from pointsman_agent.core.wire_numbers import uint32
 from pointsman_agent.io.kv_subscriber import KvEventSource
 from pointsman_common.core.addresses import connect_endpoint
 
+# Timeout of /metrics, s. A page may be slow to make on an engine that answers requests at once.
+METRICS_ANSWER_S = 10.0
+# Timeout of any other answer, s.
+ANSWER_S = 2.0
 # Timeout of a bootstrap server's answer, s. It answers at once, and loads wait meanwhile.
 BOOTSTRAP_ANSWER_S = 0.5
+# In the body of a 503 of vLLM while its data-parallel ranks change. Up to 0.32 /health answers this, too.
+_SCALING = b"currently scaling"
 _RESTRICTED = "/metrics/?" + "&".join(f"name[]={quote(name, safe=':')}" for name in NAMES)
 
 
 class ProbeError(Exception):
-    """The engine did not answer, or its answer is not one of vLLM. The message says which."""
+    """The engine did not answer, or its answer is not one of vLLM. The message says which. `status`: the HTTP status of the
+    answer; 0 without one. `refused`: whether nothing listens at the address."""
+
+    def __init__(self, reason: str, status: int = 0, *, refused: bool = False) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.refused = refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +61,7 @@ class KvEventSources:
 class EngineProbe:
     """An HTTP client of one engine."""
 
-    def __init__(
-        self, address: EngineAddress, *, timeout_s: float, api_key: str = "", tls: ssl.SSLContext | None = None
-    ) -> None:
+    def __init__(self, address: EngineAddress, *, api_key: str = "", tls: ssl.SSLContext | None = None) -> None:
         """`tls` has the trusted authorities for an HTTPS engine; None: the system's."""
         self._address = address
         # A new connection per request: a kept connection would always reach the same process behind a load balancer, and so
@@ -57,7 +69,7 @@ class EngineProbe:
         connector = aiohttp.TCPConnector(force_close=True, use_dns_cache=False, ssl=True if tls is None else tls)
         self._session = aiohttp.ClientSession(
             connector=connector,
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            timeout=aiohttp.ClientTimeout(total=ANSWER_S),
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
         )
         self._restricted = True
@@ -70,6 +82,29 @@ class EngineProbe:
     ) -> None:
         await self._session.close()
 
+    async def alive(self) -> None:
+        """GET /health. Returns if the engine answers and does not say that it is dead. Raises ProbeError; with a `status` if it
+        says that."""
+        try:
+            url, timeout = _url(self._address.url, "/health"), aiohttp.ClientTimeout(total=ANSWER_S)
+            async with self._session.get(url, timeout=timeout) as answer:
+                # 4xx: a server without this route, or one that wants another key.
+                if answer.status < 500 or (answer.status == 503 and _SCALING in await answer.content.read(1_000)):
+                    return
+                raise ProbeError(_refused("/health", answer.status), answer.status)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise _failed("/health", error) from error
+
+    async def unavailable(self) -> bool:
+        """Return whether the engine refuses all requests for a while: GET /v1/models answers 503. Raises ProbeError."""
+        try:
+            await self._json("/v1/models")
+        except ProbeError as error:
+            if error.status == 503:
+                return True
+            raise
+        return False
+
     async def scrape(self) -> Scrape:
         """Read and parse /metrics. Raises ProbeError.
 
@@ -78,13 +113,13 @@ class EngineProbe:
         """
         if self._restricted:
             found = await self._metrics(_RESTRICTED, missing_ok=True)
-            if found is not None and found.ranks and found.process_start is not None:
+            if found is not None and found.ranks and (found.process_start is not None or found.bad):
                 return found
         plain = await self._metrics("/metrics")
         assert plain is not None
         self._restricted = self._restricted and not plain.ranks
         if not plain.ranks:
-            raise ProbeError("no vllm: series in /metrics (is the engine started with --disable-log-stats?)")
+            raise ProbeError("no vllm: series in /metrics (is the engine started with --disable-log-stats?)", 200)
         return plain
 
     async def paused(self) -> bool | None:
@@ -97,13 +132,17 @@ class EngineProbe:
     async def models(self) -> ServedModels:
         """GET /v1/models. Raises ProbeError."""
         entries = (await self._json("/v1/models")).get("data", [])
-        own = [entry for entry in entries if not entry.get("parent")]
+        try:
+            entries = msgspec.convert(entries, list[dict[str, Any]])
+            own = [entry for entry in entries if not entry.get("parent") and entry["id"]]
+        except (msgspec.ValidationError, KeyError) as error:
+            raise ProbeError(f"/v1/models: {error}", 200) from None
         if not own:
-            raise ProbeError("/v1/models names no model")
+            raise ProbeError("/v1/models names no model", 200)
         try:
             max_model_len = uint32(own[0].get("max_model_len") or 0)
         except ValueError as error:
-            raise ProbeError(f"/v1/models: max_model_len: {error}") from None
+            raise ProbeError(f"/v1/models: max_model_len: {error}", 200) from None
         return ServedModels(
             served_names=tuple(entry["id"] for entry in own),
             lora_names=tuple(entry["id"] for entry in entries if entry.get("parent")),
@@ -158,14 +197,15 @@ class EngineProbe:
 
     async def _metrics(self, path: str, *, missing_ok: bool = False) -> Scrape | None:
         try:
-            async with self._session.get(_url(self._address.url, path), headers={"Accept": "text/plain"}) as answer:
+            url, timeout = _url(self._address.url, path), aiohttp.ClientTimeout(total=METRICS_ANSWER_S)
+            async with self._session.get(url, headers={"Accept": "text/plain"}, timeout=timeout) as answer:
                 if answer.status != 200:
                     if missing_ok and answer.status == 404:
                         return None
-                    raise ProbeError(_refused(path.partition("?")[0], answer.status))
+                    raise ProbeError(_refused(path.partition("?")[0], answer.status), answer.status)
                 return parse_metrics(await answer.read())
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise ProbeError(_failed(path.partition("?")[0], error)) from error
+            raise _failed(path.partition("?")[0], error) from error
 
     async def _json(self, path: str, *, missing_ok: bool = False) -> dict[str, Any]:
         try:
@@ -173,12 +213,12 @@ class EngineProbe:
                 if missing_ok and answer.status == 404:
                     return {}
                 if answer.status != 200:
-                    raise ProbeError(_refused(path, answer.status))
+                    raise ProbeError(_refused(path, answer.status), answer.status)
                 body = await answer.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise ProbeError(_failed(path, error)) from error
+            raise _failed(path, error) from error
         if not isinstance(body, dict):
-            raise ProbeError(f"{path} did not answer with a JSON object")
+            raise ProbeError(f"{path} did not answer with a JSON object", 200)
         return body
 
 
@@ -187,10 +227,13 @@ def _refused(path: str, status: int) -> str:
     return f"{path} answered {status}{hint}"
 
 
-def _failed(path: str, error: Exception) -> str:
+def _failed(path: str, error: Exception) -> ProbeError:
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        return f"{path}: the engine's certificate is not trusted ({error.certificate_error}): set engine_ca to its authority"
-    return f"{path}: {type(error).__name__} {error}".rstrip()
+        return ProbeError(
+            f"{path}: the engine's certificate is not trusted ({error.certificate_error}): set engine_ca to its authority"
+        )
+    refused = isinstance(error, aiohttp.ClientConnectorError) and error.errno == ECONNREFUSED
+    return ProbeError(f"{path}: {type(error).__name__} {error}".rstrip(), refused=refused)
 
 
 def _url(base: str, path: str) -> Any:

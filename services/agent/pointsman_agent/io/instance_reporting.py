@@ -145,6 +145,11 @@ class InstanceMonitor:
             reporter.load(load, taken_at)
 
     @property
+    def event_batches(self) -> int:
+        """Number of batches of KV events that were applied."""
+        return self.cached_blocks.counts.batches
+
+    @property
     def suspended(self) -> str:
         """Why the engine computes nothing; empty if it computes or nothing is known."""
         return self._load[0].suspended if self._load is not None else ""

@@ -28,7 +28,7 @@ class AgentCollector(Collector):
 
     def _engines(self) -> Iterable[Metric]:
         up = GaugeMetricFamily(
-            "pointsman_agent_engine_up", "1 while the engine is healthy: it answers scrapes", labels=["engine"]
+            "pointsman_agent_engine_up", "1 while the engine is healthy: described, alive and ready", labels=["engine"]
         )
         ambiguous_address = GaugeMetricFamily(
             "pointsman_agent_engine_address_ambiguous",

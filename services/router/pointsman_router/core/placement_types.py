@@ -196,25 +196,45 @@ class StepTotals(msgspec.Struct, frozen=True, gc=False):
     prefill_seconds: float = 0.0  # time of the steps with prompt tokens
 
 
+FIGURES = (
+    "running",
+    "waiting",
+    "kv_usage",
+    "generation_tokens",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "external_prefix_cache_queries",
+    "external_prefix_cache_hits",
+    "preemptions",
+)
+"""The fields of `Load` that an engine may not report."""
+
+
 class Load(msgspec.Struct, frozen=True, gc=False):
-    """One load sample with the engine's own figures. Counters start with the engine."""
+    """One load sample with the engine's own figures; None: the engine does not report it. Counters start with the engine."""
 
     sampled_at: float  # s on the router's clock
-    running: int = 0  # requests in the engine's batch
-    waiting: int = 0  # requests in the engine's queue
-    kv_usage: float = 0.0  # share of its KV blocks that are in use, 0 to 1
-    generation_tokens: int = 0  # counter of generated tokens
-    prefix_cache_queries: int = 0  # counter of prompt tokens looked up in the local prefix cache
-    prefix_cache_hits: int = 0  # counter of those found there
-    external_prefix_cache_queries: int = 0  # counter of prompt tokens looked up through a KV connector
-    external_prefix_cache_hits: int = 0  # counter of those found there
-    preemptions: int = 0  # counter
+    running: int | None = 0  # requests in the engine's batch
+    waiting: int | None = 0  # requests in the engine's queue
+    kv_usage: float | None = 0.0  # share of its KV blocks that are in use, 0 to 1
+    generation_tokens: int | None = 0  # counter of generated tokens
+    prefix_cache_queries: int | None = 0  # counter of prompt tokens looked up in the local prefix cache
+    prefix_cache_hits: int | None = 0  # counter of those found there
+    external_prefix_cache_queries: int | None = 0  # counter of prompt tokens looked up through a KV connector
+    external_prefix_cache_hits: int | None = 0  # counter of those found there
+    preemptions: int | None = 0  # counter
     healthy: bool = True  # whether the engine answers its agent
     gpus: tuple[Gpu, ...] = ()
     suspended: str = ""  # why the engine accepts requests and does not compute them; empty if it computes
     # Tokens that the prompts in the engine's batch still need; None if it does not report its steps.
     prefill_tokens_left: int | None = None
     steps: StepTotals | None = None  # None if the engine does not report its steps
+    problem: str = ""  # what is wrong with the engine, or with the reading of its load; empty if nothing is
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The names of the figures that the engine does not report."""
+        return tuple(name for name in FIGURES if getattr(self, name) is None)
 
 
 def session_name(tenant: str, session_id: str) -> str:
@@ -301,9 +321,10 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     pending_prefill_tokens: int  # of their prompts, not computed yet
     ongoing_decode_tokens: int  # input tokens of those in decode
     ongoing_tokens: int  # input tokens of all of them
-    running: int  # requests in the engine's batch, as reported
-    waiting: int  # requests in the engine's queue, as reported
-    kv_usage: float  # share of its KV blocks in use, 0 to 1, as reported
+    # As reported; None: the engine does not report it. 0 before the first report.
+    running: int | None  # requests in the engine's batch
+    waiting: int | None  # requests in the engine's queue
+    kv_usage: float | None  # share of its KV blocks in use, 0 to 1
     # When the reported figures were sampled, s on the view's clock; None before the first report.
     reported_at: float | None
     excluded: str = ""  # why the instance must not be chosen; empty if it may

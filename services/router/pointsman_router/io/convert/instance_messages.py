@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from msgspec.structs import asdict
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity
-from pointsman_router.core.placement_types import Gpu, InstanceInfo, KvRole, KvTransfer, Load, StepTotals, WrongKv
+from pointsman_router.core.placement_types import (
+    FIGURES,
+    Gpu,
+    InstanceInfo,
+    KvRole,
+    KvTransfer,
+    Load,
+    StepTotals,
+    WrongKv,
+)
 from pointsman_router.io.convert.times import finite
 
 # Maximum number of senders of wrong KV that are kept of one instance.
@@ -130,22 +140,17 @@ def _kv_transfer(wire: agent_pb2.Instance) -> KvTransfer | None:
 
 def load(wire: agent_pb2.Load, now: float) -> Load:
     """Convert a load sample received at `now`, monotonic s."""
+    # The decision log is JSON, which has neither infinity nor NaN.
+    unknown = {*wire.unknown, *(() if math.isfinite(wire.kv_usage) else ("kv_usage",))}
     return Load(
         sampled_at=now - wire.sample_age_ms / 1e3,
-        running=wire.running,
-        waiting=wire.waiting,
-        kv_usage=finite(wire.kv_usage),
-        generation_tokens=wire.generation_tokens,
-        prefix_cache_queries=wire.prefix_cache_queries,
-        prefix_cache_hits=wire.prefix_cache_hits,
-        external_prefix_cache_queries=wire.external_prefix_cache_queries,
-        external_prefix_cache_hits=wire.external_prefix_cache_hits,
-        preemptions=wire.preemptions,
+        **{name: None if name in unknown else getattr(wire, name) for name in FIGURES},
         healthy=wire.healthy,
         suspended=wire.suspended,
         gpus=tuple(Gpu(gpu.index, gpu.utilisation, gpu.memory_used, gpu.memory_total) for gpu in wire.gpus),
         prefill_tokens_left=wire.prefill_tokens_left if wire.HasField("prefill_tokens_left") else None,
         steps=_step_totals(wire.steps) if wire.HasField("steps") else None,
+        problem=wire.problem,
     )
 
 
@@ -165,15 +170,9 @@ def load_to_wire(sample: Load, now: float) -> agent_pb2.Load:
     """The inverse of `load`."""
     return agent_pb2.Load(
         sample_age_ms=max(int((now - sample.sampled_at) * 1e3), 0),
-        running=sample.running,
-        waiting=sample.waiting,
-        kv_usage=sample.kv_usage,
-        generation_tokens=sample.generation_tokens,
-        prefix_cache_queries=sample.prefix_cache_queries,
-        prefix_cache_hits=sample.prefix_cache_hits,
-        external_prefix_cache_queries=sample.external_prefix_cache_queries,
-        external_prefix_cache_hits=sample.external_prefix_cache_hits,
-        preemptions=sample.preemptions,
+        **{name: getattr(sample, name) for name in FIGURES},
+        unknown=sample.unknown,
+        problem=sample.problem,
         healthy=sample.healthy,
         suspended=sample.suspended,
         gpus=[

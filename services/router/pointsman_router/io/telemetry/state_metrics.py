@@ -256,6 +256,13 @@ class StateCollector(Collector):
         yield family(
             "kv_usage_ratio", "Share of the engine's KV blocks in use", lambda record, _: _of(record, "kv_usage")
         )
+        yield family(
+            "unknown_load_figures",
+            "Figures of its load (running, waiting, KV usage) that the engine does not report; what needs them is off for it",
+            lambda record, _: (
+                None if record.load is None else len({"running", "waiting", "kv_usage"} & {*record.load.unknown})
+            ),
+        )
 
 
 def _of(record: InstanceRecord, figure: str) -> float | None:

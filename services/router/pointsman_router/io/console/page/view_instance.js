@@ -1,7 +1,7 @@
 // One instance: all that the router knows about it, and its latest decisions and sessions.
 
 import { el, facts, link, pill } from "./dom.js";
-import { age, bare, count, num, orNone, percent, seconds } from "./format.js";
+import { age, bare, count, countReported, num, orNone, percent, reported, seconds } from "./format.js";
 import { askCordon, askDrain, askWeight } from "./operate.js";
 import { Table } from "./table.js";
 import { DECISION_COLUMNS } from "./view_decisions.js";
@@ -53,6 +53,7 @@ function described(status) {
     el("div", {}, el("h2", {}, "Now"), facts([
       ["State", el("span", {}, pill(stateOf(status).toLowerCase(), STATE_TONES[stateOf(status)]), besidesOf(status) ? ` and ${besidesOf(status)}` : "", status.circuitOpen ? " circuit open: requests failed, one is tried from time to time" : "")],
       ["Suspended", load?.suspended ?? ""],
+      ["Problem", load?.problem ?? ""],
       ["Orders", orderedOf(status)],
       ["Last agent message", `${age(seconds(status.reportAge))} ago`],
       ["Open requests", count(status.numRequests)],
@@ -64,13 +65,14 @@ function described(status) {
     el("div", { "data-tone": status.stale ? "old" : "" }, el("h2", {}, "As the engine reports"), facts([
       ["Report", sampled],
       ...(load ? [
-        ["Running", `${count(load.running)} req`],
-        ["Waiting", `${count(load.waiting)} req`],
-        ["KV used", `${percent(num(load.kvUsage), 1)} %${num(instance.kvCapacityTokens) ? ` of ${count(instance.kvCapacityTokens)} tok` : ""}`],
+        ["Running", `${countReported(load, "running")} req`],
+        ["Waiting", `${countReported(load, "waiting")} req`],
+        ["KV used", `${percent(reported(load, "kvUsage"), 1)} %${num(instance.kvCapacityTokens) ? ` of ${count(instance.kvCapacityTokens)} tok` : ""}`],
         ["Prefix hits", `${percent(hitRate(load), 1)} % of ${count(load.prefixCacheQueries)} tok`],
         ["External hits", num(load.externalPrefixCacheQueries) ? `${percent(num(load.externalPrefixCacheHits) / num(load.externalPrefixCacheQueries), 1)} % of ${count(load.externalPrefixCacheQueries)} tok` : ""],
-        ["Generated", `${count(load.generationTokens)} tok`],
-        ["Preemptions", count(load.preemptions)],
+        ["Generated", `${countReported(load, "generationTokens")} tok`],
+        ["Preemptions", countReported(load, "preemptions")],
+        ["Not reported", (load.unknown ?? []).join(", ")],
         ...(load.gpus ?? []).map((gpu) => [`GPU ${num(gpu.index)}`, `${percent(num(gpu.utilisation))} % busy, ${(num(gpu.memoryUsed) / 2 ** 30).toFixed(1)} of ${(num(gpu.memoryTotal) / 2 ** 30).toFixed(1)} GiB`]),
       ] : []),
     ])),
