@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,13 +39,14 @@ class Prompt:
 
     A prompt with media has only the tokens before the first media part; `media` is that part's content. A prompt that is too long
     may have only enough tokens to show that. `steady`: another instance renders the same prompt, even some minutes earlier or
-    later.
+    later. `common`: number of tokens that all of several prompts begin with.
     """
 
     ids: TokenIds
     lengths: tuple[int, ...]
     media: bytes = b""
     steady: bool = True
+    common: int = 0
 
 
 @dataclass
@@ -94,7 +96,8 @@ class PendingPrompt:
             every.append(self._tokenizer.tokens(prompt, self._most_tokens) if isinstance(prompt, _Text) else prompt)
             if self._most_tokens and len(every[-1]) > self._most_tokens:
                 break
-        return Prompt(every[0], tuple(map(len, every)), self._media, self._steady)
+        common = _common(every) if len(every) > 1 else 0
+        return Prompt(every[0], tuple(map(len, every)), self._media, self._steady, common)
 
 
 class ModelTokenizer:
@@ -320,6 +323,12 @@ class ModelTokenizer:
                 self._words = None
                 return SplitPoints()
         return cuts
+
+
+def _common(prompts: Sequence[TokenIds]) -> int:
+    """Return the number of tokens that all prompts begin with: those of the first and the last one in lexicographic order."""
+    first, last = min(prompts), max(prompts)
+    return bisect_left(range(min(len(first), len(last))), True, key=lambda at: first[: at + 1] != last[: at + 1])
 
 
 def _batches(pieces: list[str]) -> Iterator[list[str]]:

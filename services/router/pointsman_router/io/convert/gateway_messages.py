@@ -33,6 +33,8 @@ _TIERS = frozenset(number for number in agent_pb2.Tier.values() if number)
 # Priority classes with their numbers. An unset class, or one of a newer gateway, becomes STANDARD.
 _PRIORITIES = {Priority(word): number for word, number in values(placement_pb2.Priority).items() if number}
 _OF_PRIORITIES: dict[int, Priority] = {number: priority for priority, number in _PRIORITIES.items()}
+# Maximum number of sequences that a request counts as, so that sums of many requests fit their fields.
+_MAX_SEQUENCES = 1 << 16
 # Maximum weight of a tenant. With a larger one, a tenant would keep all others of its class from being served.
 _MAX_WEIGHT = 1_000
 
@@ -83,6 +85,8 @@ def placement_request(wire: placement_pb2.PlacementRequest) -> PlacementRequest:
         parked_s=max(seconds(wire.parked), 0.0) if wire.HasField("parked") else 0.0,
         resumed=wire.resumed,
         movable=wire.movable,
+        sequences=min(max(wire.sequences, 1), _MAX_SEQUENCES),
+        sequence_tokens=wire.sequence_tokens,
     )
 
 
@@ -210,6 +214,7 @@ def instance_ref(info: InstanceInfo) -> placement_pb2.InstanceRef:
         incarnation=info.incarnation,
         data_parallel_rank=info.data_parallel_rank,
         kv_transfer=instance_messages.kv_to_wire(info.kv_transfer),
+        lora_names=info.lora_names,
     )
 
 
