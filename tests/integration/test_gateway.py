@@ -83,6 +83,18 @@ async def test_completions_take_text_and_token_ids(up: Stack) -> None:
     assert list(up.router.places[1].keys) == prompt_keys([5, 6, 7] * 20, MODEL)
 
 
+async def test_of_several_sequences_the_engines_cached_tokens_are_no_evidence(up: Stack) -> None:
+    """vLLM tells those of one of them, which may be what another one has just computed."""
+    for fields in ({}, {"n": 2}):
+        status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT | fields)
+        assert status == 200, answer
+    await up.router.until(lambda: len(up.router.finished) == 2)
+    one, several = up.router.finished
+    assert (one.HasField("cached_tokens"), several.HasField("cached_tokens")) == (True, False)
+    assert (up.router.places[0].sequences, up.router.places[1].sequences) == (0, 2)
+    assert several.prompt_tokens == one.prompt_tokens > 0
+
+
 async def test_an_image_is_placed_by_the_text_before_it(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}"
