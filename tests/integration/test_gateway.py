@@ -124,6 +124,21 @@ async def test_a_lora_has_keys_of_its_own(up: Stack) -> None:
     assert list(up.router.places[0].keys) == prompt_keys(up.engines[0].tokenizer.chat(CHAT), MODEL, "tiny-lora")
 
 
+async def test_an_instance_that_has_unloaded_the_adapter_is_passed_over(up: Stack) -> None:
+    """Its agent sees that some seconds later, and requests may have waited for it."""
+    adapter = CHAT | {"model": "tiny-lora"}
+    up.engines[0].unloaded = {"tiny-lora"}
+    for fields in ({}, {"stream": True}):
+        async with aiohttp.ClientSession() as http, http.post(f"{up.url}/v1/chat/completions", json=adapter | fields) as got:
+            assert (got.status, got.headers["X-Pointsman-Instance"]) == (200, "i1")
+            await got.read()
+    await up.router.until(lambda: len(up.router.finished) == 4)
+    assert outcomes(up) == [placement_pb2.OUTCOME_CANCELLED, placement_pb2.OUTCOME_OK] * 2, "the instance did not fail"
+    up.engines[1].unloaded = {"tiny-lora"}
+    status, answer, _ = await post(up, "/v1/chat/completions", json=adapter)
+    assert (status, answer["error"]["message"]) == (404, "The model `tiny-lora` does not exist.")
+
+
 async def test_a_client_that_leaves_frees_the_engine_and_the_reservation(up: Stack) -> None:
     up.engines[0].hold = asyncio.Event()
     async with aiohttp.ClientSession() as http:
