@@ -24,7 +24,13 @@ def test_several_answers_run_as_many_sequences_and_compute_the_prompt_once(
 ) -> None:
     prompt, before = fresh_words(600), computed(engines)
     stream = client.completions.with_raw_response.create(
-        model=SERVED_NAME, prompt=prompt, n=4, temperature=1.0, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        model=SERVED_NAME,
+        prompt=prompt,
+        n=4,
+        temperature=1.0,
+        max_tokens=400,
+        stream=True,
+        extra_body={"ignore_eos": True},
     )
     chunks = stream.parse()
     seen = set[int]()

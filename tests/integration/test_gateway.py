@@ -129,7 +129,10 @@ async def test_an_instance_that_has_unloaded_the_adapter_is_passed_over(up: Stac
     adapter = CHAT | {"model": "tiny-lora"}
     up.engines[0].unloaded = {"tiny-lora"}
     for fields in ({}, {"stream": True}):
-        async with aiohttp.ClientSession() as http, http.post(f"{up.url}/v1/chat/completions", json=adapter | fields) as got:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(f"{up.url}/v1/chat/completions", json=adapter | fields) as got,
+        ):
             assert (got.status, got.headers["X-Pointsman-Instance"]) == (200, "i1")
             await got.read()
     await up.router.until(lambda: len(up.router.finished) == 4)

@@ -35,7 +35,9 @@ def test_both_sides_of_a_plan_have_the_adapter(policy: str) -> None:
     router = fleet(a=(), b=("x",), c=("x",), d=("y",))
     set_policy(router, make_policy(policy))
     for number in range(12):
-        answer = place(router, request(f"r{number}", prompt=LONG, model="x", session_id=f"s{number % 3}"), float(number))
+        answer = place(
+            router, request(f"r{number}", prompt=LONG, model="x", session_id=f"s{number % 3}"), float(number)
+        )
         assert set(where(answer)) <= {"b", "c"}
         router.handle(ev.FirstToken(f"r{number}"), number + 0.5)
     router.check_invariants()
@@ -102,6 +104,7 @@ def test_what_waits_for_an_adapter_that_nobody_loads_again_may_be_sent_again_lat
     hello(router, "a", 7, 2.0)
     [refused] = answers(router.handle(ev.Tick(), 40.0))
     assert isinstance(refused, ev.Refused)
-    assert (refused.request_id, refused.code, refused.retry_after_s > 0) == ("waits", "UNAVAILABLE", True)
+    assert (refused.request_id, refused.code) == ("waits", "UNAVAILABLE")
+    assert refused.retry_after_s
     assert isinstance(unknown := place(router, request("new", 100, model="x"), 41.0), ev.Refused)
     assert unknown.code == "NOT_FOUND"

@@ -8,6 +8,7 @@ import pytest
 
 from pointsman.router.v1 import placement_pb2
 from pointsman_common.core.block_keys import prompt_keys
+from pointsman_lab.rival_policies.registry import make_policy
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.load.reservations import Reservation, Reservations
@@ -15,7 +16,6 @@ from pointsman_router.core.placement_types import Candidate, Decision, Phase, Pl
 from pointsman_router.core.router_state import RouterState
 from pointsman_router.io.convert.gateway_messages import instance_ref, placement_request
 from tests.support.router_values import finish, info, join, place, request, set_policy, state
-from pointsman_lab.rival_policies.registry import make_policy
 
 PROMPT = list(range(200))
 CHOICES: dict[str, Any] = {"sequences": 16, "sequence_tokens": 3200}
@@ -121,7 +121,9 @@ def test_older_gateways_and_absurd_numbers() -> None:
 def test_sums_follow_reservations_of_several_sequences() -> None:
     reservations = Reservations()
     for name, sequences in (("a", 3), ("b", 1), ("c", 7)):
-        reservations.put(Reservation(name, "g", "i", "d", 100, 50, sequences=sequences, sequence_tokens=100 * sequences))
+        reservations.put(
+            Reservation(name, "g", "i", "d", 100, 50, sequences=sequences, sequence_tokens=100 * sequences)
+        )
         reservations.check_invariants()
     assert reservations.num_prefills("i") == 11
     reservations.prefilled("a", 50)

@@ -325,9 +325,7 @@ class WaitingForOwner:
         for entry in passed_over:
             heappush(known.unparked, entry)
 
-    def _emptiest(
-        self, room: list[tuple[int, int, str]], exclude: Collection[str], now: float, sequences: int
-    ) -> str:
+    def _emptiest(self, room: list[tuple[int, int, str]], exclude: Collection[str], now: float, sequences: int) -> str:
         """Return the first of `room` that is not excluded, with its place in the order after another request; "" if there is
         none. Mutates `room`."""
         excluded, chosen = list[tuple[int, int, str]](), ""

@@ -139,8 +139,8 @@ def _computed(call: ApiCall, count: int, common: int) -> int:
     """Return the number of tokens that an engine with an empty cache computes for prompts of `count` tokens in total, the first
     `common` of which they all have.
 
-    vLLM runs each answer to each prompt as a request of its own. The blocks that one of them computes are in the prefix cache from
-    the step in which it is scheduled, so the others do not compute them.
+    vLLM runs each answer to each prompt as a request of its own. The blocks that one of them computes are in the prefix cache
+    from the step in which it is scheduled, so the others do not compute them.
     """
     if call.reads_prefix_cache:
         return count - (call.prompts - 1) * (common - common % KEY_TOKENS)

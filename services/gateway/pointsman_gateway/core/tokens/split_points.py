@@ -13,9 +13,9 @@ Three kinds of split points are exact because of how the `tokenizers` library wo
   a whole run of whitespace that ends with a newline (or the alternative for symbols matches its first part). It must therefore
   come before the other alternatives for whitespace. "/" is excluded because of patterns that match slashes after newlines. A
   newline and ASCII do not compose under NFC, and no added token may contain a newline or take whitespace on its left.
-- **After a lower-case ASCII letter, before one of `WORD_ENDS`**, under the same condition. Only the alternatives for words and for
-  contractions match letters, none of them matches such a character after one, and none looks behind. So a word ends there. No
-  added token may contain this place or take whitespace on its right. It is used in long lines only, because the memory for
+- **After a lower-case ASCII letter, before one of `WORD_ENDS`**, under the same condition. Only the alternatives for words and
+  for contractions match letters, none of them matches such a character after one, and none looks behind. So a word ends there.
+  No added token may contain this place or take whitespace on its right. It is used in long lines only, because the memory for
   encoding a piece is more than a hundred times its length.
 
 Which exact split points are used depends only on the text before them (and on one token's length after), so a text that grows
@@ -41,7 +41,7 @@ LONG_PIECE_CHARS = 16 << 10
 # Maximum number of added tokens at which texts are split. The search for more would cost more than they save.
 MAX_SPLIT_TOKENS = 4
 
-WORD_ENDS = " \",.:;()\\"
+WORD_ENDS = ' ",.:;()\\'
 _NEWLINE = re.compile(r"\n(?=[!-.0-~])")
 _WORD_END = re.compile(rf"[a-z](?=[{re.escape(WORD_ENDS)}])")
 
@@ -67,7 +67,7 @@ class SplitPoints:
         """Return `text` in pieces, in order; one piece if there is no split point."""
         if len(text) <= MIN_PIECE_CHARS or not (self.tokens or self.lines):
             return [text]
-        pieces, start, length = [], 0, len(text)
+        pieces, start, length = list[str](), 0, len(text)
         # Token -> its next occurrence from which a piece may begin. No token is searched twice in the same text.
         following = {token: _next(text, token, MIN_PIECE_CHARS) for token in self.tokens}
         end = min(following.values(), default=length)

@@ -235,7 +235,12 @@ class EngineSteps:
                 if answer.status >= 500 and answer.status != NOT_IMPLEMENTED:
                     await self._keep_error(answer)
                     raise UpstreamError(f"status {answer.status}", answer.status, refused=True)
-                if answer.status == NOT_FOUND and self._context.lora and not call.previous_response_id and not self._proxy:
+                if (
+                    answer.status == NOT_FOUND
+                    and self._context.lora
+                    and not call.previous_response_id
+                    and not self._proxy
+                ):
                     # It has unloaded the adapter, which its agent has not seen yet; others may have it.
                     await self._keep_error(answer)
                     return UpstreamFailed("the instance does not have the adapter", answer.status, innocent=True)
