@@ -361,11 +361,13 @@ class InstanceStatus(_message.Message):
     state: Global___InstanceState.ValueType
     """State of the instance."""
     num_requests: _builtins.int
-    """Number of requests that are placed and not finished."""
+    """Number of requests that are placed and not finished. As in the engine, each sequence of a request counts
+    (PlacementRequest.sequences).
+    """
     pending_prefill_tokens: _builtins.int
     """Number of prompt tokens that are placed and not computed yet."""
     ongoing_decode_tokens: _builtins.int
-    """Context of the requests past their first token, in tokens."""
+    """Prompt tokens of the sequences past their first token."""
     ongoing_tokens: _builtins.int
     """Input tokens of all open requests."""
     keys: _builtins.int
@@ -967,11 +969,11 @@ class Candidate(_message.Message):
     new_tokens: _builtins.int
     """Number of tokens of this prompt that were not cached on the instance: input tokens - cached_tokens."""
     num_requests: _builtins.int
-    """Number of requests placed on the instance and not finished."""
+    """Number of requests placed on the instance and not finished; each sequence of a request counts."""
     pending_prefill_tokens: _builtins.int
     """Number of prompt tokens placed on the instance and not computed."""
     ongoing_decode_tokens: _builtins.int
-    """Context of the instance's requests past their first token, in tokens."""
+    """Prompt tokens of the instance's sequences past their first token."""
     ongoing_tokens: _builtins.int
     """Input tokens of the instance's open requests."""
     running: _builtins.int

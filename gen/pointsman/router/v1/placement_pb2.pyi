@@ -586,6 +586,8 @@ class PlacementRequest(_message.Message):
     MOVABLE_FIELD_NUMBER: _builtins.int
     BEGUN_BY_FIELD_NUMBER: _builtins.int
     LONGEST_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    SEQUENCE_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request, unique. Required. While the request is open, a placement request with the same id and model is answered
     with the same placement; with another model it is refused with INVALID_ARGUMENT. After the request has ended, other than as
@@ -598,7 +600,7 @@ class PlacementRequest(_message.Message):
     session_id: _builtins.str
     """Id of the session, unique within the tenant. Empty if unknown."""
     input_tokens: _builtins.int
-    """Number of tokens of the prompt; an estimate if the model's tokenizer is not known."""
+    """Number of tokens of the prompt (of several: see sequences); an estimate if the model's tokenizer is not known."""
     max_output_tokens: _builtins.int
     """Maximum number of output tokens that the client requested; 0 if it set no limit."""
     traceparent: _builtins.str
@@ -640,6 +642,13 @@ class PlacementRequest(_message.Message):
     """Whether the gateway can move the request to another instance (SessionResponse.move), also after its answer has begun."""
     longest_prompt_tokens: _builtins.int
     """Number of tokens of the request's longest prompt, which the context of an instance has to hold. 0: input_tokens."""
+    sequences: _builtins.int
+    """Number of sequences that the engine runs for the request: its prompts, times the answers (`n`) to each. 0 counts as 1. Of
+    several prompts, keys are those of the first one, and input_tokens is the number of tokens that an engine with an empty cache
+    computes: what all prompts begin with counts once.
+    """
+    sequence_tokens: _builtins.int
+    """Sum of the prompt tokens of all sequences, those of each in full. 0 counts as input_tokens."""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Keys of the prompt's full 16-token blocks, in order, computed as GatewayWelcome.key_scheme describes. Empty if the tokenizer
@@ -702,10 +711,12 @@ class PlacementRequest(_message.Message):
         movable: _builtins.bool = ...,
         begun_by: _agent_pb2.EngineIdentity | None = ...,
         longest_prompt_tokens: _builtins.int = ...,
+        sequences: _builtins.int = ...,
+        sequence_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "begun_by", b"begun_by", "deadline", b"deadline", "parked", b"parked", "ttft_deadline", b"ttft_deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "begun_by", b"begun_by", "continues_session", b"continues_session", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "longest_prompt_tokens", b"longest_prompt_tokens", "max_output_tokens", b"max_output_tokens", "model", b"model", "movable", b"movable", "parent_session_id", b"parent_session_id", "parkable", b"parkable", "parked", b"parked", "priority", b"priority", "request_id", b"request_id", "resumed", b"resumed", "session_id", b"session_id", "single_instance", b"single_instance", "sliceable_tokens", b"sliceable_tokens", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_deadline", b"ttft_deadline", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "begun_by", b"begun_by", "continues_session", b"continues_session", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "longest_prompt_tokens", b"longest_prompt_tokens", "max_output_tokens", b"max_output_tokens", "model", b"model", "movable", b"movable", "parent_session_id", b"parent_session_id", "parkable", b"parkable", "parked", b"parked", "priority", b"priority", "request_id", b"request_id", "resumed", b"resumed", "sequence_tokens", b"sequence_tokens", "sequences", b"sequences", "session_id", b"session_id", "single_instance", b"single_instance", "sliceable_tokens", b"sliceable_tokens", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_deadline", b"ttft_deadline", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -777,6 +788,7 @@ class InstanceRef(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     MODEL_ROOT_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    LORA_NAMES_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Id of the instance in the fleet."""
     url: _builtins.str
@@ -797,6 +809,12 @@ class InstanceRef(_message.Message):
     def identity(self) -> _agent_pb2.EngineIdentity:
         """What makes the instance interchangeable with others, as far as it is known."""
 
+    @_builtins.property
+    def lora_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the LoRA adapters that the instance has loaded. Routers of earlier versions send none: if no instance of a pool has
+        an adapter of Pool.lora_names, each may have it.
+        """
+
     def __init__(
         self,
         *,
@@ -808,10 +826,11 @@ class InstanceRef(_message.Message):
         identity: _agent_pb2.EngineIdentity | None = ...,
         model_root: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
+        lora_names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "identity", b"identity", "kv_transfer", b"kv_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "identity", b"identity", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_transfer", b"kv_transfer", "max_model_len", b"max_model_len", "model_root", b"model_root", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "identity", b"identity", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_transfer", b"kv_transfer", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "model_root", b"model_root", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
     _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015

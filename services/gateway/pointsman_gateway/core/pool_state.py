@@ -79,6 +79,15 @@ def _place(root: str) -> str:
     return root.partition("@")[0]
 
 
+def instances_without(pool: placement_pb2.Pool, model: str) -> list[str]:
+    """Return the ids of the pool's instances that have not loaded `model`, if it is an adapter; empty if no instance tells which
+    adapters it has, as with routers of earlier versions."""
+    if model == pool.model or model in pool.served_names or model not in pool.lora_names:
+        return []
+    without = [instance.instance_id for instance in pool.instances if model not in instance.lora_names]
+    return without if any(instance.lora_names for instance in pool.instances) else []
+
+
 def names_of(pools: Iterable[placement_pb2.Pool]) -> dict[str, tuple[str, str]]:
     """Return, for each name that a client may request, its pool and the LoRA adapter that it names ("": none).
 

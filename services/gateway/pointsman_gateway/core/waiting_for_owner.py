@@ -43,6 +43,7 @@ class WaitingRequest:
     exclude: Collection[str] = ()
     computed_at: str = ""
     parked_until: float | None = None
+    sequences: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,11 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class PlaceAt:
-    """Place the request without a router. It is counted as open at the instance."""
+    """Place the request without a router. It is counted as open at the instance, with its number of sequences."""
 
     request_id: str
     instance_id: str
+    sequences: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,18 +314,18 @@ class WaitingForOwner:
             if own and own in instances:
                 chosen = own if pace.has_room(own, now) else ""
             else:
-                chosen = self._emptiest(room, request.exclude, now)
+                chosen = self._emptiest(room, request.exclude, now, request.sequences)
             if not chosen:
                 left += 1
                 passed_over.append(entry)
                 continue
             del known.waiting[request.request_id]
-            pace.place(chosen, request.tokens, now)
-            yield PlaceAt(request.request_id, chosen)
+            pace.place(chosen, request.tokens, now, request.sequences)
+            yield PlaceAt(request.request_id, chosen, request.sequences)
         for entry in passed_over:
             heappush(known.unparked, entry)
 
-    def _emptiest(self, room: list[tuple[int, int, str]], exclude: Collection[str], now: float) -> str:
+    def _emptiest(self, room: list[tuple[int, int, str]], exclude: Collection[str], now: float, sequences: int) -> str:
         """Return the first of `room` that is not excluded, with its place in the order after another request; "" if there is
         none. Mutates `room`."""
         excluded, chosen = list[tuple[int, int, str]](), ""
@@ -333,7 +335,7 @@ class WaitingForOwner:
                 excluded.append((count, turn, instance_id))
             elif self._pace.has_room(instance_id, now):
                 chosen = instance_id
-                heappush(room, (count + 1, turn, instance_id))
+                heappush(room, (count + sequences, turn, instance_id))
         for one in excluded:
             heappush(room, one)
         return chosen

@@ -104,6 +104,12 @@ class GatewaySettings(BaseSettings):
         128, ge=0, description="maximum size of the cache of texts' tokens and block keys, in MiB"
     )
     max_body_bytes: int = Field(32 << 20, gt=0, description="maximum size of a request body, in bytes")
+    max_sequences: int = Field(
+        1 << 14,
+        gt=0,
+        description="maximum number of sequences of one request: its prompts, times the answers (`n`) to each; more is refused "
+        "with 400. Engines have maxima of their own (VLLM_MAX_N_SEQUENCES, VLLM_MAX_COMPLETION_PROMPTS)",
+    )
     max_buffered_body_bytes: int = Field(
         256 << 20,
         gt=0,

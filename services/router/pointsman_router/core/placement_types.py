@@ -247,7 +247,9 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
 
     request_id: str
     model: str  # as the client sent it: the pool's name, another of its served names, or an adapter's
-    input_tokens: int  # length of the prompt; an estimate without its tokenizer
+    # Tokens that an engine with an empty cache computes; an estimate without the tokenizer. They are those of the prompt, and of
+    # several prompts what they all begin with counts once.
+    input_tokens: int
     keys: Sequence[int] = ()  # block keys of the prompt's full 16-token blocks (pointsman_common.core.block_keys)
     tenant: str = ""  # sessions of different tenants are different
     session_id: str = ""  # unique within the tenant; empty if unknown
@@ -268,6 +270,8 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     movable: bool = False  # its gateway can move it to another instance, also after its answer has begun
     begun_by: EngineIdentity = UNKNOWN_IDENTITY  # if `resumed`: what is known of the engines that answered so far
     longest_prompt_tokens: int = 0  # of its prompts the longest, which a context has to hold; 0: input_tokens
+    sequences: int = 1  # sequences that its engine runs: its prompts, times the answers (`n`) to each
+    sequence_tokens: int = 0  # prompt tokens of all sequences, those of each in full; 0: input_tokens
     admitted: AdmissionRecord | None = None  # its admission, if one was decided
 
     @property
@@ -291,7 +295,7 @@ class PrefillBacklog(msgspec.Struct, frozen=True, gc=False):
     # be there before these). They are expected to be placed here, too. Of more than LISTED_PREFILLS the newest are listed, and
     # always that of the request that is decided on.
     remainders: tuple[tuple[str, int, int], ...] = ()
-    requests: int = 0  # number of requests without a first token, paused ones included
+    requests: int = 0  # number of requests (each sequence counts) without a first token, paused ones included
     # Maximum number of tokens of one prompt that the engine computes in a step (long_prefill_token_threshold), so that other
     # prompts progress beside it; 0: none or unknown.
     chunk_limit: int = 0
@@ -317,10 +321,10 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     state: InstanceState
     cached_tokens: int  # those below its GPU included, minus the price of loading them
     new_tokens: int  # all others of the prompt
-    num_requests: int  # its open requests
+    num_requests: int  # its open requests; as in the engine, each sequence of a request counts
     pending_prefill_tokens: int  # of their prompts, not computed yet
-    ongoing_decode_tokens: int  # input tokens of those in decode
-    ongoing_tokens: int  # input tokens of all of them
+    ongoing_decode_tokens: int  # prompt tokens of the sequences in decode
+    ongoing_tokens: int  # input tokens of all requests
     # As reported; None: the engine does not report it. 0 before the first report.
     running: int | None  # requests in the engine's batch
     waiting: int | None  # requests in the engine's queue

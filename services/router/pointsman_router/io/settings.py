@@ -97,7 +97,10 @@ class RouterSettings(BaseSettings):
         description="seconds that reservations are kept after their gateway's stream has ended",
     )
     max_requests_per_instance: int = Field(
-        _STATE.limits.max_requests, ge=0, description="maximum open requests per instance; 0: unlimited"
+        _STATE.limits.max_requests,
+        ge=0,
+        description="maximum open requests per instance, each sequence of a request counted (an instance below it takes a whole "
+        "request); 0: unlimited",
     )
     max_kv_usage: float = Field(
         _STATE.limits.max_kv_usage,

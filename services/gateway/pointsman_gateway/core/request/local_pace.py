@@ -15,7 +15,8 @@ MAX_WAITING = 32
 
 
 class LocalPace:
-    """Open requests of each instance, those among them without a first byte, and the buckets of local placements."""
+    """Open requests of each instance, those among them without a first byte, and the buckets of local placements. As in engines,
+    each sequence of a request counts."""
 
     def __init__(self) -> None:
         self._open: dict[str, int] = {}
@@ -29,30 +30,30 @@ class LocalPace:
         """Number of open requests by instance id, without zeros."""
         return self._open
 
-    def opened(self, instance_id: str) -> None:
+    def opened(self, instance_id: str, sequences: int = 1) -> None:
         """Record that a request without a first byte is open at an instance. Mutates."""
-        self._open[instance_id] = self._open.get(instance_id, 0) + 1
-        self._waiting[instance_id] = self._waiting.get(instance_id, 0) + 1
+        self._open[instance_id] = self._open.get(instance_id, 0) + sequences
+        self._waiting[instance_id] = self._waiting.get(instance_id, 0) + sequences
 
-    def began(self, instance_id: str) -> None:
+    def began(self, instance_id: str, sequences: int = 1) -> None:
         """Record that a request at an instance has its first byte. Mutates."""
-        _subtract(self._waiting, instance_id)
+        _subtract(self._waiting, instance_id, sequences)
 
-    def closed(self, instance_id: str, *, began: bool) -> None:
+    def closed(self, instance_id: str, sequences: int = 1, *, began: bool) -> None:
         """Record that a request is not open at an instance any more. `began`: it had its first byte. Mutates."""
-        _subtract(self._open, instance_id)
+        _subtract(self._open, instance_id, sequences)
         if not began:
-            _subtract(self._waiting, instance_id)
+            _subtract(self._waiting, instance_id, sequences)
 
     def has_room(self, instance_id: str, now: float) -> bool:
         """Return whether the instance may get a local placement at `now`, s."""
         return self._waiting.get(instance_id, 0) < MAX_WAITING and self._units(instance_id, now) > 0
 
-    def place(self, instance_id: str, tokens: int, now: float) -> None:
-        """Record a local placement of a prompt of `tokens` tokens, which is open from now on. Mutates."""
+    def place(self, instance_id: str, tokens: int, now: float, sequences: int = 1) -> None:
+        """Record a local placement of `tokens` prompt tokens, which is open from now on. Mutates."""
         units = self._units(instance_id, now) - max(-(-tokens // UNIT_TOKENS), 1)
         self._buckets[instance_id] = units, now
-        self.opened(instance_id)
+        self.opened(instance_id, sequences)
 
     def drop_full_buckets(self, now: float) -> None:
         """Forget the buckets that are full again. Mutates."""
@@ -65,8 +66,8 @@ class LocalPace:
         return min(units + (now - at) * UNITS_PER_S, BURST_UNITS)
 
 
-def _subtract(counts: dict[str, int], instance_id: str) -> None:
-    left = counts.get(instance_id, 0) - 1
+def _subtract(counts: dict[str, int], instance_id: str, sequences: int) -> None:
+    left = counts.get(instance_id, 0) - sequences
     if left > 0:
         counts[instance_id] = left
     else:

@@ -35,6 +35,7 @@ class RequestContext:
     trace: RequestTrace | None = None  # None: traces are off
 
     placement: placement_pb2.PlacementRequest = field(default_factory=placement_pb2.PlacementRequest)
+    prompt_tokens: int = 0  # of all prompts, as the engine's usage counts them
     transfer_obstacle: str = ""  # why prefill and answer must be on one instance; empty if they need not be
     ids: TokenIds | None = None  # of the prompt, up to its first media part; None if only estimated
     exact_tokens: int = 0  # tokens of the whole prompt; 0 if only estimated

@@ -296,7 +296,7 @@ class RequestRunner:
         context, attempt, shared, now = self._context, self._attempt, self._shared, time.monotonic()
         usage, ok = attempt.usage, effect.outcome is ev.Outcome.OK
         status = 200 if ok else effect.status or self._steps.status
-        prompt = context.placement.input_tokens if usage.prompt is None else usage.prompt
+        prompt = context.prompt_tokens if usage.prompt is None else usage.prompt
         output = self._steps.streamed_tokens if usage.output is None else usage.output
         # Each attempt's charge replaces the one before: the attempt that ends the answer has the usage of the whole.
         context.key_charge.charge(prompt + output, now)
@@ -310,7 +310,8 @@ class RequestRunner:
         shared.telemetry.outcomes.labels(effect.outcome.name.lower()).inc()
         if ok:
             shared.telemetry.total.observe(now - context.received_at)
-            if context.call.stream and attempt.first_byte_at and output > 1 and not attempt.continues:
+            alone = not attempt.continues and context.call.sequences == 1
+            if context.call.stream and attempt.first_byte_at and output > 1 and alone:
                 shared.telemetry.tpot.observe((now - attempt.first_byte_at) / (output - 1))
             # An engine that is known to have another tokenizer says nothing of the gateway's.
             if context.exact_tokens and usage.prompt is not None and context.answered_exactly is not False:

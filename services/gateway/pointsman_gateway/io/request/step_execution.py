@@ -57,6 +57,7 @@ OPEN_TOKENS = 8_192
 # The same for the chunks of an answer whose ids the engine does not send, and the size of a chunk as it is kept, bytes.
 TEXT_TOKENS, TEXT_TOKEN_BYTES = 2_048, 130
 _JSON = {"Content-Type": "application/json"}
+NOT_FOUND = 404
 NOT_IMPLEMENTED = 501  # not retried: no other instance of the model implements it either
 
 
@@ -236,6 +237,15 @@ class EngineSteps:
                 if answer.status >= 500 and answer.status != NOT_IMPLEMENTED:
                     await self._keep_error(answer)
                     raise UpstreamError(f"status {answer.status}", answer.status, refused=True)
+                if (
+                    answer.status == NOT_FOUND
+                    and self._context.lora
+                    and not call.previous_response_id
+                    and not self._proxy
+                ):
+                    # It has unloaded the adapter, which its agent has not seen yet; others may have it.
+                    await self._keep_error(answer)
+                    return UpstreamFailed("the instance does not have the adapter", answer.status, innocent=True)
                 streamed = answer.status < 400 and answer.media_type == "text/event-stream"
                 if streamed and not await answer.begun():
                     raise UpstreamError("an empty answer", answer.status)

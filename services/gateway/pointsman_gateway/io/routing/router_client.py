@@ -85,6 +85,11 @@ class _Request:
     first_token_by: float | None = None
 
     @property
+    def sequences(self) -> int:
+        """Number of sequences that its engine runs."""
+        return max(self.request.sequences, 1)
+
+    @property
     def asking(self) -> bool:
         """Whether the request waits for its first step."""
         return not self.instance_id and self.answer is not None and not self.answer.done()
@@ -147,13 +152,13 @@ class RouterClient:
         return any(session.connected for session in self._sessions.values())
 
     def inflight(self) -> Mapping[str, int]:
-        """Return the number of open requests by instance id, without zeros."""
+        """Return the number of open requests by instance id, without zeros; each sequence of a request counts."""
         return self._pace.open
 
     @property
     def open_count(self) -> int:
         """Number of requests that are placed and not finished."""
-        return sum(self._pace.open.values())
+        return sum(bool(one.instance_id) for one in self._requests.values())
 
     def usage_session(self) -> RouterSession | None:
         """Return the session with the router that accounts for API keys' limits; None if there is none.
@@ -250,9 +255,9 @@ class RouterClient:
         one.request.ClearField("keys")
         if one.instance_id != instance_id:
             self._count_closed(one)
-            self._pace.opened(instance_id)
+            self._pace.opened(instance_id, one.sequences)
             if one.began:
-                self._pace.began(instance_id)
+                self._pace.began(instance_id, one.sequences)
         one.instance_id, one.cached_tokens = instance_id, cached_tokens
 
     def served_alone(self, request_id: str) -> None:
@@ -268,7 +273,7 @@ class RouterClient:
             return
         if not one.began:
             one.began = True
-            self._pace.began(one.instance_id)
+            self._pace.began(one.instance_id, one.sequences)
         first_token = placement_pb2.FirstToken(request_id=request_id, refused_by=refused_by)
         self._report(one, placement_pb2.SessionRequest(first_token=first_token))
 
@@ -361,7 +366,7 @@ class RouterClient:
 
     def _count_closed(self, one: _Request) -> None:
         if one.instance_id:
-            self._pace.closed(one.instance_id, began=one.began)
+            self._pace.closed(one.instance_id, one.sequences, began=one.began)
 
     def _submit(self, one: _Request) -> None:
         """Submit a request to the owner for its first step; without an owner, or behind others, let it wait."""
@@ -419,9 +424,14 @@ class RouterClient:
                 request.request_id,
                 one.asked_at,
                 request.input_tokens,
-                (*request.exclude, *(unfit(request, known.instances) if known is not None else ())),
+                (
+                    *request.exclude,
+                    *self._owners.without_adapter(request.model),
+                    *(unfit(request, known.instances) if known is not None else ()),
+                ),
                 one.computed_at,
                 parked_until,
+                one.sequences,
             ),
         )
 
@@ -469,7 +479,7 @@ class RouterClient:
             if one is None or one.answer is None or one.answer.done():
                 # It is cancelled, and its task has not run since.
                 if isinstance(end, PlaceAt):
-                    self._pace.closed(end.instance_id, began=False)
+                    self._pace.closed(end.instance_id, end.sequences, began=False)
                 continue
             match end:
                 case Ask():

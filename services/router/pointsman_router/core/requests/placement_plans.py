@@ -129,6 +129,9 @@ class PlacementPlans:
             pool=decision.pool,
             cached_tokens=tokens - new_tokens,
             kv_load=candidate.kv_load if candidate is not None and new_tokens else NO_LOAD,
+            # An offload's PREFILL, and a slice, run one sequence of one token.
+            sequences=decision.request.sequences if step.kind is StepKind.SERVE else 1,
+            sequence_tokens=decision.request.sequence_tokens if step.kind is StepKind.SERVE else 0,
         )
         self._requests.place(reservation, keys, tokens, now)
         return [ev.Reserved(reservation)]

@@ -327,7 +327,8 @@ class RequestTable:
     def _count_end(self, state: RequestState, now: float, finished: ev.Finished | None = None) -> None:
         if not state.counted or state.reservation is None:
             return
-        output = (finished.output_tokens or 0) if finished is not None else 0
+        # A session goes on with one of several answers.
+        output = (finished.output_tokens or 0) // state.reservation.sequences if finished is not None else 0
         reason = finished.finish_reason if finished is not None else ""
         tokens, pool = state.reservation.input_tokens, state.reservation.pool
         self._admission.closed(pool, state.counted, tokens, output, reason, now)
@@ -360,5 +361,7 @@ class RequestTable:
         assert reservation is not None
         assert prompt is not None
         record = self._instances.get(reservation.instance_id)
-        self._prefill_observer.done(reservation, record.info if record else None, now, doubtful=prompt.evicted)
+        # An answer to several prompts begins when the first of them is computed.
+        doubtful = prompt.evicted or reservation.sequences > 1
+        self._prefill_observer.done(reservation, record.info if record else None, now, doubtful=doubtful)
         return reservation, prompt

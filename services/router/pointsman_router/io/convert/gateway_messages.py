@@ -34,6 +34,8 @@ _TIERS = frozenset(number for number in agent_pb2.Tier.values() if number)
 # Priority classes with their numbers. An unset class, or one of a newer gateway, becomes STANDARD.
 _PRIORITIES = {Priority(word): number for word, number in values(placement_pb2.Priority).items() if number}
 _OF_PRIORITIES: dict[int, Priority] = {number: priority for priority, number in _PRIORITIES.items()}
+# Maximum number of sequences that a request counts as, so that sums of many requests fit their fields.
+_MAX_SEQUENCES = 1 << 16
 # Maximum weight of a tenant. With a larger one, a tenant would keep all others of its class from being served.
 _MAX_WEIGHT = 1_000
 
@@ -86,6 +88,8 @@ def placement_request(wire: placement_pb2.PlacementRequest) -> PlacementRequest:
         movable=wire.movable,
         begun_by=instance_messages.identity(wire.begun_by) if wire.HasField("begun_by") else UNKNOWN_IDENTITY,
         longest_prompt_tokens=wire.longest_prompt_tokens,
+        sequences=min(max(wire.sequences, 1), _MAX_SEQUENCES),
+        sequence_tokens=wire.sequence_tokens,
     )
 
 
@@ -216,6 +220,7 @@ def instance_ref(info: InstanceInfo) -> placement_pb2.InstanceRef:
         identity=instance_messages.identity_to_wire(info.identity),
         model_root=info.model_root,
         max_model_len=info.max_model_len,
+        lora_names=info.lora_names,
     )
 
 

@@ -220,7 +220,11 @@ class StateCollector(Collector):
 
         counters = state.reservations.counters
         refused = refused_senders(record.info for record in records)
-        yield family("open_requests", "Open reservations", lambda _, instance: counters(instance).num_requests)
+        yield family(
+            "open_requests",
+            "Open requests; each sequence of a request counts",
+            lambda _, instance: counters(instance).num_requests,
+        )
         yield family(
             "pending_prefill_tokens",
             "Prefill tokens not computed yet",
