@@ -306,6 +306,19 @@ class PredictionAuditFailed(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
+class EventsDistrusted(msgspec.Struct, frozen=True, gc=False):
+    """An instance's keys no longer come from its KV events, or have not so far, since these do not agree with its answers."""
+
+    instance_id: str
+    reason: str
+
+
+class EventsTrusted(msgspec.Struct, frozen=True, gc=False):
+    """An instance's keys come from its KV events from now on, since these agree with its answers."""
+
+    instance_id: str
+
+
 class RefuseReport(msgspec.Struct, frozen=True, gc=False):
     """End an agent's stream: FAILED_PRECONDITION when the instance cannot be placed, ABORTED when a newer stream took over."""
 
@@ -474,6 +487,8 @@ Effect = (
     | Pace
     | Resync
     | PredictionAuditFailed
+    | EventsDistrusted
+    | EventsTrusted
     | RefuseReport
     | Placed
     | Refused

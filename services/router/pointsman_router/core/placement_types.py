@@ -138,6 +138,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
     # other one can.
     shared_storage: str = ""
     kv_token_bytes: int = 0  # KV of one token over all layers, in bytes; 0 if unknown
+    uncertain_blocks: int = 0  # number of blocks at the end of a known prefix that a prompt can miss
 
 
 class Gpu(msgspec.Struct, frozen=True, gc=False):
@@ -180,6 +181,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     # Tokens that the prompts in the engine's batch still need; None if it does not report its steps.
     prefill_tokens_left: int | None = None
     steps: StepTotals | None = None  # None if the engine does not report its steps
+    events_problem: str = ""  # why its newest KV events did not arrive or could not be read; empty if they did
 
 
 def session_name(tenant: str, session_id: str) -> str:

@@ -10,6 +10,8 @@ from pointsman_router.io.convert.times import finite
 
 # Maximum number of senders of wrong KV that are kept of one instance.
 MAX_WRONG_SENDERS = 1000
+# Maximum length of a problem's text that is kept, in characters.
+MAX_PROBLEM = 500
 _KV_ROLES = {
     KvRole.BOTH: agent_pb2.KV_ROLE_UNSPECIFIED,
     KvRole.PRODUCER: agent_pb2.KV_ROLE_PRODUCER,
@@ -42,6 +44,7 @@ def instance_info(wire: agent_pb2.Instance) -> InstanceInfo:
         events_unusable=wire.events_unusable,
         shared_storage=wire.shared_storage,
         kv_token_bytes=wire.kv_token_bytes,
+        uncertain_blocks=wire.uncertain_blocks,
     )
 
 
@@ -70,6 +73,7 @@ def instance_to_wire(info: InstanceInfo) -> agent_pb2.Instance:
         events_unusable=info.events_unusable,
         shared_storage=info.shared_storage,
         kv_token_bytes=info.kv_token_bytes,
+        uncertain_blocks=info.uncertain_blocks,
     )
 
 
@@ -122,6 +126,7 @@ def load(wire: agent_pb2.Load, now: float) -> Load:
         gpus=tuple(Gpu(gpu.index, gpu.utilisation, gpu.memory_used, gpu.memory_total) for gpu in wire.gpus),
         prefill_tokens_left=wire.prefill_tokens_left if wire.HasField("prefill_tokens_left") else None,
         steps=_step_totals(wire.steps) if wire.HasField("steps") else None,
+        events_problem=wire.events_problem[:MAX_PROBLEM],
     )
 
 
@@ -163,4 +168,5 @@ def load_to_wire(sample: Load, now: float) -> agent_pb2.Load:
         ],
         prefill_tokens_left=sample.prefill_tokens_left,
         steps=None if sample.steps is None else agent_pb2.StepTotals(**asdict(sample.steps)),
+        events_problem=sample.events_problem,
     )
