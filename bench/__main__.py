@@ -3,7 +3,7 @@
 A short benchmark takes a minute or less, except `growth`: 260,000 requests, three to four minutes.
 
 The following benchmarks run only if they are named. `large_fleet` and `shortlist` take an hour each, `soak` half an hour,
-`outlive` one minute, `hostile` and `side_by_side` some minutes.
+`outlive` one minute, `events`, `hostile` and `side_by_side` some minutes.
 `elastic`, `layerwise`, `layerwise_cpu`, `layerwise_cpu_long`, `layerwise_trace` and `report_age` take minutes each, most of them
 to start real engines.
 `http_lint` installs httplint; `h2load` needs Debian's nghttp2-client.
@@ -24,6 +24,7 @@ from rich.console import Console
 from bench.decide import decide, foresight, index
 from bench.elastic import elastic
 from bench.engine_steps import engine_steps
+from bench.events import events
 from bench.figures import Figure, figure_table
 from bench.gateway import chunks, leaks, requests
 from bench.h2load import h2load
@@ -81,6 +82,7 @@ LONG: dict[str, Callable[[], object]] = {
         shortlist,
         elastic,
         engine_steps,
+        events,
         layer_events,
         layerwise,
         layerwise_cpu,

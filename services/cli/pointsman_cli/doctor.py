@@ -303,6 +303,8 @@ def _instance(status: fleet_pb2.InstanceStatus, access: EngineAccess) -> Iterato
     yield from load_findings(status)
     if status.instance.prefix_mode != agent_pb2.PREFIX_MODE_EXACT:
         yield inexact_finding(status.instance)
+    elif status.events_contradicted:
+        yield contradicted_finding(status)
     elif status.keys == 0 and status.load.prefix_cache_queries > status.instance.block_size:
         yield Finding(
             Finding.WARN,
@@ -315,6 +317,16 @@ def _instance(status: fleet_pb2.InstanceStatus, access: EngineAccess) -> Iterato
     if not suspension(status):
         # A suspended engine would keep the request until it is resumed.
         yield from _engine(status.instance, access)
+
+
+def contradicted_finding(status: fleet_pb2.InstanceStatus) -> Finding:
+    """Return why the KV events of an instance are not used as exact."""
+    return Finding(
+        Finding.WARN,
+        status.instance.instance_id,
+        f"prefixes are approximate: {status.prefix_reason}",
+        "check that the agent reaches the engine's KV-event addresses, and its log for events that it cannot read",
+    )
 
 
 def inexact_finding(instance: agent_pb2.Instance) -> Finding:

@@ -154,7 +154,7 @@ def _state_of(status: fleet_pb2.InstanceStatus) -> str:
     """Return an instance's state as text, followed by operators' orders and by what is unusual about its keys."""
     remarks = [escape(words) for words in (suspension(status), status.cordon_reason, weight_words(status)) if words]
     if status.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE:
-        remarks.append("approximate")
+        remarks.append("approximate: its KV events contradict answers" if status.events_contradicted else "approximate")
     if status.prefix_source == fleet_pb2.PREFIX_SOURCE_NONE and status.state == fleet_pb2.INSTANCE_STATE_READY:
         remarks.append("cache counted as empty")
     if status.circuit_open:

@@ -13,6 +13,7 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2
 from pointsman_cli import doctor_kv
 from pointsman_cli.doctor import (
+    contradicted_finding,
     forgotten_orders,
     inexact_finding,
     instance_finding,
@@ -243,6 +244,12 @@ def test_flags_are_advised_only_to_engines_whose_events_are_missing() -> None:
     )
     assert (finding.level, finding.found) == (Finding.WARN, f"prefixes are approximate: {reason}")
     assert "--" not in finding.advice
+
+
+def test_events_that_contradict_answers_are_named_with_the_reason() -> None:
+    finding = contradicted_finding(status("READY", prefix_reason="4 of the last 8 answers; its agent: no answer"))
+    assert finding.level == Finding.WARN
+    assert "its agent: no answer" in finding.found
 
 
 def test_a_model_of_which_no_instance_is_placeable_fails() -> None:

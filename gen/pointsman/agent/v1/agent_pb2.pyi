@@ -28,7 +28,7 @@ class _PrefixModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PrefixMode
     PREFIX_MODE_UNSPECIFIED: _PrefixMode.ValueType  # 0
     """Not sent."""
     PREFIX_MODE_EXACT: _PrefixMode.ValueType  # 1
-    """The reported keys come from the engine's own KV events."""
+    """The reported keys come from the engine's own KV events. Routers use them as exact once answers have confirmed them."""
     PREFIX_MODE_NONE: _PrefixMode.ValueType  # 2
     """The engine has no usable KV events; Instance.prefix_reason gives the reason."""
 
@@ -38,7 +38,7 @@ class PrefixMode(_PrefixMode, metaclass=_PrefixModeEnumTypeWrapper):
 PREFIX_MODE_UNSPECIFIED: PrefixMode.ValueType  # 0
 """Not sent."""
 PREFIX_MODE_EXACT: PrefixMode.ValueType  # 1
-"""The reported keys come from the engine's own KV events."""
+"""The reported keys come from the engine's own KV events. Routers use them as exact once answers have confirmed them."""
 PREFIX_MODE_NONE: PrefixMode.ValueType  # 2
 """The engine has no usable KV events; Instance.prefix_reason gives the reason."""
 Global___PrefixMode: _TypeAlias = PrefixMode  # noqa: Y015
@@ -255,6 +255,7 @@ class Instance(_message.Message):
     KV_TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    UNCERTAIN_BLOCKS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Id of the instance, unique in the fleet and stable over restarts, for example "10.0.0.7:8000", or "10.0.0.7:8000/1" for rank
     1. Required.
@@ -311,6 +312,10 @@ class Instance(_message.Message):
     """Size of the KV of one token on each of the engine's devices, in bytes. 0 if the engine does not announce it."""
     max_num_seqs: _builtins.int
     """Maximum number of requests in the engine's batch. 0 if unknown."""
+    uncertain_blocks: _builtins.int
+    """Number of blocks at the end of a known prefix that a prompt can miss: 1 if the engine hashes a block together with the tokens
+    after it, which its keys do not cover. These are not counted as cached.
+    """
     @_builtins.property
     def served_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """All model names that the engine answers to, without LoRA adapters."""
@@ -354,10 +359,11 @@ class Instance(_message.Message):
         kv_token_bytes: _builtins.int = ...,
         identity: Global___EngineIdentity | None = ...,
         max_num_seqs: _builtins.int = ...,
+        uncertain_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "identity", b"identity", "kv_transfer", b"kv_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "block_size", b"block_size", "data_parallel_rank", b"data_parallel_rank", "engine_version", b"engine_version", "events_unusable", b"events_unusable", "hardware", b"hardware", "identity", b"identity", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_token_bytes", b"kv_token_bytes", "kv_transfer", b"kv_transfer", "long_prefill_token_threshold", b"long_prefill_token_threshold", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "model_root", b"model_root", "node", b"node", "prefix_mode", b"prefix_mode", "prefix_reason", b"prefix_reason", "served_names", b"served_names", "shared_storage", b"shared_storage", "sparse_prefixes", b"sparse_prefixes", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "block_size", b"block_size", "data_parallel_rank", b"data_parallel_rank", "engine_version", b"engine_version", "events_unusable", b"events_unusable", "hardware", b"hardware", "identity", b"identity", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_token_bytes", b"kv_token_bytes", "kv_transfer", b"kv_transfer", "long_prefill_token_threshold", b"long_prefill_token_threshold", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "model_root", b"model_root", "node", b"node", "prefix_mode", b"prefix_mode", "prefix_reason", b"prefix_reason", "served_names", b"served_names", "shared_storage", b"shared_storage", "sparse_prefixes", b"sparse_prefixes", "uncertain_blocks", b"uncertain_blocks", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
     _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015
@@ -865,6 +871,7 @@ class Load(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     UNKNOWN_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    EVENTS_PROBLEM_FIELD_NUMBER: _builtins.int
     sample_age_ms: _builtins.int
     """Time from the engine's response to this message, in ms."""
     running: _builtins.int
@@ -897,6 +904,8 @@ class Load(_message.Message):
     """What is wrong with the engine, or with the reading of its load, for people. Empty if nothing is. A load that cannot be read is
     not by itself a reason for an unhealthy engine: the last one is sent again, and becomes older.
     """
+    events_problem: _builtins.str
+    """Why the engine's newest KV events did not arrive or could not be read, for people. Empty if they did, or there are none."""
     @_builtins.property
     def gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gpu]:
         """GPUs of the instance. Empty if there are none."""
@@ -931,10 +940,11 @@ class Load(_message.Message):
         steps: Global___StepTotals | None = ...,
         unknown: _abc.Iterable[_builtins.str] | None = ...,
         problem: _builtins.str = ...,
+        events_problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_left", b"_prefill_tokens_left", "prefill_tokens_left", b"prefill_tokens_left", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_left", b"_prefill_tokens_left", "external_prefix_cache_hits", b"external_prefix_cache_hits", "external_prefix_cache_queries", b"external_prefix_cache_queries", "generation_tokens", b"generation_tokens", "gpus", b"gpus", "healthy", b"healthy", "kv_usage", b"kv_usage", "preemptions", b"preemptions", "prefill_tokens_left", b"prefill_tokens_left", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "problem", b"problem", "running", b"running", "sample_age_ms", b"sample_age_ms", "steps", b"steps", "suspended", b"suspended", "unknown", b"unknown", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_left", b"_prefill_tokens_left", "events_problem", b"events_problem", "external_prefix_cache_hits", b"external_prefix_cache_hits", "external_prefix_cache_queries", b"external_prefix_cache_queries", "generation_tokens", b"generation_tokens", "gpus", b"gpus", "healthy", b"healthy", "kv_usage", b"kv_usage", "preemptions", b"preemptions", "prefill_tokens_left", b"prefill_tokens_left", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "problem", b"problem", "running", b"running", "sample_age_ms", b"sample_age_ms", "steps", b"steps", "suspended", b"suspended", "unknown", b"unknown", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill_tokens_left: _TypeAlias = _typing.Literal["prefill_tokens_left"]  # noqa: Y015
     _WhichOneofArgType__prefill_tokens_left: _TypeAlias = _typing.Literal["_prefill_tokens_left", b"_prefill_tokens_left"]  # noqa: Y015

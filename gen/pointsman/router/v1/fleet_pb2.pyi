@@ -181,7 +181,9 @@ class _PrefixSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PrefixSo
     PREFIX_SOURCE_EVENTS: _PrefixSource.ValueType  # 1
     """The engine's own KV events."""
     PREFIX_SOURCE_APPROXIMATE: _PrefixSource.ValueType  # 2
-    """The router's own placements, corrected by the cached tokens that the engine reports."""
+    """The router's own placements, corrected by the cached tokens that the engine reports; and KV events that no answer has confirmed
+    or contradicted yet.
+    """
     PREFIX_SOURCE_NONE: _PrefixSource.ValueType  # 3
     """The instance's cache counts as empty: its keys are incomplete, its agent is lost or silent, or its predictions have just
     proven wrong.
@@ -195,7 +197,9 @@ PREFIX_SOURCE_UNSPECIFIED: PrefixSource.ValueType  # 0
 PREFIX_SOURCE_EVENTS: PrefixSource.ValueType  # 1
 """The engine's own KV events."""
 PREFIX_SOURCE_APPROXIMATE: PrefixSource.ValueType  # 2
-"""The router's own placements, corrected by the cached tokens that the engine reports."""
+"""The router's own placements, corrected by the cached tokens that the engine reports; and KV events that no answer has confirmed
+or contradicted yet.
+"""
 PREFIX_SOURCE_NONE: PrefixSource.ValueType  # 3
 """The instance's cache counts as empty: its keys are incomplete, its agent is lost or silent, or its predictions have just
 proven wrong.
@@ -358,6 +362,7 @@ class InstanceStatus(_message.Message):
     UNDERLYING_STATE_FIELD_NUMBER: _builtins.int
     RIVAL_FIELD_NUMBER: _builtins.int
     DIFFERENCES_FIELD_NUMBER: _builtins.int
+    EVENTS_CONTRADICTED_FIELD_NUMBER: _builtins.int
     state: Global___InstanceState.ValueType
     """State of the instance."""
     num_requests: _builtins.int
@@ -377,8 +382,8 @@ class InstanceStatus(_message.Message):
     prefix_source: Global___PrefixSource.ValueType
     """Source from which the instance's cached tokens are currently known."""
     prefix_reason: _builtins.str
-    """Reason, for people, why the source is not the engine's own events, or why a new snapshot of its keys was requested. Empty if
-    there is none.
+    """Reason, for people, why the source is not the engine's own events: it has none, no answer has confirmed them yet, or answers
+    contradict them; and what the agent says of them. Empty if there is none.
     """
     approximate_keys: _builtins.int
     """Number of block keys in the approximate index, of 16 tokens each, which are learned from the router's own placements."""
@@ -402,6 +407,8 @@ class InstanceStatus(_message.Message):
     """The state that the instance would have without a cordon or a drain: SYNCING, READY, UNHEALTHY, SUSPENDED or LOST."""
     rival: _builtins.str
     """Who else has announced this instance within the last minutes and was refused, for people. Empty if nobody has."""
+    events_contradicted: _builtins.bool
+    """Whether the engine's KV events contradict its answers, so that prefix_source is not EVENTS although the engine publishes some."""
     @_builtins.property
     def instance(self) -> _agent_pb2.Instance:
         """The instance as its agent describes it."""
@@ -445,10 +452,11 @@ class InstanceStatus(_message.Message):
         underlying_state: Global___InstanceState.ValueType = ...,
         rival: _builtins.str = ...,
         differences: _abc.Iterable[_builtins.str] | None = ...,
+        events_contradicted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "instance", b"instance", "load", b"load", "report_age", b"report_age", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "approximate_keys", b"approximate_keys", "circuit_open", b"circuit_open", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "differences", b"differences", "instance", b"instance", "keys", b"keys", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prediction_audit_failures", b"prediction_audit_failures", "prefix_reason", b"prefix_reason", "prefix_source", b"prefix_source", "provisional_keys", b"provisional_keys", "report_age", b"report_age", "rival", b"rival", "sessions", b"sessions", "stale", b"stale", "state", b"state", "underlying_state", b"underlying_state", "weight", b"weight", "weight_reason", b"weight_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "approximate_keys", b"approximate_keys", "circuit_open", b"circuit_open", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "differences", b"differences", "events_contradicted", b"events_contradicted", "instance", b"instance", "keys", b"keys", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prediction_audit_failures", b"prediction_audit_failures", "prefix_reason", b"prefix_reason", "prefix_source", b"prefix_source", "provisional_keys", b"provisional_keys", "report_age", b"report_age", "rival", b"rival", "sessions", b"sessions", "stale", b"stale", "state", b"state", "underlying_state", b"underlying_state", "weight", b"weight", "weight_reason", b"weight_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
     _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015

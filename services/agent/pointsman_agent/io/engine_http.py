@@ -243,7 +243,12 @@ def _url(base: str, path: str) -> Any:
 
 
 def _publishes(config: Any) -> bool:
-    return isinstance(config, dict) and config.get("publisher", "zmq") == "zmq" and bool(config.get("endpoint"))
+    return (
+        isinstance(config, dict)
+        and config.get("enable_kv_cache_events", True) is not False
+        and config.get("publisher", "zmq") == "zmq"
+        and bool(config.get("endpoint"))
+    )
 
 
 def _source(config: dict[str, Any], host: str) -> KvEventSource:

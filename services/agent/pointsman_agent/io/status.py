@@ -114,6 +114,7 @@ def health_of(monitors: Sequence[EngineMonitor]) -> dict[str, object]:
                         "incarnation": instance.instance.incarnation,
                         "keys": instance.cached_blocks.key_count,
                         "prefix_reason": instance.instance.prefix_reason,
+                        "events_problem": instance.subscriber.problem if instance.subscriber is not None else "",
                         "suspended": instance.suspended,
                         "routers": {
                             reporter.router: "connected" if reporter.connected else reporter.refusal or "connecting"

@@ -114,6 +114,7 @@ class AgentReports:
             self._prefix_knowledge.silence_ends(before, now)
             if before.info.incarnation != info.incarnation:
                 self._prefix_knowledge.forget(info.instance_id)
+        had_placements = before is not None and before.needs_placements
         record = self._instances.add(info, hello.stream_id, now)
         record.report_interval_s = hello.report_interval_s
         record.load_interval_s = record.key_interval_s = 0.0
@@ -121,6 +122,7 @@ class AgentReports:
         resume = record.follows_events and record.sync.can_resume(hello.oldest_seq, hello.latest_seq)
         if not resume:
             record.sync.reset()
+        self._prefix_knowledge.keep_placements(record, had_placements)
         effects.append(
             ev.Welcome(hello.stream_id, snapshot=not resume, resume_from_seq=record.sync.seq + 1 if resume else 0)
         )
@@ -132,15 +134,19 @@ class AgentReports:
         record = self._reporter(event.stream_id, event.instance_id)
         if record is None:
             return []
-        rejected = self._heard(record, now)
-        if rejected or not (record.follows_events or record.sync.full):
-            return rejected
-        before = record.state
+        effects = self._heard(record, now)
+        # After a failed audit a new snapshot is on its way: the copy ignores this message.
+        if not (record.follows_events or record.sync.full):
+            return effects
+        before, had_placements = record.state, record.needs_placements
         failure = record.sync.handle(event.message)
+        self._prefix_knowledge.keep_placements(record, had_placements)
         for prompt in self._prefix_knowledge.keys_reported(record, event.message, now):
             self._requests.progress(prompt.request_id, prompt.prefilled_tokens)
         self._turn.fleet_changed |= record.state is not before
-        return [ev.Resync(event.stream_id, event.instance_id, failure)] if failure else []
+        if failure:
+            effects.append(ev.Resync(event.stream_id, event.instance_id, failure))
+        return effects + self._prefix_knowledge.compare(record, now)
 
     def load(self, event: ev.LoadReported, now: float) -> list[ev.Effect]:
         """Record a load sample and learn from its steps; cancel stale reservations if the engine has been idle long enough.
@@ -148,7 +154,8 @@ class AgentReports:
         record = self._reporter(event.stream_id, event.instance_id)
         if record is None:
             return []
-        effects = self._heard(record, now)
+        effects = self._heard(record, now) + self._prefix_knowledge.counted(record, event.load, now)
+        effects += self._prefix_knowledge.compare(record, now)
         before = record.underlying_state
         record.load = event.load
         if event.load.steps is not None:
@@ -195,7 +202,9 @@ class AgentReports:
                 ]
                 self._turn.fleet_changed = True
             elif record.sync.full and record.lost_at is None and self._index.has_room(record.sync.wanted * 5 // 4):
+                had_placements = record.needs_placements
                 record.sync.reset()
+                self._prefix_knowledge.keep_placements(record, had_placements)
                 record.forget_snapshot()
                 reason = "the index has room again"
                 effects.append(ev.Resync(record.stream_id, record.info.instance_id, reason))

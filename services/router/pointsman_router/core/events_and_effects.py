@@ -307,6 +307,19 @@ class PredictionAuditFailed(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
+class EventsDistrusted(msgspec.Struct, frozen=True, gc=False):
+    """An instance's keys no longer come from its KV events, or have not so far, since these do not agree with its answers."""
+
+    instance_id: str
+    reason: str
+
+
+class EventsTrusted(msgspec.Struct, frozen=True, gc=False):
+    """An instance's keys come from its KV events from now on, since these agree with its answers."""
+
+    instance_id: str
+
+
 class RefuseReport(msgspec.Struct, frozen=True, gc=False):
     """End an agent's stream: FAILED_PRECONDITION when the instance cannot be placed, ABORTED when another stream reports
     it."""
@@ -476,6 +489,8 @@ Effect = (
     | Pace
     | Resync
     | PredictionAuditFailed
+    | EventsDistrusted
+    | EventsTrusted
     | RefuseReport
     | Placed
     | Refused

@@ -159,6 +159,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
     kv_token_bytes: int = 0  # KV of one token over all layers, in bytes; 0 if unknown
     identity: EngineIdentity = UNKNOWN_IDENTITY  # what makes it interchangeable with others
     max_num_seqs: int = 0  # maximum number of requests in its batch; 0 if unknown
+    uncertain_blocks: int = 0  # number of blocks at the end of a known prefix that a prompt can miss
 
     @property
     def known_identity(self) -> EngineIdentity:
@@ -230,6 +231,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     prefill_tokens_left: int | None = None
     steps: StepTotals | None = None  # None if the engine does not report its steps
     problem: str = ""  # what is wrong with the engine, or with the reading of its load; empty if nothing is
+    events_problem: str = ""  # why its newest KV events did not arrive or could not be read; empty if they did
 
     @property
     def unknown(self) -> tuple[str, ...]:

@@ -106,7 +106,7 @@ class FleetViewBuilder:
                 candidate = priced(snapshot, blocks[candidate.instance_id], below, reusable, tokens)
             elif found := blocks.get(candidate.instance_id):
                 cached = found * KEY_TOKENS if found * KEY_TOKENS < reusable else reusable
-                cached -= cached % snapshot.block_size
+                cached = max(cached - cached % snapshot.block_size - snapshot.uncertain_tokens, 0)
                 candidate = structs.replace(candidate, cached_tokens=cached, new_tokens=tokens - cached)
             else:
                 candidate = structs.replace(candidate, new_tokens=tokens)
@@ -357,6 +357,7 @@ class FleetViewBuilder:
                 traits=info.traits,
             ),
             block_size=info.block_size,
+            uncertain_tokens=info.uncertain_blocks * info.block_size,
             kv_token_bytes=info.kv_token_bytes,
             since=now,
             until=min((moment for moment in changes_at if moment >= now), default=float("inf")),

@@ -341,6 +341,16 @@ class Router:
                         instance=instance_id,
                         reason=reason,
                     )
+                case ev.EventsDistrusted(instance_id, reason):
+                    log.warning(
+                        "an instance's KV events do not agree with its answers; its prefixes are approximate",
+                        instance=instance_id,
+                        reason=reason,
+                    )
+                case ev.EventsTrusted(instance_id):
+                    log.info(
+                        "an instance's KV events agree with its answers; its prefixes are exact", instance=instance_id
+                    )
                 case ev.ReportIgnored(request_id, gateway_id):
                     ignored = True
                     self.telemetry.ignored_reports.inc()

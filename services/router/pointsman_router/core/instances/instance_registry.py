@@ -12,6 +12,7 @@ from math import inf
 import msgspec
 
 from pointsman_router.core.instances.circuit_breaker import Circuit
+from pointsman_router.core.instances.event_trust import CountedHits, EventTrust
 from pointsman_router.core.instances.instance_orders import NO_ORDER, InstanceOrder
 from pointsman_router.core.instances.key_sync import ReportSync
 from pointsman_router.core.instances.pool_differences import common_traits, differing
@@ -31,6 +32,7 @@ class CandidateSnapshot(msgspec.Struct, frozen=True, gc=False):
 
     candidate: Candidate  # without cached and new tokens
     block_size: int  # in tokens
+    uncertain_tokens: int  # at the end of a known prefix, that a prompt can miss
     kv_token_bytes: int  # KV of one token, bytes; 0 if unknown
     since: float  # valid for decisions from then, s
     until: float  # and before then, s
@@ -54,7 +56,12 @@ class InstanceRecord:
     order: InstanceOrder = NO_ORDER  # the operators'
     rival: tuple[str, float] = ("", -inf)  # who else announced it and was refused, and when
     load: Load | None = None  # None before the first report
+    trust: EventTrust = field(default_factory=EventTrust)
+    counted_hits: CountedHits = field(default_factory=CountedHits)
+    # Of the keys that come from events.
     prediction_audit: PredictionAudit = field(default_factory=PredictionAudit)
+    # Of the approximate keys.
+    placement_audit: PredictionAudit = field(default_factory=PredictionAudit)
     # As prediction_audit, of the tokens that the instance should load from lower tiers.
     load_audit: PredictionAudit = field(default_factory=PredictionAudit)
     idle_reports: IdleReports = field(default_factory=IdleReports)
@@ -97,17 +104,33 @@ class InstanceRecord:
 
     @property
     def follows_events(self) -> bool:
-        """Whether the instance's keys come from its events; otherwise they are assumed from the router's own placements."""
-        return self.info.exact_prefix and not self.prediction_audit.events_rejected and not self.sync.full
+        """Whether the router keeps a copy of the keys in the instance's events, trusted or not."""
+        return self.info.exact_prefix and not self.sync.full
+
+    @property
+    def exact(self) -> bool:
+        """Whether the instance's keys come from its events alone; otherwise from the router's own placements."""
+        return self.follows_events and self.trust.proven
+
+    @property
+    def needs_placements(self) -> bool:
+        """Whether the approximate keys count, alone or beside those in the instance's events."""
+        return not self.exact or self.trust.doubted
+
+    @property
+    def audit_failures(self) -> int:
+        """How often in this incarnation its answers persistently had fewer cached tokens than predicted."""
+        return self.prediction_audit.failures + self.placement_audit.failures
 
     @property
     def prefix_reason(self) -> str:
-        """Why the instance's keys do not come from its events, or why a new snapshot of them is requested; empty if neither."""
+        """Why the instance's keys do not come from its events; empty if they do."""
         if not self.info.exact_prefix:
             return self.info.prefix_reason or "no KV events"
-        if self.prediction_audit.reason:
-            return self.prediction_audit.reason
-        return "the router's index is full" if self.sync.full else ""
+        if self.sync.full:
+            return "the router's index is full"
+        problem = self.load.events_problem if self.load is not None else ""
+        return f"{self.trust.reason}; its agent: {problem}" if self.trust.reason and problem else self.trust.reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ from pointsman_router.io.convert.times import finite
 
 # Maximum number of senders of wrong KV that are kept of one instance.
 MAX_WRONG_SENDERS = 1000
+# Maximum length of a problem's text that is kept, in characters.
+MAX_PROBLEM = 500
 _KV_ROLES = {
     KvRole.BOTH: agent_pb2.KV_ROLE_UNSPECIFIED,
     KvRole.PRODUCER: agent_pb2.KV_ROLE_PRODUCER,
@@ -57,6 +59,7 @@ def instance_info(wire: agent_pb2.Instance) -> InstanceInfo:
         kv_token_bytes=wire.kv_token_bytes,
         identity=identity(wire.identity),
         max_num_seqs=wire.max_num_seqs,
+        uncertain_blocks=wire.uncertain_blocks,
     )
 
 
@@ -104,6 +107,7 @@ def instance_to_wire(info: InstanceInfo) -> agent_pb2.Instance:
         kv_token_bytes=info.kv_token_bytes,
         identity=identity_to_wire(info.identity),
         max_num_seqs=info.max_num_seqs,
+        uncertain_blocks=info.uncertain_blocks,
     )
 
 
@@ -151,6 +155,7 @@ def load(wire: agent_pb2.Load, now: float) -> Load:
         prefill_tokens_left=wire.prefill_tokens_left if wire.HasField("prefill_tokens_left") else None,
         steps=_step_totals(wire.steps) if wire.HasField("steps") else None,
         problem=wire.problem,
+        events_problem=wire.events_problem[:MAX_PROBLEM],
     )
 
 
@@ -186,4 +191,5 @@ def load_to_wire(sample: Load, now: float) -> agent_pb2.Load:
         ],
         prefill_tokens_left=sample.prefill_tokens_left,
         steps=None if sample.steps is None else agent_pb2.StepTotals(**asdict(sample.steps)),
+        events_problem=sample.events_problem,
     )

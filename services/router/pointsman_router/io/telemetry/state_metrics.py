@@ -207,7 +207,7 @@ class StateCollector(Collector):
             labels=["instance"],
         )
         for record in records:
-            prediction_audit_failures.add_metric([record.info.instance_id], record.prediction_audit.failures)
+            prediction_audit_failures.add_metric([record.info.instance_id], record.audit_failures)
         yield prediction_audit_failures
 
         def family(name: str, documentation: str, value: Callable[[InstanceRecord, str], float | None]) -> Metric:
