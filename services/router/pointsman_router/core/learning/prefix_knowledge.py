@@ -146,9 +146,10 @@ class PrefixKnowledge:
     def counted(self, record: InstanceRecord, load: Load, now: float) -> list[ev.Effect]:
         """Compare the predictions for answers without usage details with the engine's counters. Return the effects of the
         prediction audit. Mutates."""
-        if not record.follows_events:
+        queries, hits = load.prefix_cache_queries, load.prefix_cache_hits
+        if not record.follows_events or queries is None or hits is None:
             return []
-        found = record.counted_hits.counted(load.prefix_cache_queries, load.prefix_cache_hits, load.sampled_at)
+        found = record.counted_hits.counted(queries, hits, load.sampled_at)
         if found is None or not record.sync.live:
             return []
         answers, predicted, reported = found
