@@ -185,7 +185,7 @@ def test_the_same_5xx_of_two_instances_is_final_and_nobodys_fault() -> None:
     assert machine.handle(ev.UpstreamFailed("status 500", 500, refused=True), 2.0)[-1] == ev.AskRouter("r.1", ("a",))
     machine.handle(StepAssigned("r.1", B), 3.0)
     assert machine.handle(ev.UpstreamFailed("status 500", 500, refused=True), 4.0) == [
-        ev.ReportFinished("r.1", Outcome.REJECTED, "status 500", 500, refused=True)
+        ev.ReportFinished("r.1", Outcome.REJECTED, "status 500", 500, refused=True, alike=("a",))
     ]
     assert machine.phase is Phase.DONE
 

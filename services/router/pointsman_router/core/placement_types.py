@@ -212,6 +212,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     resumed: bool = False  # it continues a stream whose instance is gone
     movable: bool = False  # its gateway can move it to another instance, also after its answer has begun
     admitted: AdmissionRecord | None = None  # its admission, if one was decided
+    streamed: bool = False  # its gateway tells the first token of its answer
 
     @property
     def session(self) -> str:

@@ -19,7 +19,7 @@ from pointsman_router.core.instances.prediction_audit import AGAIN_S
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefill_progress import NO_KEYS, OpenPrompt, PrefillProgress
 from pointsman_router.core.load.reservations import Reservation
-from pointsman_router.core.placement_types import Candidate, Decision, PrefixSource, StepKind
+from pointsman_router.core.placement_types import Candidate, Decision, InstanceState, PrefixSource, StepKind
 from pointsman_router.core.prefix.approximate_index import ApproximateIndex
 from pointsman_router.core.prefix.exact_index import PrefixIndex
 from pointsman_router.core.prefix.lower_tiers import LowerBlocks, LowerTiers
@@ -63,7 +63,9 @@ class PrefixKnowledge:
 
     def source(self, record: InstanceRecord, now: float) -> PrefixSource:
         """Return the source of the instance's cached blocks at `now`; NONE if its cache counts as empty."""
-        if record.lost_at is not None or now > record.heard_at + self.stale_keys_s:
+        if record.lost_at is not None:
+            return PrefixSource.APPROXIMATE
+        if now > record.heard_at + self.stale_keys_s:
             return PrefixSource.NONE
         if record.sync.live:
             return PrefixSource.EVENTS
@@ -100,6 +102,10 @@ class PrefixKnowledge:
                 candidate.instance_id for candidate in candidates if candidate.prefix_source is PrefixSource.APPROXIMATE
             ]
             blocks |= self.approximate_index.leading_blocks(keys, learned)
+            # The keys of an instance whose agent is gone are followed no longer, and most of them are still right.
+            lost = [candidate.instance_id for candidate in candidates if candidate.state is InstanceState.LOST]
+            for instance_id, found in self.index.leading_blocks(keys, lost).items() if lost else ():
+                blocks[instance_id] = max(found, blocks.get(instance_id, 0))
         return PrefixMatches(blocks, provisional, lower)
 
     def _lower_blocks(self, keys: Sequence[int], blocks: Mapping[str, int]) -> Mapping[str, LowerBlocks]:
@@ -239,7 +245,7 @@ class PrefixKnowledge:
                 return
             held = self.index.leading_blocks(keys, (prompt.instance_id,))[prompt.instance_id]
             self.provisional.add(prompt.instance_id, keys[held:], now)
-        elif not record.follows_events:
+        elif not record.follows_events or record.lost_at is not None:
             capacity = record.info.kv_capacity_tokens // KEY_TOKENS or ASSUMED_CAPACITY_KEYS
             self.approximate_index.learn(prompt.instance_id, keys, capacity)
 

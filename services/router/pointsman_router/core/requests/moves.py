@@ -1,4 +1,5 @@
-"""Chooses which requests leave the instances that operators empty (`drain --move`), at a pace that the others can take. Pure.
+"""Chooses which requests leave the instances that operators empty (`drain --move`), or whose engine is silent (engine_life.py),
+at a pace that the others can take. Pure.
 
 Another instance has to compute the prompt and the answer so far, unless it has a part of them cached. So no more requests are
 under way to other instances than these have no other prefill to compute for, but always one. Until it leaves, a request makes
@@ -98,7 +99,8 @@ class RequestMoves:
                 continue
             targets.add(verdict.instance_id)
             self._notices[reservation.request_id] = _Notice(now, notice.times + 1)
-            effects.append(ev.Move(reservation.request_id, reservation.gateway_id))
+            silent = not self._instances.empties(reservation.instance_id)
+            effects.append(ev.Move(reservation.request_id, reservation.gateway_id, silent=silent))
             if len(effects) >= room:
                 break
         return effects
