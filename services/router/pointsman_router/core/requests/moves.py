@@ -67,7 +67,12 @@ class RequestMoves:
             return []
         sources: dict[str, list[Reservation]] = {}
         for record in moving:
-            here = self._reservations.of_instance(record.info.instance_id)
+            # The request on trial shows whether a silent engine has recovered.
+            here = [
+                one
+                for one in self._reservations.of_instance(record.info.instance_id)
+                if one.request_id != record.life.trial
+            ]
             sources.setdefault(record.info.model, []).extend(here)
         there = {reservation.request_id for reservations in sources.values() for reservation in reservations}
         self._notices = {request_id: notice for request_id, notice in self._notices.items() if request_id in there}
@@ -97,6 +102,9 @@ class RequestMoves:
                 continue
             if not verdict.result.steps:  # The policy would hold it.
                 continue
+            target = self._instances.get(verdict.instance_id)
+            if target is None or target.life.opened:
+                continue  # It would be no better off there.
             targets.add(verdict.instance_id)
             self._notices[reservation.request_id] = _Notice(now, notice.times + 1)
             silent = not self._instances.empties(reservation.instance_id)
