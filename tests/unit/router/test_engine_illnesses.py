@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -217,7 +218,7 @@ def test_a_silent_engine_is_tried_by_one_request_at_a_time_with_growing_pauses()
         else:
             trials.append(now)
     assert 4 <= len(trials) <= 8
-    pauses = [later - earlier for earlier, later in zip(trials, trials[1:], strict=False)]
+    pauses = [later - earlier for earlier, later in pairwise(trials)]
     assert pauses == sorted(pauses)
 
 

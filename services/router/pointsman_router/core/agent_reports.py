@@ -161,8 +161,9 @@ class AgentReports:
         return []
 
     def tick(self, now: float) -> list[ev.Effect]:
-        """Remove instances lost for `lost_instance_s`, unless their engines answer or nobody else does (`_keeps`); request a new snapshot of each instance that did not fit into the index
-        and does now; tell agents how often to send loads and keys. Mutates."""
+        """Remove instances lost for `lost_instance_s`, unless their engines answer or nobody else does (`_keeps`);
+        request a new snapshot of each instance that did not fit into the index and does now; tell agents how often to send
+        loads and keys. Mutates."""
         effects: list[ev.Effect] = []
         records = self._instances.records()
         reported = {record.info.model for record in records if record.lost_at is None}
@@ -177,15 +178,10 @@ class AgentReports:
                     if not record.kept:
                         record.kept = True
                         effects.append(ev.InstanceKept(record.info.instance_id, record.info.model, why))
+                        effects += self._requests_lost(record)
                     continue
                 self._remove(record.info.instance_id)
-                # Its machine may be gone: then nothing else ends the connections to it.
-                left = self._reservations.of_instance(record.info.instance_id)
-                effects += [
-                    ev.Move(reservation.request_id, reservation.gateway_id, lost=True)
-                    for reservation in left
-                    if reservation.gateway_id
-                ]
+                effects += self._requests_lost(record)
                 self._turn.fleet_changed = True
             elif record.sync.full and record.lost_at is None and self._index.has_room(record.sync.wanted * 5 // 4):
                 record.sync.reset()
@@ -194,6 +190,14 @@ class AgentReports:
                 effects.append(ev.Resync(record.stream_id, record.info.instance_id, reason))
                 self._turn.fleet_changed = True
         return effects
+
+    def _requests_lost(self, record: InstanceRecord) -> list[ev.Effect]:
+        """Return the orders to leave an instance. Its machine may be gone: then nothing else ends the connections to it."""
+        return [
+            ev.Move(reservation.request_id, reservation.gateway_id, lost=True)
+            for reservation in self._reservations.of_instance(record.info.instance_id)
+            if reservation.gateway_id
+        ]
 
     def _keeps(self, record: InstanceRecord, others: bool, now: float) -> str:
         """Return why an instance stays although its agent is gone, for people; empty if it does not. `others`: whether another

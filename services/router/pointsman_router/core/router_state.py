@@ -527,8 +527,8 @@ class RouterState:
             yield []
 
     def _forget_evidence(self, pool: str) -> None:
-        """Forget the evidence about the engines, the recent migrations and sessions of a pool whose owner changes. The new owner learns its own.
-        Mutates."""
+        """Forget the evidence about the engines, the recent migrations and sessions of a pool whose owner changes. The new owner
+        learns its own. Mutates."""
         self.affinity.forget_pool(pool)
         for record in self.instances.members(pool, pool):
             self.migrations.drop(record.info.instance_id)

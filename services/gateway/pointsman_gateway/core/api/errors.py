@@ -80,8 +80,8 @@ class ApiRequestError(Exception):
 
     def headers(self) -> dict[str, str]:
         """Return Retry-After in whole seconds, at least 1, unless a retry cannot help; and the request's place among those that
-        were parked, if it was; and X-Should-Retry: false, which OpenAI's and Anthropic's clients heed, if no client should send the
-        request again by itself."""
+        were parked, if it was; and X-Should-Retry: false, which OpenAI's and Anthropic's clients heed, if none should send
+        the request again by itself."""
         fields = {}
         if self.retry_after_s is not None:
             fields["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))

@@ -147,8 +147,8 @@ class UpstreamFailed:
     """The connection was refused or lost, or the instance answered 5xx or was silent. `status` is 0 without an answer. `refused`:
     the instance answered 5xx, which the request or the instance may have caused. `continuable`: another instance can go on with
     the stream. `innocent`: the instance works, but not for this request. `moved`: so it does, and the gateway itself has ended
-    the attempt, because operators empty the instance, or it is silent. `broke`: the instance broke the connection after it had the
-    request, which may have killed the engine. `progressed`: after a good part of an answer."""
+    the attempt, because operators empty the instance, or it is silent. `broke`: the instance broke the connection after it had
+    the request, which may have killed the engine. `progressed`: after a good part of an answer."""
 
     error: str
     status: int = 0

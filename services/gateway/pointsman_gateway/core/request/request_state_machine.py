@@ -9,11 +9,11 @@ Every wait has a deadline. A PREFILL or a transfer that fails is reported to the
 attempt. A plain SERVE that fails before its first byte is retried at another instance, in a new attempt with its own id that
 excludes the failed instance. So is one that fails in the middle of its stream, if another instance can go on with it, and one
 that operators have moved, which does not count as a retry. A proxy that sends the request may get its answer from another
-instance than the step's: that is a new attempt, too. If two
-instances answer the request with the same error, or break the connection under it, the request itself is at fault: no third one
-gets it, and the client gets that answer. A 4xx answer is compared so only if the router doubts the instance. If the router is lost after a part of the prompt is computed, a new attempt asks the next router,
-which finds that part cached. If no router answers, the step is one SERVE, at the instance that computed the part. Every attempt
-that the router may have placed ends in exactly one Finished, however the request ends.
+instance than the step's: that is a new attempt, too. If two instances answer the request with the same error, or break the
+connection under it, the request itself is at fault: no third one gets it, and the client gets that answer. A 4xx answer is
+compared so only if the router doubts the instance. If the router is lost after a part of the prompt is computed, a new attempt
+asks the next router, which finds that part cached. If no router answers, the step is one SERVE, at the instance that computed
+the part. Every attempt that the router may have placed ends in exactly one Finished, however the request ends.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ from pointsman_gateway.core.request.request_events import (
     Tick,
     UpstreamFailed,
 )
-
 
 # Kind of failure, beside HTTP statuses: an instance broke the connection.
 BROKE = 0

@@ -65,8 +65,8 @@ class Wait(NamedTuple):
 
 @dataclass(slots=True)
 class EngineLife:
-    """The evidence of one incarnation. Methods that return a bool return whether the engine was put out, or in. All mutate but the
-    properties, `open`, `overdue` and `why`."""
+    """The evidence of one incarnation. Methods that return a bool return whether the engine was put out, or in. All mutate but
+    the properties, `open`, `overdue` and `why`."""
 
     pool: PoolAnswers = field(default_factory=PoolAnswers)
     answers: int = 0  # since the start of the incarnation, at this router

@@ -288,8 +288,8 @@ _PLACEABLE = frozenset({InstanceState.READY, InstanceState.SYNCING, InstanceStat
 
 
 def _tier(record: InstanceRecord) -> int | None:
-    """Return 0 for an instance that is in and healthy, 1 if its agent calls it unhealthy, 2 if it is out; None if operators or the
-    engine itself want no requests there."""
+    """Return 0 for an instance that is in and healthy, 1 if its agent calls it unhealthy, 2 if it is out; None if operators or
+    the engine itself want no requests there."""
     if record.state not in (*_PLACEABLE, InstanceState.UNHEALTHY):
         return None
     return 2 if record.life.opened else int(record.state is InstanceState.UNHEALTHY)

@@ -2,8 +2,8 @@
 
 Each transition changes the request's RequestState and updates every index: the reservations and their sums, the queue of held
 requests, the watched prompts, the prefill observer, and the requests on trial or without a byte in an instance's life. No other
-code updates them for a request, so none of them can keep a request that has moved or ended. (LifeEvidence reports to an instance's
-life what answers show about the instance.)
+code updates them for a request, so none of them can keep a request that has moved or ended. (LifeEvidence reports to an
+instance's life what answers show about the instance.)
 """
 
 from __future__ import annotations
