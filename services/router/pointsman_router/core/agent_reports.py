@@ -5,12 +5,12 @@ from __future__ import annotations
 from pointsman_common.core.block_keys import KEY_SCHEME, KEY_TOKENS
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
-from pointsman_router.core.instances.life_evidence import LifeEvidence
 from pointsman_router.core.instances.stale_reservations import stale_reservations
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.load.reservations import Reservations
 from pointsman_router.core.prefix.exact_index import PrefixIndex
+from pointsman_router.core.requests.life_evidence import LifeEvidence
 from pointsman_router.core.requests.placement_plans import PlacementPlans
 from pointsman_router.core.requests.request_table import RequestTable
 from pointsman_router.core.turn import Turn

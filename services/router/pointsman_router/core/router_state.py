@@ -22,7 +22,6 @@ from pointsman_router.core.analysis.decision_replay import redecide
 from pointsman_router.core.instances.engine_life import LifeSettings
 from pointsman_router.core.instances.gone_pools import GonePools
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
-from pointsman_router.core.instances.life_evidence import LifeEvidence
 from pointsman_router.core.instances.saturation import SaturationLimits
 from pointsman_router.core.learning.pool_facts import PoolChoice, PoolChoices, PoolFactsCounter
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
@@ -42,6 +41,7 @@ from pointsman_router.core.requests.decider import AllSaturated, Decider
 from pointsman_router.core.requests.gateway_events import GatewayEvents
 from pointsman_router.core.requests.held_requests import HeldRequests
 from pointsman_router.core.requests.hold_queue import QueueSettings
+from pointsman_router.core.requests.life_evidence import LifeEvidence
 from pointsman_router.core.requests.moves import RequestMoves
 from pointsman_router.core.requests.parked_requests import PARKED, ParkedRequests
 from pointsman_router.core.requests.placement_plans import PlacementPlans

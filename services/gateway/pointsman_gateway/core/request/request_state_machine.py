@@ -315,9 +315,8 @@ class RequestStateMachine:
             return self._end(Outcome.REJECTED, "rejected", rejected.status, alike=alike)
         self._rejected_by.append(self.step.target.instance_id)
         self._exclude.append(self.step.target.instance_id)
-        self._compares = True
         ended = self._end(Outcome.FAILED, f"status {rejected.status}", rejected.status, refused=True)
-        return [*ended, *self._retry(now)]
+        return [*ended, *self._retry(now, compares=True)]
 
     def _alike(self, status: int, step: StepAssigned) -> tuple[str, ...]:
         """Return the other instances that failed with the same `status`, and add the step's to them. Mutates."""
@@ -420,8 +419,9 @@ class RequestStateMachine:
         serve = self._begin(Phase.SERVING, step, Serve(step), self._timeouts.first_byte_s, now)
         return [*ended, AdoptInstance(step), *serve, ReportServedAlone(self.attempt_id)]
 
-    def _retry(self, now: float, *, counts: bool = True) -> list[Effect]:
+    def _retry(self, now: float, *, counts: bool = True, compares: bool = False) -> list[Effect]:
         self._next_attempt_id()
+        self._compares = compares
         self._retries += counts
         return self._start_attempt(now)
 

@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
-from pointsman_router.core.instances.life_evidence import LifeEvidence
 from pointsman_router.core.kv_load import NO_LOAD
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.load.affinity import Affinity
@@ -16,6 +15,7 @@ from pointsman_router.core.load.recent_migrations import Migrations
 from pointsman_router.core.load.reservations import Reservation
 from pointsman_router.core.placement_types import Decision, PlacementRequest, Step, StepKind
 from pointsman_router.core.requests.decider import Decider
+from pointsman_router.core.requests.life_evidence import LifeEvidence
 from pointsman_router.core.requests.recovered_placement import recovered_decision
 from pointsman_router.core.requests.refusals import not_serving
 from pointsman_router.core.requests.request_state import RequestState, Stage
