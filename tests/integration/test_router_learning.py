@@ -9,7 +9,7 @@ import pytest
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from pointsman_common.core.block_keys import prompt_keys
-from pointsman_router.core.instances.circuit_breaker import CircuitSettings
+from pointsman_router.core.instances.engine_life import LifeSettings
 from pointsman_router.io import router
 from tests.support.router import Client, Report, Session, running
 from tests.support.waiting import eventually
@@ -159,7 +159,7 @@ async def test_an_index_without_room_says_so() -> None:
 
 
 async def test_an_instance_that_fails_for_one_gateway_is_left_alone_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "CircuitSettings", partial(CircuitSettings, first_open_s=60, max_open_s=60))
+    monkeypatch.setattr(router, "LifeSettings", partial(LifeSettings, first_open_s=60, max_open_s=60))
     async with running(circuit_failures=2) as (server, client):
         reports = [Report(client), Report(client)]
         for name, report in zip("ab", reports, strict=True):

@@ -268,12 +268,12 @@ def instance_finding(status: fleet_pb2.InstanceStatus) -> Finding:
     if status.state == fleet_pb2.INSTANCE_STATE_SUSPENDED:
         advice = "no requests are placed on it until its engine is woken up (POST /wake_up) or resumed (POST /resume)"
         return Finding(Finding.WARN, name, state, advice)
-    if status.state != fleet_pb2.INSTANCE_STATE_READY:
-        found = f"{state}: {status.load.problem}" if status.load.problem else state
-        return Finding(Finding.FAIL, name, found, "see the agent's and the engine's logs")
     if status.circuit_open:
-        found = "circuit open: it failed several requests in a row"
-        return Finding(Finding.FAIL, name, found, "see the engine's log")
+        found = f"out: {status.life.reason or 'it failed several requests in a row'}"
+        return Finding(Finding.FAIL, name, f"{state}, {found}", "see the engine's log")
+    if status.state != fleet_pb2.INSTANCE_STATE_READY:
+        found = f"{state}: {status.life.reason}" if status.life.reason else state
+        return Finding(Finding.FAIL, name, found, "see the agent's and the engine's logs")
     if age > STALE_REPORT_S:
         advice = "check whether its agent is overloaded, and the network between agent and router"
         return Finding(Finding.WARN, name, f"last report {age:.0f} s ago", advice)

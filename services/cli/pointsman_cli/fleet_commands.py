@@ -158,7 +158,9 @@ def _state_of(status: fleet_pb2.InstanceStatus) -> str:
     if status.prefix_source == fleet_pb2.PREFIX_SOURCE_NONE and status.state == fleet_pb2.INSTANCE_STATE_READY:
         remarks.append("cache counted as empty")
     if status.circuit_open:
-        remarks.append("circuit open")
+        remarks.append(f"out: {escape(status.life.reason)}" if status.life.reason else "out")
+    elif status.life.reason:
+        remarks.append(escape(status.life.reason))
     if status.prediction_audit_failures:
         remarks.append(f"prediction audit failed {status.prediction_audit_failures}x")
     state = state_words(status)

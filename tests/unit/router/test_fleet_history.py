@@ -135,7 +135,7 @@ def test_a_refusal_for_want_of_room_names_its_pool() -> None:
     refused = place(made, request("r2", 100))
     assert isinstance(refused, ev.Refused)
     assert refused.pool == "m"
-    made.handle(ev.LoadReported(1, "a", Load(0.0, healthy=False)), 0.0)
+    made.handle(ev.LoadReported(1, "a", Load(0.0, suspended="asleep")), 0.0)
     refused = place(made, request("r3", 100))
     assert isinstance(refused, ev.Refused)
     assert (refused.code, refused.pool) == ("UNAVAILABLE", "m")

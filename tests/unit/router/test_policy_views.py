@@ -97,7 +97,7 @@ CHANGES: dict[str, tuple[Callable[[RouterState], object], str, object]] = {
         "excluded",
         "canary",
     ),
-    "lost": (lambda router: router.handle(ev.AgentLost(0, "a"), 1.0), "cached_tokens", 0),
+    "lost": (lambda router: router.handle(ev.AgentLost(0, "a"), 1.0), "exact", False),
     "a gap in its keys": (
         lambda router: router.handle(ev.KeysReported(0, "a", Delta(7, 1)), 1.0),
         "cached_tokens",

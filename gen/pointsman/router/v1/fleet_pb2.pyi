@@ -139,9 +139,13 @@ class _InstanceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Instanc
     INSTANCE_STATE_READY: _InstanceState.ValueType  # 2
     """The instance is placeable. Its keys are known as its prefix mode says."""
     INSTANCE_STATE_UNHEALTHY: _InstanceState.ValueType  # 3
-    """The engine does not answer its agent. The instance is not placeable."""
+    """The engine does not answer its agent. The instance is placeable only while it answers requests, or no other instance of its
+    pool is healthy.
+    """
     INSTANCE_STATE_LOST: _InstanceState.ValueType  # 4
-    """The agent's stream has ended. The instance is placeable for a grace period, then removed."""
+    """The agent's stream has ended. The instance is placeable for a grace period, and longer while it answers requests or no other
+    instance of its pool has an agent; then it is removed.
+    """
     INSTANCE_STATE_DRAINING: _InstanceState.ValueType  # 5
     """An operator has stopped placements until the engine restarts."""
     INSTANCE_STATE_CORDONED: _InstanceState.ValueType  # 6
@@ -159,9 +163,13 @@ INSTANCE_STATE_SYNCING: InstanceState.ValueType  # 1
 INSTANCE_STATE_READY: InstanceState.ValueType  # 2
 """The instance is placeable. Its keys are known as its prefix mode says."""
 INSTANCE_STATE_UNHEALTHY: InstanceState.ValueType  # 3
-"""The engine does not answer its agent. The instance is not placeable."""
+"""The engine does not answer its agent. The instance is placeable only while it answers requests, or no other instance of its
+pool is healthy.
+"""
 INSTANCE_STATE_LOST: InstanceState.ValueType  # 4
-"""The agent's stream has ended. The instance is placeable for a grace period, then removed."""
+"""The agent's stream has ended. The instance is placeable for a grace period, and longer while it answers requests or no other
+instance of its pool has an agent; then it is removed.
+"""
 INSTANCE_STATE_DRAINING: InstanceState.ValueType  # 5
 """An operator has stopped placements until the engine restarts."""
 INSTANCE_STATE_CORDONED: InstanceState.ValueType  # 6
@@ -363,6 +371,7 @@ class InstanceStatus(_message.Message):
     RIVAL_FIELD_NUMBER: _builtins.int
     DIFFERENCES_FIELD_NUMBER: _builtins.int
     EVENTS_CONTRADICTED_FIELD_NUMBER: _builtins.int
+    LIFE_FIELD_NUMBER: _builtins.int
     state: Global___InstanceState.ValueType
     """State of the instance."""
     num_requests: _builtins.int
@@ -392,7 +401,7 @@ class InstanceStatus(_message.Message):
     prediction_audit_failures: _builtins.int
     """Number of times in this incarnation that the engine persistently reported fewer cached tokens than predicted."""
     circuit_open: _builtins.bool
-    """Whether the circuit is open: requests failed in a row, and the instance receives none, or one on trial, until it answers."""
+    """Whether the instance is out (Life.out_cause): it receives no requests, or one on trial, until it answers."""
     stale: _builtins.bool
     """Whether load is too old to be used in decisions."""
     cordoned: _builtins.bool
@@ -425,6 +434,10 @@ class InstanceStatus(_message.Message):
     def differences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What the instance differs in from the most of its pool, for people: the value of each, and that of the others."""
 
+    @_builtins.property
+    def life(self) -> Global___Life:
+        """What the requests on the instance show about it, at the router that answers. Absent from routers that do not report it."""
+
     def __init__(
         self,
         *,
@@ -453,16 +466,83 @@ class InstanceStatus(_message.Message):
         rival: _builtins.str = ...,
         differences: _abc.Iterable[_builtins.str] | None = ...,
         events_contradicted: _builtins.bool = ...,
+        life: Global___Life | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "instance", b"instance", "load", b"load", "report_age", b"report_age", "weight", b"weight"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "instance", b"instance", "life", b"life", "load", b"load", "report_age", b"report_age", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "approximate_keys", b"approximate_keys", "circuit_open", b"circuit_open", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "differences", b"differences", "events_contradicted", b"events_contradicted", "instance", b"instance", "keys", b"keys", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prediction_audit_failures", b"prediction_audit_failures", "prefix_reason", b"prefix_reason", "prefix_source", b"prefix_source", "provisional_keys", b"provisional_keys", "report_age", b"report_age", "rival", b"rival", "sessions", b"sessions", "stale", b"stale", "state", b"state", "underlying_state", b"underlying_state", "weight", b"weight", "weight_reason", b"weight_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "approximate_keys", b"approximate_keys", "circuit_open", b"circuit_open", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "differences", b"differences", "events_contradicted", b"events_contradicted", "instance", b"instance", "keys", b"keys", "life", b"life", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prediction_audit_failures", b"prediction_audit_failures", "prefix_reason", b"prefix_reason", "prefix_source", b"prefix_source", "provisional_keys", b"provisional_keys", "report_age", b"report_age", "rival", b"rival", "sessions", b"sessions", "stale", b"stale", "state", b"state", "underlying_state", b"underlying_state", "weight", b"weight", "weight_reason", b"weight_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
     _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
 
 Global___InstanceStatus: _TypeAlias = InstanceStatus  # noqa: Y015
+
+@_typing.final
+class Life(_message.Message):
+    """The evidence by which an instance gets requests or none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUT_CAUSE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    OUT_AGE_FIELD_NUMBER: _builtins.int
+    NEXT_TRIAL_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    LAST_ANSWER_AGE_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    out_cause: _builtins.str
+    """Cause for which the instance gets no requests but one at a time on trial: "failures", "errors" or "silence". Empty if it gets
+    requests as its state says.
+    """
+    reason: _builtins.str
+    """The cause, for people. Also set if the instance gets requests against what its agent says, or without an agent."""
+    answers: _builtins.int
+    """Number of answers, first tokens and done steps in this incarnation."""
+    failures: _builtins.int
+    """Number of failed requests in a row."""
+    errors: _builtins.int
+    """Number of errors in a row (4xx, 5xx, broken connections) that no other instance has explained."""
+    status: _builtins.int
+    """HTTP status of the last of these errors; 0 if the connection broke, or there was none."""
+    waiting: _builtins.int
+    """Number of requests that wait for their first byte."""
+    @_builtins.property
+    def out_age(self) -> _duration_pb2.Duration:
+        """Time since the instance was put out. Absent if it is not."""
+
+    @_builtins.property
+    def next_trial(self) -> _duration_pb2.Duration:
+        """Time until a request is placed on trial. Absent if the instance is not out, or a request is on trial."""
+
+    @_builtins.property
+    def last_answer_age(self) -> _duration_pb2.Duration:
+        """Time since the last of them. Absent if there was none."""
+
+    def __init__(
+        self,
+        *,
+        out_cause: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        out_age: _duration_pb2.Duration | None = ...,
+        next_trial: _duration_pb2.Duration | None = ...,
+        answers: _builtins.int = ...,
+        last_answer_age: _duration_pb2.Duration | None = ...,
+        failures: _builtins.int = ...,
+        errors: _builtins.int = ...,
+        status: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_answer_age", b"last_answer_age", "next_trial", b"next_trial", "out_age", b"out_age"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "errors", b"errors", "failures", b"failures", "last_answer_age", b"last_answer_age", "next_trial", b"next_trial", "out_age", b"out_age", "out_cause", b"out_cause", "reason", b"reason", "status", b"status", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Life: _TypeAlias = Life  # noqa: Y015
 
 @_typing.final
 class ListInstancesRequest(_message.Message):

@@ -108,7 +108,7 @@ class _MoveReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MoveReason
     MOVE_REASON_UNSPECIFIED: _MoveReason.ValueType  # 0
     """Not sent."""
     MOVE_REASON_DRAIN: _MoveReason.ValueType  # 1
-    """Operators empty the instance, and another one can take the request now."""
+    """Operators empty the instance, or it sends nothing any more, and another one can take the request now."""
     MOVE_REASON_LOST: _MoveReason.ValueType  # 2
     """The instance's agent is gone, and perhaps its machine. The request leaves only if the instance sends nothing and takes no
     connections either; it then has failed there.
@@ -120,7 +120,7 @@ class MoveReason(_MoveReason, metaclass=_MoveReasonEnumTypeWrapper):
 MOVE_REASON_UNSPECIFIED: MoveReason.ValueType  # 0
 """Not sent."""
 MOVE_REASON_DRAIN: MoveReason.ValueType  # 1
-"""Operators empty the instance, and another one can take the request now."""
+"""Operators empty the instance, or it sends nothing any more, and another one can take the request now."""
 MOVE_REASON_LOST: MoveReason.ValueType  # 2
 """The instance's agent is gone, and perhaps its machine. The request leaves only if the instance sends nothing and takes no
 connections either; it then has failed there.
@@ -222,6 +222,7 @@ class SessionRequest(_message.Message):
     OPEN_STREAM_FIELD_NUMBER: _builtins.int
     END_SESSION_FIELD_NUMBER: _builtins.int
     OWNER_CLAIM_FIELD_NUMBER: _builtins.int
+    HEARD_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___GatewayHello:
@@ -262,6 +263,10 @@ class SessionRequest(_message.Message):
         """Reports that another router claims to own a pool that the receiving router claims too."""
 
     @_builtins.property
+    def heard(self) -> Global___Heard:
+        """Reports which instances have sent something."""
+
+    @_builtins.property
     def batch(self) -> Global___SessionRequestBatch:
         """Several messages in one. None of them is a batch."""
 
@@ -277,13 +282,14 @@ class SessionRequest(_message.Message):
         open_stream: Global___OpenStream | None = ...,
         end_session: Global___EndSession | None = ...,
         owner_claim: Global___OwnerClaim | None = ...,
+        heard: Global___Heard | None = ...,
         batch: Global___SessionRequestBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "end_session", b"end_session", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "open_stream", b"open_stream", "owner_claim", b"owner_claim", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "end_session", b"end_session", "finished", b"finished", "first_token", b"first_token", "heard", b"heard", "hello", b"hello", "kind", b"kind", "open_stream", b"open_stream", "owner_claim", b"owner_claim", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "end_session", b"end_session", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "open_stream", b"open_stream", "owner_claim", b"owner_claim", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "end_session", b"end_session", "finished", b"finished", "first_token", b"first_token", "heard", b"heard", "hello", b"hello", "kind", b"kind", "open_stream", b"open_stream", "owner_claim", b"owner_claim", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "place", "step_done", "first_token", "finished", "usage", "open_stream", "end_session", "owner_claim", "batch"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "place", "step_done", "first_token", "finished", "usage", "open_stream", "end_session", "owner_claim", "heard", "batch"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -588,6 +594,7 @@ class PlacementRequest(_message.Message):
     LONGEST_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     SEQUENCE_TOKENS_FIELD_NUMBER: _builtins.int
+    STREAMED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request, unique. Required. While the request is open, a placement request with the same id and model is answered
     with the same placement; with another model it is refused with INVALID_ARGUMENT. After the request has ended, other than as
@@ -649,6 +656,10 @@ class PlacementRequest(_message.Message):
     """
     sequence_tokens: _builtins.int
     """Sum of the prompt tokens of all sequences, those of each in full. 0 counts as input_tokens."""
+    streamed: _builtins.bool
+    """Whether the gateway reports the first token of the response when it comes, since the response is streamed. Without it a request
+    counts as unanswered only after the time that its whole response may take.
+    """
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Keys of the prompt's full 16-token blocks, in order, computed as GatewayWelcome.key_scheme describes. Empty if the tokenizer
@@ -713,10 +724,11 @@ class PlacementRequest(_message.Message):
         longest_prompt_tokens: _builtins.int = ...,
         sequences: _builtins.int = ...,
         sequence_tokens: _builtins.int = ...,
+        streamed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "begun_by", b"begun_by", "deadline", b"deadline", "parked", b"parked", "ttft_deadline", b"ttft_deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "begun_by", b"begun_by", "continues_session", b"continues_session", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "longest_prompt_tokens", b"longest_prompt_tokens", "max_output_tokens", b"max_output_tokens", "model", b"model", "movable", b"movable", "parent_session_id", b"parent_session_id", "parkable", b"parkable", "parked", b"parked", "priority", b"priority", "request_id", b"request_id", "resumed", b"resumed", "sequence_tokens", b"sequence_tokens", "sequences", b"sequences", "session_id", b"session_id", "single_instance", b"single_instance", "sliceable_tokens", b"sliceable_tokens", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_deadline", b"ttft_deadline", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "begun_by", b"begun_by", "continues_session", b"continues_session", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "longest_prompt_tokens", b"longest_prompt_tokens", "max_output_tokens", b"max_output_tokens", "model", b"model", "movable", b"movable", "parent_session_id", b"parent_session_id", "parkable", b"parkable", "parked", b"parked", "priority", b"priority", "request_id", b"request_id", "resumed", b"resumed", "sequence_tokens", b"sequence_tokens", "sequences", b"sequences", "session_id", b"session_id", "single_instance", b"single_instance", "sliceable_tokens", b"sliceable_tokens", "streamed", b"streamed", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_deadline", b"ttft_deadline", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -851,6 +863,7 @@ class Placement(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     DEGRADED_FIELD_NUMBER: _builtins.int
     RUNNER_UP_FIELD_NUMBER: _builtins.int
+    DOUBTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     decision_id: _builtins.str
@@ -864,6 +877,11 @@ class Placement(_message.Message):
     runner_up: _builtins.str
     """Id of the instance with the best score besides the step's, for a gateway whose proxy has to know it before the step's instance
     fails. Nothing is reserved there. Empty if the policy compared no other instance.
+    """
+    doubted: _builtins.bool
+    """Whether the step's instance answered the last request with an error, or has not answered any yet, and the pool has others. If it
+    answers this request with 4xx, the gateway should ask another instance, in another attempt, before it lets the client have the
+    error: either that one answers, and FirstToken.refused_by names this instance, or it repeats the error.
     """
     @_builtins.property
     def step(self) -> Global___Step:
@@ -879,10 +897,11 @@ class Placement(_message.Message):
         cached_tokens: _builtins.int = ...,
         degraded: _builtins.bool = ...,
         runner_up: _builtins.str = ...,
+        doubted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "degraded", b"degraded", "last", b"last", "request_id", b"request_id", "runner_up", b"runner_up", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "degraded", b"degraded", "doubted", b"doubted", "last", b"last", "request_id", b"request_id", "runner_up", b"runner_up", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -982,6 +1001,32 @@ class Parked(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Parked: _TypeAlias = Parked  # noqa: Y015
+
+@_typing.final
+class Heard(_message.Message):
+    """Reports the instances of which the gateway has received bytes of responses since the last such message on the session. Sent every
+    other second while there are any. An instance that sends nothing, while a first token is long overdue, gets no more requests.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def instance_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the instances."""
+
+    def __init__(
+        self,
+        *,
+        instance_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_ids", b"instance_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Heard: _TypeAlias = Heard  # noqa: Y015
 
 @_typing.final
 class Move(_message.Message):
@@ -1130,7 +1175,7 @@ class FirstToken(_message.Message):
     """Id of the request."""
     @_builtins.property
     def refused_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of the instances that answered earlier attempts of this request with 5xx. Since another instance answers the request,
+        """Ids of the instances that answered earlier attempts of this request with an error (4xx or 5xx). Since another instance answers the request,
         these instances were at fault, and not the request.
         """
 
@@ -1231,6 +1276,8 @@ class Finished(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     CACHED_BY_TIER_FIELD_NUMBER: _builtins.int
+    BROKE_FIELD_NUMBER: _builtins.int
+    ALIKE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     outcome: Global___Outcome.ValueType
@@ -1246,9 +1293,13 @@ class Finished(_message.Message):
     http_status: _builtins.int
     """HTTP status of the engine's response; 0 if there was none."""
     refused: _builtins.bool
-    """Whether the instance itself answered with 5xx, which may be the fault of the request as well as of the instance."""
+    """Whether the instance itself answered with an error (4xx or 5xx), which may be the fault of the request as well as of the instance."""
     finish_reason: Global___FinishReason.ValueType
     """Finish reason of the response; of a response with several choices, that of the last one."""
+    broke: _builtins.bool
+    """Whether the instance broke the connection after it had received the request, which may be the fault of the request: it may
+    have killed the engine.
+    """
     @_builtins.property
     def timings(self) -> Global___Timings:
         """Times at the gateway. Absent if they were not measured."""
@@ -1261,6 +1312,12 @@ class Finished(_message.Message):
     def cached_by_tier(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedTokens]:
         """The tiers of the cached_tokens, as far as known. Each tier occurs at most once, and the sum is at most cached_tokens. vLLM
         reports one number for all tiers, so Pointsman's gateway leaves this empty.
+        """
+
+    @_builtins.property
+    def alike(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the instances at which earlier attempts of the request failed in the same way: with the same status, or as broke says.
+        The request is at fault, it is tried on no further instance, and the failures do not count against those instances.
         """
 
     def __init__(
@@ -1278,10 +1335,12 @@ class Finished(_message.Message):
         refused: _builtins.bool = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         cached_by_tier: _abc.Iterable[Global___CachedTokens] | None = ...,
+        broke: _builtins.bool = ...,
+        alike: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "cached_by_tier", b"cached_by_tier", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "http_status", b"http_status", "outcome", b"outcome", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "refused_by", b"refused_by", "request_id", b"request_id", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "alike", b"alike", "broke", b"broke", "cached_by_tier", b"cached_by_tier", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "http_status", b"http_status", "outcome", b"outcome", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "refused_by", b"refused_by", "request_id", b"request_id", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015

@@ -29,6 +29,8 @@ ROUND_S = 0.02
 MAX_AT_ONCE = 256
 # Maximum number of requests that a round of local placements passes over because their own instances have no room.
 MAX_PASSED_OVER = 64
+# What is added to the number of open requests of an instance that fails: it comes after all others.
+LAST = 1_000_000
 
 
 @dataclass(slots=True)  # a frozen one takes twice as long to make, and thousands may be made at once
@@ -296,7 +298,11 @@ class WaitingForOwner:
         pace, passed_over, left = self._pace, list[_Entry](), MAX_AT_ONCE
         self._turn += 1
         room = [
-            (pace.open.get(instance_id, 0), (at + self._turn) % len(instances), instance_id)
+            (
+                pace.open.get(instance_id, 0) + LAST * pace.fails(instance_id, now),
+                (at + self._turn) % len(instances),
+                instance_id,
+            )
             for at, instance_id in enumerate(instances)
             if pace.has_room(instance_id, now)
         ]

@@ -10,10 +10,13 @@ from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.load.reservations import Reservations
 from pointsman_router.core.prefix.exact_index import PrefixIndex
+from pointsman_router.core.requests.life_evidence import LifeEvidence
 from pointsman_router.core.requests.placement_plans import PlacementPlans
 from pointsman_router.core.requests.request_table import RequestTable
 from pointsman_router.core.turn import Turn
 
+# How long an instance is kept whose agent is gone, if it gets no requests and no other one of its pool has an agent, s.
+KEEP_IDLE_S = 3_600.0
 # Number of loads per second, of all instances, above which agents are asked to send fewer. A load takes 75 us of the router's CPU
 # time, so a thousand engines that send 20 a second each would need 1.5 cores. MIN_LOAD_INTERVAL_S: interval at which agents send
 # loads without a limit. MAX_LOAD_INTERVAL_S: the longest one that is asked for, so that a load stays useful.
@@ -73,6 +76,7 @@ class AgentReports:
         reservations: Reservations,
         requests: RequestTable,
         plans: PlacementPlans,
+        evidence: LifeEvidence,
         turn: Turn,
         *,
         stale_report_s: float,
@@ -85,6 +89,7 @@ class AgentReports:
         self._reservations = reservations
         self._requests = requests
         self._plans = plans
+        self._evidence = evidence
         self._turn = turn
         self._stale_report_s = stale_report_s
         self._lost_instance_s = lost_instance_s
@@ -141,7 +146,10 @@ class AgentReports:
         before, had_placements = record.state, record.needs_placements
         failure = record.sync.handle(event.message)
         self._prefix_knowledge.keep_placements(record, had_placements)
-        for prompt in self._prefix_knowledge.keys_reported(record, event.message, now):
+        progressed = self._prefix_knowledge.keys_reported(record, event.message, now)
+        if progressed:
+            self._evidence.sign(record, now)
+        for prompt in progressed:
             self._requests.progress(prompt.request_id, prompt.prefilled_tokens)
         self._turn.fleet_changed |= record.state is not before
         if failure:
@@ -175,16 +183,20 @@ class AgentReports:
         if isinstance(event, ev.AgentGoodbye):
             self._remove(event.instance_id)
         else:
+            had_placements = record.needs_placements
             record.heard_at = record.lost_at = now
+            self._prefix_knowledge.keep_placements(record, had_placements)
             record.forget_snapshot()
         self._turn.fleet_changed = True
         return []
 
     def tick(self, now: float) -> list[ev.Effect]:
-        """Remove instances lost for `lost_instance_s`; request a new snapshot of each instance that did not fit into the index
-        and does now; tell agents how often to send loads and keys. Mutates."""
+        """Remove instances lost for `lost_instance_s`, unless their engines answer or nobody else does (`_keeps`);
+        request a new snapshot of each instance that did not fit into the index and does now; tell agents how often to send
+        loads and keys. Mutates."""
         effects: list[ev.Effect] = []
         records = self._instances.records()
+        reported = {record.info.model for record in records if record.lost_at is None}
         loads_s, keys_s = load_interval_s(len(records)), key_interval_s(len(records))
         for record in records:
             sent = (record.load_interval_s, record.key_interval_s)
@@ -192,14 +204,14 @@ class AgentReports:
                 record.load_interval_s, record.key_interval_s = loads_s, keys_s
                 effects.append(ev.Pace(record.stream_id, loads_s, keys_s))
             if record.lost_at is not None and record.lost_at + self._lost_instance_s <= now:
+                if why := self._keeps(record, record.info.model in reported, now):
+                    if not record.kept:
+                        record.kept = True
+                        effects.append(ev.InstanceKept(record.info.instance_id, record.info.model, why))
+                        effects += self._requests_lost(record)
+                    continue
                 self._remove(record.info.instance_id)
-                # Its machine may be gone: then nothing else ends the connections to it.
-                left = self._reservations.of_instance(record.info.instance_id)
-                effects += [
-                    ev.Move(reservation.request_id, reservation.gateway_id, lost=True)
-                    for reservation in left
-                    if reservation.gateway_id
-                ]
+                effects += self._requests_lost(record)
                 self._turn.fleet_changed = True
             elif record.sync.full and record.lost_at is None and self._index.has_room(record.sync.wanted * 5 // 4):
                 had_placements = record.needs_placements
@@ -210,6 +222,27 @@ class AgentReports:
                 effects.append(ev.Resync(record.stream_id, record.info.instance_id, reason))
                 self._turn.fleet_changed = True
         return effects
+
+    def _requests_lost(self, record: InstanceRecord) -> list[ev.Effect]:
+        """Return the orders to leave an instance. Its machine may be gone: then nothing else ends the connections to it."""
+        return [
+            ev.Move(reservation.request_id, reservation.gateway_id, lost=True)
+            for reservation in self._reservations.of_instance(record.info.instance_id)
+            if reservation.gateway_id
+        ]
+
+    def _keeps(self, record: InstanceRecord, others: bool, now: float) -> str:
+        """Return why an instance stays although its agent is gone, for people; empty if it does not. `others`: whether another
+        instance of its pool has an agent."""
+        life = record.life
+        assert record.lost_at is not None
+        if life.opened and now - life.out_since > self._lost_instance_s:
+            return ""
+        if now - life.sign_at <= self._lost_instance_s:
+            return "its engine answers"
+        if not others and now - max(record.lost_at, life.sign_at) <= KEEP_IDLE_S:
+            return "no instance of its pool has an agent"
+        return ""
 
     def _reporter(self, stream_id: int, instance_id: str) -> InstanceRecord | None:
         """Return the instance's record, or None if another stream reports the instance."""

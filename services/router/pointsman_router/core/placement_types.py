@@ -275,6 +275,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     sequences: int = 1  # sequences that its engine runs: its prompts, times the answers (`n`) to each
     sequence_tokens: int = 0  # prompt tokens of all sequences, those of each in full; 0: input_tokens
     admitted: AdmissionRecord | None = None  # its admission, if one was decided
+    streamed: bool = False  # its gateway tells the first token of its answer
 
     @property
     def context_tokens(self) -> int:

@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType, structs
 
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, Use, compatible
-from pointsman_router.core.instances.circuit_breaker import CIRCUIT_OPEN
+from pointsman_router.core.instances.engine_life import CIRCUIT_OPEN, SIGN_S
 from pointsman_router.core.instances.instance_registry import CandidateSnapshot, InstanceRecord, InstanceRegistry
 from pointsman_router.core.instances.saturation import SATURATED, SaturationLimits
 from pointsman_router.core.instances.session_shares import CANARY, LEAST_WEIGHTS, SessionShares
@@ -40,10 +40,10 @@ from pointsman_router.core.prefill_curve import NO_PREFILLS, PrefillCurve, Prefi
 from pointsman_router.core.prefix.lower_tiers import LowerBlocks
 from pointsman_router.core.shortlist import MAX_FULL_VIEW, KeptLoads, PoolLoads
 
+UNHEALTHY = "unhealthy"
 EXCLUDED_STATES = {
     InstanceState.CORDONED: "cordoned",
     InstanceState.DRAINING: "draining",
-    InstanceState.UNHEALTHY: "unhealthy",
     InstanceState.SUSPENDED: "suspended",
 }
 FAILED_BEFORE = "failed_before"
@@ -90,7 +90,7 @@ class FleetViewBuilder:
         drawn = shares.drawn(pool, request.session or request.request_id) if shares else ()
         if shortlisted and len(members) > MAX_FULL_VIEW:
             loads = self._loads.of(pool, self._instances.lists(pool), members)
-            if chosen := self._shortlist(loads, request, pool, shares, (*drawn, owner), decision_number, now):
+            if chosen := self._shortlist(pool, loads, request, shares, (*drawn, owner), decision_number, now):
                 members, unseen = chosen, loads.unseen(chosen)
         snapshots = self._snapshots(members, now)
         tokens = request.input_tokens
@@ -114,7 +114,7 @@ class FleetViewBuilder:
         # Needed by few requests only: instances that failed this request before, and provisional tokens.
         for number, candidate in enumerate(candidates if provisional or request.exclude else ()):
             instance_id = candidate.instance_id
-            if instance_id in request.exclude and candidate.excluded in ("", SATURATED, CIRCUIT_OPEN):
+            if instance_id in request.exclude and candidate.excluded in _MAY_BE_PLACED:
                 candidate = candidates[number] = structs.replace(candidate, excluded=FAILED_BEFORE)
             if instance_id in provisional:
                 confirmed = (blocks[instance_id] - provisional[instance_id]) * KEY_TOKENS
@@ -123,7 +123,7 @@ class FleetViewBuilder:
         if (unfit := self._unfit(request, pool)) is not None:
             candidates = [
                 structs.replace(candidate, excluded=why)
-                if candidate.excluded in ("", SATURATED, CIRCUIT_OPEN) and (why := unfit(candidate.traits))
+                if candidate.excluded in _MAY_BE_PLACED and (why := unfit(candidate.traits))
                 else candidate
                 for candidate in candidates
             ]
@@ -136,10 +136,9 @@ class FleetViewBuilder:
             candidates = [structs.replace(candidate, kv_gives="", kv_takes="") for candidate in candidates]
         if all(candidate.produces_only for candidate in candidates):
             candidates = [structs.replace(candidate, produces_only=False) for candidate in candidates]
-        if not any(_may_serve(candidate) for candidate in candidates):
-            # An instance that may fail is better than none.
+        if (forgiven := _forgiven(candidates)) is not None:
             candidates = [
-                structs.replace(candidate, excluded="") if candidate.excluded == CIRCUIT_OPEN else candidate
+                structs.replace(candidate, excluded="") if candidate.excluded == forgiven else candidate
                 for candidate in candidates
             ]
         if shares:
@@ -187,7 +186,7 @@ class FleetViewBuilder:
     def has_room(self, pool: str, model: str, now: float) -> bool:
         """Return whether a request for `model`, one of the names of `pool`, can be placed on any instance."""
         excluded = self._excluded(pool, model, now)
-        return "" in excluded or (SATURATED not in excluded and CIRCUIT_OPEN in excluded)
+        return "" in excluded or (SATURATED not in excluded and (UNHEALTHY in excluded or CIRCUIT_OPEN in excluded))
 
     def saturated(self, pool: str, model: str, now: float) -> bool:
         """Return whether `model` is a name of `pool` that no instance has room for, and at least one of them is saturated."""
@@ -227,9 +226,9 @@ class FleetViewBuilder:
 
     def _shortlist(
         self,
+        pool: str,
         loads: PoolLoads,
         request: PlacementRequest,
-        pool: str,
         shares: SessionShares | None,
         named: Sequence[str],
         decision_number: int,
@@ -240,10 +239,17 @@ class FleetViewBuilder:
         def chosen(eligible: Callable[[InstanceRecord], bool]) -> list[InstanceRecord]:
             return loads.chosen(request.keys, self._prefix_knowledge.indexes(), named, decision_number, eligible)
 
+        placeable = frozenset(("",)) if self._instances.has_healthy(pool) else frozenset(("", UNHEALTHY))
         unfit = self._unfit(request, pool)
 
         def eligible(record: InstanceRecord) -> bool:
-            return self._eligible(record, request, now) and not (unfit is not None and unfit(record.info.traits))
+            candidate = self._seen(record, now).candidate
+            return (
+                candidate.excluded in placeable
+                and not candidate.produces_only
+                and candidate.instance_id not in request.exclude
+                and not (unfit is not None and unfit(record.info.traits))
+            )
 
         def of_weight(least: float, shares: SessionShares) -> list[InstanceRecord]:
             return chosen(lambda candidate: shares.weight(candidate.info.instance_id) >= least and eligible(candidate))
@@ -273,10 +279,6 @@ class FleetViewBuilder:
             return CONTEXT if limited and not traits.holds(tokens, output) else ""
 
         return why
-
-    def _eligible(self, record: InstanceRecord, request: PlacementRequest, now: float) -> bool:
-        candidate = self._seen(record, now).candidate
-        return not candidate.excluded and not candidate.produces_only and candidate.instance_id not in request.exclude
 
     def _seen(self, record: InstanceRecord, now: float) -> CandidateSnapshot:
         snapshot = record.candidate_snapshot
@@ -322,7 +324,8 @@ class FleetViewBuilder:
         saturated = self.limits.saturated(counters.num_requests, None if stale else load)
         changes_at = (
             fresh_until,
-            record.circuit.until,
+            record.life.until,
+            record.life.sign_at + SIGN_S,
             self._migrations.next_end(info.instance_id, now),
             *self._prefix_knowledge.source_changes_at(record),
         )
@@ -342,7 +345,10 @@ class FleetViewBuilder:
                 kv_usage=load.kv_usage if load else 0.0,
                 reported_at=load.sampled_at if load else None,
                 excluded=EXCLUDED_STATES.get(state)
-                or (CIRCUIT_OPEN if record.circuit.open(now) else SATURATED if saturated else ""),
+                or (CIRCUIT_OPEN if record.life.open(now) else "")
+                # What answers is alive, whatever its agent says.
+                or (UNHEALTHY if state is InstanceState.UNHEALTHY and now > record.life.sign_at + SIGN_S else "")
+                or (SATURATED if saturated else ""),
                 recent_migrations=self._migrations.count(info.instance_id, now),
                 kv_capacity_tokens=info.kv_capacity_tokens,
                 stale=stale,
@@ -391,6 +397,20 @@ def _with_own_remainder(candidate: Candidate, own: Reservation) -> Candidate:
     return structs.replace(candidate, prefill_backlog=backlog)
 
 
-def _may_serve(candidate: Candidate) -> bool:
-    """Return whether a request can be placed there now, or once the instance is less busy."""
-    return candidate.excluded in ("", SATURATED) and not candidate.produces_only
+_MAY_BE_PLACED = frozenset(("", SATURATED, UNHEALTHY, CIRCUIT_OPEN))
+
+
+def _forgiven(candidates: Sequence[Candidate]) -> str | None:
+    """Return the reason for exclusion that does not count, since all instances that could serve have it; None: all count.
+
+    That an agent calls an engine unhealthy counts only while another one is healthy: agents that reach no engine's metrics would
+    take a working pool out. An instance that may fail is better than none."""
+    found = set()
+    for candidate in candidates:
+        if not candidate.produces_only:
+            if candidate.excluded in ("", SATURATED) and candidate.state is not InstanceState.UNHEALTHY:
+                return None
+            found.add(candidate.excluded)
+    if UNHEALTHY in found:
+        return UNHEALTHY
+    return CIRCUIT_OPEN if CIRCUIT_OPEN in found and not found & {"", SATURATED} else None

@@ -140,9 +140,9 @@ class RouterSettings(BaseSettings):
         "interactive, 600 for batch",
     )
     circuit_failures: int = Field(
-        _STATE.circuit.failures,
+        _STATE.life.failures,
         ge=0,
-        description="number of failed requests in a row that opens an instance's circuit; 0: never",
+        description="number of failed requests in a row after which an instance gets requests only on trial; 0: never",
     )
     lost_instance_s: float = Field(
         _STATE.lost_instance_s, gt=0, description="seconds that an instance is kept after its agent's stream has ended"

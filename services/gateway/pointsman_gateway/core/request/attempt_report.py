@@ -54,6 +54,8 @@ def finished(
         http_status=status,
         refused=effect.refused,
         refused_by=effect.refused_by,
+        broke=effect.broke,
+        alike=effect.alike,
         finish_reason=placement_pb2.FinishReason.ValueType(_FINISH_REASONS.get(attempt.usage.finish_reason, 0)),
     )
     report.timings.placed_ms = _ms(attempt.placed_at, since)

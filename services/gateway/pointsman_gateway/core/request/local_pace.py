@@ -12,6 +12,10 @@ UNITS_PER_S, BURST_UNITS = 32.0, 8.0
 # Maximum number of this process's requests without a first byte at an instance that gets local placements. Without a router the
 # gateway has no reports of instances, and this is what it knows of their queues: a slower instance gets fewer requests.
 MAX_WAITING = 32
+# Number of failures in a row after which an instance gets local placements last, and for how long at most, s.
+FAILURES, LONGEST_PAUSE_S = 3, 30.0
+# How long a request without a byte was open that is given up, for its instance to have failed, s.
+SILENT_S = 10.0
 
 
 class LocalPace:
@@ -24,6 +28,8 @@ class LocalPace:
         # Instance id -> units that were left, and when. A bucket that is not listed is full. A placement may overdraw its bucket,
         # since a prompt may cost more than a whole one.
         self._buckets: dict[str, tuple[float, float]] = {}
+        # Instance id -> number of its requests that failed in a row, and until when it gets local placements last.
+        self._failing: dict[str, tuple[int, float]] = {}
 
     @property
     def open(self) -> Mapping[str, int]:
@@ -44,6 +50,21 @@ class LocalPace:
         _subtract(self._open, instance_id, sequences)
         if not began:
             _subtract(self._waiting, instance_id, sequences)
+
+    def answered(self, instance_id: str) -> None:
+        """Record that an instance answers. Mutates."""
+        self._failing.pop(instance_id, None)
+
+    def failed(self, instance_id: str, now: float) -> None:
+        """Record that a request failed at an instance: no connection, no byte for long, or an error for what another one answers.
+        After FAILURES in a row it gets local placements last, for a time that doubles with each further one. Mutates."""
+        count = self._failing.get(instance_id, (0, 0.0))[0] + 1
+        pause_s = min(2.0 ** min(count - FAILURES, 30), LONGEST_PAUSE_S) if count >= FAILURES else 0.0
+        self._failing[instance_id] = count, now + pause_s
+
+    def fails(self, instance_id: str, now: float) -> bool:
+        """Return whether an instance is to get local placements last."""
+        return bool(self._failing) and self._failing.get(instance_id, (0, 0.0))[1] > now
 
     def has_room(self, instance_id: str, now: float) -> bool:
         """Return whether the instance may get a local placement at `now`, s."""

@@ -53,6 +53,7 @@ def event_of(attempt_id: str, step: placement_pb2.Placement | placement_pb2.Refu
         target_of(given.kv_target) if given.HasField("kv_target") else None,
         target_of(given.kv_source) if given.HasField("kv_source") else None,
         step.runner_up,
+        step.doubted,
     )
 
 

@@ -113,7 +113,7 @@ class ConnectionPool:
         try:
             return await connection.exchange(message)
         except StaleConnection:
-            raise UpstreamError("no answer: closed") from None
+            raise UpstreamError("no answer: closed", broke=True) from None
 
     def _kept(self, origin: Origin) -> UpstreamConnection | None:
         connections = self._idle.get(origin)

@@ -58,6 +58,7 @@ class RequestRunner:
         self._failure: ev.FailRequest | None = None
         self._stream_broken = False
         self._limit: asyncio.Timeout | None = None  # of the operation that is awaited alone
+        self._gave_up: ev.Event | None = None  # how that operation ends, if it is ended before its time
 
     async def run(self) -> Response | None:
         """Run the request and return its answer. Raises ApiRequestError, and CancelledError when the client disconnects."""
@@ -223,7 +224,11 @@ class RequestRunner:
         if lost:
             self._steps.instance_lost(machine.step)
         elif machine.phase in (Phase.SERVING, Phase.STREAMING):
-            self._steps.move(machine.step)
+            if machine.phase is Phase.SERVING and self._limit is not None and self._steps.waits_for_head(machine.step):
+                self._gave_up = ev.UpstreamFailed("moved to another instance", moved=True)
+                self._limit.reschedule(asyncio.get_running_loop().time())
+            else:
+                self._steps.move(machine.step)
 
     async def _next_event(self) -> ev.Event:
         """Wait for the next operation to end and return its event, or Tick at the deadline.
@@ -252,9 +257,9 @@ class RequestRunner:
         except TimeoutError:
             if not limit.expired():
                 raise
-            return ev.Tick()
+            return self._gave_up or ev.Tick()
         finally:
-            self._limit = None
+            self._limit = self._gave_up = None
 
     def _parked(self, attempt_id: str, bound_s: float) -> None:
         """Wait for at most `bound_s` longer, because the router has parked the request."""
@@ -360,4 +365,5 @@ def _as_api_error(failure: ev.FailRequest) -> ApiRequestError:
         code=answer.code,
         retry_after_s=answer.retry_after_s,
         queue_place=failure.place,
+        may_retry=failure.code != ev.BREAKS_INSTANCES,
     )

@@ -58,6 +58,8 @@ OPEN_TOKENS = 8_192
 TEXT_TOKENS, TEXT_TOKEN_BYTES = 2_048, 130
 _JSON = {"Content-Type": "application/json"}
 NOT_FOUND = 404
+# Number of events after which an answer that breaks off has not been broken by what broke it before.
+PROGRESS_TOKENS = 16
 NOT_IMPLEMENTED = 501  # not retried: no other instance of the model implements it either
 
 
@@ -90,6 +92,7 @@ class EngineSteps:
         # A proxy sends a request once, so its answer cannot go on elsewhere.
         self._tells = proxy is None and context.call.continuable and bool(shared.continuations.kept.limit)
         context.placement.movable = self._tells
+        context.placement.streamed = context.call.stream
         self._sse = SseFilter(context.call.endpoint, hide_usage=context.call.hide_usage, tells=self._tells)
         self._kept = Holding(shared.continuations.kept)
         self._kept.holder = request.holder
@@ -159,7 +162,7 @@ class EngineSteps:
 
     def move(self, step: StepAssigned) -> None:
         """End the open answer of a SERVE, such that another instance is asked, if that one can go on. Else no effect."""
-        if self._upstream is None:
+        if self._upstream is None or self._proxy is not None:
             return
         # An answer whose first bytes have arrived, and are not read yet, has neither begun nor can it be asked anew.
         fresh = step.kv_source is None and not self._upstream.arrived
@@ -167,6 +170,10 @@ class EngineSteps:
             return
         self._moved = True
         self._upstream.give_up("moved to another instance")
+
+    def waits_for_head(self, step: StepAssigned) -> bool:
+        """Return whether the open request of a SERVE has no answer yet, not even a status, and can be asked anew elsewhere."""
+        return self._upstream is None and self._proxy is None and step.kv_source is None and not self._writer.begun
 
     def instance_lost(self, step: StepAssigned) -> None:
         """Handle that the router has lost the agent of a step's instance: what is silent there fails if nobody is there any
@@ -189,7 +196,7 @@ class EngineSteps:
         except TransferError as error:
             return PrefillEnded(str(error), error.instance_failed, error.refused)
         except UpstreamError as error:
-            return PrefillEnded(error.text, error.instance_failed, error.refused)
+            return PrefillEnded(error.text, error.instance_failed, error.refused, broke=error.broke)
         return PrefillEnded()
 
     async def _slice(self, step: StepAssigned) -> None:
@@ -248,7 +255,7 @@ class EngineSteps:
                     return UpstreamFailed("the instance does not have the adapter", answer.status, innocent=True)
                 streamed = answer.status < 400 and answer.media_type == "text/event-stream"
                 if streamed and not await answer.begun():
-                    raise UpstreamError("an empty answer", answer.status)
+                    raise UpstreamError("an empty answer", answer.status, broke=True)
                 # After a failed KV transfer an engine answers 200, and the stream starts with an error.
                 if streamed and step.kv_source is not None and begins_with_error(without_comments(answer.arrived)):
                     raise UpstreamError("the answer began with an error", 500)
@@ -285,7 +292,10 @@ class EngineSteps:
             return self._reject(no_room)
         except UpstreamError as error:
             innocent = isinstance(error, InnocentFailure)
-            return UpstreamFailed(error.text, error.status, error.refused, innocent=innocent, moved=self._moved)
+            broke = error.broke and not self._moved
+            return UpstreamFailed(
+                error.text, error.status, error.refused, innocent=innocent, moved=self._moved, broke=broke
+            )
         attempt.first_byte_at = time.monotonic()
         self._context.answer_begun(step.target)
         return ResponseStarted()
@@ -312,7 +322,7 @@ class EngineSteps:
         """Set `error` as the answer. The instance did not fail."""
         body = error.body(self._context.call.endpoint.error_format)
         self.whole_response = Response(error.status, body, _JSON | error.headers())
-        return ResponseRejected(error.status)
+        return ResponseRejected(error.status, own=True)
 
     async def _keep_error(self, answer: UpstreamResponse) -> None:
         """Keep an error answer for the client, in case no other instance succeeds."""
@@ -335,16 +345,19 @@ class EngineSteps:
             self._writer.go_on(upstream)
         else:
             self._writer.begin(upstream.status, client_headers(upstream.headers) | headers, upstream)
-        failed = UpstreamFailed("the stream ended early", upstream.status)
+        before = self._sse.count
+        failed = UpstreamFailed("the stream ended early", upstream.status, broke=True)
         try:
             await relay_stream(upstream, events, self._writer)
         except UpstreamError as error:
-            failed = UpstreamFailed(error.text, error.status, moved=self._moved and self._sse.can_continue)
+            moved = self._moved and self._sse.can_continue
+            failed = UpstreamFailed(error.text, error.status, moved=moved, broke=error.broke and not self._moved)
         stream_end = self.stream_end(attempt)
         if stream_end.complete:
             # Whatever has happened to the connection after the answer's last event: the client has all of it.
             return ResponseEnded(stream_end.error)
-        return replace(failed, continuable=failed.moved or await self._may_continue())
+        progressed = self._sse.count - before >= PROGRESS_TOKENS
+        return replace(failed, continuable=failed.moved or await self._may_continue(), progressed=progressed)
 
     async def _may_continue(self) -> bool:
         """Return whether another instance may go on with the answer; prepare it if only its text is known. Mutates."""

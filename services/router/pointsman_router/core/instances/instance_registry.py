@@ -11,7 +11,7 @@ from math import inf
 
 import msgspec
 
-from pointsman_router.core.instances.circuit_breaker import Circuit
+from pointsman_router.core.instances.engine_life import SILENCE, EngineLife, PoolAnswers
 from pointsman_router.core.instances.event_trust import CountedHits, EventTrust
 from pointsman_router.core.instances.instance_orders import NO_ORDER, InstanceOrder
 from pointsman_router.core.instances.key_sync import ReportSync
@@ -52,6 +52,7 @@ class InstanceRecord:
     accepts_pace: bool = False  # whether the agent accepts such intervals
     agent_id: str = ""  # of its agent; empty: unknown
     lost_at: float | None = None  # when its stream ended without a goodbye; None: it has one
+    kept: bool = False  # whether it is in the fleet only because its engine answers, or nobody else does
     draining: bool = False
     order: InstanceOrder = NO_ORDER  # the operators'
     rival: tuple[str, float] = ("", -inf)  # who else announced it and was refused, and when
@@ -65,7 +66,7 @@ class InstanceRecord:
     # As prediction_audit, of the tokens that the instance should load from lower tiers.
     load_audit: PredictionAudit = field(default_factory=PredictionAudit)
     idle_reports: IdleReports = field(default_factory=IdleReports)
-    circuit: Circuit = field(default_factory=Circuit)
+    life: EngineLife = field(default_factory=EngineLife)
     candidate_snapshot: CandidateSnapshot | None = None  # kept until forget_snapshot (policy_views.py)
 
     def become(self, other: InstanceRecord) -> None:
@@ -115,7 +116,7 @@ class InstanceRecord:
     @property
     def needs_placements(self) -> bool:
         """Whether the approximate keys count, alone or beside those in the instance's events."""
-        return not self.exact or self.trust.doubted
+        return not self.exact or self.trust.doubted or self.lost_at is not None
 
     @property
     def audit_failures(self) -> int:
@@ -125,6 +126,8 @@ class InstanceRecord:
     @property
     def prefix_reason(self) -> str:
         """Why the instance's keys do not come from its events; empty if they do."""
+        if self.lost_at is not None:
+            return "its agent is gone: its keys are those last reported, and the router's own placements"
         if not self.info.exact_prefix:
             return self.info.prefix_reason or "no KV events"
         if self.sync.full:
@@ -190,8 +193,9 @@ class _Pool:
         self._alike: dict[_Traits, dict[str, InstanceRecord]] = {}
         # Name, other than the pool's -> the traits that have it.
         self._answering: dict[str, set[_Traits]] = {}
-        self._closed: dict[str, InstanceInfo] = {}
-        self._opened: dict[str, InstanceInfo] = {}
+        # The instances that may be placed on, by how good they are (_tier): id -> info.
+        self._tiers: tuple[dict[str, InstanceInfo], ...] = ({}, {}, {})
+        self.answers = PoolAnswers()
         self._info: PoolInfo | None = None
 
     def add(self, record: InstanceRecord) -> None:
@@ -217,8 +221,8 @@ class _Pool:
                 self._answering[name].discard(traits)
                 if not self._answering[name]:
                     del self._answering[name]
-        self._closed.pop(record.info.instance_id, None)
-        self._opened.pop(record.info.instance_id, None)
+        for infos in self._tiers:
+            infos.pop(record.info.instance_id, None)
         self._list_anew()
 
     def members(self, name: str) -> list[InstanceRecord]:
@@ -266,16 +270,20 @@ class _Pool:
         self.refresh(record)
 
     def refresh(self, record: InstanceRecord) -> None:
-        """Apply whether an instance is placeable, and whether its circuit is closed. Mutates."""
-        instance_id = record.info.instance_id
-        holding = (self._opened if record.circuit.opened else self._closed) if record.state in _PLACEABLE else None
-        for infos in (self._closed, self._opened):
-            if infos is holding:
+        """Apply whether an instance is placeable, healthy, and in by its life. Mutates."""
+        instance_id, tier = record.info.instance_id, _tier(record)
+        for number, infos in enumerate(self._tiers):
+            if number == tier:
                 if infos.get(instance_id) is not record.info:
                     infos[instance_id] = record.info
                     self._shares, self._info = {}, None
             elif infos.pop(instance_id, None) is not None:
                 self._shares, self._info = {}, None
+
+    @property
+    def has_healthy(self) -> bool:
+        """Whether an instance may be placed on that is in by its life, and healthy by its agent."""
+        return bool(self._tiers[0])
 
     def names(self) -> set[str]:
         """Return all names that instances answer to, besides the pool's name."""
@@ -292,8 +300,8 @@ class _Pool:
                 lora_names=tuple(sorted({name for record in self._alike for name in record.lora_names})),
                 model_root=_most_common(record.info.model_root for record in self.records),
                 max_model_len=max(self.contexts(self.model), default=0),
-                # If all circuits are open, failing instances are better than none, as in the router's own decisions.
-                instances=dict(self._closed or self._opened),
+                # Instances that fail are better than none, as in the router's own decisions.
+                instances=dict(next(filter(None, self._tiers), {})),
             )
         return self._info
 
@@ -308,8 +316,8 @@ class _Pool:
             name: {record for record in alike if name in record.names}
             for name in {name for record in alike for name in record.names}
         }
-        up = [record for record in self.records if record.state in _PLACEABLE]
-        announced = [record for record in up if not record.circuit.opened] or up
+        tiers = [[record for record in self.records if _tier(record) == tier] for tier in range(3)]
+        announced = next(filter(None, tiers), [])
         info = self.info()
         assert {instance_id: id(known) for instance_id, known in info.instances.items()} == {
             _id_of(record): id(record.info) for record in announced
@@ -327,6 +335,14 @@ class _Pool:
 
 
 _PLACEABLE = frozenset({InstanceState.READY, InstanceState.SYNCING, InstanceState.LOST})
+
+
+def _tier(record: InstanceRecord) -> int | None:
+    """Return 0 for an instance that is in and healthy, 1 if its agent calls it unhealthy, 2 if it is out; None if operators or
+    the engine itself want no requests there."""
+    if record.state not in (*_PLACEABLE, InstanceState.UNHEALTHY):
+        return None
+    return 2 if record.life.opened else int(record.state is InstanceState.UNHEALTHY)
 
 
 def _shares_of(members: Iterable[InstanceRecord]) -> SessionShares:
@@ -370,6 +386,7 @@ class InstanceRegistry:
         self.orders: Mapping[str, InstanceOrder] = {}
         self._weighted: frozenset[str] = frozenset()
         self._left: set[str] = set()
+        self._silent: set[str] = set()
 
     def get(self, instance_id: str) -> InstanceRecord | None:
         """Return the record of an instance, or None."""
@@ -378,6 +395,10 @@ class InstanceRegistry:
     def records(self) -> list[InstanceRecord]:
         """Return all instances, in order of ids."""
         return [self._records[instance_id] for instance_id in sorted(self._records)]
+
+    def unordered(self) -> Iterable[InstanceRecord]:
+        """Return all instances, in no order."""
+        return self._records.values()
 
     def pool_of(self, model: str) -> str:
         """Return the pool of a name (pool, served name or LoRA adapter), or ""."""
@@ -412,6 +433,16 @@ class InstanceRegistry:
             return None
         return known.shares(model) or None
 
+    def has_healthy(self, pool: str) -> bool:
+        """Return whether an instance of the pool may be placed on that is in by its life, and healthy by its agent."""
+        known = self._pools.get(pool)
+        return known is not None and known.has_healthy
+
+    def doubts(self, instance_id: str) -> bool:
+        """Return whether an error of the instance is to be compared with what another instance of its pool answers."""
+        record = self._records.get(instance_id)
+        return record is not None and record.life.doubted and len(self._pools[record.info.model].records) > 1
+
     def answers(self, instance_id: str, model: str) -> bool:
         """Return whether the instance is known and `model` is one of its names."""
         record = self._records.get(instance_id)
@@ -440,12 +471,14 @@ class InstanceRegistry:
             self._leave_pool(record)
         if record is not None and record.info.incarnation == info.incarnation:
             record.info, record.stream_id, record.heard_at, record.lost_at = info, stream_id, now, None
+            record.kept = False
             record.forget_snapshot()
         else:
             sync = ReportSync(info.instance_id, self._index, self._lower_tiers)
             sync.reset()
             order = self.orders.get(info.instance_id, NO_ORDER)
             begun = InstanceRecord(info, sync, stream_id, now, draining=self._drains(info), order=order)
+            self._silent.discard(info.instance_id)
             if record is None:
                 record = self._records[info.instance_id] = begun
             else:
@@ -453,10 +486,15 @@ class InstanceRegistry:
         self._index.set_sparse(info.instance_id, info.sparse_prefixes)
         self._lower_tiers.share(info.instance_id, info.model, info.shared_storage, info.identity)
         if stays:
+            if record.life.pool is not self._pools[info.model].answers:
+                record.life = EngineLife(self._pools[info.model].answers)
             self._pools[info.model].described(record)
             return record
         if info.model not in self._pools:
             self._pools[info.model] = _Pool(info.model)
+        if record.life.pool is not self._pools[info.model].answers:
+            record.life = EngineLife(self._pools[info.model].answers)
+            self._silent.discard(info.instance_id)
         self._pools[info.model].add(record)
         self._name_pools()
         return record
@@ -467,8 +505,19 @@ class InstanceRegistry:
             record.forget_snapshot()
 
     def refresh(self, record: InstanceRecord) -> None:
-        """Update what gateways are sent after a known instance's health or circuit has changed. Mutates."""
+        """Apply that a known instance's health or life has changed: what gateways are sent, and whose requests are to leave.
+        Mutates."""
         self._pools[record.info.model].refresh(record)
+        if record.life.opened and record.life.cause == SILENCE:
+            self._silent.add(record.info.instance_id)
+        else:
+            self._silent.discard(record.info.instance_id)
+
+    def live_anew(self, record: InstanceRecord) -> None:
+        """Forget the evidence about a known instance, because its pool has another owner. Mutates."""
+        record.life = EngineLife(self._pools[record.info.model].answers)
+        record.forget_snapshot()
+        self.refresh(record)
 
     def drain(self, incarnations: Mapping[str, str], moving: frozenset[str] = frozenset()) -> bool:
         """Set the draining instances: instance id -> incarnation, known or not; `moving`: those whose requests are to leave them.
@@ -498,18 +547,26 @@ class InstanceRegistry:
     def _drains(self, info: InstanceInfo) -> bool:
         return self._drained.get(info.instance_id) == info.incarnation
 
-    def moves(self, instance_id: str) -> bool:
-        """Return whether an instance's requests are to leave it."""
+    def empties(self, instance_id: str) -> bool:
+        """Return whether operators empty the instance."""
         record = self._records.get(instance_id)
         return record is not None and instance_id in self._moving and record.draining
 
+    def moves(self, instance_id: str) -> bool:
+        """Return whether an instance's requests are to leave it: operators empty it, or its engine is silent."""
+        return instance_id in self._silent or self.empties(instance_id)
+
     def moving(self) -> list[InstanceRecord]:
         """Return the instances that their requests are to leave."""
-        return [self._records[instance_id] for instance_id in sorted(self._moving) if self.moves(instance_id)]
+        if not self._moving and not self._silent:
+            return []
+        leaving = sorted(self._moving | self._silent)
+        return [self._records[instance_id] for instance_id in leaving if self.moves(instance_id)]
 
     def remove(self, instance_id: str) -> None:
         """Remove an instance and its keys. Mutates."""
         record = self._records.pop(instance_id)
+        self._silent.discard(instance_id)
         record.sync.reset()
         self._index.set_sparse(instance_id, False)
         self._lower_tiers.share(instance_id, "", "")
@@ -535,6 +592,9 @@ class InstanceRegistry:
         assert self._named == {model: pool.names() for model, pool in self._pools.items()}
         for record in self._records.values():
             assert record.order == self.orders.get(record.info.instance_id, NO_ORDER)
+            assert record.life.pool is self._pools[record.info.model].answers
+            silent = bool(record.life.opened) and record.life.cause == SILENCE
+            assert silent == (record.info.instance_id in self._silent), record.info.instance_id
 
     def _leave_pool(self, record: InstanceRecord) -> None:
         pool = self._pools[record.info.model]

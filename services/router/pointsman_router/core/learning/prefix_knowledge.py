@@ -69,7 +69,9 @@ class PrefixKnowledge:
 
     def source(self, record: InstanceRecord, now: float) -> PrefixSource:
         """Return the source of the instance's cached blocks at `now`; NONE if its cache counts as empty."""
-        if record.lost_at is not None or now > record.heard_at + self.stale_keys_s:
+        if record.lost_at is not None:
+            return PrefixSource.APPROXIMATE
+        if now > record.heard_at + self.stale_keys_s:
             return PrefixSource.NONE
         if record.exact:
             return PrefixSource.EVENTS if record.sync.live else PrefixSource.NONE
@@ -121,7 +123,10 @@ class PrefixKnowledge:
 
     def _is_credible(self, instance_id: str) -> bool:
         record = self.instances.get(instance_id)
-        return record is not None and record.sync.live and record.follows_events and record.trust.credible
+        if record is None or not record.follows_events or not record.trust.credible:
+            return False
+        # The keys of an instance whose agent is gone are followed no longer, and most of them are still right.
+        return record.sync.live or record.lost_at is not None
 
     def _lower_blocks(self, keys: Sequence[int], blocks: Mapping[str, int]) -> Mapping[str, LowerBlocks]:
         """Return the blocks that follow in lower tiers, of instances whose answers agree with what they report of these."""

@@ -90,6 +90,7 @@ def placement_request(wire: placement_pb2.PlacementRequest) -> PlacementRequest:
         longest_prompt_tokens=wire.longest_prompt_tokens,
         sequences=min(max(wire.sequences, 1), _MAX_SEQUENCES),
         sequence_tokens=wire.sequence_tokens,
+        streamed=wire.streamed,
     )
 
 
@@ -178,6 +179,8 @@ def finished(wire: placement_pb2.Finished) -> ev.Finished:
         refused_by=tuple(dict.fromkeys(wire.refused_by)),
         finish_reason=_FINISH_REASONS.get(wire.finish_reason, ""),
         cached_by_tier=_cached_by_tier(wire),
+        broke=wire.broke,
+        alike=tuple(dict.fromkeys(wire.alike)),
     )
 
 
@@ -198,6 +201,8 @@ def finished_to_wire(done: ev.Finished) -> placement_pb2.Finished:
         http_status=done.http_status,
         refused=done.refused,
         refused_by=done.refused_by,
+        broke=done.broke,
+        alike=done.alike,
         finish_reason=values(placement_pb2.FinishReason)[done.finish_reason],
         cached_by_tier=[
             placement_pb2.CachedTokens(tier=agent_pb2.Tier.ValueType(tier), tokens=tokens)
@@ -259,6 +264,7 @@ def placement_to_wire(state: RouterState, placed: ev.Placed) -> placement_pb2.Pl
         cached_tokens=placed.decision.cached_tokens,
         degraded=placed.decision.degraded,
         runner_up=placed.decision.runner_up,
+        doubted=state.instances.doubts(placed.step.instance_id),
     )
 
 

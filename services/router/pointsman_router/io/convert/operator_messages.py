@@ -151,7 +151,8 @@ def instance_status(state: RouterState, record: InstanceRecord, now: float) -> f
     wire = fleet_pb2.InstanceStatus(
         instance=instance_messages.instance_to_wire(info),
         state=state_to_wire(record.state),
-        circuit_open=bool(record.circuit.opened),
+        circuit_open=bool(record.life.opened),
+        life=_life(record, now),
         num_requests=counters.num_requests,
         pending_prefill_tokens=counters.pending_prefill_tokens,
         ongoing_decode_tokens=counters.ongoing_decode_tokens,
@@ -177,6 +178,33 @@ def instance_status(state: RouterState, record: InstanceRecord, now: float) -> f
     if load is not None:
         wire.load.CopyFrom(instance_messages.load_to_wire(load, now))
     return wire
+
+
+def life_reason(record: InstanceRecord) -> str:
+    """Return what is unusual about why an instance gets requests, or none, by the evidence of its requests; empty if nothing."""
+    if (why := record.life.why()) != "":
+        return why
+    if record.kept:
+        return "it stays in the fleet without an agent, since it answers or no other instance of its pool has one"
+    if record.underlying_state is InstanceState.UNHEALTHY:
+        return "its agent does not reach it; it gets requests while it answers, or if no other instance is healthy"
+    return ""
+
+
+def _life(record: InstanceRecord, now: float) -> fleet_pb2.Life:
+    life = record.life
+    return fleet_pb2.Life(
+        out_cause=life.cause,
+        reason=life_reason(record),
+        out_age=duration(now - life.out_since) if life.opened else None,
+        next_trial=duration(max(life.until - now, 0.0)) if life.opened and not life.trial else None,
+        answers=life.answers,
+        last_answer_age=duration(now - life.answered_at) if life.answers else None,
+        failures=life.failures,
+        errors=life.errors,
+        status=life.status,
+        waiting=len(life.streams) + len(life.wholes),
+    )
 
 
 def pool_policy_to_wire(choice: PoolChoice, now: float) -> fleet_pb2.PoolPolicy:

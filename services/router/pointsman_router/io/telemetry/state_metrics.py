@@ -210,6 +210,16 @@ class StateCollector(Collector):
             prediction_audit_failures.add_metric([record.info.instance_id], record.audit_failures)
         yield prediction_audit_failures
 
+        lives = GaugeMetricFamily(
+            f"{NAME}instance_life",
+            "1 for what the instance's requests show: in, or out (only requests on trial), and for which reason; also in against "
+            "its agent (unhealthy) or without one (no_agent)",
+            labels=["instance", "life", "reason"],
+        )
+        for record in records:
+            lives.add_metric([record.info.instance_id, *life_words(record)], 1.0)
+        yield lives
+
         def family(name: str, documentation: str, value: Callable[[InstanceRecord, str], float | None]) -> Metric:
             metric = GaugeMetricFamily(NAME + name, documentation, labels=["instance"])
             for record in records:
@@ -267,6 +277,15 @@ class StateCollector(Collector):
                 None if record.load is None else len({"running", "waiting", "kv_usage"} & {*record.load.unknown})
             ),
         )
+
+
+def life_words(record: InstanceRecord) -> tuple[str, str]:
+    """Return "in" or "out" by an instance's life, and the reason as one word; empty for an instance that is in as usual."""
+    if record.life.opened:
+        return "out", record.life.cause
+    if record.lost_at is not None:
+        return "in", "no_agent"
+    return "in", "unhealthy" if record.underlying_state is InstanceState.UNHEALTHY else ""
 
 
 def _of(record: InstanceRecord, figure: str) -> float | None:

@@ -64,9 +64,9 @@ const ifLoaded = (name) => (status) => (status.load ? countReported(status.load,
 const COLUMNS = [
   { id: "instance", title: "Instance", address: true, value: (s) => s.instance.instanceId, href: (s) => instanceHref(s.instance.instanceId), note: (s) => [s.instance.model, s.instance.node && `node ${s.instance.node}`, `engine process ${orNone(s.instance.incarnation)}`].filter(Boolean).join(", ") },
   {
-    id: "state", title: "State", pill: true, words: true, value: stateOf, text: (s) => [stateOf(s).toLowerCase(), besidesOf(s), weightOf(s), s.circuitOpen ? "failing" : ""].filter(Boolean).join(", "),
+    id: "state", title: "State", pill: true, words: true, value: stateOf, text: (s) => [stateOf(s).toLowerCase(), besidesOf(s), weightOf(s), s.circuitOpen ? "out" : ""].filter(Boolean).join(", "),
     tone: (s) => (s.circuitOpen ? "bad" : STATE_TONES[besidesOf(s).toUpperCase()] ?? STATE_TONES[stateOf(s)]),
-    note: (s) => (s.circuitOpen ? "The circuit is open: requests failed in a row, and none, or one on trial, is placed until it answers." : [s.cordonReason, s.weightReason].filter(Boolean).join("; ")),
+    note: (s) => (s.circuitOpen ? `Out: ${s.life?.reason || "requests failed in a row"}. None, or one on trial, is placed until it answers.` : [s.cordonReason, s.weightReason, s.life?.reason].filter(Boolean).join("; ")),
   },
   { id: "open", title: "Open", unit: "req", num: true, hint: "Requests placed and not finished", value: (s) => num(s.numRequests), text: (s) => count(s.numRequests) },
   { id: "pending", title: "To prefill", unit: "tok", num: true, hint: "Prompt tokens placed and not computed yet", value: (s) => num(s.pendingPrefillTokens), text: (s) => count(s.pendingPrefillTokens) },

@@ -8,6 +8,19 @@ import { DECISION_COLUMNS } from "./view_decisions.js";
 import { besidesOf, decisionsOf, hitRate, orderedOf, sourceOf, stateOf, STATE_TONES } from "./view_fleet.js";
 import { SESSION_COLUMNS } from "./view_sessions.js";
 
+// What the requests on an instance show about it, in words.
+function evidenceOf(status) {
+  const life = status.life;
+  if (!life) return "";
+  const parts = [`${count(life.answers ?? 0)} answers`];
+  if (life.lastAnswerAge) parts.push(`the last ${age(seconds(life.lastAnswerAge))} ago`);
+  if (life.waiting) parts.push(`${count(life.waiting)} wait for a first byte`);
+  if (life.failures) parts.push(`${life.failures} failures in a row`);
+  if (life.errors) parts.push(`${life.errors} errors in a row${life.status ? `, the last ${life.status}` : ""}`);
+  if (life.reason) parts.push(life.reason);
+  return parts.join(", ");
+}
+
 export function instanceView(app, id) {
   const decisions = new Table({ label: "Decisions for it", columns: DECISION_COLUMNS, key: (decision) => decision.decisionId, pageSize: 25, empty: "No decision in the log placed a request on it." });
   const sessions = new Table({ label: "Sessions it owns", narrow: true, columns: SESSION_COLUMNS.filter(({ id }) => id !== "owner"), key: (session) => `${session.tenant}/${session.sessionId}/${session.model}`, pageSize: 25, empty: "It owns no session." });
@@ -51,7 +64,8 @@ function described(status) {
   return el(
     "div", { className: "columns" },
     el("div", {}, el("h2", {}, "Now"), facts([
-      ["State", el("span", {}, pill(stateOf(status).toLowerCase(), STATE_TONES[stateOf(status)]), besidesOf(status) ? ` and ${besidesOf(status)}` : "", status.circuitOpen ? " circuit open: requests failed, one is tried from time to time" : "")],
+      ["State", el("span", {}, pill(stateOf(status).toLowerCase(), STATE_TONES[stateOf(status)]), besidesOf(status) ? ` and ${besidesOf(status)}` : "", status.circuitOpen ? ` out: ${status.life?.reason || "requests failed"}; one is tried from time to time` : "")],
+      ["By its requests", evidenceOf(status)],
       ["Suspended", load?.suspended ?? ""],
       ["Problem", load?.problem ?? ""],
       ["Orders", orderedOf(status)],
