@@ -28,7 +28,6 @@ def fleet(*names: str, **settings_: Any) -> RouterState:
 def placed(state_: RouterState, name: str, now: float, **changes: Any) -> str:
     answer = place(state_, request(name, tokens=changes.pop("tokens", 100), streamed=True, **changes), now)
     assert isinstance(answer, ev.Placed), answer
-    state_.check_invariants()
     return answer.step.instance_id
 
 
@@ -71,7 +70,6 @@ def send(state_: RouterState, name: str, now: float, ill: dict[str, int], *, bad
         if isinstance(again, ev.Refused):
             break
         there = again.step.instance_id
-    state_.check_invariants()
     return first
 
 
@@ -90,6 +88,7 @@ def test_an_engine_that_answers_one_status_to_everything_gets_few_requests(
     first = [send(state_, f"r{number}", 1.0 + number / 50, {"a": status}) for number in range(120)]
     assert out(state_) == ["a"]
     assert first[20:].count("a") <= 5
+    state_.check_invariants()
 
 
 @pytest.mark.parametrize("status", [400, 404, 501])
@@ -106,6 +105,7 @@ def test_without_retries_too(status: int) -> None:
             answer(state_, f"r{number}", now)
     assert out(state_) == ["a"]
     assert first[20:].count("a") <= 5
+    state_.check_invariants()
 
 
 def test_an_error_on_trial_does_not_put_an_engine_in_again() -> None:
@@ -121,7 +121,7 @@ def test_an_error_on_trial_does_not_put_an_engine_in_again() -> None:
     assert {placed(state_, f"r{number}", 2.9) for number in range(3)} == {"b"}, "longer than the first time"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 1 << 20), share=st.sampled_from([0.0, 0.3, 0.9, 0.99, 1.0]), pool=st.sampled_from(["ab", "abc"])
 )
@@ -131,6 +131,7 @@ def test_bad_requests_of_clients_take_nobody_out(seed: int, share: float, pool: 
         session = f"s{rng.randrange(8)}" if rng.random() < 0.5 else ""
         send(state_, f"r{number}", number / 50, {}, bad=rng.random() < share, session_id=session)
         assert out(state_) == []
+    state_.check_invariants()
 
 
 # ---- V2: silence ----

@@ -256,7 +256,8 @@ class RouterState:
             self._turn.anything |= not self._work
         elif not self._work.defers(event):
             effects = self._apply(event, now)
-        effects = [*effects, *self._evidence.take_changes()]
+        if self._evidence.changes:
+            effects = [*effects, *self._evidence.take_changes()]
         if self._turn.fleet_changed:
             self._turn.fleet_changed, self._turn.anything = False, True
             effects = [*effects, ev.FleetChanged()]

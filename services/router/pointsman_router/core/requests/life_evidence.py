@@ -19,13 +19,11 @@ class LifeEvidence:
         self._instances = instances
         self._turn = turn
         self._settings = settings
-        self._changes: list[ev.LifeChanged] = []
+        self.changes: list[ev.LifeChanged] = []
 
     def take_changes(self) -> list[ev.LifeChanged]:
-        """Return the changes since the last call. Mutates."""
-        if not self._changes:
-            return self._changes
-        changes, self._changes = self._changes, []
+        """Return the `changes` since the last call, and empty them. Mutates."""
+        changes, self.changes = self.changes, []
         return changes
 
     def answered(self, reservation: Reservation, now: float) -> None:
@@ -94,4 +92,4 @@ class LifeEvidence:
         self._instances.refresh(record)
         self._turn.fleet_changed = True
         life, info = record.life, record.info
-        self._changes.append(ev.LifeChanged(info.instance_id, info.model, bool(life.opened), life.cause, life.why()))
+        self.changes.append(ev.LifeChanged(info.instance_id, info.model, bool(life.opened), life.cause, life.why()))

@@ -22,7 +22,7 @@ from pointsman_router.core.learning.prefill_progress import OpenPrompt
 from pointsman_router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman_router.core.load.reservations import Reservation, Reservations
 from pointsman_router.core.placement_types import NO_BACKLOG, Decision, FleetView, Phase, PlacementRequest
-from pointsman_router.core.prefill_curve import PrefillCurveFit, PrefillSums
+from pointsman_router.core.prefill_curve import PrefillSums
 from pointsman_router.core.requests.hold_queue import HeldRequest
 from pointsman_router.core.requests.refusals import not_serving
 from pointsman_router.core.requests.request_state import (
@@ -363,14 +363,16 @@ class RequestTable:
 
     def _wait(self, record: InstanceRecord, reservation: Reservation, output_s: float, now: float) -> None:
         """Predict when a step's first byte comes, and let the instance's life wait for it."""
-        info, counters = record.info, self._reservations.counters(reservation.instance_id)
-        curve = self._prefill_observer.curve(reservation.pool, info.hardware)
-        known = self._prefill_observer.samples(reservation.pool, info.hardware) >= PrefillCurveFit.TRUSTED_AFTER
-        factor = 1.0 if known else UNLEARNED_FACTOR
-        load = reservation.kv_load
+        counters = self._reservations.counters(reservation.instance_id)
+        curve, learned = self._prefill_observer.prediction(reservation.pool, record.info.hardware)
+        factor, load = 1.0 if learned else UNLEARNED_FACTOR, reservation.kv_load
         alone_s = factor * curve.cost_s(reservation.new_tokens - load.price_tokens, reservation.cached_tokens)
-        backlog = PrefillSums(counters.pending_prefills, counters.pending_prefill_tokens, counters.pending_pairs)
-        wait = Wait(now, alone_s + load.seconds + output_s, max(factor * curve.sums_s(backlog), alone_s) + output_s)
+        if counters.pending_prefills > 1:
+            backlog = PrefillSums(counters.pending_prefills, counters.pending_prefill_tokens, counters.pending_pairs)
+            behind_s = max(factor * curve.sums_s(backlog), alone_s)
+        else:
+            behind_s = alone_s
+        wait = Wait(now, alone_s + load.seconds + output_s, behind_s + load.seconds + output_s)
         record.life.waits(reservation.request_id, wait, streamed=not output_s)
 
     def _leave(self, reservation: Reservation, now: float) -> None:
