@@ -53,7 +53,7 @@ class RecentPlacements:
             number, oldest, last = self._order.popleft()
             if self._is_kept(number, oldest, last):
                 self._remove(oldest, last)
-        if len(self._order) > 2 * self._count + 1_000:
+        if len(self._order) > 2 * self._count + 16:
             self._order = deque(entry for entry in self._order if self._is_kept(*entry))
 
     def of(self, instance_id: str) -> Iterable[Sequence[int]]:
@@ -74,7 +74,7 @@ class RecentPlacements:
         entries = {(number, name, last) for name, kept in self._kept.items() for last, (number, _) in kept.items()}
         assert len(entries) == self._count
         assert entries <= set(self._order)
-        assert len(self._order) <= 2 * len(entries) + 1_001
+        assert len(self._order) <= 2 * len(entries) + 17
 
     def _is_kept(self, number: int, instance_id: str, last: int) -> bool:
         kept = self._kept.get(instance_id)
