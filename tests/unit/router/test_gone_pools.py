@@ -86,6 +86,9 @@ class Churn:
     def settle(self, seconds: float) -> None:
         for _ in range(6):
             self.now += seconds / 6
+            # As the server's timer does.
+            if (at := self.router.retry_at) is not None and at <= self.now:
+                self.tell(ev.RetryDue())
             self.tell(ev.Tick())
 
     def objects(self) -> int:

@@ -53,8 +53,7 @@ class RecentPlacements:
             number, oldest, last = self._order.popleft()
             if self._is_kept(number, oldest, last):
                 self._remove(oldest, last)
-        if len(self._order) > 2 * self._count + 16:
-            self._order = deque(entry for entry in self._order if self._is_kept(*entry))
+        self._compact()
 
     def of(self, instance_id: str) -> Iterable[Sequence[int]]:
         """Return the prompts' keys of an instance, the oldest first."""
@@ -64,6 +63,7 @@ class RecentPlacements:
         """Remove all prompts of an instance. Mutates."""
         for last in list(self._kept.get(instance_id, ())):
             self._remove(instance_id, last)
+        self._compact()
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the sums differ from the prompts, or a prompt is never removed."""
@@ -74,7 +74,11 @@ class RecentPlacements:
         entries = {(number, name, last) for name, kept in self._kept.items() for last, (number, _) in kept.items()}
         assert len(entries) == self._count
         assert entries <= set(self._order)
-        assert len(self._order) <= 2 * len(entries) + 17
+        assert len(self._order) <= 2 * len(entries) + 16
+
+    def _compact(self) -> None:
+        if len(self._order) > 2 * self._count + 16:
+            self._order = deque(entry for entry in self._order if self._is_kept(*entry))
 
     def _is_kept(self, number: int, instance_id: str, last: int) -> bool:
         kept = self._kept.get(instance_id)
