@@ -299,6 +299,21 @@ def test_credit_is_bounded_and_the_oldest_goes_first() -> None:
     provisional.check_invariants()
 
 
+@pytest.mark.parametrize("has", [{"a": 0, "b": 3, "c": 0}, {"a": 2, "b": 0}, {"b": 9, "c": 10}, {"d": 1}, {}])
+@pytest.mark.parametrize("keys", [list(range(10)), list(range(20, 30)), []])
+def test_provisional_keys_extend_only_the_run_that_an_instance_has(has: dict[str, int], keys: list[int]) -> None:
+    provisional = ProvisionalBlocks()
+    held = {"a": keys[2:5], "b": keys[3:], "e": keys, "f": [99]}
+    for name, added in held.items():
+        provisional.add(name, added, 0.0)
+    has = {name: min(blocks, len(keys)) for name, blocks in has.items()}
+
+    def further(name: str) -> int:
+        return len(list(itertools.takewhile(held.get(name, []).__contains__, keys[has[name] :])))
+
+    assert provisional.reach(keys, has) == {name: has[name] + further(name) for name in has if further(name)}
+
+
 # ---- approximate ----
 
 

@@ -445,6 +445,10 @@ class FleetView(msgspec.Struct, frozen=True, gc=False):
             [candidate for candidate in self.candidates if not candidate.excluded and not candidate.produces_only]
         )
 
+    def any_eligible(self) -> bool:
+        """Return whether `eligible` has a candidate."""
+        return any(not candidate.excluded and not candidate.produces_only for candidate in self.candidates)
+
     def available(self) -> tuple[Candidate, ...]:
         """Return the candidates that may be chosen to answer or to prefill."""
         return tuple([candidate for candidate in self.candidates if not candidate.excluded])

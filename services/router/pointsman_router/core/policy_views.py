@@ -7,8 +7,10 @@ kept (InstanceRecord.candidate_snapshot) until an event concerns the instance, o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 
-from msgspec import UNSET, UnsetType, structs
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, Use, compatible
@@ -107,22 +109,22 @@ class FleetViewBuilder:
             elif found := blocks.get(candidate.instance_id):
                 cached = found * KEY_TOKENS if found * KEY_TOKENS < reusable else reusable
                 cached = max(cached - cached % snapshot.block_size - snapshot.uncertain_tokens, 0)
-                candidate = structs.replace(candidate, cached_tokens=cached, new_tokens=tokens - cached)
+                candidate = replace(candidate, cached_tokens=cached, new_tokens=tokens - cached)
             else:
-                candidate = structs.replace(candidate, new_tokens=tokens)
+                candidate = replace(candidate, new_tokens=tokens)
             candidates.append(candidate)
         # Needed by few requests only: instances that failed this request before, and provisional tokens.
         for number, candidate in enumerate(candidates if provisional or request.exclude else ()):
             instance_id = candidate.instance_id
             if instance_id in request.exclude and candidate.excluded in _MAY_BE_PLACED:
-                candidate = candidates[number] = structs.replace(candidate, excluded=FAILED_BEFORE)
+                candidate = candidates[number] = replace(candidate, excluded=FAILED_BEFORE)
             if instance_id in provisional:
                 confirmed = (blocks[instance_id] - provisional[instance_id]) * KEY_TOKENS
                 extra = max(candidate.cached_tokens - candidate.kv_load.credit_tokens - confirmed, 0)
-                candidates[number] = structs.replace(candidate, provisional_tokens=extra)
+                candidates[number] = replace(candidate, provisional_tokens=extra)
         if (unfit := self._unfit(request, pool)) is not None:
             candidates = [
-                structs.replace(candidate, excluded=why)
+                replace(candidate, excluded=why)
                 if candidate.excluded in _MAY_BE_PLACED and (why := unfit(candidate.traits))
                 else candidate
                 for candidate in candidates
@@ -133,18 +135,18 @@ class FleetViewBuilder:
                 for candidate in candidates
             ]
         if request.single_instance:
-            candidates = [structs.replace(candidate, kv_gives="", kv_takes="") for candidate in candidates]
+            candidates = [replace(candidate, kv_gives="", kv_takes="") for candidate in candidates]
         if all(candidate.produces_only for candidate in candidates):
-            candidates = [structs.replace(candidate, produces_only=False) for candidate in candidates]
+            candidates = [replace(candidate, produces_only=False) for candidate in candidates]
         if (forgiven := _forgiven(candidates)) is not None:
             candidates = [
-                structs.replace(candidate, excluded="") if candidate.excluded == forgiven else candidate
+                replace(candidate, excluded="") if candidate.excluded == forgiven else candidate
                 for candidate in candidates
             ]
         if shares:
             withheld = shares.withheld(candidates, drawn, owner)
             candidates = [
-                structs.replace(candidate, excluded=CANARY) if candidate.instance_id in withheld else candidate
+                replace(candidate, excluded=CANARY) if candidate.instance_id in withheld else candidate
                 for candidate in candidates
             ]
         kinds = {candidate.prefill_backlog.hardware for candidate in candidates}
@@ -179,7 +181,7 @@ class FleetViewBuilder:
             stored = min((found + below.host + below.storage) * KEY_TOKENS, reusable) // block * block
             load = prices.load(device, hosted - device, stored - hosted, curve)
             cached = device + load.credit_tokens
-            return structs.replace(candidate, cached_tokens=cached, new_tokens=tokens - cached, kv_load=load)
+            return replace(candidate, cached_tokens=cached, new_tokens=tokens - cached, kv_load=load)
 
         return priced
 
@@ -319,7 +321,7 @@ class FleetViewBuilder:
         info, load, state = record.info, record.load, record.state
         kv = info.kv_transfer
         counters = self._reservations.counters(info.instance_id)
-        fresh_until = load.sampled_at + self._stale_report_s if load else float("-inf")
+        fresh_until = load.sampled_at + self._stale_report_s if load else -inf
         stale = now > fresh_until
         saturated = self.limits.saturated(counters.num_requests, None if stale else load)
         changes_at = (
@@ -366,7 +368,7 @@ class FleetViewBuilder:
             uncertain_tokens=info.uncertain_blocks * info.block_size,
             kv_token_bytes=info.kv_token_bytes,
             since=now,
-            until=min((moment for moment in changes_at if moment >= now), default=float("inf")),
+            until=min([moment for moment in changes_at if moment >= now], default=inf),
         )
 
 
@@ -385,7 +387,7 @@ def _with_own_remainder(candidate: Candidate, own: Reservation) -> Candidate:
     if not others.prefills or own.remainder in backlog.remainders:
         return candidate
     _, left, there = own.remainder
-    backlog = structs.replace(
+    backlog = replace(
         backlog,
         remainders=(own.remainder, *backlog.remainders),
         unlisted_remainders=PrefillSums(
@@ -394,7 +396,7 @@ def _with_own_remainder(candidate: Candidate, own: Reservation) -> Candidate:
         if others.prefills > 1
         else NO_PREFILLS,
     )
-    return structs.replace(candidate, prefill_backlog=backlog)
+    return replace(candidate, prefill_backlog=backlog)
 
 
 _MAY_BE_PLACED = frozenset(("", SATURATED, UNHEALTHY, CIRCUIT_OPEN))

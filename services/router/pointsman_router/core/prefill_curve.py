@@ -166,27 +166,27 @@ class PrefillCurveFit:
         base, token, pair = self._solved()
         self.curve = PrefillCurve(base * _BASE_S, token * _TOKEN_S, pair * _PAIR_S)
 
-    def _solved(self) -> list[float]:
+    def _solved(self) -> tuple[float, float, float]:
         """Return the bounded minimum, by coordinate descent: the sum is convex, and three coordinates converge quickly."""
         scale = math.exp(self._log_scale)
         ridge = self.PRIOR / scale**2
-        low, high = scale / self.RANGE, scale * self.RANGE
-        found = [scale] * 3
-        rows = [
-            (row, one, other, squares[one], squares[other], total + ridge * scale, squares[row] + ridge)
-            for row, (squares, total, (one, other)) in enumerate(zip(self._squares, self._sums, OTHERS, strict=True))
-        ]
+        low, high, close = scale / self.RANGE, scale * self.RANGE, 1e-4 * scale
+        (xx, xy, xz), (yx, yy, yz), (zx, zy, zz) = self._squares
+        x_sum, y_sum, z_sum = (total + ridge * scale for total in self._sums)
+        xx, yy, zz = xx + ridge, yy + ridge, zz + ridge
+        x = y = z = scale
+        # No loop over the coordinates and no calls, for speed: this runs at each first token.
         for _ in range(30):
-            moved = 0.0
-            # No generators, for speed: this runs at each first token.
-            for row, one, other, with_one, with_other, total, square in rows:
-                best = (total - (with_one * found[one] + with_other * found[other])) / square
-                best = low if best < low else high if best > high else best
-                moved = max(moved, abs(best - found[row]))
-                found[row] = best
-            if moved <= 1e-4 * scale:
+            x0, y0, z0 = x, y, z
+            x = (x_sum - (xy * y + xz * z)) / xx
+            x = low if x < low else high if x > high else x
+            y = (y_sum - (yx * x + yz * z)) / yy
+            y = low if y < low else high if y > high else y
+            z = (z_sum - (zx * x + zy * y)) / zz
+            z = low if z < low else high if z > high else z
+            if -close <= x - x0 <= close and -close <= y - y0 <= close and -close <= z - z0 <= close:
                 break
-        return found
+        return x, y, z
 
 
 class MeanWork(msgspec.Struct, frozen=True, gc=False):

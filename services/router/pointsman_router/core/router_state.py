@@ -227,10 +227,7 @@ class RouterState:
         ms later; parked requests are refused at their bounds. May change with each event."""
         if self.requests.room.leaving:
             return self._now + LEAVE_PAUSE_S
-        at = self.parked_requests.retry_at
-        held_at = self.held_requests.retry_at
-        if held_at is not None and held_at < at:
-            return held_at
+        at = min(self.held_requests.retry_at, self.parked_requests.retry_at)
         return at if at < inf else None
 
     @property
@@ -261,25 +258,27 @@ class RouterState:
         if self._turn.fleet_changed:
             self._turn.fleet_changed, self._turn.anything = False, True
             effects = [*effects, ev.FleetChanged()]
+        room = self.requests.room
         if not self._work:
-            effects = [*effects, *self._serve_waiting(event, now)]
+            if len(room):
+                effects = [*effects, *self._serve_waiting(event, now)]
+            if not len(room.held):
+                self.reservations.less_busy.clear()
+            self._turn.clear()
             if _may_let_requests_move(event):
                 effects = [*effects, *self._moves.next(now)]
-        return [*effects, *self.requests.leave_next()] if self.requests.room.leaving else effects
+        return [*effects, *self.requests.leave_next()] if room.leaving else effects
 
     def _serve_waiting(self, event: ev.Event, now: float) -> list[ev.Effect]:
         """Try the waiting requests for which something has changed: the held ones first, since their sessions are under way."""
         effects: list[ev.Effect] = []
-        turn, room = self._turn, self.requests.room
-        if len(room) and (turn or isinstance(event, ev.Tick | ev.LoadReported)):
+        room = self.requests.room
+        if self._turn or isinstance(event, ev.Tick | ev.LoadReported):
             self.prefix_knowledge.expire(now)
             if len(room.held):
                 effects = self._try_held(event, now)
             if len(room.parked):
                 effects = [*effects, *self._let_in(event, now)]
-        if not len(room.held):
-            self.reservations.less_busy.clear()
-        turn.clear()
         return effects
 
     def _try_held(self, event: ev.Event, now: float) -> list[ev.Effect]:
@@ -303,7 +302,17 @@ class RouterState:
         return self.parked_requests.let_in(self._turn.freed, now)
 
     def _apply(self, event: ev.Event, now: float) -> list[ev.Effect]:
-        match event:
+        match event:  # The events of each request come first.
+            case ev.PlaceRequested():
+                return self._gateways.place(event, now)
+            case ev.GatewayReported(gateway_id, report):
+                if self._gateways.is_anothers(report.request_id, gateway_id):
+                    return [ev.ReportIgnored(report.request_id, gateway_id)]
+                return self._apply(report, now)
+            case ev.FirstToken():
+                return self._plans.first_token(event, now)
+            case ev.Finished():
+                return self._plans.finished(event, now)
             case ev.AgentHello():
                 return self._reports.hello(event, now)
             case ev.KeysReported():
@@ -317,23 +326,13 @@ class RouterState:
             case ev.GatewayLost():
                 self._gateways.lost(event.gateway_id, now)
                 return []
-            case ev.PlaceRequested():
-                return self._gateways.place(event, now)
             case ev.StepDone():
                 return self._gateways.step_done(event, now)
             case ev.StreamOpened():
                 return self._gateways.stream_opened(event, now)
-            case ev.FirstToken():
-                return self._plans.first_token(event, now)
-            case ev.Finished():
-                return self._plans.finished(event, now)
             case ev.Heard():
                 self._evidence.heard(event.instance_ids, now)
                 return []
-            case ev.GatewayReported(gateway_id, report):
-                if self._gateways.is_anothers(report.request_id, gateway_id):
-                    return [ev.ReportIgnored(report.request_id, gateway_id)]
-                return self._apply(report, now)
             case ev.DrainsChanged():
                 self._turn.fleet_changed |= self.instances.drain(event.incarnations, event.moving)
                 return []

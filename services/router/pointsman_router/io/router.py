@@ -304,28 +304,30 @@ class Router:
         ends: list[ev.SessionEndApplied] = []
         fleet_changed = ignored = False
         for effect in effects:
-            match effect:
+            match effect:  # The effects of each request come first.
                 case ev.Reserved() | ev.Released() | ev.SessionOwnerSet() | ev.SessionDisowned():
                     kept.append(effect)
-                case ev.MeanWorkSet() | ev.IdleSessionsSet() | ev.PoolFactsSet():
-                    kept.append(effect)
-                case ev.SessionEndApplied():
-                    ends.append(effect)
+                case ev.Placed():
+                    answers.append(effect)
                 case ev.DecisionMade(decision):
                     owner = self.store.owner(decision.pool)
                     self.decisions.decided(decision, time.time(), elapsed, owner.epoch if owner is not None else 0)
                     self.telemetry.decided(decision, elapsed)
                     self.history.decided(decision, now)
-                case ev.DecisionNoted(decision_id, note):
-                    self.decisions.noted(decision_id, note, time.time())
-                    if (logged := self.decisions.get(decision_id)) is not None:
-                        self.telemetry.fell_back(logged.decision)
                 case ev.DecisionClosed(decision_id, finished):
                     logged = self.decisions.get(decision_id)
                     self.decisions.closed(decision_id, finished, time.time())
                     self.telemetry.closed(logged.decision if logged else None, finished)
                     if logged is not None:
                         self.history.ended(logged.decision, finished, now)
+                case ev.MeanWorkSet() | ev.IdleSessionsSet() | ev.PoolFactsSet():
+                    kept.append(effect)
+                case ev.SessionEndApplied():
+                    ends.append(effect)
+                case ev.DecisionNoted(decision_id, note):
+                    self.decisions.noted(decision_id, note, time.time())
+                    if (logged := self.decisions.get(decision_id)) is not None:
+                        self.telemetry.fell_back(logged.decision)
                 case ev.Refused():
                     self.telemetry.refused(effect.code)
                     if effect.admission is not None:
@@ -377,8 +379,6 @@ class Router:
                 case ev.Parked():
                     self.telemetry.parked(effect.pool)
                     answers.append(effect)
-                case ev.Placed():
-                    answers.append(effect)
                 case ev.Move():
                     self.telemetry.moves.labels("lost" if effect.lost else "silent" if effect.silent else "drain").inc()
                     self._tell_gateway(effect)
@@ -388,8 +388,9 @@ class Router:
         ):
             if self.spans is not None:
                 self.spans.ended(ended.request_id)
-            # Callers that still wait for the placement would wait for ever: a held request that ends has no other answer.
-            self._answer_callers(ev.Refused(ended.request_id, "ABORTED", "the request ended while it was held"))
+            if ended.request_id in self._callers:
+                # They would wait for ever: a held request that ends has no other answer.
+                self._answer_callers(ev.Refused(ended.request_id, "ABORTED", "the request ended while it was held"))
         self.store.record(kept)
         for answer in answers:
             self._answer(answer)
@@ -539,10 +540,10 @@ class Router:
         if isinstance(effect, ev.Refused):
             self._deliver(effect)
             return
-        pool, lost = effect.decision.pool, _changing(effect.request_id, effect.decision.pool)
+        pool = effect.decision.pool
 
         def stored(kept: bool) -> None:
-            self._deliver(effect if kept else replace(lost, gateway_id=effect.gateway_id))
+            self._deliver(effect if kept else replace(_changing(effect.request_id, pool), gateway_id=effect.gateway_id))
 
         self.store.when_stored(pool, stored)
 

@@ -21,8 +21,7 @@ class Recomputation:
 
     def add(self, computed: int, again: int, now: float) -> None:
         """Record a prompt of which `computed` tokens are to be computed, `again` of them once more. Mutates."""
-        self._move(now)
-        at = floor(now / SLOT_S) % _SLOTS
+        at = self._move(now) % _SLOTS
         self._computed[at] += computed
         self._again[at] += again
         self._sum_computed += computed
@@ -38,8 +37,11 @@ class Recomputation:
         computed, again = self.tokens(now)
         return min(again / computed, 1.0) if computed > 0 else 0.0
 
-    def _move(self, now: float) -> None:
+    def _move(self, now: float) -> int:
+        """Forget the slots that have passed; return the number of the current one."""
         slot = floor(now / SLOT_S)
+        if slot == self._slot:
+            return slot
         if self._slot is None or slot - self._slot >= _SLOTS:
             self._computed, self._again = [0.0] * _SLOTS, [0.0] * _SLOTS
             self._sum_computed = self._sum_again = 0.0
@@ -50,3 +52,4 @@ class Recomputation:
                 self._sum_again -= self._again[at]
                 self._computed[at] = self._again[at] = 0.0
         self._slot = slot if self._slot is None else max(slot, self._slot)
+        return slot

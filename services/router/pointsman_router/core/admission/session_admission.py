@@ -181,23 +181,21 @@ class SessionAdmission:
 
     # ---- sessions ----
 
-    def opened(self, decision: Decision, keys: Sequence[int], now: float) -> str:
-        """Count a request that was placed; return its session's name in the ledger, which `closed` needs. Mutates."""
+    def opened(self, decision: Decision, new: int, keys: Sequence[int], now: float) -> str:
+        """Count a request that was placed where `new` tokens of its prompt are to be computed; return its session's name in the
+        ledger, which `closed` needs. Mutates."""
         request, view = decision.request, decision.view
-        state = self._state(decision.pool)
-        name = request.session or request.request_id
-        first = view.find(decision.result.steps[0].instance_id) if decision.result.steps else None
-        new = first.new_tokens if first is not None else 0
-        known, again = name in state.ledger.sessions, 0
-        cached = 0
-        if keys:
-            prefix = state.ledger.known_prefix(name, keys) if known else 0
-            if prefix or not known:
-                cached = max((candidate.cached_tokens for candidate in view.candidates), default=0)
-            again = min(max(prefix - cached, 0), new)
-        state.recomputation.add(new, again, now)
+        state, session = self._state(decision.pool), request.session
+        name = session or request.request_id
+        known = name in state.ledger.sessions
+        prefix = state.ledger.known_prefix(name, keys) if known and keys else 0
         # What is cached of the prompt of a session that an earlier owner of the pool has placed is its own.
-        own = known or self._affinity.owner(decision.pool, request.session, now)
+        own = known or (session and self._affinity.owner(decision.pool, session, now))
+        cached = 0
+        if prefix or (keys and not own):
+            # A list, since a generator takes twice the time.
+            cached = max([candidate.cached_tokens for candidate in view.candidates], default=0)
+        state.recomputation.add(new, min(max(prefix - cached, 0), new), now)
         state.ledger.opened(name, request.tenant, request.input_tokens, keys, 0 if own else cached, now)
         return name
 

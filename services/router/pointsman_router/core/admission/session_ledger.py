@@ -156,8 +156,9 @@ class SessionLedger:
         session.bin = OPEN
         if keys:
             self._mark(session, keys)
-        self._open_sum += session.size
-        self._count(session, float(session.size))
+        size = session.size
+        self._open_sum += size
+        self._count(session, float(size))
         return session
 
     def closed(
@@ -283,7 +284,8 @@ class SessionLedger:
         return tokens * min(members, self._instances)
 
     def _mark(self, session: CountedSession, keys: Sequence[int]) -> None:
-        self._unmark(session)
+        if session.tail_at >= 0:
+            self._unmark(session)
         last, first = len(keys) - 1, session.shared // KEY_TOKENS
         session.tail, session.tail_at = keys[last], last
         session.middle_at = min((first + last) // 2, last)

@@ -106,12 +106,9 @@ class PrefixKnowledge:
         if self._doubted:
             learned |= self.approximate_index.leading_blocks(keys, self._doubted.intersection(exact))
         blocks = self.index.leading_blocks(keys, exact)
-        provisional = {}
-        for instance_id in self.provisional.instance_ids() if len(self.provisional) else ():
-            if (confirmed := blocks.get(instance_id)) is not None:
-                reach = self.provisional.extend(instance_id, keys, confirmed)
-                if reach > confirmed:
-                    blocks[instance_id], provisional[instance_id] = reach, reach - confirmed
+        further = self.provisional.reach(keys, blocks)
+        provisional = {instance_id: reach - blocks[instance_id] for instance_id, reach in further.items()}
+        blocks |= further
         followed = {}
         for instance_id, count in learned.items():
             if instance_id in blocks:
@@ -308,8 +305,8 @@ class PrefixKnowledge:
     def expire(self, now: float) -> None:
         """Remove expired provisional blocks, and let lower tiers count again. Mutates."""
         self.provisional.expire(now)
-        for instance_id in [name for name, until in self._unloaded.items() if until <= now]:
-            del self._unloaded[instance_id]
+        if self._unloaded:
+            self._unloaded = {name: until for name, until in self._unloaded.items() if until > now}
 
     def check_invariants(self, prompts: Mapping[str, OpenPrompt | None]) -> None:
         """Raise AssertionError if the open requests' prompts, the provisional or the approximate blocks are inconsistent."""

@@ -262,9 +262,11 @@ def decide(
     if steps := result.steps:
         # The class is by the work of the prefill, whichever instance answers.
         prefills = chosen = _named(view, steps[0].instance_id)
+        mode = "COLOCATED"
         if len(steps) > 1:
             chosen = _named(view, steps[-1].instance_id)
-        mode = "COLOCATED" if all(step.instance_id == chosen.instance_id for step in steps) else "OFFLOAD"
+            if any(step.instance_id != chosen.instance_id for step in steps):
+                mode = "OFFLOAD"
     else:
         prefills = chosen = max(view.eligible(), key=lambda candidate: candidate.cached_tokens)
         mode = "HELD"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import ClassVar
 
 from pointsman_router.core.placement_types import (
@@ -15,6 +16,8 @@ from pointsman_router.core.placement_types import (
     Unseen,
 )
 from pointsman_router.core.policy.base import Policy, lowest, serve, setting
+
+_WORK = attrgetter("new_tokens", "num_requests")
 
 
 @dataclass(frozen=True)
@@ -62,18 +65,19 @@ class Unified(Policy):
             * (candidate.num_requests or 1)
             for candidate in eligible
         }
-        requests = sum([candidate.num_requests for candidate in eligible]) + view.unseen.num_requests
-        limit = requests / (len(eligible) + view.unseen.instances) * self.overload_factor
-        for candidate in below:
-            if (
-                candidate.instance_id == view.session_owner
-                and candidate.cached_tokens > self.affinity_ratio * request.input_tokens
-                and candidate.num_requests <= limit
-            ):
-                return serve(candidate, "session_affinity", scores)
+        if view.session_owner:
+            requests = sum([candidate.num_requests for candidate in eligible]) + view.unseen.num_requests
+            limit = requests / (len(eligible) + view.unseen.instances) * self.overload_factor
+            for candidate in below:
+                if (
+                    candidate.instance_id == view.session_owner
+                    and candidate.cached_tokens > self.affinity_ratio * request.input_tokens
+                    and candidate.num_requests <= limit
+                ):
+                    return serve(candidate, "session_affinity", scores)
 
-        best = lowest(below, scores, view.decision_number, _work)
-        changed = len(below) < len(eligible) and lowest(eligible, scores, view.decision_number, _work) not in below
+        best = lowest(below, scores, view.decision_number, _WORK)
+        changed = len(below) < len(eligible) and lowest(eligible, scores, view.decision_number, _WORK) not in below
         return serve(best, "ceiling_changed_choice" if changed else "least_load_x_work", scores)
 
     def below_ceiling(self, eligible: tuple[Candidate, ...], unseen: Unseen = NOTHING_UNSEEN) -> tuple[Candidate, ...]:
@@ -88,7 +92,3 @@ class Unified(Policy):
             if candidate.num_requests
             <= max(self.ceiling_min, self.ceiling_factor * (total - candidate.num_requests) / others)
         )
-
-
-def _work(candidate: Candidate) -> tuple[int, int]:
-    return candidate.new_tokens, candidate.num_requests

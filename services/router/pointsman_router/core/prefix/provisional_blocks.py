@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 # How long a provisional key counts, s.
 PROVISIONAL_S = 2.0
@@ -35,10 +35,6 @@ class ProvisionalBlocks:
         """Return how many provisional keys an instance has."""
         return len(self._held.get(instance_id, ()))
 
-    def instance_ids(self) -> Iterable[str]:
-        """Return the instances with provisional keys."""
-        return self._held.keys()
-
     def add(self, instance_id: str, keys: Sequence[int], now: float) -> None:
         """Add `keys`, which follow those of the prompt that the index holds. If full, the oldest keys expire. More keys than the
         maximum are ignored. Mutates."""
@@ -50,13 +46,17 @@ class ProvisionalBlocks:
         self._ends.append((now + self._seconds, instance_id, keys))
         self._queued += len(keys)
 
-    def extend(self, instance_id: str, keys: Sequence[int], blocks: int) -> int:
-        """Return how many of `keys`, counted from the first, the instance has if it has `blocks` of them by the index."""
-        held = self._held.get(instance_id)
-        if not held or blocks >= len(keys) or keys[blocks] not in held:
-            return blocks
-        # Keys are chained, so the end is found by bisection, as in PrefixIndex.runs.
-        return bisect_left(keys, True, lo=blocks + 1, key=lambda key: key not in held)
+    def reach(self, keys: Sequence[int], blocks: Mapping[str, int]) -> dict[str, int]:
+        """Return how many of `keys`, counted from the first, an instance has, for those that have more of them than `blocks` says
+        by the index. Instances that are not in `blocks` are left out."""
+        found: dict[str, int] = {}
+        first, last = keys[0] if keys else 0, len(keys)
+        for instance_id in self._held.keys() & blocks.keys():
+            held, known = self._held[instance_id], blocks[instance_id]
+            # Most instances have no block. An array makes an int of each key that is read.
+            if known < last and (keys[known] if known else first) in held:
+                found[instance_id] = _run_end(held, keys, known + 1)
+        return found
 
     def settle(self, instance_id: str, keys: Iterable[int]) -> None:
         """Remove `keys`, which the instance's events have reported as added or removed, so that the index is right. Mutates."""
@@ -91,3 +91,8 @@ class ProvisionalBlocks:
             held.difference_update(keys)
             if not held:
                 del self._held[instance_id]
+
+
+def _run_end(held: Container[int], keys: Sequence[int], start: int) -> int:
+    # Keys are chained, so the end is found by bisection, as in PrefixIndex.runs.
+    return bisect_left(keys, True, lo=start, key=lambda key: key not in held)

@@ -49,7 +49,7 @@ class Decider:
             return ev.Refused(request.request_id, "NOT_FOUND", f"no instance serves a model {request.model!r}")
         policy = policy or self.policy
         view = self._views.view(request, pool, self._numbers.get(pool, 0), now, shortlisted=policy.uses_shortlist)
-        if not view.eligible():
+        if not view.any_eligible():
             if any(candidate.excluded == SATURATED and not candidate.produces_only for candidate in view.candidates):
                 return AllSaturated(pool, view)
             why = f"no instance of {pool!r} can take the request now"

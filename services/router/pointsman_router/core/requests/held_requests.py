@@ -112,10 +112,9 @@ class HeldRequests:
         self._rest: dict[str, set[QueueKey]] = {}
 
     @property
-    def retry_at(self) -> float | None:
-        """When to call `retry_due`, in s; None: not needed. Each call of another method may change it."""
-        at = min(self._due.values(), default=inf)
-        return min(at, self._ends_due) if min(at, self._ends_due) < inf else None
+    def retry_at(self) -> float:
+        """When to call `retry_due`, in s; inf: not needed. Each call of another method may change it."""
+        return min(self._ends_due, *self._due.values()) if self._due else self._ends_due
 
     def place(self, request: PlacementRequest, gateway_id: str, now: float, previous_id: str = "") -> list[ev.Effect]:
         """Answer a new request now, or hold it (no effects). `previous_id`: if the rest of a plan is to be placed, the decision
@@ -216,7 +215,9 @@ class HeldRequests:
         """Return whether a placeable request must queue behind held ones. It must if others wait for room on an instance of its
         plan, or if the policy set a queue penalty for it and any request of the pool waits."""
         pool = decision.pool
-        if decision.result.queue_penalty_s is not None and self.queue.count(pool):
+        if not self.queue.count(pool):
+            return False
+        if decision.result.queue_penalty_s is not None:
             return True
         waiting = self.queue.waiting_for_room(pool)
         return any(

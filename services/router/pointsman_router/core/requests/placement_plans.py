@@ -13,7 +13,7 @@ from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.load.affinity import Affinity
 from pointsman_router.core.load.recent_migrations import Migrations
 from pointsman_router.core.load.reservations import Reservation
-from pointsman_router.core.placement_types import Decision, PlacementRequest, Step, StepKind
+from pointsman_router.core.placement_types import Candidate, Decision, PlacementRequest, Step, StepKind
 from pointsman_router.core.requests.decider import Decider
 from pointsman_router.core.requests.life_evidence import LifeEvidence
 from pointsman_router.core.requests.recovered_placement import recovered_decision
@@ -78,7 +78,8 @@ class PlacementPlans:
         decision = replace(decision, request=replace(request, keys=()))
         lease_until = None if gateway_id else now + self._place_lease_s
         effects: list[ev.Effect] = [ev.DecisionMade(decision)]
-        index = 0
+        index, first = 0, decision.view.find(decision.result.steps[0].instance_id)
+        assert first is not None
         known = self._requests.placed(request.request_id)
         if decision.previous_id and known is not None and (before := known.decision) is not None:
             # The decision continues a plan, whose steps are numbered from its beginning.
@@ -86,14 +87,12 @@ class PlacementPlans:
             index = len(before.result.steps)
             decision = replace(decision, result=replace(decision.result, steps=steps))
         else:
-            first = decision.view.find(decision.result.steps[0].instance_id)
-            assert first is not None
             if decision.held_s > 0:
                 self._retry_after.waited(decision.pool, request.priority, decision.held_s, now)
             if mean_work := self._prefill_observer.count_request(decision.pool, first.new_tokens, first.cached_tokens):
                 effects.append(ev.MeanWorkSet(mean_work, decision.pool))
-        effects += self._reserve(decision, index, gateway_id, lease_until, request.keys, now)
-        self._requests.count(decision, request.keys, now)
+        effects += self._reserve(decision, index, first, gateway_id, lease_until, request.keys, now)
+        self._requests.count(decision, first.new_tokens, request.keys, now)
         session = request.session
         # Most sessions have one request only, and their owner need not be stored: the store gets the sessions that come back.
         asked_at = now - decision.held_s
@@ -109,14 +108,15 @@ class PlacementPlans:
         self,
         decision: Decision,
         index: int,
+        candidate: Candidate | None,
         gateway_id: str,
         lease_until: float | None,
         keys: Sequence[int],
         now: float,
     ) -> list[ev.Effect]:
-        """Open the reservation of step `index` of a plan. `keys` are the prompt's."""
+        """Open the reservation of step `index` of a plan. `candidate`: the step's instance in the decision's view. `keys` are the
+        prompt's."""
         step = decision.result.steps[index]
-        candidate = decision.view.find(step.instance_id)
         # A decision of an earlier owner has no view, but records the cached tokens.
         cached = candidate.cached_tokens if candidate else decision.cached_tokens
         tokens = min(step.prefix_tokens, decision.request.input_tokens) or decision.request.input_tokens
@@ -165,7 +165,10 @@ class PlacementPlans:
         index = event.step_index + 1
         if index >= len(decision.result.steps):
             return []  # The rest of the request must be placed first.
-        effects = self._reserve(decision, index, reservation.gateway_id, reservation.lease_until, state.keys, now)
+        candidate = decision.view.find(decision.result.steps[index].instance_id)
+        effects = self._reserve(
+            decision, index, candidate, reservation.gateway_id, reservation.lease_until, state.keys, now
+        )
         return [*effects, placed_effect(decision, index, reservation.gateway_id)]
 
     def _colocate(
@@ -198,7 +201,8 @@ class PlacementPlans:
         steps = (*decision.result.steps[:index], Step(StepKind.SERVE, decision.instance_id, COLOCATED_AFTER_FAILURE))
         decision = _with_steps(decision, steps, note)
         self._requests.remember(state.request_id, decision)
-        effects = self._reserve(decision, index, gateway_id, reservation.lease_until, state.keys, now)
+        candidate = decision.view.find(decision.instance_id)
+        effects = self._reserve(decision, index, candidate, gateway_id, reservation.lease_until, state.keys, now)
         return [
             ev.DecisionNoted(decision.decision_id, note),
             *effects,

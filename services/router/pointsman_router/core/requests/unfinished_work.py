@@ -56,7 +56,7 @@ class UnfinishedWork:
 
     def defers(self, event: ev.Event) -> bool:
         """Return whether `event` must wait; if so, add it to the deferred events. Mutates."""
-        if not self or not self._has_to_wait(event):
+        if (self._steps is None and not self._waiting) or not self._has_to_wait(event):
             return False
         self._waiting.append(event)
         self._concerns(event)

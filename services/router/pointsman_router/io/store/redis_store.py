@@ -398,6 +398,10 @@ class RedisStore:
         not make each pool wait for those before it."""
         due = [pool for pool in self._pools.values() if pool.reading or pool.pending or pool.unwritten is not None]
         due.sort(key=lambda pool: pool.served_at)
+        if len(due) == 1:
+            # The usual case. A task of its own would make its answers later.
+            await self._read_and_write_one(due[0], page=due[0] is paged)
+            return
         for first in range(0, len(due), AT_ONCE):
             done = await asyncio.gather(
                 *(self._read_and_write_one(pool, page=pool is paged) for pool in due[first : first + AT_ONCE]),

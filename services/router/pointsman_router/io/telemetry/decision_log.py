@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from pointsman_common.io.line_file import LineWriter
 from pointsman_router.core.admission_rule import AdmissionRecord
 from pointsman_router.core.analysis.decision_replay import inputs_digest
 from pointsman_router.core.events_and_effects import Finished, Refused
-from pointsman_router.core.placement_types import Decision
+from pointsman_router.core.placement_types import Decision, PrefillBacklog
 
 OPEN = "OPEN"
 DRY_RUN = "DRY_RUN"
@@ -192,6 +192,7 @@ class DecisionLog:
         self._size = size
         self._max_bytes = max_bytes
         self._held_bytes = 0
+        self._newest_backlogs: frozenset[int] = frozenset()  # ids of the backlogs of the decision that was logged last
         self._by_id: OrderedDict[str, LoggedDecision] = OrderedDict()
         self._by_request: dict[str, str] = {}
         self._decided = 0
@@ -210,7 +211,9 @@ class DecisionLog:
         """Add a new decision, write it to the file, notify the watchers, and return its log entry. `epoch`: that of the router's
         ownership of the pool."""
         self._decided += 1
-        held = _held_bytes(decision, next(reversed(self._by_id.values()), None))
+        backlogs = [candidate.prefill_backlog for candidate in decision.view.candidates]
+        held = _held_bytes(backlogs, self._newest_backlogs)
+        self._newest_backlogs = frozenset(map(id, backlogs))
         logged = LoggedDecision(decision, unix_s, decide_s, number=self._decided, held_bytes=held, epoch=epoch)
         self._by_id[decision.decision_id] = logged
         self._by_request[decision.request.request_id] = decision.decision_id
@@ -310,15 +313,10 @@ def line_bytes(decision: Decision) -> int:
     )
 
 
-def _held_bytes(decision: Decision, before: LoggedDecision | None) -> int:
-    """Estimate the memory that a decision adds to that of the decision `before` it, in bytes. The snapshot of an instance, with
-    its backlog, is a new object only if the instance changed in between (policy_views.py)."""
-    known = (
-        {id(candidate.prefill_backlog) for candidate in before.decision.view.candidates}
-        if before is not None
-        else set()
-    )
-    backlogs = [candidate.prefill_backlog for candidate in decision.view.candidates]
+def _held_bytes(backlogs: Sequence[PrefillBacklog], known: Collection[int]) -> int:
+    """Estimate the memory that a decision on instances with these backlogs adds to that of the decision before it, in bytes.
+    `known`: the ids of that decision's backlogs. The snapshot of an instance, with its backlog, is a new object only if the
+    instance changed in between (policy_views.py)."""
     changed = [backlog for backlog in backlogs if id(backlog) not in known]
     listed = sum([len(backlog.queue) + len(backlog.remainders) for backlog in changed])
     return _DECISION_BYTES + _CANDIDATE_BYTES * len(backlogs) + _CHANGED_BYTES * len(changed) + _LISTED_BYTES * listed

@@ -9,6 +9,7 @@ from pointsman_common.io.metric_children import MetricChildren
 from pointsman_router.core.admission_rule import AdmissionRecord
 from pointsman_router.core.events_and_effects import UNKNOWN, Finished
 from pointsman_router.core.instances.instance_registry import InstanceRegistry
+from pointsman_router.core.kv_load import NO_LOAD
 from pointsman_router.core.placement_types import Decision
 from pointsman_router.core.priority import Priority
 
@@ -167,9 +168,10 @@ class EventMetrics:
         if not decision.previous_id:  # the tokens that earlier parts of the prompt computed are no hits
             load = decision.kv_load
             self._cached["device",].inc(decision.present_tokens - load.tokens)
-            self._cached["host",].inc(load.host_tokens)
-            self._cached["storage",].inc(load.storage_tokens)
-            self._load_price.inc(load.price_tokens)
+            if load is not NO_LOAD:
+                self._cached["host",].inc(load.host_tokens)
+                self._cached["storage",].inc(load.storage_tokens)
+                self._load_price.inc(load.price_tokens)
         if decision.held_s:
             self._held[decision.request.priority,].observe(decision.held_s)
         if (admitted := decision.request.admitted) is not None and not decision.previous_id:
