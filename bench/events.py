@@ -40,6 +40,7 @@ ENGINES = 3
 DOCUMENTS, QUESTIONS = 36, 8
 DOCUMENT_WORDS, QUESTION_WORDS = 600, 20
 PAUSE_S = 0.05
+RETRIES = 30
 # The documents have 36 times some 1,200 tokens; each engine's cache holds ten of them.
 KV_BLOCKS = 800
 LATE_S = 5.0
@@ -199,10 +200,20 @@ async def _ask_all(url: str, model: str, run: _Run) -> None:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
         for prompt in prompts:
             body = {"model": model, "prompt": prompt, "max_tokens": 4}
-            async with http.post(f"{url}/v1/completions", json=body) as answer:
-                assert answer.status == 200, await answer.text()
-                usage = (await answer.json())["usage"]
+            usage = await _ask(http, f"{url}/v1/completions", body)
             run.prompt += usage["prompt_tokens"]
             run.cached += usage["prompt_tokens_details"]["cached_tokens"]
             # As if others thought meanwhile: events arrive, and what was assumed for a moment expires.
             await asyncio.sleep(PAUSE_S)
+
+
+async def _ask(http: aiohttp.ClientSession, url: str, body: dict[str, object]) -> dict[str, Any]:
+    """Return the usage of an answer. On a busy machine the agent may find no engine that answers it in time for a while."""
+    for _ in range(RETRIES):
+        async with http.post(url, json=body) as answer:
+            if answer.status == 200:
+                usage: dict[str, Any] = (await answer.json())["usage"]
+                return usage
+            problem = await answer.text()
+        await asyncio.sleep(1.0)
+    raise RuntimeError(problem)
