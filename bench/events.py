@@ -1,7 +1,8 @@
 """Hit rates while the engines' KV events are missing, late, wrong or in an older form, beside the same requests without events.
 
-Three emulated engines, whose publishers tamper with their events, behind a whole control plane. Their caches hold a part of the
-conversations, and no request names its session, so that placement depends on what is known of the caches.
+Three emulated engines, whose publishers tamper with their events, behind a whole control plane. Many questions are asked about
+each of a few documents, none of them in a session, so that placement depends on what is known of the caches. Each cache holds a
+part of the documents.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,10 +37,12 @@ from pointsman_lab.live.local_fleet import ChildProcesses, start_plane
 from pointsman_lab.workload.tokenizer import ChatTokenizer
 
 ENGINES = 3
-CONVERSATIONS, TURNS, AT_ONCE = 36, 6, 1
-FIRST_WORDS, MORE_WORDS = 500, 150
-# The conversations grow to some 45,000 tokens, a third of which fits into an engine's cache.
-KV_BLOCKS = 1_000
+DOCUMENTS, QUESTIONS = 36, 8
+DOCUMENT_WORDS, QUESTION_WORDS = 600, 20
+PAUSE_S = 0.05
+RETRIES = 30
+# The documents have 36 times some 1,200 tokens; each engine's cache holds ten of them.
+KV_BLOCKS = 800
 LATE_S = 5.0
 # What is sent as each event's type, with the fields in the order of vLLM 0.22's classes.
 _FIELDS = {
@@ -156,7 +159,7 @@ async def _run(case: str) -> _Run:
             plane = await asyncio.to_thread(
                 start_plane, processes, Path(folder), urls, ["--policy", "unified"], (0, 0, 0)
             )
-            await _talk(plane.url, settings.model, run)
+            await _ask_all(plane.url, settings.model, run)
             async with open_channel(plane.router) as channel:
                 stub: Any = fleet_pb2_grpc.FleetServiceStub(channel)
                 listed = await stub.ListInstances(fleet_pb2.ListInstancesRequest())
@@ -183,32 +186,34 @@ def _tampering(case: str) -> Iterator[None]:
         yield
 
 
-async def _talk(url: str, model: str, run: _Run) -> None:
-    """Send all turns of all conversations, in an order that is the same in each run."""
+async def _ask_all(url: str, model: str, run: _Run) -> None:
+    """Send all questions about all documents, one after another, in an order that is the same in each run."""
     draw = random.Random(1)
     words = ChatTokenizer().words
-    said: Callable[[int], str] = lambda count: " ".join(draw.choices(words, k=count))  # noqa: E731
-    conversations = [[said(FIRST_WORDS)] + [said(MORE_WORDS) for _ in range(TURNS - 1)] for _ in range(CONVERSATIONS)]
-    # Turns of a few conversations at a time, as users come and go.
-    order = [
-        (first + at, turn)
-        for first in range(0, CONVERSATIONS, CONVERSATIONS // 3)
-        for turn in range(TURNS)
-        for at in draw.sample(range(CONVERSATIONS // 3), CONVERSATIONS // 3)
+    documents = [" ".join(draw.choices(words, k=DOCUMENT_WORDS)) for _ in range(DOCUMENTS)]
+    prompts = [
+        f"{document}\n{' '.join(draw.choices(words, k=QUESTION_WORDS))}"
+        for document in documents
+        for _ in range(QUESTIONS)
     ]
-    room = asyncio.Semaphore(AT_ONCE)
-
-    async def ask(http: aiohttp.ClientSession, number: int, turn: int) -> None:
-        async with room:
-            body = {"model": model, "prompt": "\n".join(conversations[number][: turn + 1]), "max_tokens": 4}
-            async with http.post(f"{url}/v1/completions", json=body) as answer:
-                assert answer.status == 200, await answer.text()
-                usage = (await answer.json())["usage"]
-        run.prompt += usage["prompt_tokens"]
-        run.cached += usage["prompt_tokens_details"]["cached_tokens"]
-
+    draw.shuffle(prompts)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
-        # A conversation's next turn is sent after its last one was answered.
-        for start in range(0, len(order), CONVERSATIONS // 3):
-            turns = order[start : start + CONVERSATIONS // 3]
-            await asyncio.gather(*(ask(http, number, turn) for number, turn in turns))
+        for prompt in prompts:
+            body = {"model": model, "prompt": prompt, "max_tokens": 4}
+            usage = await _ask(http, f"{url}/v1/completions", body)
+            run.prompt += usage["prompt_tokens"]
+            run.cached += usage["prompt_tokens_details"]["cached_tokens"]
+            # As if others thought meanwhile: events arrive, and what was assumed for a moment expires.
+            await asyncio.sleep(PAUSE_S)
+
+
+async def _ask(http: aiohttp.ClientSession, url: str, body: dict[str, object]) -> dict[str, Any]:
+    """Return the usage of an answer. On a busy machine the agent may find no engine that answers it in time for a while."""
+    for _ in range(RETRIES):
+        async with http.post(url, json=body) as answer:
+            if answer.status == 200:
+                usage: dict[str, Any] = (await answer.json())["usage"]
+                return usage
+            problem = await answer.text()
+        await asyncio.sleep(1.0)
+    raise RuntimeError(problem)

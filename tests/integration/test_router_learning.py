@@ -102,7 +102,7 @@ async def test_events_that_answers_contradict_are_trusted_again_after_answers_th
         assert status.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE
         await report.snapshot(KEYS)
         await until(client, "copied", keys=10, prefix_source=fleet_pb2.PREFIX_SOURCE_APPROXIMATE)
-        for number in range(8):
+        for number in range(16):
             await answered(session, f"s{number}", cached=144)
             await report.load()
         status = await until(client, "trusted", prefix_source=fleet_pb2.PREFIX_SOURCE_EVENTS)

@@ -474,7 +474,7 @@ def test_events_that_failed_the_audit_count_again_after_answers_that_agree() -> 
     join(router, "a", 1, KEYS, now=1.0)
     assert (record.state, router.index.count("a")) == (InstanceState.READY, 12)
     assert seen(router, now=1.0).prefix_source is PrefixSource.APPROXIMATE
-    for number in range(8):
+    for number in range(16):
         assert not record.exact
         answer(router, f"s{number}", cached=192, now=1.0)
         speaks(router, 1.0)

@@ -22,7 +22,7 @@ WINDOW = 8
 CONTRADICTIONS = 4
 # Number of answers in a row that must agree before the events are trusted: first, after a loss of trust, and at most. It doubles
 # with each loss.
-FIRST_AGREEMENTS, AGREEMENTS_AFTER_LOSS, MAX_AGREEMENTS = 1, 8, 64
+FIRST_AGREEMENTS, AGREEMENTS_AFTER_LOSS, MAX_AGREEMENTS = 1, 16, 128
 # Number of a prompt's keys that are looked up.
 SAMPLES = 8
 # Number of answers without usage details that are compared with the engine's counters at once, and the least share of the
@@ -37,8 +37,8 @@ UNPROVEN = "no answer has confirmed its KV events yet"
 class EventTrust:
     """The evidence about the events of one incarnation.
 
-    `proven`: the copy counts as exact; while it is `doubted`, the approximate keys count beside it. `credible`: the copy may have
-    too few keys, but has none that answers contradicted, so it counts beside the approximate ones.
+    `proven`: the copy counts as exact; while it is `doubted`, the approximate keys count beside it. `credible`: answers have not
+    contradicted the events since they were last proven, or ever, so the copy counts beside the approximate keys.
     """
 
     proven: bool = False
@@ -99,14 +99,13 @@ class EventTrust:
         """Record that an answer had fewer cached tokens than the copy. Mutates."""
         self.agreed = 0
 
-    def lose(self, reason: str, *, credible: bool) -> bool:
+    def lose(self, reason: str) -> bool:
         """Stop trusting the events. Return whether that is new. Mutates."""
-        lost, self.proven = self.proven, False
-        self.credible = self.credible and credible
+        lost, self.proven, self.credible = self.proven, False, False
         self.agreed = 0
         self.reason = reason
         self._missing.clear()
-        if lost or (not credible and self.needed == FIRST_AGREEMENTS):
+        if lost or self.needed == FIRST_AGREEMENTS:
             self.needed = min(AGREEMENTS_AFTER_LOSS << self.losses, MAX_AGREEMENTS)
             self.losses += 1
         new, self.told = lost or not self.told, True
@@ -134,8 +133,7 @@ class EventTrust:
         if (count := sum(self._missing)) < CONTRADICTIONS:
             return False
         return self.lose(
-            f"{count} of the last {len(self._missing)} answers computed blocks that its KV events did not report",
-            credible=True,
+            f"{count} of the last {len(self._missing)} answers computed blocks that its KV events did not report"
         )
 
 

@@ -16,7 +16,11 @@ from pointsman_common.core.block_keys import KEY_TOKENS
 from pointsman_common.core.key_report_messages import Delta, KeyMessage, SnapshotEnd, Tier
 from pointsman_router.core import events_and_effects as ev
 from pointsman_router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
-from pointsman_router.core.instances.prediction_audit import AGAIN_S, SLACK_BLOCKS, SLACK_SHARE
+from pointsman_router.core.instances.prediction_audit import (
+    AGAIN_S,
+    SLACK_BLOCKS,
+    SLACK_SHARE,
+)
 from pointsman_router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman_router.core.learning.prefill_progress import NO_KEYS, OpenPrompt, PrefillProgress
 from pointsman_router.core.load.reservations import Reservation
@@ -384,6 +388,9 @@ class PrefixKnowledge:
             return []
         if reported < by_placements:
             self.approximate_index.correct(prompt.instance_id, prompt.keys[reported // KEY_TOKENS :])
+        if record.follows_events:
+            # What was placed while events misled decisions is soon evicted; each answer corrects its own part.
+            return []
         record.placement_audit.observe(by_placements, reported, record.info.block_size)
         return self._reject_placements(record, now) if record.placement_audit.judge() else []
 
@@ -417,7 +424,7 @@ class PrefixKnowledge:
         the router's or the agent's copy may be wrong."""
         instance_id, reason = record.info.instance_id, record.prediction_audit.reason
         had_placements = record.needs_placements
-        new = record.trust.lose(reason, credible=False)
+        new = record.trust.lose(reason)
         self.keep_placements(record, had_placements)
         self.provisional.drop(instance_id)
         record.forget_snapshot()
