@@ -60,13 +60,15 @@ class Services:
         """Return the command line of `pointsman WORDS...`."""
         return [self.python, "-m", self.module, *words]
 
-    def examination(self, router: str, gateway: str, *agents: str) -> list[str]:
-        """Return a command line that prints the findings of `pointsman doctor` as JSON: level, check and finding of each."""
+    def examinations(self, router: str, gateway: str, *agents: str) -> list[str]:
+        """Return a command line that prints the findings of `pointsman doctor` for each line that it reads, as JSON: level, check
+        and finding of each."""
         lines = (
             "import json, sys",
             f"from {self.module.rpartition('.')[0]}.doctor import examine",
-            "found = examine(sys.argv[1], sys.argv[2], None, sys.argv[3:])",
-            "print(json.dumps([(one.level, one.check, one.found) for one in found]))",
+            "for line in sys.stdin:",
+            "    found = examine(sys.argv[1], sys.argv[2], None, sys.argv[3:])",
+            "    print(json.dumps([(one.level, one.check, one.found) for one in found]), flush=True)",
         )
         return [self.python, "-c", "\n".join(lines), router, gateway, *agents]
 
@@ -170,6 +172,7 @@ class IllFleet:
         self._words = ChatTokenizer().words
         self._draw = random.Random(1)
         self._stop = asyncio.Event()
+        self._doctor: asyncio.subprocess.Process | None = None
 
     def _engine(self, model: str, name: str) -> Engine:
         port = free_port()
@@ -203,10 +206,19 @@ class IllFleet:
                 await engine.ready()
             await self._start_services()
             polling = asyncio.create_task(self._poll())
+            # Started once: on a busy machine its start takes as long as an illness.
+            agents = [f"http://{at}" for at in self.agents_at]
+            self._doctor = await asyncio.create_subprocess_exec(
+                *self.services.examinations(self.router, f"http://{self.gateway}", *agents),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
             try:
                 await self.settled(START_S)
                 yield
             finally:
+                self._doctor.kill()
+                await self._doctor.wait()
                 polling.cancel()
                 await asyncio.gather(polling, return_exceptions=True)
         finally:
@@ -275,15 +287,14 @@ class IllFleet:
 
     async def doctor(self) -> tuple[dict[str, list[str]], int]:
         """Return what `pointsman doctor` warns of, by pool, and its exit status. What concerns no pool is in both."""
-        agents = [f"http://{at}" for at in self.agents_at]
-        child = await asyncio.create_subprocess_exec(
-            *self.services.examination(self.router, f"http://{self.gateway}", *agents), stdout=asyncio.subprocess.PIPE
-        )
-        out, _ = await child.communicate()
+        assert self._doctor is not None
+        assert self._doctor.stdin is not None
+        assert self._doctor.stdout is not None
+        self._doctor.stdin.write(b"\n")
+        findings = json.loads(await self._doctor.stdout.readline())
         pools = {name: model for model, name in self.ids.items()} | {model: model for model in ENGINES}
         pools |= {f"127.0.0.1:{engine.port}": engine.model for engine in self.well}
         found: dict[str, list[str]] = {model: [] for model in ENGINES}
-        findings = json.loads(out)
         for level, check, finding in findings:
             text = f"{check}: {finding}"
             for model in ENGINES:
