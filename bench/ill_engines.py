@@ -30,7 +30,7 @@ from pointsman_common.io.logs import configure_logs
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "ill_engines.md"
 CELL = 240  # characters, at most
 # Time before an illness; time after it for the engine to be back, and at least; how long before its end doctor is asked, s.
-CALM_S, BACK_S, AFTER_S, DOCTOR_BEFORE_S = 2.0, 20.0, 3.0, 2.5
+CALM_S, BACK_S, AFTER_S, DOCTOR_BEFORE_S = 2.0, 32.0, 2.0, 2.5
 
 
 async def ill_engines() -> list[Figure]:
@@ -69,12 +69,13 @@ async def _one(way: Way, fleet: IllFleet) -> list[Outcome]:
         await asyncio.sleep(CALM_S)
         begun = time.monotonic()
         async with way.illness(fleet):
-            await asyncio.sleep(begun + way.ill_s / 2 - time.monotonic())
+            ill = time.monotonic()  # a way may begin with a restart
+            await asyncio.sleep(ill + way.ill_s / 2 - time.monotonic())
             half, before = time.monotonic(), {model: fleet.requests_at(model) for model in ENGINES}
-            await asyncio.sleep(begun + way.ill_s - DOCTOR_BEFORE_S - time.monotonic())
-            said = {model: listed[-1].words if listed else "" for model, listed in fleet.listed.items()}
+            await asyncio.sleep(ill + way.ill_s - DOCTOR_BEFORE_S - time.monotonic())
+            said = {model: listed[-1] for model, listed in fleet.listed.items()}
             doctor, status = await fleet.doctor()
-            await asyncio.sleep(begun + way.ill_s - time.monotonic())
+            await asyncio.sleep(ill + way.ill_s - time.monotonic())
             last, reached = time.monotonic(), {model: fleet.requests_at(model) for model in ENGINES}
         ended = time.monotonic()
         outcomes = [Outcome(way.name, model, ended - begun) for model in ENGINES]
@@ -85,21 +86,26 @@ async def _one(way: Way, fleet: IllFleet) -> list[Outcome]:
             back = all(one.out_s is None or one.back_s is not None for one in outcomes)
             if back and time.monotonic() > ended + AFTER_S:
                 break
+        until = time.monotonic()
+        # Under way: an engine that is out is tried again only with requests.
+        try:
+            await fleet.settled()
+        except AssertionError:
+            for one in outcomes:
+                one.late = True
+            await fleet.restart_services()
+            await fleet.settled()
     for one in outcomes:
-        one.count(fleet.sent)
+        one.count([sent for sent in fleet.sent if sent.at < until])
         # Each request at the proxy counts: a retry of a request that another engine answered, too.
         of_half = sum(sent.pool == one.pool and half <= sent.at < last for sent in fleet.sent)
         one.share = min((reached[one.pool] - before[one.pool]) / max(of_half, 1), 1.0)
         outs = [listed for listed in fleet.listed[one.pool] if begun <= listed.at < ended and listed.out]
-        one.said = fleet.plain(said[one.pool] if not outs else max(outs, key=lambda listed: len(listed.words)).words)
+        now = said[one.pool]
+        one.said = fleet.plain(
+            ", then ".join(dict.fromkeys(listed.words for listed in [*([] if now.out else outs[:1]), now]))
+        )
         one.doctor, one.doctor_status = doctor[one.pool], status
-    try:
-        await fleet.settled()
-    except AssertionError:
-        for one in outcomes:
-            one.late = True
-        await fleet.restart_services()
-        await fleet.settled()
     return outcomes
 
 

@@ -311,7 +311,11 @@ class IllFleet:
             text = text.replace(f"http://{at}", name)
         for engine in self.well:
             text = text.replace(f"127.0.0.1:{engine.port}", "OTHER")
-        return re.sub(rf"\b({'|'.join(ENGINES)})\b", "MODEL", text).replace(str(self.folder), "")
+        return (
+            re.sub(rf"\b({'|'.join(ENGINES)})\b", "MODEL", text)
+            .replace(str(self.folder), "")
+            .replace(str(REPOSITORY), "")
+        )
 
     # ---- clients ----
 

@@ -131,7 +131,7 @@ async def _poisoned(fleet: IllFleet) -> AsyncIterator[None]:
     async def poison() -> None:
         while True:
             await asyncio.gather(*(fleet.poison(model) for model in ENGINES))
-            await asyncio.sleep(2.0)
+            await asyncio.sleep(5.0)
 
     async def start_again() -> None:
         while True:
@@ -203,8 +203,8 @@ WAYS = (
     _fault("ends every answer early", Fault(truncate_at=100), CHAT),
     *map(_status, (400, 401, 404, 429, 500, 501, 503)),
     _fault("answers 200 without a body", Fault(body=b""), CHAT),
-    _fault("answers 200 with no JSON", Fault(body=b"data: {oops\n\n{oops"), CHAT),
-    Way("prompts that kill their engine, every 2 s", _poisoned),
+    _fault("answers 200 with a page of HTML", Fault(body=b"<html>Log in</html>"), CHAT),
+    Way("prompts that kill their engine, every 5 s", _poisoned),
     Way("KV events do not arrive", partial(_restarted_as, case="unreachable")),
     Way("KV events name wrong tokens", partial(_restarted_as, case="wrong tokens")),
     Way("its agent is killed", _agent_killed, WITHOUT_AGENT_S),
