@@ -176,12 +176,13 @@ async def _run(case: str) -> _Run:
 
 
 async def _start_engines(case: str, settings: EmulateSettings) -> list[EmulatedEngine]:
-    with _tampering(case):
+    with tampering(case):
         return [await emulated_engine.start(settings) for _ in range(ENGINES)]
 
 
 @contextmanager
-def _tampering(case: str) -> Iterator[None]:
+def tampering(case: str) -> Iterator[None]:
+    """Let engines that start in the block publish their events as `case` says."""
     with patch.object(emulated_engine, "KVEventPublisher", partial(_Publisher, case)):
         yield
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from pointsman.router.v1 import placement_pb2
@@ -40,6 +41,22 @@ async def test_a_request_that_waits_for_the_head_of_an_answer_can_leave_a_silent
     assert (left.outcome, left.error) == (placement_pb2.OUTCOME_CANCELLED, "moved to another instance")
     assert ended.outcome == placement_pb2.OUTCOME_OK
     assert list(up.router.places[1].exclude) == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_is_none_of_the_api_is_made_by_another(up: Stack, stream: bool) -> None:
+    up.engines[0].mode = "page"
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{up.url}/v1/chat/completions", json=CHAT | {"stream": stream}) as answer,
+    ):
+        body = await answer.read()
+    assert (answer.status, answer.headers["X-Pointsman-Instance"]) == (200, "i1")
+    assert b"html" not in body
+    await up.router.until(lambda: len(up.router.finished) == 2)
+    failed, ended = up.router.finished
+    assert (failed.outcome, failed.refused, failed.broke) == (placement_pb2.OUTCOME_FAILED, False, False)
+    assert ended.outcome == placement_pb2.OUTCOME_OK
 
 
 async def test_what_a_doubted_engine_rejects_is_answered_by_another(up: Stack) -> None:

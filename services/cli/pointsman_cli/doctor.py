@@ -175,13 +175,17 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
 
 def placeability(model: str, pool: Sequence[fleet_pb2.InstanceStatus]) -> Iterator[Finding]:
     """Yield how many instances of a model can get requests."""
-    placeable = sum(status.state in PLACEABLE for status in pool)
-    found = f"{placeable} of {len(pool)} instances placeable"
+    placeable = sum(status.state in PLACEABLE and not status.circuit_open for status in pool)
     if placeable:
-        yield Finding(Finding.OK, f"model {model}", found)
+        yield Finding(Finding.OK, f"model {model}", f"{placeable} of {len(pool)} instances placeable")
         return
-    counts = Counter(state_words(status) for status in pool)
+    counts = Counter(state_words(status) + ", out" * status.circuit_open for status in pool)
     states = ", ".join(f"{count} {words}" for words, count in sorted(counts.items()))
+    # What an operator has not ruled out, and is not asleep, gets requests if there is nothing better.
+    if any(status.state in (*PLACEABLE, fleet_pb2.INSTANCE_STATE_UNHEALTHY) for status in pool):
+        found = f"none healthy: {states}; requests are placed on them all the same"
+        yield Finding(Finding.FAIL, f"model {model}", found, "see the findings of each instance below")
+        return
     ordered = [
         status
         for status in pool
@@ -272,8 +276,9 @@ def instance_finding(status: fleet_pb2.InstanceStatus) -> Finding:
         found = f"out: {status.life.reason or 'it failed several requests in a row'}"
         return Finding(Finding.FAIL, name, f"{state}, {found}", "see the engine's log")
     if status.state != fleet_pb2.INSTANCE_STATE_READY:
-        found = f"{state}: {status.life.reason}" if status.life.reason else state
-        return Finding(Finding.FAIL, name, found, "see the agent's and the engine's logs")
+        # What the agent saw, and what the router makes of it.
+        why = "; ".join(filter(None, (status.load.problem, status.life.reason)))
+        return Finding(Finding.FAIL, name, f"{state}: {why}" if why else state, "see the agent's and the engine's logs")
     if age > STALE_REPORT_S:
         advice = "check whether its agent is overloaded, and the network between agent and router"
         return Finding(Finding.WARN, name, f"last report {age:.0f} s ago", advice)

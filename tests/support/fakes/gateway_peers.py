@@ -39,6 +39,7 @@ class FakeEngine:
 
     - ok, 400, 500, 501, 503
     - hang: no request is answered
+    - page: each answer is 200 with a page of HTML, under the content type of the right answer
     - cut: the connection is closed in the middle of a stream
     - short: a stream ends without [DONE]
     - linger: a stream does not end after [DONE]
@@ -93,6 +94,9 @@ class FakeEngine:
         try:
             if self.mode == "hang":
                 await asyncio.sleep(3600)
+            if self.mode == "page":
+                media_type = "text/event-stream" if body.get("stream") else "application/json"
+                return web.Response(body=b"<html>Log in</html>", content_type=media_type)
             kind = Endpoint(request.path)
             call = parse(kind, raw)
             try:

@@ -31,6 +31,13 @@ def test_a_process_that_does_not_tell_its_start_is_followed_by_its_counters() ->
     assert not identity.alternating
 
 
+def test_an_engine_that_restarts_again_and_again_is_no_load_balancer() -> None:
+    identity = ProcessIdentity()
+    looks = [identity.observe(start, 0, 0) for start in (1.0, 2.0, 3.0, 3.0, 4.0, 5.0, 6.0)]
+    assert IdentityChange.ALTERNATING not in looks
+    assert identity.observe(4.0, 0, 0) is IdentityChange.ALTERNATING, "an earlier one answers again"
+
+
 def test_anonymous_processes_that_take_turns_are_seen_too() -> None:
     identity = ProcessIdentity()
     looks = [identity.observe(None, tokens, 0) for tokens in (10, 500, 10, 500, 11, 501, 11, 501, 11)]

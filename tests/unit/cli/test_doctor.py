@@ -253,13 +253,22 @@ def test_events_that_contradict_answers_are_named_with_the_reason() -> None:
 
 
 def test_a_model_of_which_no_instance_is_placeable_fails() -> None:
-    pool = [status("CORDONED"), status("CORDONED", "UNHEALTHY"), status("UNHEALTHY", "UNHEALTHY"), status("CORDONED")]
+    pool = [status("CORDONED"), status("CORDONED", "UNHEALTHY"), status("CORDONED")]
     [finding] = placeability("m", pool)
     assert (finding.level, finding.check) == (Finding.FAIL, "model m")
-    assert finding.found == "none placeable: 2 CORDONED, 1 CORDONED, UNHEALTHY, 1 UNHEALTHY"
+    assert finding.found == "none placeable: 2 CORDONED, 1 CORDONED, UNHEALTHY"
     assert "pointsman uncordon" in finding.advice
     [finding] = placeability("m", [*pool, status("READY")])
-    assert (finding.level, finding.found) == (Finding.OK, "1 of 5 instances placeable")
+    assert (finding.level, finding.found) == (Finding.OK, "1 of 4 instances placeable")
+
+
+def test_a_model_of_which_no_instance_is_healthy_fails_and_gets_requests() -> None:
+    out = status("READY", circuit_open=True)
+    [finding] = placeability("m", [out, status("UNHEALTHY", "UNHEALTHY")])
+    assert (finding.level, finding.check) == (Finding.FAIL, "model m")
+    assert finding.found == "none healthy: 1 READY, out, 1 UNHEALTHY; requests are placed on them all the same"
+    [finding] = placeability("m", [out, status("READY")])
+    assert (finding.level, finding.found) == (Finding.OK, "1 of 2 instances placeable")
 
 
 def test_a_cordon_does_not_hide_that_the_engine_is_away() -> None:

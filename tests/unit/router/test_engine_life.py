@@ -62,6 +62,18 @@ def test_requests_that_were_under_way_when_it_opened_do_not_prolong_it() -> None
     assert life.open(1.1), "the trial goes on"
 
 
+def test_what_put_it_out_says_whether_others_have_answered() -> None:
+    pool = PoolAnswers()
+    alone, ill, well = EngineLife(), EngineLife(pool), EngineLife(pool)
+    while not alone.errored("r", 404, 0.0, SETTINGS):
+        pass
+    assert alone.why().endswith(" requests in a row with status 404, and no other engine has answered")
+    well.answered("w", 0.0)
+    while not ill.errored("r", 404, 0.0, SETTINGS):
+        well.answered("w", 0.0)
+    assert ill.why().endswith(" requests in a row with status 404, and others answer")
+
+
 def test_zero_failures_mean_never() -> None:
     never = EngineLife()
     assert not any(never.failed("r", 0.0, LifeSettings(failures=0)) for _ in range(50))

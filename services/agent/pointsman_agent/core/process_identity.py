@@ -18,8 +18,9 @@ _STABLE_AFTER = 60
 _REMEMBERED = 16
 # A change is quick if the previous identity was repeated in fewer scrapes than this.
 _QUICK = 5
-# Number of consecutive quick changes that show a load balancer. Needed for processes that do not report their start time: they
-# never show an earlier identity again, but change too fast for restarts.
+# Number of consecutive quick changes that show a load balancer of processes that do not report their start time: they never show
+# an earlier identity again, but change too fast for restarts. Processes that report it do show one; an engine that restarts
+# again and again does not.
 _QUICK_CHANGES = 3
 
 
@@ -86,7 +87,8 @@ class ProcessIdentity:
             self.alternating = False
             self._earlier.clear()
             return IdentityChange.NEW
-        self._quick_changes = self._quick_changes + 1 if self.current and self._steady < _QUICK else 0
+        quick = bool(self.current) and self._steady < _QUICK and process_start is None
+        self._quick_changes = self._quick_changes + 1 if quick else 0
         if identity in self._earlier or self._quick_changes >= _QUICK_CHANGES:
             self.alternating = True
         if self.current and self.current not in self._earlier:

@@ -34,6 +34,7 @@ from pointsman_gateway.core.request.transfer_params import (
     slice_request,
     with_session_end,
 )
+from pointsman_gateway.core.streaming.answer_form import begins_as_events, has_json_form
 from pointsman_gateway.core.streaming.id_comments import without_comments
 from pointsman_gateway.core.streaming.rest_of_text import RestOfText
 from pointsman_gateway.core.streaming.sse import SseFilter
@@ -256,6 +257,8 @@ class EngineSteps:
                 streamed = answer.status < 400 and answer.media_type == "text/event-stream"
                 if streamed and not await answer.begun():
                     raise UpstreamError("an empty answer", answer.status, broke=True)
+                if streamed and not begins_as_events(answer.arrived):
+                    raise UpstreamError("an answer without events", answer.status)
                 # After a failed KV transfer an engine answers 200, and the stream starts with an error.
                 if streamed and step.kv_source is not None and begins_with_error(without_comments(answer.arrived)):
                     raise UpstreamError("the answer began with an error", 500)
@@ -269,6 +272,8 @@ class EngineSteps:
                 body = await upstream.read_all(answer, held=self._held)
                 if was_aborted(body):
                     raise AbortedByEngine
+                if answer.status == 200 and not has_json_form(body):
+                    raise UpstreamError("an answer that is no JSON", answer.status)
                 headers = client_headers(answer.headers) | headers
                 if answer.status >= 400:
                     body = redact_error(call.endpoint.error_format, answer.status, body)

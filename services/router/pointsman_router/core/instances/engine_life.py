@@ -239,5 +239,6 @@ class EngineLife:
             return "it sent nothing, long after a first token was due"
         if self.cause == ERRORS:
             what = f"with status {self.status}" if self.status else "by breaking the connection"
-            return f"it answered {self.errors} requests in a row {what}, and others answer"
+            others = "others answer" if self.pool.answers > self._answers_before else "no other engine has answered"
+            return f"it answered {self.errors} requests in a row {what}, and {others}"
         return f"{self.failures} requests in a row failed on it"
