@@ -21,7 +21,9 @@ _READ = ("schedule", "update_from_output", "get_request_counts", "requests")
 def missing_parts(scheduler: object) -> list[str]:
     """Return the names of what an observer needs and `scheduler` does not have."""
     missing = [name for name in _READ if not hasattr(scheduler, name)]
-    if not hasattr(scheduler, "get_kv_cache_usage") and not hasattr(getattr(scheduler, "kv_cache_manager", None), "usage"):
+    if not hasattr(scheduler, "get_kv_cache_usage") and not hasattr(
+        getattr(scheduler, "kv_cache_manager", None), "usage"
+    ):
         missing.append("get_kv_cache_usage")
     return missing
 

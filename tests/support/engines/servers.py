@@ -33,7 +33,9 @@ ENGINE_PYTHON = REPOSITORY / os.environ.get("POINTSMAN_TEST_ENGINE_PYTHON", ".ve
 def vllm_names(word: str) -> bool:
     """Whether the engines' vLLM has a flag or a route of this name: older ones lack some."""
     package = next(ENGINE_PYTHON.parent.parent.glob("lib/python*/site-packages/vllm"))
-    return any(word in file.read_text() for folder in ("engine", "entrypoints") for file in (package / folder).rglob("*.py"))
+    return any(
+        word in file.read_text() for folder in ("engine", "entrypoints") for file in (package / folder).rglob("*.py")
+    )
 
 
 SERVED_NAME = "tiny"
@@ -377,8 +379,20 @@ def _as_map(event: Any) -> dict[str, Any]:
     if isinstance(event, dict):
         return event
     kind, *values = event
-    stored = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys")
-    return {"type": kind, **dict(zip(stored if kind == "BlockStored" else ("block_hashes", "medium"), values, strict=False))}
+    stored = (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+    )
+    return {
+        "type": kind,
+        **dict(zip(stored if kind == "BlockStored" else ("block_hashes", "medium"), values, strict=False)),
+    }
 
 
 def _replay(endpoint: str) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity, Use, compatible
+from pointsman_common.core.vllm_versions import series
 from pointsman_router.core.admission_rule import AdmissionRecord
 from pointsman_router.core.kv_load import NO_LOAD, KvLoad
 from pointsman_router.core.prefill_curve import NO_PREFILLS, PrefillCurve, PrefillSums, PrefillWork
@@ -168,6 +169,15 @@ class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
         if kv is not None and kv.cache_dtype and not identity.kv_dtype:
             return msgspec.structs.replace(identity, kv_dtype=kv.cache_dtype)
         return identity
+
+    @property
+    def kv_kind(self) -> str:
+        """The kind of KV that it passes on or takes, equal for those that can read each other's; empty without a KV connector.
+        NIXL's connector refuses engines of any other version, Mooncake's cannot read the messages of some other ones."""
+        if (kv := self.kv_transfer) is None:
+            return ""
+        version = self.engine_version if kv.protocol == "NIXL" else series(self.engine_version)
+        return f"{kv.protocol}/{self.block_size}/{version}"
 
     @property
     def traits(self) -> EngineTraits | UnsetType:

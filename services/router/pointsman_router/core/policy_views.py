@@ -377,7 +377,7 @@ def _kv_kind(info: InstanceInfo, side: KvRole) -> str:
     kv = info.kv_transfer
     if kv is None or kv.role not in (KvRole.BOTH, side):
         return ""
-    return f"{kv.protocol}/{info.block_size}"
+    return info.kv_kind
 
 
 def _with_own_remainder(candidate: Candidate, own: Reservation) -> Candidate:
