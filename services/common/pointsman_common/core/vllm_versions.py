@@ -1,7 +1,7 @@
 """Versions of vLLM: which one is tested, and what is off with others. Pure.
 
-docs/vllm_versions.md tells how each statement is known. No behaviour depends on this module but whose KV engines can read:
-everything else is decided by what an engine has.
+docs/vllm_versions.md tells how each statement is known. Behaviour depends on a version only where an engine shows nothing
+before it is too late: whose KV it can read, and how it counts a limit of output tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ def series(version: str) -> str:
     """Return the first two numbers of a version ("0.32" of "0.32.1+cpu"); the whole text if it does not begin with them."""
     found = _numbers(version)
     return f"{found[0]}.{found[1]}" if found else version
+
+
+def counts_output(version: str) -> bool:
+    """Return whether an engine refuses a request whose prompt and limit of output tokens together pass its context, as vLLM up to
+    0.31 does. An unknown version is taken for a newer one, which shortens the output."""
+    found = _numbers(version)
+    return found is not None and found < (0, 32)
 
 
 def standing(version: str) -> str:

@@ -267,7 +267,7 @@ class FleetViewBuilder:
         is wrong with it."""
         tokens, output, begun = request.context_tokens, request.max_output_tokens, request.begun_by
         contexts = self._instances.contexts(pool, request.model)
-        held = [EngineTraits(max_model_len=context).holds(tokens, output) for context in contexts]
+        held = [context.holds(tokens, output) for context in contexts]
         limited = not all(held) and any(held)
         resumed = request.resumed and begun != UNKNOWN_IDENTITY
         if not limited and not resumed:
