@@ -20,7 +20,7 @@ import zmq
 
 from pointsman_connector.engine_run import engine_run
 from pointsman_connector.step_load import StepLoad
-from pointsman_connector.step_observer import StepObserver, missing_parts
+from pointsman_connector.step_observer import StepObserver, kv_usage, missing_parts
 from pointsman_connector.vllm_version import vllm_logger, warn_without
 
 # Environment variable with the agent's ZMQ address.
@@ -158,7 +158,7 @@ class _Pusher:
         load, scheduler = self._load, self._scheduler
         self._sent_at = now
         self._sent_counts = load.running, load.waiting = scheduler.get_request_counts()
-        load.kv_usage = scheduler.get_kv_cache_usage()
+        load.kv_usage = kv_usage(scheduler)
         load.prefill_tokens_left = self._observer.prefill_tokens_left
         try:
             self._socket.send(self._encoder.encode(load), zmq.NOBLOCK)

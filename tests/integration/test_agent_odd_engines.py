@@ -102,3 +102,15 @@ async def test_an_engine_that_cannot_be_followed_is_tried_again(
         assert stream_of(router, odd) is None
         odd.events_address = ""
         await loads(router, odd, healthy=True)
+
+
+async def test_an_engine_that_does_not_tell_where_its_events_are_says_so(
+    engines: tuple[FakeEngine, FakeEngine], router: FakeRouter, tmp_path: Path
+) -> None:
+    """As vLLM up to 0.29 at least: its events need addresses in the agent's settings."""
+    older, _ = engines
+    older.tells_sources = False
+    async with agent_of(engines, router, tmp_path):
+        stream = await eventually(lambda: stream_of(router, older), "the engine's stream")
+        assert "no GET /kv_event_sources" in stream.hello.instance.prefix_reason
+        assert "events=tcp://HOST:5557" in stream.hello.instance.prefix_reason

@@ -22,6 +22,7 @@ from pointsman_cli.doctor_redis import RedisUrls, redis_findings
 from pointsman_cli.instance_commands import order_words, orders_of, state_words, suspension
 from pointsman_cli.router_call import ask, dial
 from pointsman_common.core.block_keys import KEY_TOKENS
+from pointsman_common.core.vllm_versions import standing
 
 # Base URL of the agent of `pointsman up`.
 AGENT = "http://127.0.0.1:9101"
@@ -165,6 +166,7 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
             )
         )
         yield from uniformity(model, statuses)
+        yield from versions(model, pool)
         yield from transfers(pool)
         yield from answers(
             [status.instance for status in statuses if status.state == fleet_pb2.INSTANCE_STATE_READY], access
@@ -229,6 +231,19 @@ def uniformity(model: str, pool: Sequence[fleet_pb2.InstanceStatus]) -> Iterator
             "no answer, session or KV passes between engines of different weights or types, and long prompts go to the larger "
             "context only: a rolling change; else serve them under different names",
         )
+
+
+def versions(model: str, pool: Sequence[agent_pb2.Instance]) -> Iterator[Finding]:
+    """Yield each version of vLLM in a pool that is not the tested one, with what is off with it."""
+    counts = Counter(instance.engine_version for instance in pool)
+    for version, count in sorted(counts.items()):
+        if off := standing(version):
+            yield Finding(
+                Finding.WARN,
+                f"model {model}",
+                f"{count} of {len(pool)} run vLLM {version}, {off}",
+                "see docs/vllm_versions.md",
+            )
 
 
 def _orders(router: str) -> Iterator[Finding]:

@@ -57,7 +57,7 @@ def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
                 Finding.WARN,
                 name,
                 "no other instance of its model can transfer KV with it",
-                "give both the same model, types, protocol and --block-size, and opposite roles (or the role both)",
+                "give both the same vLLM, model, types, protocol and --block-size, and opposite roles (or the role both)",
             )
             continue
         if kv.protocol == agent_pb2.KV_PROTOCOL_MOONCAKE and kv.role != agent_pb2.KV_ROLE_CONSUMER:
@@ -84,12 +84,12 @@ def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
 
 def _kv_passes(source: agent_pb2.Instance, target: agent_pb2.Instance) -> bool:
     gives, takes = source.kv_transfer, target.kv_transfer
-    one, other = (instance_messages.instance_info(instance).known_identity for instance in (source, target))
+    one, other = (instance_messages.instance_info(instance) for instance in (source, target))
     return (
         gives.role != agent_pb2.KV_ROLE_CONSUMER
         and takes.role != agent_pb2.KV_ROLE_PRODUCER
-        and (gives.protocol, source.block_size) == (takes.protocol, target.block_size)
-        and compatible(one, other, Use.KV)
+        and one.kv_kind == other.kv_kind != ""
+        and compatible(one.known_identity, other.known_identity, Use.KV)
     )
 
 

@@ -58,6 +58,8 @@ class FakeEngine:
         self.max_model_len: object = 4_096
         self.events_address: object = ""
         """The endpoint that /kv_event_sources names; empty: that of the events."""
+        self.tells_sources = True
+        """Whether it has GET /kv_event_sources."""
         self.awake = True
         self.operations: dict[str, int] = {}
         """Completed sleep operations, by name."""
@@ -187,6 +189,8 @@ class FakeEngine:
         )
 
     async def _sources(self, request: web.Request) -> web.Response:
+        if not self.tells_sources:
+            raise web.HTTPNotFound
         # Only rank 0 has sockets here. That suffices to test where the agent looks for the other ranks' events.
         source: dict[str, Any] = {
             "enable_kv_cache_events": True,

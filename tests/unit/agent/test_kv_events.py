@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -17,8 +18,10 @@ from pointsman_agent.core.kv_events import (
     lifetime_of,
     unknown_fields,
 )
+from tests.support.repository import REPOSITORY
 
 TOKENS = list(range(32))
+RECORDED: dict[str, str] = json.loads((REPOSITORY / "tests/data/kv_events.json").read_text())
 STORED_MAP = {
     "type": "BlockStored",
     "block_hashes": [7],
@@ -121,3 +124,29 @@ def test_a_sequence_frame_may_begin_with_the_publishers_lifetime() -> None:
     for length in (0, 7, 9, 16, 32):
         with pytest.raises(ValueError, match=f"{length} bytes"):
             decode_seq(bytes(length))
+
+
+@pytest.mark.parametrize("version", RECORDED)
+def test_what_each_version_encodes_is_read(version: str) -> None:
+    """Recorded with the classes of vLLM's own wheels (tests/support/engines/record_kv_events.py): arrays in 0.22 and 0.23."""
+    payload = bytes.fromhex(RECORDED[version])
+    assert isinstance(msgspec.msgpack.decode(payload)[1][0], list) is (version < "0.24")
+    batch = decode_batch(payload)
+    assert (batch.ts, batch.data_parallel_rank, batch.unknown, unknown_fields(payload)) == (1.5, 1, (), set())
+    whole, short, removed, cleared = batch.events
+    assert isinstance(whole, BlockStored)
+    assert (whole.block_hashes, whole.parent_block_hash, whole.token_ids) == ([7, 8], 6, TOKENS)
+    assert (whole.block_size, whole.lora_id, whole.lora_name, whole.medium) == (16, 3, "red", "GPU")
+    assert (whole.extra_keys, whole.group_idx) == ([["red"], None], 0)
+    assert (whole.kv_cache_spec_kind, whole.kv_cache_spec_sliding_window) == ("full_attention", 128)
+    assert (whole.locality, whole.ownership, whole.session_id) == (
+        "LOCAL" if version >= "0.26" else None,
+        "tier" if version >= "0.29" else None,
+        "s1" if version >= "0.31" else None,
+    )
+    assert whole.lookahead_token_ids == ([[16], [32]] if version >= "0.33" else None)
+    assert isinstance(short, BlockStored)
+    assert (short.token_ids, short.extra_keys, short.group_idx, short.lookahead_token_ids) == (TOKENS, None, None, None)
+    assert isinstance(removed, BlockRemoved)
+    assert (removed.block_hashes, removed.medium, removed.group_idx) == ([7, 8], "GPU", 0)
+    assert isinstance(cleared, AllBlocksCleared)

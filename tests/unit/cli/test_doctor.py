@@ -21,6 +21,7 @@ from pointsman_cli.doctor import (
     placeability,
     redundancy,
     refused_policies,
+    versions,
 )
 from pointsman_cli.doctor_findings import EngineAccess, Finding
 from pointsman_cli.doctor_kv import Answer, answers, difference, pairs_of, transfers
@@ -336,3 +337,37 @@ def test_a_sender_of_wrong_kv_whose_id_is_unknown_is_known_by_its_url(bootstrap:
     receiver, sender = instance("a", "http://a:1", role=agent_pb2.KV_ROLE_CONSUMER), instance("b", bootstrap)
     receiver.kv_transfer.wrong_from.add(bootstrap_url=bootstrap, engine_id="b1", requests=1)
     assert [finding.level for finding in transfers([receiver, sender])] == [Finding.FAIL, Finding.OK, Finding.OK]
+
+
+def test_versions_that_are_not_tested_are_named_with_what_is_off() -> None:
+    pool = [
+        agent_pb2.Instance(engine_version=version)
+        for version in ("0.32.0+cpu", "0.32.1", "0.22.1", "0.22.1", "0.33.0", "0.40.2", "", "of one's own")
+    ]
+    older, newer, newest = versions("m", pool)
+    assert older.found.startswith(
+        "2 of 8 run vLLM 0.22.1, older than the tested 0.32: KV events only with their addresses"
+    )
+    assert newer.found.startswith(
+        "1 of 8 run vLLM 0.33.0, newer than the tested 0.32: layer-wise push refuses to start; with"
+    )
+    assert "0.40.2, newer than the tested 0.32" in newest.found
+    assert {finding.level for finding in (older, newer, newest)} == {Finding.WARN}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "other", "passes"),
+    [
+        (agent_pb2.KV_PROTOCOL_MOONCAKE, "0.32.1", True),
+        (agent_pb2.KV_PROTOCOL_MOONCAKE, "0.22.1", False),
+        (agent_pb2.KV_PROTOCOL_NIXL, "0.32.1", False),
+        (agent_pb2.KV_PROTOCOL_NIXL, "0.32.0", True),
+    ],
+)
+def test_kv_passes_between_versions_that_read_each_other(
+    protocol: agent_pb2.KvProtocol.ValueType, other: str, passes: bool
+) -> None:
+    one, two = instance("a", "http://a"), instance("b", "http://b")
+    for each, version in ((one, "0.32.0"), (two, other)):
+        each.kv_transfer.protocol, each.engine_version = protocol, version
+    assert bool(list(pairs_of([one, two]))) is passes

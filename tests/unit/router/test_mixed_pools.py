@@ -158,6 +158,18 @@ def test_a_prompt_goes_to_an_engine_whose_context_holds_it() -> None:
     assert decision_of(router, request_id="p", prompt=PROMPT, longest_prompt_tokens=1_000).instance_id == "small"
 
 
+@pytest.mark.parametrize(("version", "taken"), [("0.31.0", "large"), ("0.32.0", "small"), ("", "small")])
+def test_an_engine_may_count_the_output_into_its_context(version: str, taken: str) -> None:
+    """As vLLM up to 0.31 does: it answers 400, where 0.32 shortens the output."""
+    router = mixed()
+    join(router, "small", 3, prompt_keys(PROMPT, "m"), max_model_len=4_096, incarnation="2", engine_version=version)
+    short = PROMPT[:4_000]
+    decision = decision_of(router, prompt=short, max_output_tokens=97)
+    assert decision.instance_id == taken
+    replayed(decision)
+    assert decision_of(router, request_id="s", prompt=short, max_output_tokens=96).instance_id == "small"
+
+
 def test_a_session_that_outgrows_its_engine_moves_to_the_larger_one() -> None:
     router = mixed()
     assert decision_of(router, prompt=PROMPT[:3_200], session_id="s").instance_id == "small"

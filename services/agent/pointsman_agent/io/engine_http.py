@@ -30,6 +30,13 @@ _SCALING = b"currently scaling"
 _RESTRICTED = "/metrics/?" + "&".join(f"name[]={quote(name, safe=':')}" for name in NAMES)
 
 
+# vLLM 0.22, 0.26 and 0.29 lack the route, 0.31 has it.
+_NO_SOURCES = (
+    "the engine does not tell where its KV events are (no GET /kv_event_sources): give the agent their addresses "
+    "(engines=URL?events=tcp://HOST:5557&replay=tcp://HOST:5657)"
+)
+
+
 class ProbeError(Exception):
     """The engine did not answer, or its answer is not one of vLLM. The message says which. `status`: the HTTP status of the
     answer; 0 without one. `refused`: whether nothing listens at the address."""
@@ -171,7 +178,12 @@ class EngineProbe:
                     for rank in ranks
                 }
             )
-        answer = await self._json("/kv_event_sources", missing_ok=True)
+        try:
+            answer = await self._json("/kv_event_sources")
+        except ProbeError as error:
+            if error.status != 404:
+                raise
+            return KvEventSources({}, _NO_SOURCES)
         by_rank = {int(rank): _source(config, address.host) for rank, config in answer.items() if _publishes(config)}
         if not by_rank:
             return KvEventSources({}, "the engine publishes no KV events (--kv-events-config)")

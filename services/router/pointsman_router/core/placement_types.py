@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from pointsman_common.core.engine_identity import UNKNOWN_IDENTITY, EngineIdentity, Use, compatible
+from pointsman_common.core.vllm_versions import counts_output, series
 from pointsman_router.core.admission_rule import AdmissionRecord
 from pointsman_router.core.kv_load import NO_LOAD, KvLoad
 from pointsman_router.core.prefill_curve import NO_PREFILLS, PrefillCurve, PrefillSums, PrefillWork
@@ -113,17 +114,20 @@ class KvTransfer(msgspec.Struct, frozen=True, gc=False):
 
 
 class EngineTraits(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """What decisions see of an engine that stays the same while it runs: its identity, its context in tokens, and the maximum
-    number of requests in its batch (0 if unknown)."""
+    """What decisions see of an engine that stays the same while it runs: its identity, its context in tokens, the maximum number
+    of requests in its batch (0 if unknown), and whether it refuses an output limit that the prompt leaves no room for."""
 
     identity: EngineIdentity = UNKNOWN_IDENTITY
     max_model_len: int = 0
     max_num_seqs: int = 0
+    counts_output: bool = False
 
     def holds(self, prompt_tokens: int, output_tokens: int) -> bool:
-        """Return whether the engine takes a prompt of so many tokens with a limit of output tokens (0: none). As vLLM does, it
-        shortens the output to what the prompt leaves of the context, and refuses only a limit above the whole context."""
-        return not self.max_model_len or (prompt_tokens < self.max_model_len and output_tokens <= self.max_model_len)
+        """Return whether the engine takes a prompt of so many tokens with a limit of output tokens (0: none). Unless
+        `counts_output` it shortens the output to what the prompt leaves of the context, and refuses only a limit above the whole
+        context."""
+        room = self.max_model_len - (prompt_tokens if self.counts_output else 0)
+        return not self.max_model_len or (prompt_tokens < self.max_model_len and output_tokens <= room)
 
 
 NO_TRAITS = EngineTraits()
@@ -170,9 +174,24 @@ class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
         return identity
 
     @property
+    def context(self) -> EngineTraits:
+        """What limits a prompt and its output here."""
+        return EngineTraits(max_model_len=self.max_model_len, counts_output=counts_output(self.engine_version))
+
+    @property
+    def kv_kind(self) -> str:
+        """The kind of KV that it passes on or takes, equal for those that can read each other's; empty without a KV connector.
+        NIXL's connector refuses engines of any other version, Mooncake's cannot read the messages of some other ones."""
+        if (kv := self.kv_transfer) is None:
+            return ""
+        version = self.engine_version if kv.protocol == "NIXL" else series(self.engine_version)
+        return f"{kv.protocol}/{self.block_size}/{version}"
+
+    @property
     def traits(self) -> EngineTraits | UnsetType:
         """What decisions see of the engine's identity and limits; unset if nothing is known."""
-        traits = EngineTraits(self.known_identity, self.max_model_len, self.max_num_seqs)
+        counts = counts_output(self.engine_version)
+        traits = EngineTraits(self.known_identity, self.max_model_len, self.max_num_seqs, counts)
         return traits if traits != NO_TRAITS else UNSET
 
 

@@ -267,7 +267,7 @@ class FleetViewBuilder:
         is wrong with it."""
         tokens, output, begun = request.context_tokens, request.max_output_tokens, request.begun_by
         contexts = self._instances.contexts(pool, request.model)
-        held = [EngineTraits(max_model_len=context).holds(tokens, output) for context in contexts]
+        held = [context.holds(tokens, output) for context in contexts]
         limited = not all(held) and any(held)
         resumed = request.resumed and begun != UNKNOWN_IDENTITY
         if not limited and not resumed:
@@ -377,7 +377,7 @@ def _kv_kind(info: InstanceInfo, side: KvRole) -> str:
     kv = info.kv_transfer
     if kv is None or kv.role not in (KvRole.BOTH, side):
         return ""
-    return f"{kv.protocol}/{info.block_size}"
+    return info.kv_kind
 
 
 def _with_own_remainder(candidate: Candidate, own: Reservation) -> Candidate:

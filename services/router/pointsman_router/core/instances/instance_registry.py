@@ -186,8 +186,8 @@ class _Pool:
         self.lists: dict[frozenset[_Traits], list[InstanceRecord]] = {}
         # id() of such a list -> the weights of its placeable instances. Cleared when these instances, weights or lists change.
         self._shares: dict[int, SessionShares] = {}
-        # Name -> the contexts of the instances that answer to it, tokens. Cleared when instances are added, removed or described.
-        self._contexts: dict[str, frozenset[int]] = {}
+        # Name -> the contexts of the instances that answer to it. Cleared when instances are added, removed or described.
+        self._contexts: dict[str, frozenset[EngineTraits]] = {}
         self._common: EngineTraits | None = None  # cleared likewise
         # Traits -> id -> instance. Most instances are alike, so there are few different traits.
         self._alike: dict[_Traits, dict[str, InstanceRecord]] = {}
@@ -236,14 +236,14 @@ class _Pool:
             members = self._members[name] = self.lists[alike]
         return members
 
-    def contexts(self, name: str) -> frozenset[int]:
+    def contexts(self, name: str) -> frozenset[EngineTraits]:
         """Return the different contexts of the instances that answer to a name, tokens (0: unknown); those of instances that only
         produce KV count where no other answers."""
         contexts = self._contexts.get(name)
         if contexts is None:
             members = self.members(name)
             answering = [record for record in members if not record.produces_only] or members
-            contexts = self._contexts[name] = frozenset([record.info.max_model_len for record in answering])
+            contexts = self._contexts[name] = frozenset([record.info.context for record in answering])
         return contexts
 
     def common(self) -> EngineTraits:
@@ -299,7 +299,7 @@ class _Pool:
                 ),
                 lora_names=tuple(sorted({name for record in self._alike for name in record.lora_names})),
                 model_root=_most_common(record.info.model_root for record in self.records),
-                max_model_len=max(self.contexts(self.model), default=0),
+                max_model_len=max((context.max_model_len for context in self.contexts(self.model)), default=0),
                 # Instances that fail are better than none, as in the router's own decisions.
                 instances=dict(next(filter(None, self._tiers), {})),
             )
@@ -411,7 +411,7 @@ class InstanceRegistry:
         known = self._pools.get(pool)
         return known.members(model) if known is not None else []
 
-    def contexts(self, pool: str, model: str) -> frozenset[int]:
+    def contexts(self, pool: str, model: str) -> frozenset[EngineTraits]:
         """Return the different contexts of the pool's instances that answer to `model`, one of its names, in tokens; 0:
         unknown."""
         known = self._pools.get(pool)
