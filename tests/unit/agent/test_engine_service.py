@@ -120,17 +120,22 @@ def test_a_pod_with_addresses_of_both_families_is_one_engine(first: int) -> None
     assert found == ["http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://[fd00::3]:8000"]
 
 
-def test_a_pod_is_an_engine_only_while_both_families_say_so() -> None:
-    def found(four: bool, six: bool) -> list[str]:
-        return urls(
-            "llm/vllm",
-            endpoint_slice("vllm-4", [of_pod("a", "10.0.0.1", ready=four)]),
-            endpoint_slice("vllm-6", [of_pod("a", "fd00::1", ready=six)], address_type="IPv6"),
+def test_a_pod_of_both_families_is_one_engine_until_one_of_them_ends() -> None:
+    def found(**six: bool) -> tuple[list[str], frozenset[str]]:
+        endpoints = ServiceEndpoints(parse_engine_service("llm/vllm"))
+        endpoints.replace(
+            [
+                endpoint_slice("vllm-4", [of_pod("a", "10.0.0.1", ready=False)]),
+                endpoint_slice("vllm-6", [of_pod("a", "fd00::1", **six)], address_type="IPv6"),
+            ]
         )
+        return list(endpoints.engines()), endpoints.not_ready()
 
-    assert found(True, True) == ["http://10.0.0.1:8000"]
+    one = "http://10.0.0.1:8000"
+    assert found(ready=True) == ([one], frozenset())
+    assert found(ready=False) == ([one], frozenset({one}))
     # Else its other address would be a new engine for the moment between two writes.
-    assert found(False, True) == found(True, False) == found(False, False) == []
+    assert found(terminating=True) == ([], frozenset())
 
 
 def test_endpoints_without_a_pod_are_told_apart_by_their_ports() -> None:

@@ -83,12 +83,12 @@ class ServiceEndpoints:
         return {address.url: address for address, _ in self._pods().values()}
 
     def not_ready(self) -> frozenset[str]:
-        """Return the URLs of the engines that a slice has as not ready."""
+        """Return the URLs of the engines that no slice has as ready."""
         return frozenset(address.url for address, ready in self._pods().values() if not ready)
 
     def _pods(self) -> dict[str, tuple[EngineAddress, bool]]:
-        """Return each pod's address, and whether all slices that have the pod call it ready. The slices of the families change
-        one after the other: a pod is an engine only while none of them has it as terminating."""
+        """Return each pod's address, and whether a slice has it as ready. The slices of the families change one after the other:
+        a pod is an engine only while none of them has it as terminating."""
         found: dict[str, tuple[EngineAddress, bool]] = {}
         ended: set[str] = set()
         # Of two slices' addresses the last one stays.
@@ -105,7 +105,7 @@ class ServiceEndpoints:
                 if conditions.get("terminating"):
                     ended.add(pod)
                 # An absent condition of readiness counts as true.
-                ready = conditions.get("ready") is not False and (pod not in found or found[pod][1])
+                ready = conditions.get("ready") is not False or (pod in found and found[pod][1])
                 found[pod] = _address(self._service, ip, port), ready
         return {pod: engine for pod, engine in found.items() if pod not in ended}
 
